@@ -32,11 +32,11 @@ test-newest: .venv-newest/.setup-done ## run the tests with the newest transform
 
 test-newest-quick: .venv-newest/.setup-done ## the same for families, caches and ways to run alone
 	$(TEST_ENV) .venv-newest/bin/python $(PYTEST) tests/engine/test_identity.py tests/families/test_families.py \
-		tests/engine/test_cache.py tests/api/test_ways.py
+		tests/engine/test_cache.py tests/api/test_ways.py tests/api/test_ways_copies.py
 
 test-oldest-quick: .venv-oldest/.setup-done ## the same with the oldest transformers supported (constraints-oldest.txt)
 	$(TEST_ENV) .venv-oldest/bin/python $(PYTEST) -m fast tests/engine/test_identity.py tests/families/test_families.py \
-		tests/engine/test_cache.py tests/api/test_ways.py
+		tests/engine/test_cache.py tests/api/test_ways.py tests/api/test_ways_copies.py
 
 test-other-processor: setup ## the fast tests of engine, methods, towers and families as on a processor without AVX2
 	$(TEST_ENV) ATEN_CPU_CAPABILITY=default .venv/bin/python $(PYTEST) -m fast tests/engine tests/methods tests/tower tests/families
@@ -59,13 +59,13 @@ vllm-hooks: setup ## download a vLLM (VLLM_VERSION=...; some 300 MB, nothing is 
 	.venv/bin/python dev/vllm_hooks.py build/vllm/vllm-$(VLLM_VERSION)-*.whl --write
 
 test-lmms: .venv-lmms/.setup-done ## run the tests of the lmms-eval integration, against the real lmms-eval (constraints-lmms.txt)
-	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests/bench/test_papers_settings.py tests/bench/test_papers_results.py \
-		tests/bench/test_papers_table.py $(PYTEST_ARGS)
+	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests/scripts/test_papers_settings.py tests/scripts/test_papers_results.py \
+		tests/scripts/test_papers_table.py $(PYTEST_ARGS)
 	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests_lmms $(PYTEST_ARGS)
 
 # Under a load of other work a cell may take longer than the minute or less that it needs.
 test-app: .venv-app/.setup-done ## run the tests of `tokenprune app`, in the system's Chromium (constraints-app.txt)
-	$(TEST_ENV) .venv-app/bin/python -m pytest tests/app tests/docs/test_screenshots.py $(PYTEST_ARGS)
+	$(TEST_ENV) .venv-app/bin/python -m pytest tests/app tests/scripts/test_screenshots.py $(PYTEST_ARGS)
 
 app: .venv-app/.setup-done ## open a page in the browser that shows what methods keep
 	HF_HUB_OFFLINE=1 .venv-app/bin/tokenprune app --model demo_qwen

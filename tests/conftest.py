@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from basics import snapshot
-from selection import is_fast, lacking, leave_out_combinations, leave_out_families, leave_out_thorough, leave_out_values
+from selection import fast_of, lacking, leave_out_combinations, leave_out_families, leave_out_thorough, leave_out_values
 from zoo import FAMILIES, Family
 
 _models: dict[tuple[str, str], PreTrainedModel] = {}
@@ -36,8 +36,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--every-combination"):
         for leave_out in (leave_out_thorough, leave_out_families, leave_out_values, leave_out_combinations):
             config.hook.pytest_deselected(items=leave_out(items))
+    fast = fast_of(items)
     for item in items:
-        item.add_marker("fast" if is_fast(item) else "full")
+        item.add_marker("fast" if item in fast else "full")
         for reason in lacking(item):
             item.add_marker(pytest.mark.skip(reason=reason))
 

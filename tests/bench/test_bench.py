@@ -20,57 +20,13 @@ from tokenprune.errors import (
     UnsupportedModelError,
     UnsupportedSetupError,
 )
-from tokenprune.profiling import timing
 from tokenprune.profiling.model import Model, load
 from tokenprune.profiling.patched import patched, patched_by
 from tokenprune.show import draw, grids, side_by_side
-from tokenprune_bench import paired, results, significance, suite, tables
+from tokenprune_bench import paired, results, suite, tables
 from tokenprune_bench.plan import passes_of
 from tokenprune_bench.report.png import plot_png
 from tokenprune_demo.scenes import KINDS
-
-# -- statistics ------------------------------------------------------------------------------------------------------
-
-
-def test_wilson_by_hand() -> None:
-    # z = 1.959964: 8 of 10 gives (0.8 + z²/20 ± z sqrt(0.16/10 + z²/400)) / (1 + z²/10).
-    assert significance.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert significance.wilson(0, 4) == pytest.approx((0.0, 0.4899), abs=1e-4)
-    assert significance.wilson(4, 4) == pytest.approx((0.5101, 1.0), abs=1e-4)
-    assert significance.wilson(0, 0) == (0.0, 1.0)
-
-
-def test_pooling_seeds_does_not_narrow_the_interval() -> None:
-    once = significance.pooled_interval(["1110"])
-    assert significance.pooled_interval(["1110"] * 3) == once
-    share, low, high = significance.pooled_interval(["1100", "1110", "1111"])
-    assert share == 0.75
-    assert (low, high) == significance.wilson(3, 4)
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "p"),
-    [
-        ("11111", "00000", 1 / 32),  # five wins, no loss: (1/2)^5
-        ("1110", "0001", 5 / 16),  # three wins, one loss: P(X >= 3 of 4)
-        ("0011", "0011", 1.0),  # no discordant pair
-        ("0000", "1111", 1.0),
-        ("1100", "0011", 11 / 16),
-    ],
-)
-def test_mcnemar_by_hand(ours: str, theirs: str, p: float) -> None:
-    assert significance.better_p(ours, theirs) == pytest.approx(p)
-
-
-def test_interleaving_takes_each_question_once_and_every_seed() -> None:
-    assert significance.interleaved(["aaaa", "bbbb", "cccc"]) == "abca"
-    assert significance.interleaved(["1010"]) == "1010"
-
-
-def test_quantiles_by_hand() -> None:
-    assert timing.quantiles([5, 1, 2, 4, 3]) == {"p20": 1.8, "p50": 3, "p80": 4.2}
-    assert timing.quantiles([7.0]) == {"p20": 7, "p50": 7, "p80": 7}
-
 
 # -- marks, collapse, tables, from records made by hand ----------------------------------------------------------------
 

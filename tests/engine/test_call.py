@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-import inspect
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +17,6 @@ from tokenprune import Budget
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
-from tokenprune.integrations.hf.forward import context as call_module
 from tokenprune.integrations.hf.forward.context import Call, FeatureStates, OnHost
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.forward.part import Part
@@ -29,12 +26,6 @@ from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.view.segments import Segments
 from zoo import FAMILIES
-
-# Modules of what may or may not be part of a patch: a forward knows none of them.
-FEATURES = {
-    "block_attention", "decoding", "encoder", "exact", "guarding", "probe_layer", "observe", "sources", "unmerging",
-    "verdict",
-}  # fmt: skip
 
 
 @dataclass
@@ -67,17 +58,6 @@ def test_a_feature_finds_its_own_state_by_its_class():
     assert state[Mine] is mine and state.get(Mine) is mine
     assert state.put(Mine(4)) is state[Mine]
     assert state.pop(Mine) == Mine(4) and state.get(Mine) is None
-
-
-def test_a_forward_names_no_feature():
-    imported = {
-        part
-        for node in ast.walk(ast.parse(inspect.getsource(call_module)))
-        if isinstance(node, ast.ImportFrom)
-        for part in [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-    }
-    assert not imported & FEATURES
-    assert len(fields(Call)) <= 16
 
 
 # -- what the host knows

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.methods.test_flashvid import picks
-from tests.methods.test_ottvid import cover
+from tests.methods.naive.flashvid import far_apart
+from tests.methods.naive.ottvid import cover
 from tokenprune.kernels.pairs import distances
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.ops import clusters as kernels
@@ -69,7 +69,7 @@ def test_far_from_each_other_by_weight() -> None:
     x, mask, weight, number = rows(1)
     got = farthest_weighted(x, mask, weight, number, 4)
     for row, count in enumerate(COUNTS):
-        want = picks(x[row, :count].tolist(), weight[row, :count].tolist(), int(number[row]))
+        want = far_apart(x[row, :count].tolist(), weight[row, :count].tolist(), int(number[row]))
         assert got[row].nonzero().flatten().tolist() == sorted(want)
     x[0, 3], weight[0, 2] = 0, math.nan
     assert farthest_weighted(x, mask, weight, number, 4).sum(1).tolist() == [4, 2, 1]

@@ -3,35 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 
 import tokenprune
-from several_cuts import Arrived, best, check_in_model, rows, view
-from tokenprune import OptionError, VisualTokens
+from several_cuts import best, rows, view
+from tokenprune import VisualTokens
 from tokenprune.testing import visual_tokens
-
-
-@pytest.mark.parametrize("dynamic", [1.0, 0.4])
-def test_words_weigh_by_what_words_make_of_them(dynamic: float, build: Any) -> None:
-    def naive(seen: Arrived) -> list[int]:
-        score = dict.fromkeys(seen.places, 0.0)
-        for head in seen.before.double():
-            weight = []
-            for j in seen.text:
-                gave = sum(float(head[j, i]) for i in seen.text)
-                got = sum(float(head[i, j]) for i in seen.text)
-                weight.append(gave + got - float(head[j, j]))
-            mean = sum(weight) / len(weight)
-            for j, one in zip(seen.text, weight, strict=True):
-                for i in seen.places:
-                    score[i] += (dynamic * one + (1 - dynamic) * mean) * float(head[j, i])
-        return sorted(seen.places, key=lambda i: (-score[i], i))[: seen.keep]
-
-    cuts = check_in_model("adaptinfer", naive, build, keep=0.5, dynamic=dynamic)
-    assert [cut.layer for cut in cuts] == [1, 2, 3]
 
 
 def test_ties_go_to_the_first() -> None:
@@ -62,9 +39,3 @@ def test_the_order_of_heads_changes_nothing() -> None:
     )  # fmt: skip
     method = tokenprune.method("adaptinfer")
     assert rows(method.select(other).keep) == rows(method.select(tokens).keep)
-
-
-def test_options_are_checked() -> None:
-    for options in (dict(dynamic=1.5), dict(dynamic="1"), dict(layers=(1, 2, 2))):
-        with pytest.raises(OptionError, match="adaptinfer"):
-            tokenprune.method("adaptinfer", **options)

@@ -12,7 +12,7 @@ import torch
 
 import tokenprune
 from several_cuts import Arrived, check_in_model, rows, view
-from tokenprune import Budget, OptionError
+from tokenprune import Budget
 from tokenprune.methods.in_llm.autoprune import mutual_information, retention
 
 
@@ -106,9 +106,3 @@ def test_two_images_have_counts_of_their_own() -> None:
         carry = dict(tokens.carry)
     flat = [row[1] for row in got]
     assert max(flat) - min(flat) <= 1 and got[0][0] > got[-1][0]
-
-
-def test_options_are_checked() -> None:
-    for options in (dict(cuts=0), dict(cuts=1.5), dict(slope=-1), dict(gamma="x"), dict(layers=(3, 2))):
-        with pytest.raises(OptionError, match="autoprune"):
-            tokenprune.method("autoprune", **options)

@@ -11,49 +11,12 @@ import pytest
 import torch
 
 import tokenprune
-from several_cuts import Arrived, best, check_in_model, check_ties
-from tokenprune import Budget, BudgetError, OptionError, VisualTokens
+from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.calibration.attention_fitting import left_over
 from tokenprune.methods.in_llm.fitprune import Recipe, shares
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.shapes.fingerprint import fingerprint
 from zoo import FAMILIES
-
-
-def naive_means(seen: Arrived) -> tuple[list[float], list[float]]:
-    """By the image's tokens that are there, and by the text: of each row the most of any head."""
-    means = []
-    for lines in (seen.places, seen.text):
-        means.append(
-            [sum(max(float(head[j, i]) for head in seen.before) for j in lines) / len(lines) for i in seen.places]
-        )
-    return means[0], means[1]
-
-
-def test_the_product_of_both_ranks(build: Any) -> None:
-    def naive(seen: Arrived) -> list[int]:
-        own, text = naive_means(seen)
-        return [seen.places[i] for i in best([a * b for a, b in zip(own, text, strict=True)], seen.keep)]
-
-    cuts = check_in_model("fitprune", naive, build, keep=0.5)
-    assert [cut.layer for cut in cuts] == [1, 2, 3]
-
-
-def test_ties_go_to_the_first() -> None:
-    def naive(tokens: VisualTokens, cut: int) -> list[list[int]]:
-        score = tokens.head_maxima.float().prod(1).tolist()
-        return [best(row[:n], k) for row, n, k in zip(score, tokens.counts, tokens.keep, strict=True)]
-
-    method = tokenprune.method("fitprune")
-    assert len(method.stages(Budget(keep=0.5), 32)) == 31
-
-    class First:
-        @staticmethod
-        def stages(budget: Any, layers: int) -> Any:
-            return method.stages(budget, layers)[:1]
-
-    check_ties(First, naive)
-
 
 ROWS = [(1.0, 1.0, 1.0, 1.0), (1.0, 0.8, 0.4, 0.4), (1.0, 0.5, 0.1, 0.0)]
 

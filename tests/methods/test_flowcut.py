@@ -4,8 +4,8 @@ those of the description's invariants."""
 
 from __future__ import annotations
 
-import math
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,63 +13,14 @@ import pytest
 import torch
 
 import tokenprune
+from tests.methods.naive.flowcut import LAYERS, naive, naive_tile, tokens_of
 from tests.tower.test_encoder_attention import attentions_of
 from tokenprune.integrations.shared.tower_scores import block_index
-from tokenprune.view.tokens import VisualTokens
-from tower_tokens import LAYOUTS, best, budgets, kept_of, parts, tiles_of, tower_tokens
+from tower_tokens import chosen as chosen_by
+from tower_tokens import tower_tokens
 from zoo import FAMILIES
 
-LAYERS = tokenprune.method("flowcut").encoder_layers
-
-
-def tokens_of(layout: Any, keep: list[int], seed: int = 0, power: int = 1, dtype=torch.float32) -> VisualTokens:
-    """power: the larger, the sharper the attention."""
-    g = torch.Generator().manual_seed(seed)
-    longest = max(sum(h * w for h, w in tiles) + newlines for tiles, newlines in layout)
-    flow = {layer: torch.rand(len(layout), 3, longest, generator=g) ** power for layer in LAYERS}
-    return tower_tokens(layout, keep, encoder_flow={layer: one.to(dtype) for layer, one in flow.items()})
-
-
-def naive_tile(flow: dict[float, list[list[float]]], tile: list[int], number: int) -> tuple[list[int], list[int]]:
-    """Steps 1 to 3 of the description: what is left, and how many were behind each block."""
-    left, score, counts = list(tile), dict.fromkeys(tile, 0.0), []
-    for block, layer in enumerate(LAYERS):
-        attention, alike, size = flow[layer]
-        mass, likeness = sum(attention[i] for i in left), sum(alike[i] for i in left)
-        for i in left:
-            now = (attention[i] / mass + alike[i] / likeness) * size[i]
-            score[i] = now if block == 0 else 0.5 * score[i] + 0.5 * now
-        remaining = 21 - block
-        if remaining == 0:
-            left = best(left, score, number)
-        elif remaining % 2 == 0:
-            entropy = -sum(p * math.log(p) for p in (attention[i] / mass for i in left) if p)
-            sharp = 1 - (entropy / math.log(max(len(left), 2))) ** 2
-            gone = round((len(left) - number) / math.sqrt(remaining) * sharp)
-            left = best(left, score, max(len(left) - gone, number))
-        counts.append(len(left))
-    return left, counts
-
-
-def naive(tokens: VisualTokens, image: int) -> list[int]:
-    flow = {layer: tokens.encoder_flow(layer)[image].double().tolist() for layer in LAYERS}
-    tiles, others = tiles_of(tokens, image)
-    numbers = parts([len(tile) for tile in tiles], tokens.keep[image])
-    kept = [i for tile, number in zip(tiles, numbers, strict=True) for i in naive_tile(flow, tile, number)[0]]
-    return sorted(kept + others[: tokens.keep[image] - len(kept)])
-
-
-def chosen(tokens: VisualTokens) -> list[list[int]]:
-    return kept_of(tokenprune.method("flowcut").select(tokens).keep)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["one", "tiles", "thin"])
-@pytest.mark.parametrize("power", [1, 12])
-def test_equals_the_loop(layout: Any, power: int) -> None:
-    """1, 4, 5, 6: exactly the budget, of each tile by itself, whatever else is in the batch."""
-    for number, keep in enumerate(budgets(layout)):
-        tokens = tokens_of(layout, keep, number, power)
-        assert chosen(tokens) == [naive(tokens, image) for image in range(len(keep))]
+chosen = partial(chosen_by, "flowcut")
 
 
 @pytest.mark.parametrize("keep", [32, 192])

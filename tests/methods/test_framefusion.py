@@ -7,43 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.methods.test_methods import naive_uniform
-from videos import best, check_counts, compare, cos, given, moving, select, shares_of
-
-
-def naive(video: Tensor, attention: Tensor, keep: int, grid: tuple[int, int]) -> dict[int, dict]:
-    frames, places = video.shape[:2]
-    x = video.tolist()
-    alike = {f * places + p: cos(x[f][p], x[f - 1][p]) for f in range(1, frames) for p in range(places)}
-    merged = best(alike, alike, frames * places - keep)
-    first = naive_uniform(keep, (1, *grid)) if keep < places else list(range(places))
-    groups: dict[int, dict] = {}
-    for p in range(places):
-        head = p
-        for f in range(frames):
-            i = f * places + p
-            head = head if i in merged else i
-            if head >= places or head in first:
-                groups.setdefault(head, {})[i] = 1.0
-    return {head: {i: 1 / len(group) for i in group} for head, group in groups.items()}
-
-
-@pytest.mark.parametrize("cut", [None, 3])
-@pytest.mark.parametrize("share", [0.04, 0.3, 0.6, 0.97])
-def test_against_a_naive_loop(share: float, cut: int | None) -> None:
-    """A newline hides the grid, and the places of the first frame are then spread in raster order."""
-
-    def of(video: Tensor, attention: Tensor, keep: int, grid: tuple[int, int]) -> dict[int, dict]:
-        return naive(video, attention, keep, grid if cut is not None else (1, video.shape[1]))
-
-    compare("framefusion", of, share, cut, newline=cut is None)
-
-
-@pytest.mark.parametrize("frames", [1, 2, 3, 5, 16])
-def test_counts(frames: int) -> None:
-    check_counts("framefusion", frames)
+from videos import given, moving, select, shares_of
 
 
 def test_runs_of_similar_tokens() -> None:

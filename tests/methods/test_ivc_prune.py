@@ -3,58 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-import torch
-from torch import Tensor
-
 import tokenprune
-from several_cuts import COUNTS, SHARES, Arrived, best, check_in_model, rows, view, wanted
-from tokenprune import OptionError
-from zoo import FAMILIES
-
-
-def naive_choice(
-    cos: list[float], sin: list[float], visual: Tensor, text: Tensor, keep: int, coordinates: float = 0.05
-) -> list[int]:
-    """cos, sin: means over a token's angles. visual, text: values `[n, Hkv, D]` of the image, and behind it."""
-    count, heads, width = visual.shape
-    everything = torch.cat([visual, text]).double()
-
-    def likeness(row: Tensor) -> list[float]:
-        total = [0.0] * count
-        for h in range(heads):
-            share = (everything[:, h] @ row[h].double() / width**0.5).softmax(0)
-            total = [one + float(share[i]) / heads for i, one in enumerate(total)]
-        return total
-
-    each = min(round(coordinates * count), keep // 4)
-    anchors = set(best(cos, each)) | set(best(sin, each))
-    of_text = [likeness(row) for row in (text[2:] if len(text) > 2 else text)]  # the first two rate nothing
-    from_text = [sum(row[i] for row in of_text) for i in range(count)]
-    seeds = best(from_text, max(1, round(0.01 * count)))
-    from_seeds = [likeness(visual[i]) for i in seeds]
-    score = [from_text[i] + sum(row[i] for row in from_seeds) for i in range(count)]
-    rank = {i: (0 if i in anchors else 1 if i in seeds else 2, -score[i], i) for i in range(count)}
-    return sorted(sorted(range(count), key=rank.__getitem__)[:keep])
-
-
-@pytest.mark.parametrize("coordinates", [0.05, 0.2])
-def test_coordinates_seeds_and_what_is_like_the_question(coordinates: float, build: Any) -> None:
-    decoder = build(FAMILIES["llava"], "eager").get_submodule(FAMILIES["llava"].decoder)
-
-    def naive(seen: Arrived) -> list[int]:
-        places = torch.arange(len(seen.hidden))[None]
-        cos, sin = (one[0].mean(1) for one in decoder.rotary_emb(seen.hidden[None], places))
-        kept = naive_choice(
-            cos[seen.places].tolist(), sin[seen.places].tolist(), seen.values[seen.places], seen.values[seen.text],
-            seen.keep, coordinates,
-        )  # fmt: skip
-        return [seen.places[i] for i in kept]
-
-    (cut,) = check_in_model("ivc_prune", naive, build, keep=0.4, coordinates=coordinates)
-    assert cut.layer == 2
+from several_cuts import COUNTS, SHARES, best, rows, view, wanted
+from tests.methods.naive.ivc_prune import naive_choice
 
 
 def test_made_up_tokens() -> None:
@@ -99,9 +50,3 @@ def test_coordinates_depend_on_places_alone() -> None:
     both = set(rows(method.select(one).keep)[0]) & set(rows(method.select(other).keep)[0])
     cos, sin = (x.mean(-1)[0].tolist() for x in one.rotation)
     assert {*best(cos, 2), *best(sin, 2)} <= both
-
-
-def test_options_are_checked() -> None:
-    for options in (dict(layer=0), dict(coordinates=0.6), dict(coordinates=-1), dict(layer=2.5)):
-        with pytest.raises(OptionError, match="ivc_prune"):
-            tokenprune.method("ivc_prune", **options)

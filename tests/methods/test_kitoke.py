@@ -3,63 +3,13 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from itertools import pairwise
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import tokenprune
+from tests.methods.naive.kitoke import crowding, intervals, naive
 from tokenprune.methods.video.kitoke import chances, crowd, pivotal, spread
-from videos import best, check_counts, compare, cos, given, moving, select, shares_of
-
-
-def crowding(x: list[list[float]], alpha: float = 0.16) -> tuple[list[float], float]:
-    """For each token how crowded it is, and the unit of distances."""
-    apart = [[math.dist(a, b) for b in x] for a in x]
-    unit = statistics.median_low(apart[i][j] for i in range(len(x)) for j in range(i)) if len(x) > 1 else 1.0
-    return [math.fsum(math.exp(-(d**2) / (alpha * unit**2)) for d in row) for row in apart], unit
-
-
-def intervals(x: list[list[list[float]]], unit: float, change: float = 1.5, jump: float = 1.0) -> list[int]:
-    steps = []
-    for before, after in pairwise(x):
-        same = math.fsum(map(math.dist, before, after)) / len(before)
-        near = math.fsum(min(math.dist(a, b) for b in after) for a in before) / len(before)
-        steps.append((same + near) / unit)
-    made = [0]
-    for t, step in enumerate(steps):
-        others = steps[max(0, t - 1) : t] + steps[t + 1 : t + 2]
-        cut = step > change or any(step - other > jump and step > 1.4 * other for other in others)
-        made.append(made[-1] + cut)
-    return made
-
-
-def naive(video: Tensor, attention: Tensor, keep: int, grid: Any, kept: list[int] | None = None) -> dict[int, dict]:
-    """kept: what was drawn; None takes the least crowded."""
-    places = video.shape[1]
-    x = video.flatten(0, 1).tolist()
-    crowded, unit = crowding(x)
-    rarity = [1 / one for one in crowded]
-    kept = best(range(len(x)), rarity, keep) if kept is None else kept
-    of = intervals(video.tolist(), unit)
-    filled = sorted({of[i // places] for i in kept})
-    groups: dict[int, dict[int, float]] = {}
-    for i in range(len(x)):
-        nearest = min(filled, key=lambda n: (abs(n - of[i // places]), n))
-        ours = [j for j in kept if of[j // places] == nearest]
-        target = i if i in kept else best(ours, {j: cos(x[i], x[j]) for j in ours}, 1)[0]
-        groups.setdefault(target, {})[i] = rarity[i]
-    return {to: {i: w / math.fsum(group.values()) for i, w in group.items()} for to, group in groups.items()}
-
-
-@pytest.mark.parametrize("cut", [None, 3])
-@pytest.mark.parametrize("share", [0.04, 0.3, 0.6, 0.97])
-def test_against_a_naive_loop(share: float, cut: int | None) -> None:
-    compare("kitoke", naive, share, cut, newline=cut is None, sample=False)
+from videos import given, moving, select, shares_of
 
 
 @pytest.mark.parametrize(("change", "jump"), [(9.0, 0.02), (9.0, 0.3), (0.5, 9.0)])
@@ -92,12 +42,6 @@ def test_a_draw_is_the_seeds() -> None:
     assert not torch.equal(one, select("kitoke", given([video], [12], [(4, 4)]), seed=2).keep)
     both = select("kitoke", given([video, other], [12, 5], [(4, 4), (3, 3)]), seed=1)
     assert torch.equal(both.keep[0, :64], one[0])
-
-
-@pytest.mark.parametrize("frames", [1, 2, 3, 5, 16])
-@pytest.mark.parametrize("sample", [True, False])
-def test_counts(frames: int, sample: bool) -> None:
-    check_counts("kitoke", frames, sample=sample)
 
 
 @pytest.mark.parametrize("number", [1, 5, 12, 19])

@@ -4,46 +4,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tokenprune
-from greedy import alone, check_against, image_tokens, next_pick, picked, unit
-from tokenprune import OptionError
+from greedy import alone, image_tokens, picked
+from tests.methods.naive.mmtok import naive, table
 from tokenprune.kernels.pairs import Products
 from tokenprune.methods.pre_llm.mmtok import shared
-
-
-def table(x: Tensor, z: Tensor, t: Tensor, alpha: float = 0.5, of_text: float = 0.02, of_image: float = 0.2) -> Tensor:
-    """How well each visual token (column) covers each text token, then each visual one."""
-    said = [torch.softmax(unit(x) @ unit(word) / of_text, 0) / len(t) for word in t]
-    seen = [alpha * torch.softmax(unit(z) @ unit(one) / of_image, 0) / len(z) for one in z]
-    return torch.stack(said + seen)
-
-
-def naive(x: Tensor, z: Tensor, t: Tensor, keep: int, kept: Any = (), slack: float = 0.0, tower: bool = True,
-          a: Any = None, **more: Any) -> list[int]:  # fmt: skip
-    covers, picks = table(x, z if tower else x, t, **more), []
-    best = torch.zeros(len(covers), dtype=torch.float64)
-    for _ in range(keep):
-        picks.append(next_pick((covers - best[:, None]).clamp(min=0).sum(0), picks, kept, slack))
-        best = torch.maximum(best, covers[:, picks[-1]])
-    return picks
-
-
-OPTIONS = [
-    ({}, {}),
-    ({"alpha": 2, "features": "projected"}, {"alpha": 2, "tower": False}),
-    ({"text_temperature": 0.1, "temperature": 0.05}, {"of_text": 0.1, "of_image": 0.05}),
-]
-
-
-@pytest.mark.parametrize(("options", "more"), OPTIONS, ids=str)
-def test_equals_the_naive_loop(options: dict, more: dict) -> None:
-    check_against(lambda **given: naive(**given, **more), "mmtok", large=not options, slack=1e-4, **options)
 
 
 def test_without_the_question() -> None:
@@ -82,24 +51,3 @@ def test_rows_sum_to_their_weight_and_padding_has_none(monkeypatch: pytest.Monke
             assert not found[~rows[segment]].any()
             for place in range(count):
                 assert torch.allclose(got.column(segment, place), found[:, place])
-
-
-def test_invariance() -> None:
-    method, tokens = tokenprune.method("mmtok"), image_tokens([40], [12])
-    (want,) = picked(method, tokens)
-    scale = 2.0 ** torch.randint(-3, 4, (1, 40, 1), generator=torch.Generator().manual_seed(3))
-    assert picked(method, image_tokens([40], [12], hidden=tokens.hidden * scale)) == [want]
-    text = tokens.text.hidden[:, torch.randperm(9, generator=torch.Generator().manual_seed(1))]
-    assert picked(method, image_tokens([40], [12], text={"hidden": text})) == [want]
-    for fewer in (1, 5, 11):
-        assert set(picked(method, image_tokens([40], [fewer]))[0]) <= set(want)
-    twice = tokens.text.hidden.repeat(1, 2, 1)  # all words twice: the same weights
-    assert picked(method, image_tokens([40], [12], text={"hidden": twice})) == [want]
-
-
-def test_options() -> None:
-    assert tokenprune.method("mmtok").needs == {"encoder_features"}
-    assert not tokenprune.method("mmtok", features="projected").needs
-    for wrong in ({"alpha": -1}, {"temperature": 0}, {"text_temperature": 0}, {"features": "x"}, {"question": 1}):
-        with pytest.raises(OptionError, match="mmtok"):
-            tokenprune.method("mmtok", **wrong)

@@ -210,14 +210,6 @@ def test_not_a_number_is_similar_to_nothing() -> None:
     assert keep_of(x)[0, 1, 1] and anchored(x, 0.1, "max").keep[0, 1, 1]
 
 
-@pytest.mark.parametrize(
-    "options", [{"threshold": -0.1}, {"threshold": 1.5}, {"threshold": "0"}, {"metric": "ssim"}, {"anchored": 1}]
-)
-def test_options_are_checked(options: dict) -> None:
-    with pytest.raises(OptionError, match=f"pixelprune: {next(iter(options))}="):
-        tokenprune.method("pixelprune", **options)
-
-
 def test_all_is_kept_by_keep_1_and_nothing_contradicts_it() -> None:
     method = tokenprune.method("pixelprune")
     assert method.is_identity(Budget(keep=1.0)) and not method.is_identity(Budget.of(method.default_keep))

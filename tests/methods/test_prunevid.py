@@ -3,100 +3,20 @@
 
 from __future__ import annotations
 
-import math
 import random
-from itertools import combinations, groupby, pairwise
-from typing import Any
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
 import tokenprune
-from tests.kernels.test_temporal import naive_peaks, naive_shares
-from tokenprune import Budget, OptionError
+from tests.kernels.test_temporal import naive_shares
+from tests.methods.naive.prunevid import contiguous, naive, spans_of
+from tokenprune import Budget
 from tokenprune.methods.video.prunevid import scene_ends
 from tokenprune.testing import visual_tokens
-from videos import best, check_counts, compare, cos, given, mean, moving, same, select, shares_of
-
-
-def contiguous(labels: list[int]) -> list[int]:
-    """Step 2: labels of frames as scenes, frame by frame."""
-    count = len(labels)
-
-    def run(of: list[int | None], f: int) -> list[int]:
-        """The unbroken run of frames of one label around `f`."""
-        first = last = f
-        while first and of[first - 1] == of[f]:
-            first -= 1
-        while last + 1 < count and of[last + 1] == of[f]:
-            last += 1
-        return [*range(first, last + 1)]
-
-    longest = {label: max(len(run(labels, f)) for f in range(count) if labels[f] == label) for label in set(labels)}
-    made = [label if len(run(labels, f)) == longest[label] > 1 else None for f, label in enumerate(labels)]
-    while None in made:
-        stretch = run(made, made.index(None))
-        left, right = stretch[0] - 1, stretch[-1] + 1
-        long_left = len(run(made, left)) if left >= 0 else 0
-        long_right = len(run(made, right)) if right < count else 0
-        to = 0 if long_left == long_right == 0 else made[left] if long_left >= long_right else made[right]
-        made[stretch[0] : stretch[-1] + 1] = [to] * len(stretch)
-    return made
-
-
-def spans_of(labels: list[int]) -> list[list[int]]:
-    """The frames of each maximal run of one label."""
-    return [[f for f, _ in run] for _, run in groupby(enumerate(labels), key=lambda one: one[1])]
-
-
-def gathered(points: dict[int, list[float]], number: int) -> dict[int, int]:
-    """Steps 1 and 4: DPC-KNN of 7 neighbours; of each point the nearest centre, none where no centre is to be had."""
-    keys = [*points]
-    centres = [keys[i] for i in naive_peaks([points[i] for i in keys], number, 7)] if number else []
-    return {
-        i: i if i in centres else min(centres, key=lambda c: (math.dist(points[i], points[c]), c))
-        for i in keys if centres
-    }  # fmt: skip
-
-
-def naive(video: Tensor, attention: Tensor, keep: int, grid: Any = None, threshold: float = 0.8) -> dict[int, dict]:
-    frames, places = video.shape[:2]
-    x = video.tolist()
-    label = gathered(dict(enumerate(mean(frame) for frame in x)), max(1, frames // 4))
-    spans = {f: span for span in spans_of(contiguous([label[f] for f in range(frames)])) for f in span}
-    still = {}
-    for f in range(frames):
-        still[f] = []
-        for p in range(places):
-            pairs = [cos(x[g][p], x[h][p]) for g, h in combinations(spans[f], 2)]
-            if pairs and math.fsum(pairs) / len(pairs) > threshold:
-                still[f].append(p)
-    copies = {(spans[f][0], p): list(spans[f]) for f in range(frames) for p in still[f]}
-    later = {f * places + p: -cos(x[f][p], x[f - 1][p]) for f in range(frames) for p in still[f] if f != spans[f][0]}
-    alone = best(later, later, keep - (frames * places - len(later)))
-    groups = {i: {i: 1.0} for i in alone}
-    for (_, p), of in copies.items():
-        of[:] = [f for f in of if f * places + p not in alone]
-    kinds: list[tuple[int, list[int], bool]] = []
-    for f in range(frames):
-        kinds += [(f, still[f] if f == spans[f][0] else [], True)]
-        kinds += [(f, [p for p in range(places) if p not in still[f]], False)]
-    sizes = [len(of) for _, of, _ in kinds]
-    wanted = [float(max(0, (n if n <= 14 else n // 2) - 1)) for n in sizes]
-    for (f, of, stands), n in zip(kinds, naive_shares(wanted, keep - len(alone), sizes, 1), strict=True):
-        tokens = {p: copies[f, p] if stands else [f] for p in of}
-        joined = gathered({p: mean([x[g][p] for g in tokens[p]]) for p in of}, n)
-        for p, centre in joined.items():
-            part = 1 / sum(one == centre for one in joined.values()) / len(tokens[p])
-            groups.setdefault(f * places + centre, {}).update({g * places + p: part for g in tokens[p]})
-    return groups
-
-
-@pytest.mark.parametrize("cut", [None, 3])
-@pytest.mark.parametrize("share", [0.04, 0.3, 0.6, 0.97])
-def test_against_a_naive_loop(share: float, cut: int | None) -> None:
-    compare("prunevid", naive, share, cut, newline=cut is None, inner=False)
+from videos import best, given, moving, same, select, shares_of
 
 
 @pytest.mark.parametrize("keep", [5, 40, 120])
@@ -106,11 +26,6 @@ def test_more_frames(keep: int, threshold: float) -> None:
     video = moving(13, 3, 4, seed=2, cut=7)
     got = shares_of(select("prunevid", given([video], [keep], [(3, 4)]), inner=False, threshold=threshold), 0, 156)
     same(got, naive(video, torch.zeros(13, 12), keep, None, threshold))
-
-
-@pytest.mark.parametrize("frames", [1, 2, 3, 5, 16])
-def test_counts(frames: int) -> None:
-    check_counts("prunevid", frames, inner=False)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +143,6 @@ def test_the_first_cut_tells_the_second_of_groups() -> None:
     assert selection.keep[1, :4].all()
 
 
-def test_options() -> None:
-    with pytest.raises(OptionError, match="layer=3 is of the second cut"):
-        tokenprune.method("prunevid", inner=False, layer=3)
+def test_cuts_of_both() -> None:
     (_, early), (_, late) = tokenprune.method("prunevid", inner_keep=0.2).stages(Budget(keep=0.3), 32)
     assert [relative for _, relative in early.cuts] == [1.0, 0.2] and late.cuts == early.cuts

@@ -3,37 +3,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 import tokenprune
-from several_cuts import Arrived, best, check_in_model, check_ties
-from tokenprune import Budget, BudgetError, OptionError, VisualTokens
+from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.schedule import place
 from tokenprune.shapes.decoder import DecoderShape
-
-
-def test_each_cut_is_ranked_by_the_layer_behind_it(build: Any) -> None:
-    def naive(seen: Arrived) -> list[int]:
-        heads = len(seen.behind)
-        score = {i: sum(float(seen.behind[h, seen.last, i]) for h in range(heads)) / heads for i in seen.places}
-        return sorted(seen.places, key=lambda i: (-score[i], i))[: seen.keep]
-
-    for name in ("llava", "qwen2_5_vl"):
-        cuts = check_in_model("pyramiddrop", naive, build, keep=0.5, name=name)
-        assert [cut.layer for cut in cuts] == [1, 2, 3]
-        for one, later in pairwise(cuts):  # nested
-            assert all(set(b) < set(a) for a, b in zip(one.kept, later.kept, strict=True))
-
-
-def test_ties_go_to_the_first() -> None:
-    def naive(tokens: VisualTokens, cut: int) -> list[list[int]]:
-        score = tokens.next_row_attention.mean(1).tolist()
-        return [best(row[:n], k) for row, n, k in zip(score, tokens.counts, tokens.keep, strict=True)]
-
-    check_ties(tokenprune.method("pyramiddrop"), naive)
 
 
 def counts_of(method: Any, layers: int, count: int, keep: Any) -> list[tuple[int, int]]:
@@ -59,12 +36,6 @@ def test_the_schedule_is_the_papers() -> None:
 
 
 def test_what_cannot_be() -> None:
-    for options in (
-        dict(layers=(8, 8, 9)), dict(layers=(1, 2)), dict(layers=(0, 1, 2)), dict(layers=3), dict(ratios=()),
-        dict(ratios=(0.1, 0.5)), dict(ratios=(1.5,)), dict(ratios=("a",)),
-    ):  # fmt: skip
-        with pytest.raises(OptionError, match="pyramiddrop"):
-            tokenprune.method("pyramiddrop", **options)
     with pytest.raises(BudgetError, match="cut earlier"):
         tokenprune.method("pyramiddrop", layers=(8, 16, 24)).stages(Budget(keep=0.1), 32)
     with pytest.raises(OptionError, match="too shallow"):

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import tokenprune
-from several_cuts import COUNTS, SHARES, Arrived, best, check_in_model, rows, view, wanted
-from tokenprune import OptionError
+from several_cuts import COUNTS, SHARES, best, rows, view, wanted
 from tokenprune.methods.pre_llm.sinkpruner import different
 
 
@@ -69,22 +67,3 @@ def test_different_tokens_one_by_one_and_in_rounds() -> None:
             naive_different(x[0], list(range(30)), [2, 5], 17, at_once),
             naive_different(x[1], list(range(21)), [2, 5], 9, at_once),
         ]
-
-
-def test_cuts_inside_go_by_the_text(build: Any) -> None:
-    def naive(seen: Arrived) -> list[int]:
-        if seen.number == 0:
-            return seen.stays
-        heads = range(len(seen.before))
-        score = {i: sum(float(seen.before[h, j, i]) for h in heads for j in seen.text) for i in seen.places}
-        return sorted(seen.places, key=lambda i: (-score[i], i))[: seen.keep]
-
-    cuts = check_in_model("sinkpruner", naive, build, keep=0.3, sinks=0.2)
-    assert [cut.layer for cut in cuts] == [0, 1, 2, 3]
-    assert max(len(members) for row in cuts[0].sources for members in row.values()) == math.ceil(0.2 * 36)
-
-
-def test_options_are_checked() -> None:
-    for options in (dict(sinks=0.7), dict(sinks=-0.1), dict(stage2=1)):
-        with pytest.raises(OptionError, match="sinkpruner"):
-            tokenprune.method("sinkpruner", **options)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import tokenprune
 from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.methods.encoder.tome import ToMe
 from tokenprune.ops.merging import Merge, bipartite_match, most
@@ -175,12 +174,6 @@ def test_what_cannot_be_reached_is_said() -> None:
     with pytest.raises(BudgetError, match="at most half"):
         schedule(keep=0.1, count=37, blocks=3, read=2)
     assert sum(schedule(keep=0.25, count=37, blocks=3, read=2)) == 27
-
-
-@pytest.mark.parametrize("r", [-1, 1.5, "8", [1, -1], (1, 2), (8,), (8, 2.0), True, [[1]]])
-def test_bad_r(r: object) -> None:
-    with pytest.raises(OptionError, match="tome: r="):
-        tokenprune.method("tome", r=r)
 
 
 def test_list_longer_than_the_tower() -> None:

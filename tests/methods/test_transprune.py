@@ -11,7 +11,7 @@ import torch
 
 import tokenprune
 from several_cuts import Arrived, best, check_in_model, rows, view
-from tokenprune import Budget, OptionError
+from tokenprune import Budget
 from zoo import FAMILIES
 
 
@@ -79,9 +79,3 @@ def test_a_factor_of_all_outputs_changes_nothing() -> None:
     longer = tokens.transitions * torch.tensor([7.0, 1.0])
     other = view([30, 11], [9, 4], method.needs, transitions=longer)
     assert rows(method.select(other).keep) == rows(method.select(tokens).keep)
-
-
-def test_options_are_checked() -> None:
-    for options in (dict(alpha=1.5), dict(alpha="1"), dict(layers=(1, 2))):
-        with pytest.raises(OptionError, match="transprune"):
-            tokenprune.method("transprune", **options)

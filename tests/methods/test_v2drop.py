@@ -8,30 +8,9 @@ from typing import Any
 import torch
 
 import tokenprune
-from several_cuts import Arrived, best, check_in_model, check_ties
-from tokenprune import Budget, VisualTokens
+from tokenprune import Budget
 from tokenprune.shapes.decoder import DecoderShape
 from zoo import FAMILIES
-
-
-def naive(seen: Arrived) -> list[int]:
-    change = {i: float((seen.hidden[i].double() - seen.previous[i].double()).square().sum()) for i in seen.places}
-    return sorted(seen.places, key=lambda i: (-change[i], i))[: seen.keep]
-
-
-def test_what_changes_most_stays(build: Any) -> None:
-    """Also where cuts are at neighbouring layers, and one of them at layer 1: what enters are the embeddings."""
-    for name in ("llava", "qwen2_5_vl"):
-        cuts = check_in_model("v2drop", naive, build, keep=0.5, name=name)
-        assert [cut.layer for cut in cuts] == [1, 2, 3]
-
-
-def test_ties_go_to_the_first() -> None:
-    def of_tokens(tokens: VisualTokens, cut: int) -> list[list[int]]:
-        change = (tokens.hidden.float() - tokens.previous_hidden.float()).norm(dim=-1).tolist()
-        return [best(row[:n], k) for row, n, k in zip(change, tokens.counts, tokens.keep, strict=True)]
-
-    check_ties(tokenprune.method("v2drop"), of_tokens)
 
 
 def test_the_schedule_is_the_authors() -> None:

@@ -7,42 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tokenprune
-from several_cuts import Arrived, best, check_in_model, rows, view
-from tokenprune import Budget, BudgetError, OptionError
-
-
-def naive_parts(attention: Tensor, values: Tensor, output: Tensor) -> tuple[list[float], list[float]]:
-    """attention: `[H, n]`; values: `[n, Hkv, D]`; output: `[H, D]`. Lengths of the parts, and cosines without them."""
-    heads, count = attention.shape
-    whole = output.double().flatten()
-    lengths, cosines = [], []
-    for j in range(count):
-        part = torch.stack(
-            [attention[h, j].double() * values[j, h * values.shape[1] // heads].double() for h in range(heads)]
-        )
-        left = whole - part.flatten()
-        lengths.append(float(part.norm()))
-        cosines.append(float(left @ whole / (left.norm() * whole.norm())))
-    return lengths, cosines
-
-
-@pytest.mark.parametrize("part", [0.0, 0.1, 1e6])
-def test_the_layer_at_which_they_matter(part: float, build: Any) -> None:
-    def naive(seen: Arrived) -> list[int]:
-        attention = seen.before[:, seen.last]
-        heads = len(attention)
-        values = seen.values.repeat_interleave(heads // seen.values.shape[1], 1)
-        output = torch.stack([attention[h] @ values[:, h] for h in range(heads)])
-        lengths, cosines = naive_parts(attention[:, seen.places], seen.values[seen.places], output)
-        assert min(cosines) < 0.995  # else nothing would have been cut here
-        number = min(round(0.5 * len(seen.places)), max(1, sum(one > part for one in lengths)))
-        return [seen.places[i] for i in best(lengths, number)]
-
-    (cut,) = check_in_model("visipruner", naive, build, keep=0.5, part=part)
-    assert cut.layer == 3
+from several_cuts import best, rows, view
+from tests.methods.naive.visipruner import naive_parts
+from tokenprune import Budget, BudgetError
 
 
 def test_layer_by_layer() -> None:
@@ -78,9 +47,6 @@ def test_what_cannot_be() -> None:
     for budget in (Budget(average_tokens=9), Budget(kv_share=0.5), Budget(flops_share=0.5)):
         with pytest.raises(BudgetError, match="most that stay"):
             tokenprune.method("visipruner").stages(budget, 32)
-    for options in (dict(turns=1.5), dict(part=-1), dict(part=True)):
-        with pytest.raises(OptionError, match="visipruner"):
-            tokenprune.method("visipruner", **options)
 
 
 @torch.no_grad()

@@ -7,14 +7,13 @@ import math
 import random
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import tokenprune
 from merging_models import blocks_of, tower_of
 from several_cuts import Arrived, check_in_model
-from tokenprune import Budget, OptionError
+from tokenprune import Budget
 from tokenprune.methods.pre_llm.vitcop import centres_of
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.testing import visual_tokens
@@ -217,9 +216,3 @@ def test_the_schedule_is_the_authors() -> None:
     assert [layer for layer, _ in got] == [0, 2, 22]
     for (_, number), want in zip(got, (288, 183, 37), strict=True):
         assert abs(number - want) <= 1
-
-
-def test_options_are_checked() -> None:
-    for options in (dict(clusters=0.0), dict(clusters=2), dict(clusters="1")):
-        with pytest.raises(OptionError, match="vitcop"):
-            tokenprune.method("vitcop", **options)

@@ -78,11 +78,11 @@ def next_pick(score: Tensor, picks: list[int], kept: Collection[int] = (), slack
 Naive = Callable[..., list[int]]
 
 
-def check_against(naive: Naive, name: str, large: bool = False, slack: float = 2e-5, **options: Any) -> None:
+def check_against(naive: Naive, name: str, sizes: Any, slack: float, **options: Any) -> None:
     """Assert that a method keeps what a naive loop does. naive: of `alone`'s entries by name, the number to keep, what
     the method kept, and by how much two tokens may differ of which either is the better one; returns its picks."""
     method = tokenprune.method(name, **options)
-    for counts, keep, dtype in SIZES + LARGE * large:
+    for counts, keep, dtype in sizes:
         tokens = image_tokens(counts, keep, dtype)
         got = picked(method, tokens)
         for row, number in enumerate(keep):

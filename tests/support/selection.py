@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose which variants of a test run: all, those that pair every two values, those of one method of each kind on all
-families, or those of one family of each kind."""
+families, or those of one family of each kind that hold each value once."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ SLOW = {
     "api/test_setting.py::test_wild_settings_are_answered",
     "api/test_two_pass.py",
     "api/test_ways.py",
+    "api/test_ways_copies.py",
     "bench/test_bench.py",
     "bench/test_bench_engines.py::test_a_server_is_asked",
     "bench/test_bench_folder.py",
@@ -60,9 +61,7 @@ SLOW = {
     "bench/test_contact_sheet.py",
     "bench/test_drawn_videos.py",
     "bench/test_evidence.py",
-    "bench/test_recover.py::test_a_run_of_a_few_steps",
     "bench/test_report_samples.py",
-    "bench/test_speed_benchmarks.py",
     "bench/test_video_bench.py",
     "docs/test_docs.py::test_generated_parts_are_current",
     "engine/test_drafts.py",
@@ -85,9 +84,16 @@ SLOW = {
     "methods/test_dyrate_rates.py::test_fitting",
     "methods/test_dyrate_rates.py::test_the_command",
     "methods/test_methods_in_models.py::test_another_question_other_tokens",
+    "methods/test_ottvid.py::test_equals_the_loop_in_200_cases",
+    "methods/test_prunevid.py::test_equals_the_loop_in_200_cases",
     "methods/test_schedule.py::test_the_average_over_layers_is_the_budget",
-    "processor/test_view_select.py::test_generate_equals_a_prompt_with_the_kept_views",
-    "processor/test_view_select.py::test_the_benchmark_leaves_it_out",
+    "methods/test_stc.py::test_equals_the_loop_in_200_cases",
+    "methods/test_vitcop.py::test_the_early_cut_equals_the_loop_in_200_cases",
+    "methods/test_vitcop.py::test_the_tower_and_its_clusters_equal_the_loop_in_200_cases",
+    "processor/test_view_select_models.py::test_generate_equals_a_prompt_with_the_kept_views",
+    "processor/test_view_select_models.py::test_the_benchmark_leaves_it_out",
+    "scripts/test_recover.py::test_a_run_of_a_few_steps",
+    "scripts/test_speed_benchmarks.py",
     "tower/test_packed_encoder.py::test_generate_and_composition",
     "tuning/test_promise.py::test_it_is_wrong_no_more_often_than_it_says",
     "tuning/test_search.py",
@@ -118,7 +124,7 @@ def lacking(item: pytest.Item) -> list[str]:
 
 
 def is_fast(item: pytest.Item) -> bool:
-    """Return whether a test is one of `-m fast`."""
+    """Return whether a test may be one of `-m fast`: see `fast_of`."""
     place, names = item.nodeid.partition("[")[0].removeprefix("tests/"), names_in(item)
     families = names & (FAMILIES.keys() | REFUSED.keys())
     methods = names & set(tokenprune.available_methods()) if families else set()
@@ -195,19 +201,34 @@ def leave_out_values(items: list[pytest.Item]) -> list[pytest.Item]:
     return list(gone)
 
 
-def covering(variants: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the indices of few variants, in order, that hold every two values of different parameters that any does.
+def covering(variants: Sequence[dict[str, Any]], together: int = 2) -> list[int]:
+    """Return the indices of few variants, in order, that hold every `together` values of different parameters that any
+    does.
 
-    Greedy: the next one is that with the most pairs which are not held yet, the first of these.
+    Greedy: the next one is that with the most which are not held yet, the first of these.
     """
     # By identity, because values need not be hashable; those of one parameter are the same objects in all variants.
     marked = [sorted((name, id(value)) for name, value in variant.items()) for variant in variants]
-    pairs = [set(combinations(values, 2)) or set(values) for values in marked]
-    missing, chosen = set().union(*pairs), []
+    held = [set(combinations(values, together)) or {tuple(values)} for values in marked]
+    missing, chosen = set().union(*held), []
     while missing:
-        chosen.append(max(range(len(pairs)), key=lambda index: len(pairs[index] & missing)))
-        missing -= pairs[chosen[-1]]
+        chosen.append(max(range(len(held)), key=lambda index: len(held[index] & missing)))
+        missing -= held[chosen[-1]]
     return sorted(chosen)
+
+
+def fast_of(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests of `-m fast`: of those that `is_fast` lets pass, the variants that hold each value of each
+    parameter once."""
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if is_fast(item):
+            groups[item.nodeid.partition("[")[0]].append(item)
+    chosen: set[pytest.Item] = set()
+    for group in groups.values():
+        variants = [getattr(getattr(item, "callspec", None), "params", {}) for item in group]
+        chosen |= set(group) if len(group) == 1 else {group[index] for index in covering(variants, together=1)}
+    return chosen
 
 
 def leave_out_combinations(items: list[pytest.Item]) -> list[pytest.Item]:

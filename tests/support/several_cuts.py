@@ -121,13 +121,14 @@ def check_in_model(
     return cuts
 
 
-def check_ties(method: Any, naive: Callable[[VisualTokens, int], list[list[int]]]) -> None:
-    """Every stage of a configured method keeps what `naive` says of made-up tokens, of which many are equal."""
+def check_ties(method: Any, naive: Callable[[VisualTokens, int], list[list[int]]], stages: int | None = None) -> None:
+    """The first stages of a configured method, by default all, keep what `naive` says of made-up tokens, of which many
+    are equal."""
     for seed, counts in enumerate(COUNTS):
         for share in SHARES:
             for levels, dtype in ((4, torch.float32), (None, torch.float32), (None, torch.bfloat16)):
                 carry: dict[str, Any] = {}
-                for number, (stage, _) in enumerate(method.stages(tokenprune.Budget(keep=0.5), 32)):
+                for number, (stage, _) in enumerate(method.stages(tokenprune.Budget(keep=0.5), 32)[:stages]):
                     keep = wanted(counts, share)
                     tokens = view(counts, keep, stage.needs, seed=seed, levels=levels, dtype=dtype, carry=carry)
                     selection = stage.select(tokens)

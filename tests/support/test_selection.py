@@ -17,6 +17,7 @@ from selection import (
     FEW_FAMILIES,
     SLOW,
     covering,
+    fast_of,
     kind_of,
     leave_out_families,
     leave_out_thorough,
@@ -42,6 +43,14 @@ def test_covering_holds_every_pair_that_any_variant_holds() -> None:
 def test_covering_keeps_what_has_nothing_to_pair() -> None:
     assert covering([{"a": 1}, {"a": 2}]) == [0, 1]
     assert covering([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 2, "b": 1}]) == [0, 1, 2]
+
+
+def test_a_fast_test_holds_each_value_once() -> None:
+    whole = [*items("one", a=list(range(4)), b=list(range(5)), family=["llava", "smolvlm"]), Item(nodeid="two")]
+    fast = [item.callspec.params for item in fast_of(whole) if item.nodeid != "two"]
+    assert len(fast) == 5 and len(fast_of(whole)) == 6
+    assert {one["a"] for one in fast} == set(range(4)) and {one["b"] for one in fast} == set(range(5))
+    assert {one["family"] for one in fast} == {"llava"}
 
 
 class Item(SimpleNamespace):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import tokenprune
 from tokenprune.testing import visual_tokens
 from tokenprune.view.segments import Patches
 from tokenprune.view.tokens import VisualTokens
@@ -86,6 +87,11 @@ def best(places: list[int], score: Sequence[float], number: int) -> list[int]:
 
 def kept_of(keep: Tensor) -> list[list[int]]:
     return [row.nonzero().flatten().tolist() for row in keep]
+
+
+def chosen(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
+    """Return what a method keeps of each image."""
+    return kept_of(tokenprune.method(name, **options).select(tokens).keep)
 
 
 def budgets(layout: Layout, shares: Sequence[float] = (0.01, 0.1, 0.34, 0.75, 1.0)) -> list[list[int]]:

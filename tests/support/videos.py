@@ -59,7 +59,7 @@ def given(
         hidden if dtype is None else hidden.to(dtype), counts, keep=keep, modality="video",
         grids=[None if newline else (len(v), *grid) for v, grid in zip(videos, grids, strict=True)],
         frames=[[video.shape[1]] * len(video) for video in videos],
-        encoder_attention={-1: seen}, patches=Patches(*cells, tiles=max(map(len, videos))), **more,
+        **{"encoder_attention": {-1: seen}, "patches": Patches(*cells, tiles=max(map(len, videos)))} | more,
     )  # fmt: skip
 
 

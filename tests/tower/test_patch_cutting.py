@@ -17,7 +17,6 @@ import tokenprune
 from families import FAMILIES as MORE
 from merging_models import blocks_of, tower_of
 from oracle import close, reduced, survivors
-from tests.methods.test_flowcut import best
 from tests.tower.test_encoder import tiles, tokens_in_mlps
 from tokenprune import OptionError, Site, Tower, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
@@ -26,6 +25,7 @@ from tokenprune.methods.pre_llm import flowcut
 from tokenprune.ops.merging import Merge
 from tokenprune.testing import ConformanceError, check_method
 from tokenprune.view.registry import find_observable
+from tower_tokens import best
 from zoo import FAMILIES
 
 PALIGEMMA = MORE["paligemma"]

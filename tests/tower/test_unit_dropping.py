@@ -16,12 +16,11 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tokenprune
-from basics import snapshot
 from families import FAMILIES
 from oracle import close, generate_logits, reduced, survivors
 from tests.tower.test_encoder import with_features
 from tests.tower.test_packed_encoder import order_of_windows
-from tokenprune import BudgetError, OptionError, Site, TokenPruneError, UnsupportedSetupError
+from tokenprune import OptionError, Site
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families.table import PACKED_PATCHES
 
@@ -326,78 +325,3 @@ def test_colours_are_those_of_the_processor(build) -> None:
     assert kept == [h * w // UNIT, h // 2]
     with pytest.raises(OptionError, match=r"threshold=0.02 is a distance of colours.*pass processor="):
         tokenprune.patch(model, "pixelprune", threshold=0.02)
-
-
-@torch.no_grad()
-def test_unpatch_gives_the_same_model_back(build) -> None:
-    family = FAMILIES["qwen3_vl"]
-    model = copy.deepcopy(build(family))
-    inputs = drawn(family.make_inputs())
-    before, was = model(**inputs).logits, snapshot(model)
-    tokenprune.patch(model, "pixelprune")
-    want = model(**inputs).logits
-    assert not torch.equal(want, before)
-    assert torch.equal(copy.deepcopy(model)(**inputs).logits, want)
-    tokenprune.unpatch(model)
-    now = {k: v for k, v in snapshot(model).items() if not k.endswith(".rope_deltas")}
-    assert now == {k: v for k, v in was.items() if not k.endswith(".rope_deltas")}
-    assert torch.equal(model(**inputs).logits, before)
-
-
-@torch.no_grad()
-def test_hidden_states_have_the_full_length(build) -> None:
-    family = FAMILIES["qwen2_5_vl"]
-    model, inputs = build(family), drawn(family.make_inputs())
-    tower = tower_of(model)
-    with tokenprune.patched(model, "pixelprune"):
-        out = tower(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"], output_hidden_states=True)
-    assert len(out.last_hidden_state) == len(inputs["pixel_values"])
-    assert all(len(x) == len(inputs["pixel_values"]) for x in out.hidden_states or ())
-
-
-def test_gradients_flow_through_kept_units(build) -> None:
-    family = FAMILIES["qwen3_vl"]
-    model, inputs = copy.deepcopy(build(family)), drawn(family.make_inputs())
-    with tokenprune.patched(model, "pixelprune"):
-        model(**inputs).logits.sum().backward()
-        assert tower_of(model).patch_embed.proj.weight.grad.abs().sum() > 0
-        model.gradient_checkpointing_enable()
-        model.train()
-        with pytest.raises(UnsupportedSetupError, match="gradient checkpointing"):
-            model(**inputs)
-
-
-def test_refused(build) -> None:
-    family = FAMILIES["qwen2_vl"]
-    model, inputs = build(family), drawn(family.make_inputs())
-    for method, says in (
-        (["pixelprune", "tome"], "act at the same place"), (["pixelprune", "vscan"], "pixelprune drops some of them"),
-        (["pixelprune", "evs"], "pixelprune removes some of them"),
-    ):  # fmt: skip
-        with pytest.raises(OptionError, match=says):
-            tokenprune.patch(model, method, keep=0.5)
-    for budget in (tokenprune.Budget(keep=0.5, per="prompt"), tokenprune.Budget(flops_share=0.5)):
-        with pytest.raises(BudgetError, match="before the prompt is known"):
-            tokenprune.patch(model, "pixelprune", keep=budget)
-    with torch.no_grad():
-        encoded = encode(model, inputs)
-        rest = {name: value for name, value in inputs.items() if name != "pixel_values"}
-        with tokenprune.patched(model, "pixelprune"), pytest.raises(UnsupportedSetupError, match="pass pixels"):
-            model(**rest, mm_encoder_outputs=encoded)
-        with tokenprune.patched(model, "pixelprune", keep=tokenprune.Budget(average_tokens=5)):
-            model(**inputs)
-            assert tokenprune.stats(model).visual_tokens_out == 10
-
-
-def test_a_method_that_answers_wrongly_is_told(build) -> None:
-    class Wrong(tokenprune.UnitDropper):
-        name = "wrong"
-
-        def keep_units(self, pixels: Tensor, most: int) -> Tensor:
-            return pixels.sum(-1)
-
-    family = FAMILIES["qwen2_vl"]
-    model = build(family)
-    inputs = family.make_inputs()
-    with tokenprune.patched(model, Wrong(), keep=0.5), pytest.raises(TokenPruneError, match=r"keep_units\(\) must"):
-        model(**inputs)

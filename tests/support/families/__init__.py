@@ -5,14 +5,14 @@ decoder, some in several variants. See zoo.py for what a `Family` is."""
 from __future__ import annotations
 
 import zoo
-from families import mrope, ocr, plain, qformer, special
+from families import mrope, ocr, plain, qformer, refused, special
 
 FAMILIES: dict[str, zoo.Family] = (
     zoo.FAMILIES | plain.FAMILIES | ocr.FAMILIES | mrope.FAMILIES | special.FAMILIES | qformer.FAMILIES
 )
 
 # Model types that must be refused; they are tested for the error alone.
-REFUSED: dict[str, special.Refused] = special.REFUSED
+REFUSED: dict[str, refused.Refused] = refused.REFUSED
 
 # Families whose oracle is only_kept.py: some of their layers carry a state.
 STATEFUL: set[str] = special.STATEFUL

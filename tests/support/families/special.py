@@ -3,27 +3,37 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForImageTextToText,
-    EvollaConfig,
-    EvollaForProteinText2Text,
-    GPT2Config,
     PreTrainedModel,
-    VisionEncoderDecoderConfig,
-    VisionEncoderDecoderModel,
-    ViTConfig,
 )
 
 from families.mrope import THINKER, omni_video
+from families.special_inputs import (
+    chameleon_image,
+    edge_video,
+    emu_image,
+    ernie_image,
+    ernie_video,
+    gemma3n_image,
+    gemma4_collate,
+    gemma4_image,
+    granite_image,
+    kimi_image,
+    lfm2_collate,
+    lfm2_image,
+    llama4_image,
+    minicpm_collate,
+    minicpm_image,
+    minicpm_ocr_image,
+    nemotron_image,
+    stamped_video,
+    step_image,
+    unified_image,
+)
 from zoo import (
-    ANYRES,
     BREAK,
     END,
     HEAD_DIM,
@@ -36,10 +46,8 @@ from zoo import (
     VIDEO,
     VISION,
     Family,
-    InputImage,
     Inputs,
     anyres_collate,
-    noise,
     qwen_config,
     qwen_image,
     qwen_video,
@@ -73,10 +81,6 @@ def calm_scores(model: PreTrainedModel) -> None:
             parameter.data.mul_(0.4)
 
 
-def stamped_video(g: torch.Generator, frames: int | None) -> InputImage:
-    return qwen_video(g, frames, stamped=True)
-
-
 def qwen35(name: str, **text: Any) -> Family:
     config = qwen_config([4, 2, 2], QWEN3_VISION, head_dim=HEAD_DIM, **LINEAR, **text)
     config["text_config"]["rope_parameters"]["partial_rotary_factor"] = 1.0
@@ -85,21 +89,6 @@ def qwen35(name: str, **text: Any) -> Family:
 
 # Gemma 4: patches of each image on an axis of its own with their places beside them, 2 x 2 averaged to a token.
 # No video: the forward of transformers 5.19 does not hand on how many frames one has, and raises.
-
-
-def gemma4_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    h, w = size
-    places = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
-    pixels = {"pixel_values": torch.rand(h * w, 3 * 4**2, generator=g), "image_position_ids": places}
-    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
-
-
-def gemma4_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
-    flat = [image.pixels for row in rows for image in row]
-    return {
-        key: pad_sequence([pixels[key] for pixels in flat], True, padding)
-        for key, padding in (("pixel_values", 0), ("image_position_ids", -1))
-    }
 
 
 GEMMA_TEXT = {**TEXT, "head_dim": HEAD_DIM, "sliding_window": 16}
@@ -138,124 +127,34 @@ def gemma4(
 # Llama 4: a tile of 16 tokens each with a separator behind it, then the whole image.
 
 
-def llama4_image(tiles: int, g: torch.Generator, _: int) -> InputImage:
-    ids = [token for _ in range(tiles) for token in (*[IMAGE] * 16, TILE)]
-    return InputImage([START, *ids, *[IMAGE] * 16, END], {"pixel_values": noise(tiles + 1, 3, 32, 32, g=g)})
-
-
 # LFM2-VL: patches on an axis of their own, 2 x 2 of them joined to a token.
-
-
-def lfm2_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    h, w = size
-    pixels = {
-        "pixel_values": noise(h * w, 3 * 4**2, g=g),
-        "pixel_attention_mask": torch.ones(h * w, dtype=torch.long),
-        "spatial_shapes": torch.tensor(size),
-    }
-    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
-
-
-def lfm2_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
-    flat = [image.pixels for row in rows for image in row]
-    out = {key: pad_sequence([pixels[key] for pixels in flat], True) for key in flat[0] if key != "spatial_shapes"}
-    return out | {"spatial_shapes": torch.stack([pixels["spatial_shapes"] for pixels in flat])}
 
 
 # Gemma 3n: always 16 tokens, of a convolutional tower.
 
 
-def gemma3n_image(size: int, g: torch.Generator, _: int) -> InputImage:
-    return InputImage([START, *[IMAGE] * 16, END], {"pixel_values": noise(1, 3, size, size, g=g)})
-
-
 # Gemma 4 without a tower: a token is a patch.
-
-
-def unified_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    image = gemma4_image((2 * size[0], 2 * size[1]), g, 0)
-    h, w = size
-    places = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
-    return InputImage(image.ids, {"pixel_values": noise(h * w, 3 * 8**2, g=g), "image_position_ids": places})
 
 
 # Granite 4 Vision: LLaVA-NeXT's images, with windows of 2 x 2 patches joined to a token.
 
 
-def granite_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    pixels = {"pixel_values": noise(3, 3, 32, 32, g=g), "image_sizes": torch.tensor([[2 * side for side in size]])}
-    return InputImage([IMAGE] * ANYRES[size], pixels)
-
-
 # Kimi K2.5: patches as little images.
-
-
-def kimi_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    h, w = size
-    pixels = {"pixel_values": noise(h * w, 3, 4, 4, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
-    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
 # MiniCPM-V 4.6: patches of all images, of one size, in a strip; 4 x 4 of them joined to a token.
 
 
-def minicpm_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    h, w = size
-    pixels = {"pixel_values": noise(1, 3, 4, 4 * h * w, g=g), "target_sizes": torch.tensor([size])}
-    return InputImage([START, *[IMAGE] * (h * w // 16), END], pixels)
-
-
-def minicpm_ocr_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    """It merges 2 x 2 patches, and not twice."""
-    image = minicpm_image(size, g, _)
-    return dataclasses.replace(image, ids=[START, *[IMAGE] * (size[0] * size[1] // 4), END])
-
-
-def minicpm_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
-    flat = [image.pixels for row in rows for image in row]
-    return {
-        "pixel_values": torch.cat([pixels["pixel_values"] for pixels in flat], -1),
-        "target_sizes": torch.cat([pixels["target_sizes"] for pixels in flat]),
-    }
-
-
 # Nemotron-H Omni: patches of all images on an axis. No video: transformers 5.19 fails on the features of one.
-
-
-def nemotron_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    h, w = size
-    pixels = {"pixel_values": noise(h * w, 3 * 4**2, g=g), "image_grid_hw": torch.tensor([size])}
-    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
 
 
 # Step 3.7: crops of 4 tokens, then the whole image in 16.
 
 
-def step_image(crops: int, g: torch.Generator, _: int) -> InputImage:
-    pixels = {"pixel_values": noise(1, 3, 64, 64, g=g), "num_local_patches": torch.tensor([crops])}
-    if crops:
-        pixels["pixel_values_local"] = noise(crops, 3, 32, 32, g=g)
-    return InputImage([START, *[IMAGE] * (4 * crops + 16), END], pixels)
-
-
 # Emu 3: pixels become ids of the vocabulary, 4 x 4 of them one, and a row ends with one more.
 
 
-def emu_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    h, w = size
-    pixels = torch.zeros(1, 3, 24, 24)
-    pixels[..., :h, :w] = noise(1, 3, h, w, g=g)
-    return InputImage(
-        [START, *[IMAGE] * (h // 4 * (w // 4 + 1)), END], {"pixel_values": pixels, "image_sizes": torch.tensor([size])}
-    )
-
-
 # Chameleon: all images are of one size, a code for 4 x 4 pixels.
-
-
-def chameleon_image(size: int, g: torch.Generator, _: int) -> InputImage:
-    pixels = noise(1, 3, size // 4, size // 4, g=g).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    return InputImage([START, *[IMAGE] * (size // 4) ** 2, END], {"pixel_values": pixels})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -267,24 +166,6 @@ class ErnieFamily(Family):
         ids = inputs["input_ids"]
         inputs["moe_mm_token_type_ids"] = sum((ids == token).long() for token in (IMAGE, VIDEO, START, END))
         return inputs
-
-
-def ernie_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
-    h, w = size
-    pixels = {"pixel_values": noise(h * w, 3 * 4**2, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
-    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
-
-
-def ernie_video(g: torch.Generator, frames: int | None) -> InputImage:
-    t, h, w = (4, 4, 8) if frames is None else (2 * frames, 4, 4)
-    pixels = {"pixel_values_videos": noise(t * h * w, 3 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
-    return InputImage([START, *[VIDEO] * (t // 2 * h * w // 4), END], pixels)
-
-
-def edge_video(g: torch.Generator, frames: int | None) -> InputImage:
-    t, h, w = (3, 6, 8) if frames is None else (frames, 4, 4)
-    pixels = {"pixel_values_videos": noise(t * h * w, 3 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
-    return InputImage([token for _ in range(t) for token in [START, *[VIDEO] * (h * w // 4), END]], pixels)
 
 
 def _families() -> list[Family]:
@@ -514,37 +395,3 @@ def _families() -> list[Family]:
 FAMILIES: dict[str, Family] = {family.name: family for family in _families()}
 # Families with layers that carry a state, from which no mask can take a token: another oracle is needed.
 STATEFUL = set("qwen3_5 qwen3_5_moe lfm2_vl lfm3_vl minicpmv4_6 minicpmv4_7 minicpm_ocr nemotron_h_omni".split())
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """A model type that is refused by its name alone: built at its full size without memory, on the meta device."""
-
-    kind: str
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def build(self) -> PreTrainedModel:
-        with torch.device("meta"):
-            if self.kind == "evolla":  # in the mapping by name, but not in the auto class
-                return EvollaForProteinText2Text(EvollaConfig())
-            if self.kind == "vision-encoder-decoder":
-                parts = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(), GPT2Config())
-                return VisionEncoderDecoderModel(parts)
-            return AutoModelForImageTextToText.from_config(CONFIG_MAPPING[self.kind](**copy.deepcopy(self.config)))
-
-
-_ALL_REFUSED = [
-    Refused("blip"), Refused("dots3_note"), Refused("granite_docling"), Refused("inkling2"),
-    Refused("mistral_large4"), Refused("molmo2"),
-    Refused("unlimited_ocr"),
-    Refused("diffusion_gemma", dict(text_config=dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
-                                     vision_config=dict(model_type="gemma4_vision"))),
-    Refused("evolla"), Refused("florence2"), Refused("git"), Refused("glm5_next"), Refused("idefics"),
-    Refused("inkling_mm_model"), Refused("kosmos-2"),
-    Refused("kosmos-2.5"), Refused("minimax_m3_vl"), Refused("mistral4"), Refused("mllama"), Refused("pi0"),
-    Refused("pix2struct"), Refused("pp_formulanet"),
-    Refused("qwen4_exp", dict(text_config=dict(indexer_budget=8, indexer_compress_ratio=2, indexer_n_heads=2,
-                                               indexer_kv_heads=1, indexer_head_dim=256))), Refused("t5gemma2"),
-    Refused("udop"), Refused("vision-encoder-decoder"),
-]  # fmt: skip
-REFUSED: dict[str, Refused] = {refused.kind: refused for refused in _ALL_REFUSED}

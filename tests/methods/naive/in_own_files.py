@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods whose loops stand in test files of their own: what they refuse."""
+
+from __future__ import annotations
+
+from method_rows import Row
+
+ROWS = {
+    "autoprune": Row(
+        refused=({"cuts": 0}, {"cuts": 1.5}, {"slope": -1}, {"gamma": "x"}, {"layers": (3, 2)}),
+    ),
+    "d2pruner": Row(refused=({"pivots": 0.0}, {"alpha": 2}, {"radius": 0}, {"layer": 0}, {"prior": 3})),
+    "pixelprune": Row(
+        refused=({"threshold": -0.1}, {"threshold": 1.5}, {"threshold": "0"}, {"metric": "ssim"}, {"anchored": 1}),
+    ),
+    "tome": Row(refused=[{"r": r} for r in (-1, 1.5, "8", [1, -1], (1, 2), (8,), (8, 2.0), True, [[1]])]),
+    "transprune": Row(refused=({"alpha": 1.5}, {"alpha": "1"}, {"layers": (1, 2)})),
+    "vitcop": Row(refused=({"clusters": 0.0}, {"clusters": 2}, {"clusters": "1"})),
+}

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dyrate in the ways in which a model is run: beams, later turns, caches taken back, other patches, drafts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from oracle import close, generate_logits, reduced
+from tests.engine.test_cache import longer, prefill, steps, words
+from tests.methods.test_dyrate import MODES, OFTEN, SCHEDULE, answer
+from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
+from zoo import FAMILIES
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 1}], ids=["ragged", "one row"])
+def test_beams(batch: dict, mode: str, build) -> None:
+    """The score of each hypothesis is what it has when it is written alone."""
+    family = FAMILIES["qwen2_vl"]
+    model, inputs = build(family), family.make_inputs(**batch)
+    options = OFTEN | {"mode": mode, "keep": 0.7}
+    with tokenprune.patched(model, "dyrate", **options):
+        beams = model.generate(
+            **inputs, max_new_tokens=7, num_beams=3, num_return_sequences=2, return_dict_in_generate=True,
+            output_scores=True,
+        )  # fmt: skip
+        dropped = tokenprune.stats(model).decode_kept
+    assert dropped[-1] != dropped[0]
+    for place, (sequence, score) in enumerate(zip(beams.sequences, beams.sequences_scores, strict=True)):
+        row = {"only": place // 2} | batch
+        tokens = sequence[None, -7:]
+        logits = answer(model, family.make_inputs(**row), tokens, **options)[0]
+        want = logits.log_softmax(-1).gather(2, tokens[..., None]).sum() / 7
+        torch.testing.assert_close(score, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
+def test_second_turn(name: str, mode: str, build) -> None:
+    """The words of a next turn drop nothing; what was kept stays, and its answer goes on from there."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    more = words(2, 4)
+
+    def talk(forced: list) -> tuple[list[Tensor], list[Tensor]]:
+        first, tokens, out = generate_logits(model, inputs, 4, tokens=forced[0])
+        turn = longer(inputs, family, out.sequences, more)
+        second, others, _ = generate_logits(model, turn, 4, tokens=forced[1], past_key_values=out.past_key_values)
+        return [first, second], [tokens, others]
+
+    with tokenprune.patched(model, "dyrate", keep=0.5, record=True, **SCHEDULE, mode=mode):
+        got, tokens = talk([None, None])
+        stats = tokenprune.stats(model)
+    # Steps 1 to 3 are the first answer, 4 to 8 its last token and the words, then the second answer.
+    assert [cut.step for cut in stats.cuts] == [0, 1, 3, 9] and len(stats.decode_rates) == 6
+    with reduced(family, model, stats.cuts, inputs["input_ids"].shape[1]):
+        want, _ = talk(tokens)
+    for one, other in zip(got, want, strict=True):
+        close(one, other)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", MODES)
+def test_a_image_in_the_second_turn(mode: str, build) -> None:
+    """It is cut like the first one, and both compete from then on."""
+    family = FAMILIES["llava"]
+    model, inputs, later = build(family), family.make_inputs(only=0), family.make_inputs(seed=4, only=0)
+    with tokenprune.patched(model, "dyrate", keep=0.5, record=True, **SCHEDULE, mode=mode):
+        cache, _ = prefill(model, inputs)
+        steps(model, inputs, cache, words(1, 2))
+        mask = torch.ones(1, cache.get_seq_length() + later["input_ids"].shape[1], dtype=torch.long)
+        model(**{**later, "attention_mask": mask}, past_key_values=cache)
+        state = reduction_of(cache).decode
+        # 36 tokens each: 15 left after rate 0.6, and 18 of the new image.
+        assert state.visual.tolist() == [72] and state.count.tolist() == [15 + 18]
+        kinds = state.types[0].tolist()
+        assert 0 not in kinds[kinds.index(1) :], "only what comes before the first image of all is the system prompt"
+        assert state.masses.shape[1] == 1 and not state.masses[..., 3].any()
+        steps(model, {"attention_mask": mask}, cache, words(1, 4, seed=2))
+        assert state.count.tolist() == [4]
+        assert state.stats is tokenprune.stats(model) and state.stats.decode_kept == [[29], [29], [15], [4]]
+        lengths = [layer.keys.shape[-2] for layer in cache.layers]
+    total = mask.shape[1] + 4
+    # The first image lost 18 tokens in prefill and 3 at the first two steps, which only "evict" forgets.
+    assert lengths == [total, total, *[total - 72 + (4 if mode == "evict" else 36)] * 2]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", MODES)
+def test_caches_are_apart(mode: str, build) -> None:
+    """Copies, and generations that take turns, do not see each other; rows take their state along."""
+    family = FAMILIES["llava_next"]
+    model, text = build(family), words(2, 5)
+    jobs = [family.make_inputs(images=(2, 1)), family.make_inputs(images=(1, 0), seed=3)]
+    with tokenprune.patched(model, "dyrate", keep=0.5, **OFTEN, mode=mode):
+        alone = [steps(model, job, prefill(model, job)[0], text) for job in jobs]
+        caches = [prefill(model, job)[0] for job in jobs]
+        for step in range(5):
+            for job, cache, want in zip(jobs, caches, alone, strict=True):
+                if step == 3:
+                    steps(model, job, copy.deepcopy(cache), text, done=step)
+                assert torch.equal(steps(model, job, cache, text[:, : step + 1], done=step)[:, 0], want[:, step])
+        inputs = jobs[0]
+        for change, order in (
+            (lambda c: c.batch_select_indices(torch.tensor([1])), [1]),
+            (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1]),
+            (lambda c: c.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+        ):
+            cache, _ = prefill(model, inputs)
+            steps(model, inputs, cache, text[:, :2])
+            change(cache)
+            chosen = {"attention_mask": inputs["attention_mask"][order]}
+            close(steps(model, chosen, cache, text[order], done=2), alone[0][order, 2:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_taken_back(mode: str, build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs, text = build(family), family.make_inputs(), words(2, 5)
+    with tokenprune.patched(model, "dyrate", keep=0.5, **SCHEDULE, mode=mode):
+        cache, _ = prefill(model, inputs)
+        want = steps(model, inputs, cache, text)
+        state = reduction_of(cache).decode
+        before = state.kept
+        cache.crop(-1)
+        assert state.masses.shape[1] == 5 and len(state.times) == 4
+        assert torch.equal(state.kept, before)
+        close(steps(model, inputs, cache, text, done=4), want[:, 4:])
+        cache.reset()
+        assert reduction_of(cache) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", MODES)
+def test_another_patch_leaves_the_cache_as_it_is(mode: str, build) -> None:
+    family = FAMILIES["llava"]
+    model, inputs, text = build(family), family.make_inputs(), words(2, 5)
+    with tokenprune.patched(model, "dyrate", keep=0.5, **SCHEDULE, mode=mode):
+        cache, _ = prefill(model, inputs)
+        steps(model, inputs, cache, text[:, :1])
+    results = []
+    for method in ("divprune", tokenprune.method("dyrate", layer=1), tokenprune.method("fastv", layer=2)):
+        with tokenprune.patched(model, method, keep=0.3):
+            other = copy.deepcopy(cache)
+            results.append(steps(model, inputs, other, text, done=1))
+            assert reduction_of(other).decode.count.tolist() == [15, 15]
+    close(results[1], results[0])
+    close(results[2], results[0])
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [["divprune", "dyrate"], ["fastv", "dyrate"], ["dyrate", "fastv"]],
+    ids=["before the decoder", "before", "after"],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_composed(methods: list[str], mode: str, build) -> None:
+    family = FAMILIES["llava_next"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    layers = [3 if methods[0] == "dyrate" else 1, 2]
+    made = [
+        tokenprune.method("dyrate", **SCHEDULE, mode=mode) if name == "dyrate"
+        else tokenprune.method(name, **({"layer": layers[0]} if name == "fastv" else {}))
+        for name in methods
+    ]  # fmt: skip
+    with tokenprune.patched(model, made, keep=0.6, record=True):
+        got, tokens, _ = generate_logits(model, inputs, 6)
+        cuts = tokenprune.stats(model).cuts
+    assert [cut.step for cut in cuts] == [0, 0, 1, 3, 4] or [cut.step for cut in cuts] == [0, 0, 3, 4]
+    with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
+        close(got, generate_logits(model, inputs, 6, tokens=tokens)[0])
+
+
+def test_drafts_decide_nothing(build) -> None:
+    """Prompt lookup hands over several tokens at once and takes some back: the kept set is that of accepted tokens."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    with tokenprune.patched(model, "dyrate", keep=0.5, layer=2, rate="schedule", schedule=[0.5]):
+        want = model.generate(**inputs, max_new_tokens=8)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=8, prompt_lookup_num_tokens=3), want)

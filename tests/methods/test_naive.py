@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every row of the table in tests/methods/naive: a method against its loop, and what goes for all methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from method_rows import CHANGES, Options
+from tests.methods.naive import TABLE
+from tokenprune import OptionError
+
+COMPARED = [
+    pytest.param(name, check, id=f"{name}: {case}") for name, row in TABLE.items() for case, check in row.cases()
+]
+REFUSED = [pytest.param(name, wrong, id=f"{name}: {wrong}") for name, row in TABLE.items() for wrong in row.refused]
+UNCHANGED = [pytest.param(name, what, id=f"{name}: {what}") for name, row in TABLE.items() for what in row.unchanged]
+VIEWED = [name for name, row in TABLE.items() if row.view() is not None]
+
+
+@pytest.mark.parametrize(("name", "check"), COMPARED)
+def test_equals_the_loop(name: str, check: Callable[[str, Any], None], build: Any) -> None:
+    check(name, build)
+
+
+@pytest.mark.parametrize(("name", "wrong"), REFUSED)
+def test_an_option_is_refused(name: str, wrong: Options) -> None:
+    """By its name, which is in the message beside the method's."""
+    with pytest.raises(OptionError, match=f"{name}.*{next(iter(wrong))}"):
+        tokenprune.method(name, **wrong)
+
+
+@pytest.mark.parametrize(("name", "what"), UNCHANGED)
+def test_what_does_not_change_the_choice(name: str, what: str) -> None:
+    row, method = TABLE[name], tokenprune.method(name)
+    for keep in (3, 12):
+        tokens = row.view(keep)
+        want, got = method.select(tokens), method.select(row.view(keep, **CHANGES[what](tokens)))
+        assert torch.equal(got.keep, want.keep)
+        if want.assign is not None:
+            assert torch.equal(got.assign, want.assign)
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_a_budget_of_all_keeps_all_and_merges_nothing(name: str) -> None:
+    tokens = TABLE[name].view()
+    selection = tokenprune.method(name).select(tokens)
+    assert torch.equal(selection.keep, tokens.mask)
+    assert selection.assign is None or selection.assign[0].tolist() == list(range(tokens.counts[0]))
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_it_selects_the_same_twice_and_changes_nothing(name: str) -> None:
+    tokens = TABLE[name].view(9)
+    hidden = tokens.hidden.clone()
+    first, second = (tokenprune.method(name).select(tokens) for _ in range(2))
+    assert torch.equal(first.keep, second.keep) and torch.equal(tokens.hidden, hidden)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images and videos of families that take more than pixels, and how a batch is made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from zoo import (
+    ANYRES,
+    END,
+    IMAGE,
+    START,
+    TILE,
+    VIDEO,
+    InputImage,
+    noise,
+    qwen_video,
+)
+
+
+def stamped_video(g: torch.Generator, frames: int | None) -> InputImage:
+    return qwen_video(g, frames, stamped=True)
+
+
+def gemma4_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    h, w = size
+    places = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
+    pixels = {"pixel_values": torch.rand(h * w, 3 * 4**2, generator=g), "image_position_ids": places}
+    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
+
+
+def gemma4_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
+    flat = [image.pixels for row in rows for image in row]
+    return {
+        key: pad_sequence([pixels[key] for pixels in flat], True, padding)
+        for key, padding in (("pixel_values", 0), ("image_position_ids", -1))
+    }
+
+
+def llama4_image(tiles: int, g: torch.Generator, _: int) -> InputImage:
+    ids = [token for _ in range(tiles) for token in (*[IMAGE] * 16, TILE)]
+    return InputImage([START, *ids, *[IMAGE] * 16, END], {"pixel_values": noise(tiles + 1, 3, 32, 32, g=g)})
+
+
+def lfm2_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    h, w = size
+    pixels = {
+        "pixel_values": noise(h * w, 3 * 4**2, g=g),
+        "pixel_attention_mask": torch.ones(h * w, dtype=torch.long),
+        "spatial_shapes": torch.tensor(size),
+    }
+    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
+
+
+def lfm2_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
+    flat = [image.pixels for row in rows for image in row]
+    out = {key: pad_sequence([pixels[key] for pixels in flat], True) for key in flat[0] if key != "spatial_shapes"}
+    return out | {"spatial_shapes": torch.stack([pixels["spatial_shapes"] for pixels in flat])}
+
+
+def gemma3n_image(size: int, g: torch.Generator, _: int) -> InputImage:
+    return InputImage([START, *[IMAGE] * 16, END], {"pixel_values": noise(1, 3, size, size, g=g)})
+
+
+def unified_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    image = gemma4_image((2 * size[0], 2 * size[1]), g, 0)
+    h, w = size
+    places = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1).view(h * w, 2)
+    return InputImage(image.ids, {"pixel_values": noise(h * w, 3 * 8**2, g=g), "image_position_ids": places})
+
+
+def granite_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    pixels = {"pixel_values": noise(3, 3, 32, 32, g=g), "image_sizes": torch.tensor([[2 * side for side in size]])}
+    return InputImage([IMAGE] * ANYRES[size], pixels)
+
+
+def kimi_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    h, w = size
+    pixels = {"pixel_values": noise(h * w, 3, 4, 4, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
+    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
+
+
+def minicpm_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    h, w = size
+    pixels = {"pixel_values": noise(1, 3, 4, 4 * h * w, g=g), "target_sizes": torch.tensor([size])}
+    return InputImage([START, *[IMAGE] * (h * w // 16), END], pixels)
+
+
+def minicpm_ocr_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    """It merges 2 x 2 patches, and not twice."""
+    image = minicpm_image(size, g, _)
+    return dataclasses.replace(image, ids=[START, *[IMAGE] * (size[0] * size[1] // 4), END])
+
+
+def minicpm_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
+    flat = [image.pixels for row in rows for image in row]
+    return {
+        "pixel_values": torch.cat([pixels["pixel_values"] for pixels in flat], -1),
+        "target_sizes": torch.cat([pixels["target_sizes"] for pixels in flat]),
+    }
+
+
+def nemotron_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    h, w = size
+    pixels = {"pixel_values": noise(h * w, 3 * 4**2, g=g), "image_grid_hw": torch.tensor([size])}
+    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
+
+
+def step_image(crops: int, g: torch.Generator, _: int) -> InputImage:
+    pixels = {"pixel_values": noise(1, 3, 64, 64, g=g), "num_local_patches": torch.tensor([crops])}
+    if crops:
+        pixels["pixel_values_local"] = noise(crops, 3, 32, 32, g=g)
+    return InputImage([START, *[IMAGE] * (4 * crops + 16), END], pixels)
+
+
+def emu_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    h, w = size
+    pixels = torch.zeros(1, 3, 24, 24)
+    pixels[..., :h, :w] = noise(1, 3, h, w, g=g)
+    return InputImage(
+        [START, *[IMAGE] * (h // 4 * (w // 4 + 1)), END], {"pixel_values": pixels, "image_sizes": torch.tensor([size])}
+    )
+
+
+def chameleon_image(size: int, g: torch.Generator, _: int) -> InputImage:
+    pixels = noise(1, 3, size // 4, size // 4, g=g).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    return InputImage([START, *[IMAGE] * (size // 4) ** 2, END], {"pixel_values": pixels})
+
+
+def ernie_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    h, w = size
+    pixels = {"pixel_values": noise(h * w, 3 * 4**2, g=g), "image_grid_thw": torch.tensor([[1, h, w]])}
+    return InputImage([START, *[IMAGE] * (h * w // 4), END], pixels)
+
+
+def ernie_video(g: torch.Generator, frames: int | None) -> InputImage:
+    t, h, w = (4, 4, 8) if frames is None else (2 * frames, 4, 4)
+    pixels = {"pixel_values_videos": noise(t * h * w, 3 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
+    return InputImage([START, *[VIDEO] * (t // 2 * h * w // 4), END], pixels)
+
+
+def edge_video(g: torch.Generator, frames: int | None) -> InputImage:
+    t, h, w = (3, 6, 8) if frames is None else (frames, 4, 4)
+    pixels = {"pixel_values_videos": noise(t * h * w, 3 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
+    return InputImage([token for _ in range(t) for token in [START, *[VIDEO] * (h * w // 4), END]], pixels)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the table in tests/methods/naive: of each method its loop, options to try, and options to refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import greedy
+import several_cuts
+import tokenprune
+import tower_tokens
+import videos
+from tokenprune import Selection, VisualTokens
+from zoo import FAMILIES
+
+Options = Mapping[str, Any]
+# What may change without changing what is kept: each gives, of a view, what to build it with instead.
+CHANGES: dict[str, Callable[[VisualTokens], dict[str, Any]]] = {
+    "length of tokens": lambda t: {"hidden": t.hidden * _powers(1, t.hidden.shape[1], 1)},
+    "length of features": lambda t: {"encoder_features": t.encoder_features * _powers(1, t.hidden.shape[1], 1)},
+    "length of keys": lambda t: {"encoder_keys": {-1: t.encoder_keys(-1) * _powers(1, t.hidden.shape[1], 1)}},
+    "unit of tokens": lambda t: {"hidden": t.hidden * 8},
+    "unit of channels": lambda t: {"hidden": t.hidden * _powers(1, 1, t.hidden.shape[2])},
+    "unit of attention": lambda t: {"encoder_attention": {-1: t.encoder_attention(-1) * 64}},
+    "turn of tokens": lambda t: {"hidden": t.hidden @ _turn(t.hidden.shape[2])},
+    "turn of features": lambda t: {"encoder_features": t.encoder_features @ _turn(t.encoder_features.shape[2])},
+    "order of heads": lambda t: {"encoder_attention": {-1: t.encoder_attention(-1).flip(1)}},
+    "tokens": lambda t: {"hidden": torch.zeros_like(t.hidden)},
+    "text": lambda t: {"text": {"hidden": torch.randn(1, 3, t.hidden.shape[2])}},
+    "order of text": lambda t: {"text": {"hidden": t.text.hidden.flip(1)}},
+    "text twice": lambda t: {"text": {"hidden": t.text.hidden.repeat(1, 2, 1)}},
+}
+
+
+def _powers(*shape: int) -> torch.Tensor:
+    return 2.0 ** torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(3))
+
+
+def _turn(width: int) -> torch.Tensor:
+    return torch.linalg.qr(torch.randn(width, width, generator=torch.Generator().manual_seed(1)))[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """naive: the loop written from the method's description; None where a file of the method's own holds it. tried:
+    options with which it is compared. refused: options that raise OptionError. unchanged: of `CHANGES`."""
+
+    naive: Callable[..., Any] | None = None
+    tried: Sequence[Options] = ({},)
+    refused: Sequence[Options] = ()
+    unchanged: Sequence[str] = ()
+
+    def cases(self) -> Iterator[tuple[str, Callable[..., None]]]:
+        """Return named comparisons with the loop: functions of the method's name and of the fixture `build`."""
+        return iter(())
+
+    def view(self, keep: int | None = None, **given: Any) -> VisualTokens | None:
+        """Return tokens of one image or video, of which `keep` stay, by default all; None for no such test."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picks(Row):
+    """A method that picks tokens by what they are: on made-up tokens of several sizes, in float32 and bfloat16.
+
+    slack: see `greedy.check_against`. sizes: counts, budgets and dtype of batches besides. large: try the papers' sizes
+    with the first options. nested: a smaller budget keeps a part of what a larger one keeps."""
+
+    slack: float = 2e-5
+    sizes: Sequence[tuple[list[int], list[int], torch.dtype]] = ()
+    large: bool = True
+    nested: bool = True
+
+    def cases(self) -> Iterator[tuple[str, Callable[..., None]]]:
+        for number, options in enumerate(self.tried):
+            sizes = [*greedy.SIZES, *self.sizes, *(greedy.LARGE if self.large and not number else ())]
+            yield str(dict(options)), partial(self._compare, options, sizes)
+        yield "in another order", self._permute
+        if self.nested:
+            yield "nested", self._nest
+
+    def view(self, keep: int | None = None, **given: Any) -> VisualTokens:
+        return greedy.image_tokens([40], [40 if keep is None else keep], **given)
+
+    def _compare(self, options: Options, sizes: Any, name: str, build: Any) -> None:
+        loop = partial(self.naive, **options)
+        greedy.check_against(loop, name, sizes=sizes, slack=self.slack, **options)
+
+    def _permute(self, name: str, build: Any) -> None:
+        tokens, order = self.view(12), torch.randperm(40, generator=torch.Generator().manual_seed(2))
+        moved = {
+            "hidden": tokens.hidden[:, order],
+            "encoder_attention": {-1: tokens.encoder_attention(-1)[..., order]},
+            "encoder_features": tokens.encoder_features[:, order],
+        }
+        for method in (tokenprune.method(name, **options) for options in self.tried):
+            (got,), (want,) = greedy.picked(method, self.view(12, **moved)), greedy.picked(method, tokens)
+            assert sorted(order[got].tolist()) == want, method
+
+    def _nest(self, name: str, build: Any) -> None:
+        for method in (tokenprune.method(name, **options) for options in self.tried):
+            kept = [set(greedy.picked(method, self.view(keep))[0]) for keep in range(1, 13)]
+            assert all(fewer < more for fewer, more in pairwise(kept)), method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower(Row):
+    """A method that goes by what the vision tower tells: on tiles of all shapes, with ties and without, and at the
+    papers' sizes in bfloat16.
+
+    naive: of a view and an image, what stays, and, if `merges`, of each token that joins another, which. made: builds
+    a view, as `tower_tokens` does. papers: grids and budgets. tied: what is tried where many values are equal."""
+
+    made: Callable[..., VisualTokens] = tower_tokens.tower_tokens
+    papers: Sequence[tuple[tuple[int, int], int]] = ()
+    tied: Sequence[Options] | None = None
+    merges: bool = False
+
+    def cases(self) -> Iterator[tuple[str, Callable[..., None]]]:
+        for layout, shape in zip(tower_tokens.LAYOUTS, ("one", "tiles", "thin"), strict=True):
+            for ties in (False, True):
+                yield f"{shape}, ties" if ties else shape, partial(self._layout, layout, ties)
+        for grid, keep in self.papers:
+            yield f"{keep} of {grid}", partial(self._paper, grid, keep)
+
+    def view(self, keep: int | None = None, **given: Any) -> VisualTokens:
+        return self.made([([(8, 8)], 0)], [64 if keep is None else keep], **given)
+
+    def _layout(self, layout: tower_tokens.Layout, ties: bool, name: str, build: Any) -> None:
+        for number, keep in enumerate(tower_tokens.budgets(layout)):
+            tokens = self.made(layout, keep, seed=number, ties=ties)
+            for options in self.tried if self.tied is None or not ties else self.tied:
+                self._same(tokenprune.method(name, **options).select(tokens), tokens, options)
+
+    def _paper(self, grid: tuple[int, int], keep: int, name: str, build: Any) -> None:
+        tokens = self.made([([grid], 0)], [keep], dtype=torch.bfloat16)
+        self._same(tokenprune.method(name).select(tokens), tokens, {})
+
+    def _same(self, selection: Selection, tokens: VisualTokens, options: Options) -> None:
+        for image, (count, keep) in enumerate(zip(tokens.counts, tokens.keep, strict=True)):
+            found = self.naive(tokens, image, **options)
+            kept, into = found if self.merges else (found, {})
+            assert tower_tokens.kept_of(selection.keep)[image] == kept and len(kept) == keep, (keep, options)
+            if into is None or not self.merges:
+                assert selection.assign is None
+                continue
+            want = [i if i in set(kept) else into.get(i, -1) for i in range(count)]
+            assert selection.assign[image].tolist() == want + [-1] * (tokens.mask.shape[1] - count), (keep, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Video(Row):
+    """A method that merges tokens of frames: a batch of videos of other lengths, with a cut and without.
+
+    naive: of a video, its attention, how many stay and its grid. always: options of every call. by_grid: the method
+    takes places to be in raster order where a newline hides the grid. slow: the loop is too slow for that, and the
+    method has a file of its own."""
+
+    always: Options = field(default_factory=dict)
+    by_grid: bool = False
+    slow: bool = False
+
+    def cases(self) -> Iterator[tuple[str, Callable[..., None]]]:
+        for frames in (1, 2, 3, 5, 16):
+            yield f"{frames} frames", partial(self._counts, frames)
+        if self.slow:
+            return
+        for share in (0.04, 0.3, 0.6, 0.97):
+            for cut in (None, 3):
+                yield f"{share}, {cut}", partial(self._compare, share, cut)
+        for options in self.tried:
+            if options:
+                yield str(dict(options)), partial(self._options, options)
+
+    def view(self, keep: int | None = None, **given: Any) -> VisualTokens:
+        return videos.given([videos.moving(4, 4, 4)], [64 if keep is None else keep], [(4, 4)], **given)
+
+    def _counts(self, frames: int, name: str, build: Any) -> None:
+        videos.check_counts(name, frames, **self.always)
+
+    def _compare(self, share: float, cut: int | None, name: str, build: Any) -> None:
+        def flat(video: torch.Tensor, attention: torch.Tensor, keep: int, grid: tuple[int, int]) -> Any:
+            return self.naive(video, attention, keep, (1, grid[0] * grid[1]))
+
+        loop = flat if self.by_grid and cut is None else self.naive
+        videos.compare(name, loop, share, cut, newline=cut is None, **self.always)
+
+    def _options(self, options: Options, name: str, build: Any) -> None:
+        video = videos.moving(7, 4, 4, seed=1, cut=4)
+        for keep in (7, 24, 70):
+            selection = videos.select(name, videos.given([video], [keep], [(4, 4)]), **self.always, **options)
+            want = self.naive(video, videos.attention_of(video), keep, (4, 4), **options)
+            videos.same(*map(_parts, (videos.shares_of(selection, 0, 112), want)))
+
+
+def _parts(groups: dict[int, dict[int, float]]) -> dict[int, dict[int, float]]:
+    """Return groups without members that weigh nothing."""
+    return {to: {i: part for i, part in group.items() if part} for to, group in groups.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cuts(Row):
+    """A method that cuts inside the decoder: in eager models, by their own tensors; and on made-up tokens with ties.
+
+    naive: of `several_cuts.Arrived`, the decoder, and the options. layers: where it cuts in a model of four layers.
+    merges: whether a token that stays must stand for others. ties: of a view, the number of a cut and the options,
+    what stays of each image; tied: the options for that; stages: how many of the first cuts, None for all."""
+
+    keep: float = 0.5
+    layers: Sequence[int]
+    families: Sequence[str] = ("llava",)
+    merges: bool = False
+    ties: Callable[..., list[list[int]]] | None = None
+    tied: Sequence[Options] = ({},)
+    stages: int | None = None
+
+    def cases(self) -> Iterator[tuple[str, Callable[..., None]]]:
+        for family in self.families:
+            for options in self.tried:
+                yield f"{family}, {dict(options)}", partial(self._in_model, family, options)
+        for options in self.tied if self.ties else ():
+            yield f"ties, {dict(options)}", partial(self._tied, options)
+
+    def view(self, keep: int | None = None, **given: Any) -> VisualTokens | None:
+        return None  # stages of methods see what their own cut needs; `ties` tries a share of 1.0
+
+    def _in_model(self, family: str, options: Options, name: str, build: Any) -> None:
+        decoder = build(FAMILIES[family], "eager").get_submodule(FAMILIES[family].decoder)
+        loop = partial(self.naive, decoder=decoder, **options)
+        cuts = several_cuts.check_in_model(name, loop, build, keep=self.keep, name=family, **options)
+        assert [cut.layer for cut in cuts] == list(self.layers)
+        for one, later in pairwise(cuts):
+            assert all(set(b) <= set(a) for a, b in zip(one.kept, later.kept, strict=True))
+        joined = [len(of) for cut in cuts for row in cut.sources or () for of in row.values()]
+        assert (max(joined, default=1) > 1) is (self.merges and options.get("version") != "+")
+
+    def _tied(self, options: Options, name: str, build: Any) -> None:
+        method = tokenprune.method(name, **options)
+        several_cuts.check_ties(method, partial(self.ties, **options), self.stages)
