@@ -219,7 +219,7 @@ def _costs() -> Callable[[MethodInfo], str]:
 
 def families() -> None:
     """List the model families: where methods may act in each, and which are refused, with the reason."""
-    from tokenprune.integrations.hf.families.table import REFUSED, SUPPORTED
+    from tokenprune.families import REFUSED, SUPPORTED
     from tokenprune.profiling.table import Cell, Table, to_rich
 
     known = [

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenprune.base import Method
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.vllm.families import FAMILIES
+from tokenprune.families import SERVED
 from tokenprune.integrations.vllm.setting.configuration import family_of
 from tokenprune.integrations.vllm.setting.offer import FREE_KV
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, Setting
@@ -71,8 +71,8 @@ KV_HOOKS = {
 def check_engine(vllm_config: Any, setting: Setting, free_kv: bool = False) -> None:
     """Raise UnsupportedSetupError with all that does not fit, and what to change."""
     model_config = vllm_config.model_config
-    if not family_of(model_config).in_llm:
-        served = ", ".join(name for name, family in FAMILIES.items() if family.in_llm)
+    if not family_of(model_config).vllm.in_llm:
+        served = ", ".join(name for name, family in SERVED.items() if family.vllm.in_llm)
         raise UnsupportedModelError(
             f"{IN_LLM} does not serve {model_config.architecture}: it serves {served}. Use a method that acts before "
             "the language model"
