@@ -8,14 +8,16 @@ model, the configuration of a server or a request shows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from tokenprune.abilities.declared import refusal, unserved
 from tokenprune.abilities.obstacle import AFTER_THE_TOWER, Obstacle, reads_tower
 from tokenprune.abilities.transformers import DYNAMIC, STATIC, Cache, in_transformers, with_cache
-from tokenprune.abilities.vllm import in_vllm
+from tokenprune.abilities.vllm import in_vllm, unserved_family
 from tokenprune.base import Method, Site
+from tokenprune.budget import Budget
 from tokenprune.families import Family
 from tokenprune.view.observable import Backend
 
@@ -31,6 +33,7 @@ __all__ = [
     "reads_tower",
     "refusal",
     "unserved",
+    "unserved_family",
 ]
 
 
@@ -44,9 +47,16 @@ def obstacle(
     """Return why `method` may not act on `family` in `backend` with `cache`, None where it may.
 
     family: a model type, an architecture of vLLM, or a row; None asks about the method alone. config: of the model, for
-    what its vision tower decides.
+    what its vision tower decides. A method of several stages may act where each of them may, and one of several forms
+    where one of them may.
     """
-    found = next(_obstacles(method, family, backend, cache, config, True), None)
+    found: Obstacle | None = None
+    for form in method.forms() if backend is Backend.HF else [method]:
+        stages = [stage for stage, _ in form.stages(Budget.of(0.5), 32)] if backend is Backend.HF else [form]
+        every = (_obstacles(stage, family, backend, cache, config, True) for stage in stages)
+        found = next(itertools.chain.from_iterable(every), None)
+        if found is None:
+            return None
     return None if found is None else found.reason
 
 

@@ -27,14 +27,11 @@ def in_vllm(method: Method, family: Family | str | None, in_llm: bool, config: A
     row = family if isinstance(family, Family) else SERVED.get(family) or FAMILIES.get(family)
     if row is None or not row.vllm.architecture:
         name = family if isinstance(family, str) else family.name
-        why = f", because {REFUSED_IN_VLLM[name]}" if name in REFUSED_IN_VLLM else ""
-        yield Obstacle(
-            UnsupportedModelError, f"vLLM with tokenprune does not serve {name}{why}. It serves {', '.join(SERVED)}"
-        )
+        yield Obstacle(UnsupportedModelError, f"tokenprune {unserved_family(name)}")
         return
     name, served = method.name, row.vllm.architecture
     if in_llm and not row.vllm.in_llm:
-        inside = ", ".join(architecture for architecture, one in SERVED.items() if one.vllm.in_llm)
+        inside = ", ".join(one.name for one in SERVED.values() if one.vllm.in_llm)
         yield Obstacle(
             UnsupportedModelError,
             f"{IN_LLM} does not serve {served}: it serves {inside}. Use a method that acts before the language model",
@@ -55,12 +52,18 @@ def in_vllm(method: Method, family: Family | str | None, in_llm: bool, config: A
     if isinstance(method, EncoderMethod):
         yield from _merging_in_vllm(method, row, config)
     if isinstance(method, UnitDropper) and not row.units:
-        packed = ", ".join(architecture for architecture, one in SERVED.items() if one.units)
+        packed = ", ".join(one.name for one in SERVED.values() if one.units)
         yield Obstacle(
             UnsupportedSetupError,
             f"{name} drops patches ahead of the vision tower, and that of {served} takes whole grids alone; it is "
             f"served for {packed}. For this one {AFTER_THE_TOWER}",
         )
+
+
+def unserved_family(architecture: str) -> str:
+    """Return that an architecture is not served, with the reason where one is known."""
+    reason = REFUSED_IN_VLLM.get(architecture)
+    return f"does not serve {architecture}" + (f", because {reason}" if reason else "")
 
 
 def _traced(row: Family, config: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from tokenprune import abilities
 from tokenprune.config import read_config
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
-from tokenprune.families import REFUSED_IN_VLLM, SERVED, Family
+from tokenprune.families import SERVED, Family
 from tokenprune.integrations.vllm.setting.offer import Offer, check_spelling, split
 from tokenprune.integrations.vllm.setting.position_checks import arrange
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, Setting
@@ -41,11 +41,9 @@ def family_of(model_config: Any) -> Family:
     """Return the family of a model; raises UnsupportedModelError with those that there are."""
     architecture = model_config.architecture
     if architecture not in SERVED:
-        reason = REFUSED_IN_VLLM.get(architecture)
-        because = f", because {reason}" if reason else ""
         raise UnsupportedModelError(
-            f"{KEY} does not serve {architecture}{because}. It serves {', '.join(SERVED)}. Leave the {KEY} setting out "
-            "to serve the model as it is"
+            f"{KEY} {abilities.unserved_family(architecture)}. It serves {', '.join(SERVED)}. Leave the {KEY} setting "
+            "out to serve the model as it is"
         )
     return SERVED[architecture]
 
