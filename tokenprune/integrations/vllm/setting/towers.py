@@ -13,7 +13,7 @@ from tokenprune.abilities import AFTER_THE_TOWER
 from tokenprune.base import Method, Pruner
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.families import TOWERS, Tower, family_of, tower_of
+from tokenprune.families import TOWERS, Tower, family_of, tower_kind, tower_of
 from tokenprune.integrations.shared.patch_grid import PatchSource, patches_of
 from tokenprune.integrations.shared.tower_scores import block_index, read_block, without_tower
 from tokenprune.integrations.shared.units import Units
@@ -43,9 +43,11 @@ def packs(config: Any) -> bool:
 
 
 def row_of(config: Any) -> Tower:
-    """Return the row of a tower that is known."""
-    found = TOWERS[f"{config.model_type}_vision"] if packs(config) else tower_of(config)
-    assert found is not None
+    """Return the row of a tower; raises UnsupportedSetupError for one that is not known."""
+    # Configs that vLLM has of its own name a packed tower otherwise than transformers does.
+    found = (TOWERS.get(f"{config.model_type}_vision") if packs(config) else None) or tower_of(config)
+    if found is None:
+        raise UnsupportedSetupError(f"the vision tower {tower_kind(config)!r} is not known; {AFTER_THE_TOWER}")
     return found
 
 
