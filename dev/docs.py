@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import tokenprune
-from tokenprune.integrations.hf.families.table import PACKED_PATCHES, REFUSED, SUPPORTED
+from tokenprune.families import REFUSED, SUPPORTED
 from tokenprune.options import in_words, option_types
 from tokenprune.view.observable import Backend
 from tokenprune.view.registry import find_observable
@@ -134,7 +134,7 @@ def families() -> str:
     for name, one in sorted(SUPPORTED.items()):
         sites = ", ".join(f"`{site}`" for site in one.sites)
         lines.append(f"| `{name}` | {sites} | {one.since} | {cell(one.note)} |")
-    packed = ", ".join(f"`{name}`" for name in sorted(PACKED_PATCHES))
+    packed = ", ".join(f"`{name}`" for name, one in sorted(SUPPORTED.items()) if one.units)
     lines += ["", f"Towers that pack patches of any grid, ahead of which `pixelprune` drops units: {packed}."]
     lines += ["", "Refused, with an error that says why:", "", "| model type | because |", "|---|---|"]
     lines += [f"| `{name}` | {cell(reason)} |" for name, reason in sorted(REFUSED.items())]

@@ -275,7 +275,7 @@ def written(has: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from tokenprune.integrations.vllm.families import FAMILIES
+    from tokenprune.families import SERVED
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("place", type=Path, help="a wheel of vLLM, or the folder that it is installed in")
@@ -283,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     wanted = hooks()
     has = read(args.place, wanted)
-    problems = lacks(has, wanted, list(FAMILIES))
+    problems = lacks(has, wanted, list(SERVED))
     print("\n".join([f"vLLM {has['vllm']}: {len(wanted)} hooks, {len(problems)} problems", *problems]))
     if args.write:
         KEPT.mkdir(exist_ok=True)

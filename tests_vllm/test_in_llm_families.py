@@ -12,7 +12,7 @@ from checkpoints import photo
 from conftest import Engine
 from runner import IN_LLM
 from test_in_llm import aligned, check, mixed, setting
-from tokenprune.integrations.vllm.families import FAMILIES
+from tokenprune.families import SERVED
 from tokenprune.methods.in_llm.dart import Dart
 
 pytestmark = IN_LLM
@@ -32,7 +32,7 @@ SIZES = {
 
 def test_no_family_is_missing() -> None:
     tested = len(SIZES) + len(["llava_deep", "qwen2_5_vl"])
-    assert tested == sum(family.in_llm for family in FAMILIES.values())
+    assert tested == sum(family.vllm.in_llm for family in SERVED.values())
 
 
 @pytest.mark.parametrize("name", SIZES)

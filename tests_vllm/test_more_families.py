@@ -18,7 +18,7 @@ from more_checkpoints import MORE
 from paper_checkpoints import PAPERS, Paper
 from test_plugin import config
 from tokenprune.errors import UnsupportedModelError
-from tokenprune.integrations.vllm.families import FAMILIES, REFUSED
+from tokenprune.families import REFUSED_IN_VLLM, SERVED
 from tokenprune.integrations.vllm.setting.configuration import family_of
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name
 from tokenprune.integrations.vllm.setting.settings import Setting
@@ -120,7 +120,7 @@ def test_what_the_front_end_writes(paper: Paper, tmp_path: Any, monkeypatch: pyt
         call = lambda self, processor, data, kwargs: processor(**data)  # noqa: E731
         monkeypatch.setattr(type(made.info.ctx), "call_hf_processor", call)
     images = [photo(*size, seed=index) for index, size in enumerate(paper.sizes)]
-    prompt, family = f"look: {paper.image} and {paper.image} what? ", FAMILIES[paper.name]
+    prompt, family = f"look: {paper.image} and {paper.image} what? ", SERVED[paper.name]
 
     def written(override: dict[str, Any] | None) -> tuple[list[int], list[Plan], list[Any]]:
         kwargs = {} if override is None else {"tokenprune": override}
@@ -134,19 +134,19 @@ def test_what_the_front_end_writes(paper: Paper, tmp_path: Any, monkeypatch: pyt
         short, plans, places = written(override)
         assert len(plans) == len(wholes) == 2
         for whole, plan, place in zip(wholes, plans, places, strict=True):
-            segments = whole.runs if family.per_run else [sum(whole.runs)]
+            segments = whole.runs if family.vllm.per_run else [sum(whole.runs)]
             assert plan.keep == [count(number) for number in segments] and plan.reduces
             assert place.get_num_embeds() == plan.rows == sum(plan.keep) + plan.between
         token = plans[0].placeholder
-        each = [count(n) for n in runs(full, token)] if family.per_run else [plan.rows for plan in plans]
+        each = [count(n) for n in runs(full, token)] if family.vllm.per_run else [plan.rows for plan in plans]
         assert runs(short, token) == each
-        if family.per_run:  # the rest of the prompt is what it was
+        if family.vllm.per_run:  # the rest of the prompt is what it was
             assert [one for one in short if one != token] == [one for one in full if one != token]
 
 
 def test_others_are_refused_with_the_reason() -> None:
-    for name, reason in REFUSED.items():
-        assert name not in FAMILIES
+    for name, reason in REFUSED_IN_VLLM.items():
+        assert name not in SERVED
         with pytest.raises(UnsupportedModelError) as caught:
             family_of(SimpleNamespace(architecture=name))
         assert f"does not serve {name}, because {reason}" in str(caught.value)
@@ -157,4 +157,4 @@ def test_others_are_refused_with_the_reason() -> None:
 def test_names_are_those_of_vllm() -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
-    assert set(FAMILIES) | set(REFUSED) <= set(ModelRegistry.models)
+    assert set(SERVED) | set(REFUSED_IN_VLLM) <= set(ModelRegistry.models)

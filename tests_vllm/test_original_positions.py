@@ -15,7 +15,7 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec
 from conftest import DIVPRUNE, ORIGINAL, Engine, same
 from test_plugin import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.vllm.families import FAMILIES
+from tokenprune.families import SERVED
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name
 from tokenprune.integrations.vllm.setting.position_checks import arrange, original_positions
 from tokenprune.integrations.vllm.setting.settings import Setting
@@ -144,11 +144,11 @@ def test_what_is_not_exact(folder: Any, changed: dict[str, Any], says: str) -> N
     for name, value in changed.items():
         setattr(made.hf_text_config, name, value)
     with pytest.raises(UnsupportedSetupError, match=f"(?s)LlavaForConditional.*here.*{says}.*leave positions out"):
-        arrange("original", made, FAMILIES[made.architecture], False)
+        arrange("original", made, SERVED[made.architecture], False)
     assert not made.uses_mrope
     made.hf_text_config.sliding_window = made.max_model_len  # which nothing outgrows
     if "sliding_window" in changed:
-        arrange("original", made, FAMILIES[made.architecture], False)
+        arrange("original", made, SERVED[made.architecture], False)
         assert made.uses_mrope
 
 

@@ -19,8 +19,8 @@ import pytest
 from checkpoints import CHECKPOINTS, VOCABULARY, text
 from conftest import DIVPRUNE, OPTIONS, Engine, same
 from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.families import SERVED
 from tokenprune.integrations.vllm import compat, plugin
-from tokenprune.integrations.vllm.families import FAMILIES
 from tokenprune.integrations.vllm.setting.configuration import check_engine, offered
 from tokenprune.integrations.vllm.setting.settings import Setting
 from tokenprune.integrations.vllm.worker import runner
@@ -81,7 +81,7 @@ def test_sources_tell_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm_hooks
 
     has = vllm_hooks.read(Path(vllm.__file__).parents[1], vllm_hooks.hooks())
-    assert has["vllm"] == compat.TESTED and vllm_hooks.lacks(has, vllm_hooks.hooks(), list(FAMILIES)) == []
+    assert has["vllm"] == compat.TESTED and vllm_hooks.lacks(has, vllm_hooks.hooks(), list(SERVED)) == []
     checked = 0
     for where, names in has["hooks"].items():
         module, _, path = where.partition(":")
@@ -142,7 +142,7 @@ def test_what_does_not_go_with_original_positions(part: str, name: str, value: A
         speculative_config=None,
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
-    families = FAMILIES["Qwen2VLForConditionalGeneration"], FAMILIES["LlavaForConditionalGeneration"]
+    families = SERVED["Qwen2VLForConditionalGeneration"], SERVED["LlavaForConditionalGeneration"]
     for family in families:
         check_engine(asked, family)
     setattr(getattr(asked, part) if part else asked, name, value)

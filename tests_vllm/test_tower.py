@@ -18,8 +18,9 @@ from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, Method, OptionError, Site, Thresholds, UnsupportedSetupError
+from tokenprune.families import TOWERS, tower_of
 from tokenprune.integrations.shared.patch_grid import PatchSource
-from tokenprune.integrations.vllm.setting import tower_checks
+from tokenprune.integrations.vllm.setting import tower_items, towers
 from tokenprune.integrations.vllm.setting.plan import MODALITIES
 from tokenprune.integrations.vllm.setting.servable import check_method
 from tokenprune.integrations.vllm.worker.tower import blocks_of
@@ -84,8 +85,8 @@ def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Call
 
     def get(name: str) -> Path:
         model = reference(name).model
-        towers = (getattr(model.model, one, None) for one in ("visual", "vision_tower", "vision_model"))
-        tower, blocks = next(filter(None, towers)), tower_checks.depth_of(model.config.vision_config)
+        places = (getattr(model.model, one, None) for one in ("visual", "vision_tower", "vision_model"))
+        tower, blocks = next(filter(None, places)), towers.depth_of(model.config.vision_config)
         values = {0.5: torch.tensor([0.9, 0.5, 1.0, 0.7][:blocks])}
         path = tmp_path_factory.mktemp("thresholds") / f"{name}.safetensors"
         unit = PatchSource(None, model.config).unit_side ** 2
@@ -210,7 +211,7 @@ def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Ch
     engine.forget()
     last: list[int] = []  # patches in the tower's last MLP
     config = engine.model.config
-    ahead = tower_checks.CLASS_TOKENS[tower_checks.kind_of(config)]  # of each tile
+    ahead = tower_of(config).class_tokens  # of each tile
 
     def count(module: Any, args: tuple, output: Tensor) -> None:
         last.append(args[0][:, ahead:].shape[:-1].numel())
@@ -261,7 +262,7 @@ def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpo
 
 
 def test_unknown_towers_stop_the_server(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(tower_checks.CLASS_TOKENS, "pixtral")
+    monkeypatch.delitem(TOWERS, "pixtral")
     with pytest.raises(UnsupportedSetupError, match=r"of 'llava' with the tower 'pixtral' it is not known.*divprune"):
         config(folder("pixtral"), VSCAN)
     assert config(folder("pixtral"), {"method": "divprune"}).multimodal_config.tokenprune["method"] == "divprune"
@@ -273,12 +274,12 @@ def test_items_that_cannot_be_traced(folder: Any) -> None:
 
     info = SimpleNamespace(get_hf_config=lambda: config(folder("internvl")).hf_config)
     with pytest.raises(OptionError, match=r"do not tell which patches.*behind the tower"):
-        tower_checks.check_items(Seer(), None, {"video": ["frames"]}, info)
+        tower_items.check_items(Seer(), None, {"video": ["frames"]}, info)
     with pytest.raises(OptionError, match=r"do not tell which patches.*behind the tower"):
-        tower_checks.check_items(tokenprune.method("tome"), None, {"video": ["frames"]}, info)
+        tower_items.check_items(tokenprune.method("tome"), None, {"video": ["frames"]}, info)
     with pytest.raises(OptionError, match="pass pixels, not embeddings"):
-        tower_checks.check_items(Seer(), None, {"image": ImageEmbeddingItems([torch.zeros(4, 64)])}, info)
-    tower_checks.check_items(Seer(), None, {"image": ["image"], "video": []}, info)
+        tower_items.check_items(Seer(), None, {"image": ImageEmbeddingItems([torch.zeros(4, 64)])}, info)
+    tower_items.check_items(Seer(), None, {"image": ["image"], "video": []}, info)
 
 
 def test_a_server_that_takes_no_images(start: Callable[..., Engine]) -> None:
@@ -300,6 +301,6 @@ def test_interpolated_features_are_refused(folder: Any) -> None:
     wide = {"image_grid_pinpoints": [[56, 56], [560, 560]]}
     model_config = config(folder("llava_onevision"), VSCAN, hf_overrides=wide)
     info = MULTIMODAL_REGISTRY.create_processor(model_config).info
-    assert tower_checks._newlines(info, 56, 56, Seer()) == 4
+    assert tower_items._newlines(info, 56, 56, Seer()) == 4
     with pytest.raises(OptionError, match="interpolates its features"):
-        tower_checks._newlines(info, 500, 500, Seer())
+        tower_items._newlines(info, 500, 500, Seer())

@@ -138,8 +138,13 @@ def test_the_three_forms_are_one_setting(model) -> None:
 
 
 def test_a_method_that_cannot_act_gives_way_and_says_so() -> None:
-    found = recommend(LlavaConfig(), task="long-video")  # no attention of its own to read in blocks
-    assert found.method == ADVICE["video"].method and any("pevlm cannot act in 'llava'" in one for one in found.notes)
+    found = recommend(AutoConfig.for_model("llava_next_video"), task="long-video")  # blocks are not tested there
+    assert found.method == ADVICE["video"].method
+    assert any("pevlm cannot act in 'llava_next_video'" in one for one in found.notes)
+    found = recommend(LlavaConfig(), task="long-video")  # whose prompts hold no videos, so that neither can act
+    assert found.method == ADVICE["general"].method
+    for name in ("pevlm", "vidcom2"):
+        assert any(f"{name} cannot act in 'llava'" in one for one in found.notes)
     found = recommend(AutoConfig.for_model("fuyu"), task="tower")
     assert found.method == ADVICE["general"].method and any("tome cannot act" in one for one in found.notes)
 

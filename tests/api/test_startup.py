@@ -14,9 +14,10 @@ import pytest
 from transformers import LlavaConfig
 
 import tokenprune
+from tokenprune.abilities import unserved
 from tokenprune.cost.model import LLAVA_7B, LLAVA_7B_LOAD, CostModel, Load
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.setting.servable import check_method, declared_obstacle
+from tokenprune.integrations.vllm.setting.servable import check_method
 from tokenprune.registry import available_methods, method_class
 from tokenprune.setting import file_options
 
@@ -155,4 +156,4 @@ def test_what_a_method_says_of_itself_is_what_running_it_says() -> None:
             check_method(method)
         except TokenPruneError as error:
             tried = str(error).partition(". Servable are")[0]
-        assert declared_obstacle(method) == tried
+        assert unserved(method) == tried

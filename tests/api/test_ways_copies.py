@@ -17,7 +17,6 @@ from quantized_weights import bitsandbytes, torchao
 from tests.api.test_ways import PARTS, SITES, WAYS, end, family_for, seen, takes
 from zoo import FAMILIES
 
-
 pytestmark = pytest.mark.parametrize("name", WAYS)
 
 

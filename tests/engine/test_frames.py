@@ -23,7 +23,7 @@ from tokenprune import (
     UnsupportedSetupError,
     VisualTokens,
 )
-from tokenprune.integrations.hf.families.table import VIDEO_FRAMES
+from tokenprune.families import SUPPORTED
 from tokenprune.ops.temporal import by_frame, same_place
 from tokenprune.view.frames import frame_and_place, tokens_per_frame
 from zoo import FAMILIES, IMAGE, VIDEO, Family, Inputs
@@ -217,7 +217,7 @@ def test_families_that_tell_no_frames(name: str, why: str, build: Callable[..., 
 
 
 def test_the_table_is_what_is_tested() -> None:
-    assert {VIDEOS[name].kind for name in KNOWN} == set(VIDEO_FRAMES)
+    assert {VIDEOS[name].kind for name in KNOWN} == {name for name, row in SUPPORTED.items() if row.videos == "frames"}
 
 
 @torch.no_grad()

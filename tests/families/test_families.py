@@ -21,10 +21,8 @@ from basics import MODEL_METHODS, pieces, snapshot
 from families import FAMILIES, REFUSED, STATEFUL
 from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
-from tokenprune import TokenPruneError, UnsupportedModelError
+from tokenprune import TokenPruneError, UnsupportedModelError, families
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.families import table as families
-from tokenprune.integrations.shared import patch_grid as patches
 from tokenprune.view.observable import Where
 from tokenprune.view.registry import observables_of
 from zoo import Family
@@ -116,8 +114,8 @@ def check_survivors(cuts: list[Any], inputs: Any, family: Family, model: Any) ->
 def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> None:
     """Methods inside the tower refuse what the table does not name; those that read it, where patches are not known."""
     refused = [] if "IN_ENCODER" in families.SUPPORTED[family.kind].sites else ["tome", "dymu"]
-    refused += [] if family.kind in patches.PATCH_LAYOUTS else READ_THE_TOWER
-    refused += [] if family.kind in families.PACKED_PATCHES else ["pixelprune"]
+    refused += [] if families.SUPPORTED[family.kind].patches else READ_THE_TOWER
+    refused += [] if families.SUPPORTED[family.kind].units else ["pixelprune"]
     for method in refused:
         with pytest.raises(TokenPruneError, match=family.kind):
             tokenprune.patch(model, method, keep=0.3)

@@ -18,8 +18,8 @@ import tokenprune
 import zoo
 from families import FAMILIES, REFUSED
 from tokenprune import Budget, Pruner
+from tokenprune.families import SUPPORTED
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.families.table import SUPPORTED
 from tokenprune.view.registry import find_observable
 
 # `-m fast` runs one family of each kind, and on families one method of each kind.

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, LlavaConfig
@@ -10,8 +12,7 @@ from transformers import AutoModelForImageTextToText, LlavaConfig
 import tokenprune
 from basics import MODEL_METHODS, snapshot
 from oracle import close, reduced
-from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError
-from tokenprune.integrations.shared import patch_grid as patches
+from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError, families
 from tower_attention import make_seer
 from zoo import FAMILIES, IMAGE, TEXT
 
@@ -38,7 +39,7 @@ def test_towers_that_are_not_known(build, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UnsupportedSetupError, match=r"knows the towers CLIP.*not Dinov2Model"):
         tokenprune.patch(model, "vscan", keep=0.3)
     assert snapshot(model) == was and not tokenprune.is_patched(model)
-    monkeypatch.delitem(patches.PATCH_LAYOUTS, "internvl")
+    monkeypatch.setitem(families.FAMILIES, "internvl", replace(families.FAMILIES["internvl"], patches=None))
     with pytest.raises(UnsupportedSetupError, match=r"'internvl'.*patch_layout"):
         tokenprune.patch(build(FAMILIES["internvl"]), "vscan", keep=0.3)
 

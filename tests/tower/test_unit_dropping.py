@@ -21,10 +21,10 @@ from oracle import close, generate_logits, reduced, survivors
 from tests.tower.test_encoder import with_features
 from tests.tower.test_packed_encoder import order_of_windows
 from tokenprune import OptionError, Site
+from tokenprune.families import SUPPORTED
 from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.integrations.hf.families.table import PACKED_PATCHES
 
-NAMES = sorted(name for name, family in FAMILIES.items() if family.kind in PACKED_PATCHES)
+NAMES = sorted(name for name, family in FAMILIES.items() if SUPPORTED[family.kind].units)
 # One of each way that a tower is made: whole images, windows, deepstack, a convolution before the merger.
 DIFFERENT = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
 UNIT = 4

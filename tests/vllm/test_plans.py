@@ -12,7 +12,8 @@ import torch
 import tokenprune
 from tokenprune import registry
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.integrations.vllm.families import FAMILIES
+from tokenprune.families import SERVED
+from tokenprune.integrations.shared.patch_grid import image_grid
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
 from tokenprune.integrations.vllm.setting.plan import Plan, _decoded, field_name
 from tokenprune.integrations.vllm.setting.settings import Setting, servable
@@ -175,7 +176,8 @@ def test_a_known_grid_is_used() -> None:
 
 def _image_grid(architecture: str, count: int, tower: str = "clip_vision_model") -> tuple[int, int, int] | None:
     config = SimpleNamespace(image_seq_length=16, vision_config=SimpleNamespace(model_type=tower))
-    return FAMILIES[architecture].image_grid(count, config)
+    row = SERVED[architecture]
+    return image_grid(row, count, config, whole_image=not row.vllm.per_run)
 
 
 def test_only_a_square_is_taken_for_a_square() -> None:

@@ -19,11 +19,12 @@ from tokenprune import Method, Site, registry
 from tokenprune.base import Selection
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError, UnsupportedSetupError
+from tokenprune.families import REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.tower.build import tower_patch
-from tokenprune.integrations.vllm.families import FAMILIES, REFUSED
-from tokenprune.integrations.vllm.setting.merge_checks import check_merging, tower_of
+from tokenprune.integrations.vllm.setting.configuration import check_model
 from tokenprune.integrations.vllm.setting.settings import Setting, servable
+from tokenprune.integrations.vllm.setting.towers import served_tower
 from tokenprune.methods.encoder.pixelprune import PixelPrune
 from tokenprune.methods.pixels.downsample import Downsample
 from tokenprune.methods.pixels.dynres import DynRes
@@ -131,15 +132,18 @@ def test_a_tower_is_what_the_other_side_says_or_refused_by_name(name: str, monke
     """Where the plugin merges, a config tells a method of the tower what the Hugging Face side finds in the model."""
     model, method, served = zoo.FAMILIES[name].build(), tokenprune.method("tome"), []
     monkeypatch.setattr(type(method), "check_served", lambda self, *told: served.append(told))
-    setting = SimpleNamespace(method=method, keep=0.5, removes_nothing=False)
+    setting = SimpleNamespace(method=method, keep=0.5, removes_nothing=False, in_llm=False)
     parallel = SimpleNamespace(mm_encoder_tp_mode="weights")
-    model_config = SimpleNamespace(hf_config=model.config, dtype=torch.float32, multimodal_config=parallel)
+    architecture = SUPPORTED[zoo.FAMILIES[name].kind].vllm.architecture
+    model_config = SimpleNamespace(
+        hf_config=model.config, architecture=architecture, dtype=torch.float32, multimodal_config=parallel
+    )
     if name in ("llava_next", "llava_onevision"):  # which crop their tiles behind the tower
         with pytest.raises(UnsupportedSetupError, match=f"tome merges inside.*Qwen3.5, not of this '{name}'"):
-            check_merging(setting, model_config)
+            check_model(setting, model_config)
         return
-    check_merging(setting, model_config)
-    theirs, ours = tower_patch(adapter_for(model), method, Budget.of(0.5)).shape, tower_of(method, model.config)
+    check_model(setting, model_config)
+    theirs, ours = tower_patch(adapter_for(model), method, Budget.of(0.5)).shape, served_tower(method, model.config)
     for fact in ("tokens", "protected", "blocks", "read", "unit"):
         assert getattr(ours, fact) == getattr(theirs, fact), fact
     assert served == [(type(theirs.module).__name__, "float32", theirs.blocks)]
@@ -301,10 +305,10 @@ def test_what_drops_patches_ahead_of_the_tower_is_served() -> None:
 def test_the_page_on_serving_names_every_family_and_why_others_are_refused() -> None:
     page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
     tables = [line for line in page.splitlines() if line.startswith("|")]
-    for name in FAMILIES:
+    for name in SERVED:
         assert sum(f"`{name}`" in line for line in tables) == 1, name
-    for name, reason in REFUSED.items():
-        assert name not in FAMILIES
+    for name, reason in REFUSED_IN_VLLM.items():
+        assert name not in SERVED
         assert any(f"`{name}`" in line and line.endswith(f"| {reason} |") for line in tables), name
 
 

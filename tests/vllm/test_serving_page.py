@@ -9,8 +9,9 @@ from pathlib import Path
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from tokenprune.integrations.vllm.families import FAMILIES
-from tokenprune.integrations.vllm.setting.tower_checks import is_known, reads_tower
+from tokenprune.abilities import reads_tower
+from tokenprune.families import SERVED
+from tokenprune.integrations.vllm.setting.towers import is_known
 from tokenprune.registry import build, method_class
 
 PAGE = (Path(__file__).parents[2] / "docs/serving.md").read_text()
@@ -34,8 +35,8 @@ def test_whose_tower_is_read() -> None:
     types = list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items())
     kinds = {architecture: kind for kind, architecture in reversed(types)}  # the first, of variants
     said = {name: row[3] for row in section("Families") for name in re.findall(r"`(\w+)`", row[1])}
-    known = {name: name in kinds and is_known(made(kinds[name])) for name in FAMILIES}
-    assert said == {name: "yes" if known[name] else "no" for name in FAMILIES}
+    known = {name: name in kinds and is_known(made(kinds[name])) for name in SERVED}
+    assert said == {name: "yes" if known[name] else "no" for name in SERVED}
     assert 16 <= sum(known.values()) < len(known)
 
 

@@ -12,7 +12,8 @@ from tokenprune import __version__
 from tokenprune.cli.calibrate import calibrate, fit_d2pruner, fit_dyrate, fit_fitprune
 from tokenprune.cli.common import ErrorGroup
 from tokenprune.cli.draft import draft
-from tokenprune.cli.methods import families, methods
+from tokenprune.cli.families import families
+from tokenprune.cli.methods import methods
 from tokenprune.cli.new_method import new_method
 from tokenprune.cli.profile import profile
 from tokenprune.cli.show import show

@@ -215,23 +215,3 @@ def _costs() -> Callable[[MethodInfo], str]:
         return f"{left:.0%}"
 
     return cost
-
-
-def families() -> None:
-    """List the model families: where methods may act in each, and which are refused, with the reason."""
-    from tokenprune.integrations.hf.families.table import REFUSED, SUPPORTED
-    from tokenprune.profiling.table import Cell, Table, to_rich
-
-    known = [
-        [Cell(name), Cell(", ".join(one.sites)), Cell(one.since), Cell(one.note)]
-        for name, one in sorted(SUPPORTED.items())
-    ]
-    refused = [[Cell(name), Cell(reason)] for name, reason in sorted(REFUSED.items())]
-    for table in (
-        Table("Families", ("model type", "sites", "from transformers", "notes"), known),
-        Table("Refused", ("model type", "because"), refused),
-    ):
-        shown = to_rich(table)
-        for column in shown.columns[1:]:
-            column.justify = "left"
-        get_console().print(shown)

@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import UnsupportedModelError
-
-# Towers whose MLPs are gated though their activation does not tell (SiLU does).
-_GATED = {"pixtral"}
-# Tokens of a view beside its patches: a class token.
-_CLASS_TOKEN = {"clip_vision_model", "internvl_vision"}
+from tokenprune.families import TOWERS, Tower
 
 
 @dataclass(frozen=True)
@@ -118,6 +114,7 @@ class TowerShape:
                 f"{', '.join(sorted(FAMILIES))}"
             )
         vision = config.vision_config
+        known = TOWERS.get(vision.model_type) or Tower(vision.model_type, "")
         hidden, unit = _hidden(vision), join.unit(config)
         if unit < 1:
             raise UnsupportedModelError(
@@ -129,7 +126,7 @@ class TowerShape:
         full = getattr(vision, "fullatt_block_indexes", None)
         sides = _sides(vision.patch_size)
         channels: Any = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
-        gated = "silu" in str(getattr(vision, "hidden_act", "")) or vision.model_type in _GATED
+        gated = "silu" in str(getattr(vision, "hidden_act", "")) or known.gated
         return cls(
             layers=layers,
             hidden=hidden,
@@ -139,7 +136,7 @@ class TowerShape:
             patch_numbers=channels * math.prod(sides) * getattr(vision, "temporal_patch_size", 1),
             unit=unit,
             projector=join.projector(config, unit),
-            protected=int(vision.model_type in _CLASS_TOKEN),
+            protected=known.class_tokens,
             window=None if full is None else (vision.window_size // sides[0]) ** 2,
             windowed=0 if full is None else layers - len(set(full)),
             view=None if join.sized else _square(vision),

@@ -10,12 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tokenprune import abilities
 from tokenprune.config import Config
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune.registry import method_class
+from tokenprune.families import REFUSED, SERVED, SUPPORTED, family_of
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.shapes.model_config import SHIPPED, read_model_config
+from tokenprune.view.observable import Backend
 from tokenprune_bench.recommend.advice import NONE, Advice, Evidence, advice
 
 TASKS = tuple(advice())
@@ -106,16 +108,16 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         raise OptionError(f"task {task!r} is none of {', '.join(TASKS)}")
     name, config = _config_of(model)
     family = config.model_type
-    sites, notes = _sites(family)
+    notes = _notes(family)
     row = advice()[task]
-    while method_class(row.method).site.name not in sites:
+    while not _may_act(row, family):
         notes.append(f"{row.method} cannot act in {family!r}: this is the row {row.instead!r}.")
         row = advice()[row.instead]
     cost, load = _cost(config, row)
     near, elsewhere = row.evidence(cost.decoder.weights)
     if not any(one.about == "accuracy" for one in near):
         notes.insert(0, f"Accuracy at this keep and task: {NONE}.")
-    acting = [one for one in (row, *advice().values()) if method_class(one.method).site.name in sites]
+    acting = [one for one in (row, *advice().values()) if _may_act(one, family)]
     why_not = _why_not(row, config)
     return Recommendation(
         name,
@@ -152,15 +154,19 @@ def _config_of(model: Any) -> tuple[str, Any]:
     return f"{name} (shipped)" if str(model) in SHIPPED else name, read_model_config(model)
 
 
-def _sites(family: str) -> tuple[tuple[str, ...], list[str]]:
-    """Return where methods may act in a family, and what to know of it; raises UnsupportedModelError."""
-    from tokenprune.integrations.hf.families.table import REFUSED, SUPPORTED, Support
-
+def _notes(family: str) -> list[str]:
+    """Return what to know of a family; raises UnsupportedModelError for one that is refused."""
     if family in REFUSED:
         raise UnsupportedModelError(f"{family!r} cannot be patched: {REFUSED[family]}")
     if family in SUPPORTED:
-        return SUPPORTED[family].sites, []
-    return Support().sites, [f"{family!r} is not in the table of families: patch() tries the common contract."]
+        return []
+    return [f"{family!r} is not in the table of families: patch() tries the common contract."]
+
+
+def _may_act(row: Advice, family: str) -> bool:
+    """Return True where the method of a row is tested at its site in a family, and nothing keeps it from acting."""
+    (method,), _ = Config(row.setting).steps()
+    return method.site.name in family_of(family).sites and abilities.obstacle(method, family) is None
 
 
 def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
@@ -172,15 +178,12 @@ def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
     return cost, Load.of_config(config, tokens=row.tokens if own else None, tiles=None if own else row.frames)
 
 
-def _is_served(config: Any) -> bool:
-    """Return True if the plugin for vLLM serves models of this config."""
-    from tokenprune.integrations.vllm.families import FAMILIES
-
-    if any(one in FAMILIES for one in config.architectures or ()):
-        return True
+def _architecture(config: Any) -> str | None:
+    """Return the architecture by which the plugin for vLLM serves models of this config, None if it does not."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
 
-    return NAMES.get(config.model_type) in FAMILIES
+    named = (*(config.architectures or ()), NAMES.get(config.model_type))
+    return next((one for one in named if one in SERVED), None)
 
 
 def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
@@ -196,26 +199,22 @@ def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
 
 def _why_not(row: Advice, config: Any) -> str | None:
     """Return why vLLM cannot serve a row on the model of a config; None if it can."""
-    from tokenprune.integrations.vllm.setting import merge_checks, tower_checks
-    from tokenprune.integrations.vllm.setting.servable import declared_obstacle
+    from tokenprune.integrations.vllm.setting.towers import check_tower, merges_in_tower
 
-    if not _is_served(config):
+    if (architecture := _architecture(config)) is None:
         return "the plugin does not know this family"
     (method,), _ = Config(row.setting).steps()
+    hint = "`recommend --task server` names what it serves"
+    if reason := abilities.obstacle(method, architecture, Backend.VLLM, config=config):
+        return f"{reason}; {hint}"
     at_start = SimpleNamespace(  # of vLLM's own config, what the checks at the start of a server read
         hf_config=config, dtype="bfloat16", multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights")
     )
-    hint = "`recommend --task server` names what it serves"
-    if obstacle := declared_obstacle(method):
-        return f"{obstacle}; {hint}"
     try:
-        if merge_checks.merges_in_tower(method):
-            plan = SimpleNamespace(method=method, keep=row.keep, removes_nothing=False)
-            merge_checks.check_merging(plan, at_start)
-        elif tower_checks.reads_tower(method):
-            tower_checks.check_method(method, at_start)
+        if merges_in_tower(method) or abilities.reads_tower(method):
+            check_tower(SimpleNamespace(method=method, keep=row.keep, removes_nothing=False), at_start)
     except TokenPruneError as error:
-        return f"{str(error).partition('. Servable are')[0]}; {hint}"
+        return f"{error}; {hint}"
     return None
 
 

@@ -15,7 +15,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.guard.settings import Guard
 from tokenprune.integrations.hf.decoder.blockwise_attention import BlockAttention
-from tokenprune.integrations.hf.decoder.checks import check_steps
+from tokenprune.integrations.hf.decoder.checks import check_abilities, check_steps
 from tokenprune.integrations.hf.decoder.drafts import Drafts
 from tokenprune.integrations.hf.decoder.engine import Engine
 from tokenprune.integrations.hf.decoder.video_frames import VideoFrames, compares_frames
@@ -78,6 +78,7 @@ def _parts(
     acting = [step.method for step in stages]
     check_places(acting)
     check_composition(acting)
+    check_abilities(stages, adapter)
 
     pixels, steps = [], []
     parts: list[Part] = []

@@ -4,42 +4,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.families import Family, family_of
 from tokenprune.integrations.shared.packed_features import Packed
 from tokenprune.ops.transfer import to_device
+from tokenprune.view.segments import square_grid
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-PATCH_LAYOUTS = {
-    family: layout
-    for layout, families in {
-        "tiles": "llava internvl gemma3 idefics3 smolvlm paligemma",
-        "packed": "llava_next llava_next_video llava_onevision",
-        "runs": "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm4v_moe",
-        "sized": "mistral3",
-    }.items()
-    for family in families.split()
-} | {("llava", "pixtral"): "sized"}
-
-# How many patches on a side of a square become one visual token: by pixel shuffle, or by pooling.
-_UNIT_SIDES: dict[str, Callable[[Any], int]] = {
-    "internvl": lambda config: round(1 / config.downsample_ratio),
-    "qianfan_ocr": lambda config: round(1 / config.downsample_ratio),
-    "aya_vision": lambda config: config.downsample_factor,
-    "cohere2_vision": lambda config: config.downsample_factor,
-    "idefics3": lambda config: config.scale_factor,
-    "smolvlm": lambda config: config.scale_factor,
-    "gemma3": lambda config: (
-        config.vision_config.image_size // config.vision_config.patch_size // math.isqrt(config.mm_tokens_per_image)
-    ),
-}
 
 
 class PatchSource:
@@ -52,22 +29,19 @@ class PatchSource:
         self.base, self.config = base, config
 
     @property
-    def patch_layout(self) -> str | None:
-        """How patches of the vision tower become visual tokens; None if this is not known.
+    def row(self) -> Family:
+        """The row of the model's type in the table of families."""
+        return family_of(self.config.model_type)
 
-        "tiles": each row of the tower is a square tile, and a square of one or more patches makes a token.
-        "packed": tiles whose features are reordered, cropped and set apart by newlines (`pack_image_features`).
-        "runs": patches of all images on one axis, ordered so that consecutive ones make a token.
-        "sized": patches of all images on one axis, each image's row by row; a square of them makes a token.
-        """
-        tower = getattr(getattr(self.config, "vision_config", None), "model_type", None)
-        return PATCH_LAYOUTS.get((self.config.model_type, tower), PATCH_LAYOUTS.get(self.config.model_type))
+    @property
+    def patch_layout(self) -> str | None:
+        """How patches of the vision tower become visual tokens, see `Family.patches`; None if this is not known."""
+        return self.row.layout(self.config)
 
     @property
     def unit_side(self) -> int:
         """How many patches of the tower's grid, on a side of a square, become one visual token; 1 if each does."""
-        rule = _UNIT_SIDES.get(self.config.model_type)
-        return 1 if rule is None else rule(self.config)
+        return self.row.side(self.config)
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
         """Return (frames, height, width) in tokens of each image, from the arguments of `get_image_features` or
@@ -78,6 +52,14 @@ class PatchSource:
         vision = self.config.vision_config
         merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_size", 1)
         return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes).tolist()]
+
+
+def image_grid(row: Family, count: int, config: Any, whole_image: bool = False) -> tuple[int, int, int] | None:
+    """Return (1, height, width) of an image of `count` tokens whose data tells none; None where it is not known.
+
+    config: of the model. whole_image: see `Family.is_square`.
+    """
+    return square_grid(count) if row.is_square(count, config, whole_image) else None
 
 
 def patches_of(vision: Any) -> int:

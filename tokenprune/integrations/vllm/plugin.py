@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from tokenprune.families import SERVED
 from tokenprune.integrations.shared.attachable import swap_class
 from tokenprune.integrations.vllm.compat import (
     SENDER_HOOKS,
@@ -17,7 +18,6 @@ from tokenprune.integrations.vllm.compat import (
     require_hooks,
     vllm_version,
 )
-from tokenprune.integrations.vllm.families import FAMILIES
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ def _register_models(whole: bool) -> None:
     is all."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for architecture, family in FAMILIES.items():
-        if architecture in ModelRegistry.models and (whole or family.nested):
+    for architecture, family in SERVED.items():
+        if architecture in ModelRegistry.models and (whole or family.vllm.nested):
             original = ModelRegistry.models[architecture]
             ModelRegistry.models[architecture] = _registered(architecture, original, whole)
 
@@ -168,6 +168,6 @@ def _registered(architecture: str, original: Any, whole: bool) -> Any:
                 return renaming_class(base)
             from tokenprune.integrations.vllm.worker.models import reducing_class
 
-            return reducing_class(base, FAMILIES[self.architecture])
+            return reducing_class(base, SERVED[self.architecture])
 
     return RegisteredModel(architecture, original, whole)

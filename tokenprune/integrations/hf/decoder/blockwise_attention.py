@@ -78,11 +78,6 @@ class BlockAttention(Part):
                 f"{name} removes no tokens: it takes keep=1.0 alone, not {budget}. To remove some too, compose it with "
                 f'a method that acts before it, for example method=["divprune", "{name}"], keep=[0.25, 1.0]'
             )
-        if "video" not in adapter.placeholders:
-            raise UnsupportedSetupError(
-                f"{name} acts on videos, and prompts of {adapter.config.model_type!r} hold none: its config names no "
-                "video token; use a method that acts on images too, such as divprune"
-            )
         for other in others:
             if any(one.all_rows for one in observables_of(other.needs)):
                 raise OptionError(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tokenprune import abilities
 from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
@@ -18,8 +19,10 @@ from tokenprune.integrations.hf.cache.static_cache import check_static, is_stati
 from tokenprune.integrations.hf.decoder import decode_pruning as decoding
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.view.observable import Backend, Where
-from tokenprune.view.registry import not_served, observables_of
+from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.units import UnitDropper
+from tokenprune.view.observable import Where
+from tokenprune.view.registry import observables_of
 
 _IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED, Where.MODULES_BEFORE)
 # Arguments of a decoder that hold one entry per token and are known to the engine.
@@ -41,17 +44,19 @@ def reads_modules(method: Method) -> bool:
     return bool(observables_of(method.needs, Where.MODULES_BEFORE))
 
 
-def check_needs(method: Method) -> None:
-    """Raise OptionError for a method that needs what the Hugging Face engine cannot observe."""
-    if missing := not_served(method.needs, Backend.HF):
-        raise OptionError(f"{method.name} needs {', '.join(missing)}, which is not to be had of models of transformers")
+def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:
+    """Raise an error of ours for a method that may not act on this family; see `tokenprune.abilities`."""
+    facts = adapter.facts
+    for step in steps:
+        in_tower = isinstance(step.method, (EncoderMethod, UnitDropper))
+        acts = not step.method.is_identity(step.budget) if in_tower else step.acts
+        abilities.check(step.method, facts, acts=acts)
 
 
 def check_steps(steps: list[Step], adapter: Adapter) -> None:
     """Raise OptionError for cuts that cannot be made in this decoder, or not together."""
     layers = len(adapter.decoder.layers)
     for step in steps:
-        check_needs(step.method)
         step.method.check_model(adapter.decoder)
         if step.method.site is not Site.PRE_LLM and not 1 <= step.layer < layers:
             raise OptionError(
@@ -73,11 +78,6 @@ def check_layers(step: Step, adapter: Adapter) -> None:
     """Raise OptionError for a cut that this decoder's layers do not allow where it is asked for."""
     method, layer, family = step.method, step.layer, adapter.config.model_type
     attending = [index for index in range(len(adapter.decoder.layers)) if index not in adapter.stateful]
-    if method.site is Site.DECODE and adapter.stateful:
-        raise OptionError(
-            f"{method.name}: the decoder of {family!r} has layers that carry a state instead of keys, and no token can "
-            "be taken from a state while decoding; use a PRE_LLM or IN_LLM method, which cuts before it is built"
-        )
     if reads_layer_before(method) and layer - 1 in adapter.stateful:
         raise OptionError(
             f"{method.name}: layer={layer} reads the attention of decoder layer {layer - 1}, which has none in "
@@ -128,24 +128,16 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
 
 def check_static_call(steps: Iterable[Step], adapter: Adapter, in_blocks: bool) -> None:
     """Raise UnsupportedSetupError if a decoder with a static cache cannot be cut by `steps`."""
-    use = 'leave out cache_implementation="static", or use a dynamic cache'
+    use, facts = abilities.STATIC.instead, adapter.facts
     if compat.COUNTS_OUTSIDE:
         raise UnsupportedSetupError(
             f"cannot prune with a static cache in transformers {compat.VERSION}, whose models say by their own count "
             f"where tokens go in it: {use}, or take transformers 5.4 or later"
         )
-    family, attention = adapter.config.model_type, adapter.attention
     for step in steps:
-        if step.method.site is Site.DECODE:
-            raise UnsupportedSetupError(
-                f"{step.method.name} drops tokens while decoding, and a static cache keeps its slots: {use}"
-            )
-    if in_blocks:
-        raise UnsupportedSetupError(f"cannot prune with a static cache and attention in blocks: {use}")
-    chunked = any("chunked" in kind for kind in getattr(adapter.text_config, "layer_types", None) or [])
-    if chunked or not adapter.static_caches:
-        raise UnsupportedSetupError(f"cannot prune with a static cache in the decoder of {family!r}: {use}")
-    if attention not in ("sdpa", "eager"):
+        abilities.check_cache(step.method.site, facts, abilities.STATIC, step.method.name)
+    abilities.check_cache(Site.ATTENTION if in_blocks else Site.PRE_LLM, facts, abilities.STATIC)
+    if (attention := adapter.attention) not in ("sdpa", "eager"):
         raise UnsupportedSetupError(
             f"cannot prune with a static cache and attn_implementation={attention!r}: {use}, or load the model with "
             '"sdpa"'

@@ -41,17 +41,6 @@ class VideoFrames(Part):
                     f"{name} compares the frames of a video, so the whole video has one budget: say "
                     f'per="image" in place of per={step.budget.per!r}'
                 )
-            if "video" not in adapter.placeholders:
-                raise UnsupportedSetupError(
-                    f"{name} acts on videos, and prompts of {self.family!r} hold none: its config names no video "
-                    "token. Frames that its processor hands over as images have a budget each: use a method that acts "
-                    "on images too, such as uniform or divprune"
-                )
-            if not adapter.tells_frames:
-                raise UnsupportedSetupError(
-                    f"{name} compares the frames of a video, and of {self.family!r} it is not known which tokens are a "
-                    "frame; use a method that does not, such as divprune, or say so in the adapter's tells_frames"
-                )
             if before := [*merges, *(one.method.name for one in steps[:index] if one.acts)]:
                 raise OptionError(
                     f"{name} compares the frames of a video token by token, and {before[0]} removes some of them "

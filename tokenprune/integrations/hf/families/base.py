@@ -8,28 +8,22 @@ into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedModelError
+from tokenprune.families import REFUSED, SUPPORTED, Family
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import keys_of
-from tokenprune.integrations.hf.families.table import (
-    MERGEABLE,
-    REFUSED,
-    SQUARE,
-    SQUARE_TILES,
-    SUPPORTED,
-    VIDEO_FRAMES,
-)
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.shared.patch_grid import PatchSource
+from tokenprune.integrations.shared.patch_grid import PatchSource, image_grid
 from tokenprune.ops.transfer import to_device
-from tokenprune.view.segments import square_grid
 
 # Layers that keep a key and a value for each token.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -43,31 +37,9 @@ class Adapter(PatchSource):
     """The common contract; it serves every model type that no other adapter names in `families`."""
 
     families: tuple[str, ...] = ()
-    decoder_names: tuple[str, ...] = ("language_model",)
-    norm_name = "norm"  # of the decoder's last norm
 
-    # Per-token arguments beyond the common ones. Of the decoder: those that take_extras deals with, and those that are
-    # gathered with the embeddings (name -> axis of the tokens). Of each layer: name or position -> axis.
+    # Per-token arguments of the decoder beyond the common ones that `take_extras` deals with.
     extra_arguments: frozenset[str] = frozenset()
-    entry_tokens: ClassVar[dict[str, int]] = {}
-    layer_tokens: ClassVar[dict[str | int, int]] = {"position_embeddings": -2, "position_ids": -1}
-
-    # How methods that act on pixels can make fewer tokens: "input" (the processor follows the image's size), "target"
-    # (it makes every image one size, which can shrink) or None (as many tokens of any image).
-    resizing: str | None = "input"
-
-    # Whether a list of features from the encoder has one entry per image; if not, runs of placeholders tell them
-    # apart.
-    features_per_image = True
-    # Where no such list tells images apart: from one placeholder of an image to the next, at most.
-    step_within_image = 1
-    # Tokens of a video that follow its last frame.
-    behind_video = 0
-
-    @property
-    def tells_frames(self) -> bool:
-        """Whether it is known which tokens of a video are a frame (`video_frames`, `behind_video`)."""
-        return self.config.model_type in VIDEO_FRAMES
 
     # Whether the ids of a prompt tell which runs of placeholders make up an image: see `runs_per_image`.
     reads_prompt = False
@@ -87,6 +59,21 @@ class Adapter(PatchSource):
         self.placeholders = self._placeholder_ids()
 
     # -- finding the parts
+
+    @property
+    def facts(self) -> Family:
+        """The row of the model's type, as this adapter and this very model have it."""
+        videos: Any = "none" if "video" not in self.placeholders else "frames" if self.tells_frames else "whole"
+        return replace(
+            self.row,
+            videos=videos,
+            after_video=self.behind_video,
+            patches=self.patch_layout,
+            merges=self.unmergeable is None,
+            resizing=self.resizing,
+            stateful=bool(self.stateful),
+            static_cache=self.static_caches,
+        )
 
     def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
         """Return the module that merges images into text, and the decoder inside it."""
@@ -144,7 +131,54 @@ class Adapter(PatchSource):
     @property
     def unmergeable(self) -> str | None:
         """Why the patches of this family cannot be merged in its tower; None if they can."""
-        return None if self.config.model_type in MERGEABLE else "it is not known what becomes of its patches"
+        return None if self.row.merges else "it is not known what becomes of its patches"
+
+    # What the table says of the model's type; an adapter of yours may say it as a class attribute.
+
+    @property
+    def decoder_names(self) -> tuple[str, ...]:
+        """Where the decoder may be in the module that merges images into text."""
+        return self.row.decoder_names
+
+    @property
+    def norm_name(self) -> str:
+        """Name of the decoder's last norm."""
+        return self.row.norm_name
+
+    @property
+    def entry_tokens(self) -> Mapping[str, int]:
+        """Arguments of the decoder that are gathered with the embeddings: name -> axis of the tokens."""
+        return self.row.entry_tokens
+
+    @property
+    def layer_tokens(self) -> Mapping[str | int, int]:
+        """Arguments of each layer with an entry for each token: name or position -> axis of the tokens."""
+        return self.row.layer_tokens
+
+    @property
+    def resizing(self) -> str | None:
+        """How methods that act on pixels can make fewer tokens: see `Family.resizing`."""
+        return self.row.resizing
+
+    @property
+    def features_per_image(self) -> bool:
+        """Whether a list of features from the encoder has one entry per image."""
+        return self.row.features_per_image
+
+    @property
+    def step_within_image(self) -> int:
+        """From one placeholder of an image to the next, at most, where no list of features separates images."""
+        return self.row.step_within_image
+
+    @property
+    def tells_frames(self) -> bool:
+        """Whether it is known which tokens of a video are a frame (`video_frames`, `behind_video`)."""
+        return self.row.videos == "frames"
+
+    @property
+    def behind_video(self) -> int:
+        """Tokens of a video that follow its last frame."""
+        return self.row.after_video
 
     # -- reading a call
 
@@ -175,11 +209,8 @@ class Adapter(PatchSource):
 
     def image_grid(self, count: int) -> tuple[int, int, int] | None:
         """Return (1, height, width) of an image of `count` tokens whose shape nothing else tells; None where it is not
-        known. Only an image of one square without separators is known by its number of tokens: see `SQUARE`."""
-        family = self.config.model_type
-        of_a_tile = getattr(self.config, "image_seq_length", None)
-        one_tile = family in SQUARE_TILES and count == of_a_tile
-        return square_grid(count) if one_tile or (family in SQUARE and self.patch_layout != "sized") else None
+        known. Only an image of one square without separators is known by its number of tokens: see `Family.square`."""
+        return image_grid(self.row, count, self.config)
 
     def runs_per_image(self, ids: list[int], runs: list[tuple[int, int]]) -> list[int]:
         """Return how many runs of placeholders each image of a row consists of, in their order. Asked where
@@ -264,7 +295,8 @@ class Adapter(PatchSource):
     def static_caches(self) -> bool:
         """Whether tokens can be left out of a static cache: of keys that each layer keeps for itself."""
         own_keys = type(self).key_count is Adapter.key_count and type(self).cached_keys is Adapter.cached_keys
-        return own_keys and not self.stateful
+        kinds = getattr(self.text_config, "layer_types", None) or ()
+        return own_keys and not self.stateful and not any("chunked" in kind for kind in kinds)
 
     def key_count(self, layer: int, kwargs: dict[str, Any]) -> int | None:
         """Return how many keys a layer called with `kwargs` attends to; None if it keeps keys of its own."""
@@ -296,8 +328,8 @@ def register_adapter(cls: type[Adapter]) -> type[Adapter]:
 
 
 def supported_families() -> list[str]:
-    """Return the model types that are known to work, sorted: those that the test suite covers (`families.py`), and
-    those that registered adapters name."""
+    """Return the model types that are known to work, sorted: those that the test suite covers (`SUPPORTED`), and those
+    that registered adapters name."""
     return sorted({*SUPPORTED, *(family for adapter in _ADAPTERS for family in adapter.families)})
 
 

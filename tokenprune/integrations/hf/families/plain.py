@@ -12,30 +12,6 @@ from tokenprune.integrations.hf.sequence.layout import Layout
 
 
 @register_adapter
-class LlavaAdapter(Adapter):
-    """LLaVA-1.5: every image is made one size."""
-
-    families = ("llava",)
-    resizing = "target"
-
-
-@register_adapter
-class OneVisionAdapter(Adapter):
-    """LLaVA-OneVision puts a newline behind each video."""
-
-    families = ("llava_onevision",)
-    behind_video = 1
-
-
-@register_adapter
-class FixedSizeAdapter(Adapter):
-    """InternVL and Gemma 3: every tile, and every image, becomes the same number of tokens."""
-
-    families = ("internvl", "gemma3")
-    resizing = None
-
-
-@register_adapter
 class PerceptionLMAdapter(Adapter):
     """PerceptionLM encodes its videos by `get_image_features`, too."""
 
@@ -46,19 +22,9 @@ class PerceptionLMAdapter(Adapter):
 
 
 @register_adapter
-class Idefics2Adapter(Adapter):
-    """Idefics2 calls its decoder `text_model`; a resampler makes the same number of tokens of any image."""
-
-    families = ("idefics2",)
-    resizing = None
-    features_per_image = False  # see Idefics3Adapter
-    decoder_names = ("text_model",)
-
-
-@register_adapter
-class Idefics3Adapter(FixedSizeAdapter):
-    """Idefics3 and SmolVLM call their decoder `text_model`. The tiles of an image are separate runs of placeholders,
-    and its processor's prompt tells which belong together:
+class Idefics3Adapter(Adapter):
+    """Idefics3 and SmolVLM: the tiles of an image are separate runs of placeholders, and the prompt of the processor
+    says which belong together:
 
         <fake> <row_1_col_1> image... <fake> <row_1_col_2> image... \\n
         <fake> <row_2_col_1> image... <fake> <row_2_col_2> image... \\n \\n
@@ -69,10 +35,7 @@ class Idefics3Adapter(FixedSizeAdapter):
     """
 
     families = ("idefics3", "smolvlm")
-    # One tensor for all tiles up to transformers 5.22, from 5.23 on a list with one entry per prompt.
-    features_per_image = False
     reads_prompt = True
-    decoder_names = ("text_model",)
 
     def runs_per_image(self, ids: list[int], runs: list[tuple[int, int]]) -> list[int]:
         """Return the number of tiles, the whole view among them, of each image. Tiles whose image is not closed as
@@ -93,15 +56,6 @@ class Idefics3Adapter(FixedSizeAdapter):
 
 
 @register_adapter
-class FuyuAdapter(Adapter):
-    """Fuyu has no vision tower: patches are projected, all images' on one axis. An id ends each row of patches."""
-
-    families = ("fuyu",)
-    norm_name = "final_layernorm"
-    step_within_image = 2
-
-
-@register_adapter
 class GlmAdapter(Adapter):
     """GLM-4.1V and its kin mark the frames of a video with the id of images. A batch holds the one or the other."""
 
@@ -116,23 +70,14 @@ class GlmAdapter(Adapter):
 
 
 @register_adapter
-class ThinkerAdapter(Adapter):
-    """Qwen2.5-Omni's thinker merges images into text itself, and has its decoder as `model` (transformers
-    5.19); in later versions (5.23) it has a base model like any other."""
-
-    families = ("qwen2_5_omni_thinker",)
-    decoder_names = ("language_model", "model")
-
-
-@register_adapter
 class DeepstackAdapter(Adapter):
-    """Qwen3-VL adds features of several tower layers to the visual tokens after the first decoder layers.
+    """Qwen3-VL and its kin add features of several tower layers to the visual tokens after the first decoder layers.
 
     The decoder would add them by a mask of the full length; with tokens gone, this adapter does it instead, by the same
     function of the model, after each layer.
     """
 
-    families = ("qwen3_vl", "qwen3_vl_moe")
+    families = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "cosmos3_omni", "cohere_compass")
     extra_arguments = frozenset({"visual_pos_masks"})
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:

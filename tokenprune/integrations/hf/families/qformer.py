@@ -30,8 +30,8 @@ class QFormerAdapter(Adapter):
     """BLIP-2 and InstructBLIP with any decoder as language model; OPT counts positions by the attention mask."""
 
     families = ("blip-2", "instructblip", "instructblipvideo")
-    resizing = None
     decoder_names = ("language_model.model",)
+    norm_name = "norm"
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

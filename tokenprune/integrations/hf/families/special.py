@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import keys_of, values_of
 from tokenprune.integrations.hf.families.base import Adapter, register_adapter
-from tokenprune.integrations.hf.families.plain import DeepstackAdapter, ThinkerAdapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 
@@ -21,8 +20,6 @@ from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 class SharedKeysAdapter(Adapter):
     """Gemma 3n and Gemma 4: each layer gets a slice of `per_layer_inputs`, and the last layers attend to the keys of
     earlier ones, so that what those hold they see."""
-
-    entry_tokens: ClassVar = {"per_layer_inputs": 1}
 
     def _shares(self, layer: int) -> bool:
         return getattr(self.attention_of(layer), "is_kv_shared_layer", False)
@@ -50,8 +47,6 @@ class SharedKeysAdapter(Adapter):
 @register_adapter
 class Gemma4Adapter(SharedKeysAdapter):
     families = ("gemma4", "gemma4_unified")
-    resizing = None
-    layer_tokens: ClassVar = {**Adapter.layer_tokens, 1: 1}  # per_layer_input
 
 
 @register_adapter
@@ -59,8 +54,6 @@ class Gemma3nAdapter(SharedKeysAdapter):
     """Gemma 3n carries several streams of hidden states, `[streams, B, L, D]`; methods see the active one."""
 
     families = ("gemma3n",)
-    resizing = None
-    layer_tokens: ClassVar = {**Adapter.layer_tokens, 1: -2, 2: 1}  # position_embeddings, per_layer_input
 
     def _source(self, layer: int) -> Any:
         # The index of a layer in transformers 5.19, a kind of layer in later versions.
@@ -86,9 +79,6 @@ class Llama4Adapter(Adapter):
     that they count themselves. Tiles are set apart by separators, which are text: each tile counts as an image."""
 
     families = ("llama4",)
-    resizing = None
-    decoder_names = ("language_model.model",)
-    features_per_image = False
 
     def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any, config: Any = None) -> dict[str, Any]:
         # create_masks_for_generate of transformers 5.19 fails on chunks.
@@ -132,30 +122,11 @@ class QueryScales(Part):
 
 
 @register_adapter
-class Lfm2Adapter(Adapter):
-    """LFM2-VL and LFM3-VL mix convolutions with attention, and call their last norm by another name."""
-
-    families = ("lfm2_vl", "lfm3_vl")
-    norm_name = "embedding_norm"
-
-
-@register_adapter
-class Emu3Adapter(Adapter):
-    """Emu 3 turns images into ids of its vocabulary, so that tokens that look alike are equal; ids that end its rows
-    are among them. Its decoder is `text_model`."""
-
-    families = ("emu3",)
-    decoder_names = ("text_model",)
-
-
-@register_adapter
 class ChameleonAdapter(Adapter):
     """Chameleon's decoder takes ids and pixels, and puts the one into the other itself: it is the base, too. Images
     are ids of its vocabulary, as in Emu 3."""
 
     families = ("chameleon",)
-    resizing = None
-    decoder_names = ("model",)
 
     def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
         _, decoder = super()._find(model)
@@ -181,8 +152,6 @@ class ErnieAdapter(Adapter):
     """Ernie 4.5 VL routes tokens to experts for text or for images, by a type that every layer is handed."""
 
     families = ("ernie4_5_vl_moe",)
-    entry_tokens: ClassVar = {"moe_mm_token_type_ids": 1}
-    layer_tokens: ClassVar = {**Adapter.layer_tokens, "moe_mm_token_type_ids": 1}
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
         grids = super().grids(modality, arguments)
@@ -193,26 +162,10 @@ class ErnieAdapter(Adapter):
 
 
 @register_adapter
-class WindowedDeepstackAdapter(DeepstackAdapter):
-    """Cosmos 3 Omni and Cohere Compass, whose decoder has sliding layers, add features as Qwen3-VL does."""
-
-    families = ("cosmos3_omni", "cohere_compass")
-
-
-@register_adapter
-class DeepstackThinkerAdapter(DeepstackAdapter):
-    """Qwen3-Omni's thinker has its decoder where Qwen2.5-Omni's has it."""
-
-    families = ("qwen3_omni_moe_thinker",)
-    decoder_names = ThinkerAdapter.decoder_names
-
-
-@register_adapter
 class GraniteAdapter(Adapter):
     """Granite 4 Vision hands its decoder zeros where images are, and features that are added before some layers."""
 
     families = ("granite4_vision",)
-    features_per_image = False
     extra_arguments = frozenset({"vision_mask"})
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
@@ -261,8 +214,6 @@ class NemotronAdapter(Adapter):
     """Nemotron-H Omni mixes state-space layers, attention and layers of experts."""
 
     families = ("nemotron_h_omni",)
-    norm_name = "norm_f"
-    decoder_names = ("language_model.model",)
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

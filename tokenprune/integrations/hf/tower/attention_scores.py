@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tokenprune.base import Pruner
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.families import TOWERS
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.hf.encoded.record import open_record, record_of
@@ -50,22 +51,7 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
 
 # The blocks that are known, and how many class tokens stand before the patches.
-_CLASS_TOKENS = {
-    "CLIPEncoderLayer": 1,
-    "InternVLVisionLayer": 1,
-    "SiglipEncoderLayer": 0,
-    "Idefics3EncoderLayer": 0,
-    "SmolVLMEncoderLayer": 0,
-    "Qwen2VLVisionBlock": 0,
-    "Qwen2_5_VLVisionBlock": 0,
-    "Qwen3VLVisionBlock": 0,
-    "Qwen3VLMoeVisionBlock": 0,
-    "Qwen3_5VisionBlock": 0,
-    "Qwen3_5MoeVisionBlock": 0,
-    "Glm4vVisionBlock": 0,
-    "Glm4vMoeVisionBlock": 0,
-    "PixtralAttentionLayer": 0,
-}
+_CLASS_TOKENS = {tower.block: tower.class_tokens for tower in TOWERS.values()}
 
 
 class EncoderAttention(Part):
@@ -78,12 +64,6 @@ class EncoderAttention(Part):
     def __init__(self, adapter: Adapter, methods: Sequence[Pruner]) -> None:
         super().__init__()
         self.adapter, self.name = adapter, ", ".join(method.name for method in methods)
-        family = adapter.config.model_type
-        if adapter.patch_layout is None:
-            raise UnsupportedSetupError(
-                f"{self.name} looks into the vision tower, but of {family!r} it is not known how its "
-                f"patches become visual tokens; {_instead(methods)}, or say so in the adapter's patch_layout"
-            )
         self.tower, blocks = _find_blocks(adapter, self.name, methods)
         self.protected = _CLASS_TOKENS[type(blocks[0]).__name__]
         self.attentions = [attention_of(block) for block in blocks]

@@ -63,9 +63,7 @@ class EncoderPatch(TowerPatch):
     shows = True
 
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
-        family, name = adapter.config.model_type, method.name
-        if adapter.unmergeable is not None:
-            raise UnsupportedSetupError(f"{name} cannot act in the tower of {family!r}: {adapter.unmergeable}")
+        name = method.name
         found = find_blocks(adapter, _KINDS)
         if found is None:
             kind = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__

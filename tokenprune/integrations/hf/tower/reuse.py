@@ -26,7 +26,6 @@ from tokenprune.integrations.hf.encoded.content import (
 from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 from tokenprune.integrations.hf.encoded.kept_output import OfImage, Whole, tensors_of
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.families.table import IMAGES_APART
 from tokenprune.integrations.hf.tower.tile_merging import tiles_of
 
 Encode = Callable[[dict[str, Any]], Any]
@@ -47,7 +46,7 @@ class FeatureReuse:
 
     def __init__(self, adapter: Adapter, cache: FeatureCache, apart: bool) -> None:
         self.adapter, self.cache = adapter, cache
-        self.apart = apart and adapter.config.model_type in IMAGES_APART
+        self.apart = apart and adapter.row.apart
         family, base = adapter.config.model_type, adapter.base
         if not any(callable(getattr(base, f"get_{modality}_features", None)) for modality in adapter.placeholders):
             raise UnsupportedSetupError(

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokenprune import abilities
 from tokenprune.base import Selection
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.hf.encoded.record import open_record, record_of
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.families.table import PACKED_PATCHES
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
@@ -219,12 +219,11 @@ def _tower_of(adapter: Adapter, name: str) -> nn.Module:
     for attribute in ("visual", "vision_model"):
         tower = getattr(adapter.base, attribute, None)
         fits = all(hasattr(tower, part) for part in ("blocks", "merger", "spatial_merge_size"))
-        if fits and family in PACKED_PATCHES:
+        if fits:
             return tower
     raise UnsupportedSetupError(
-        f"{name} cannot act in the tower of {family!r}: a visual token has to be a few patches that stand together in "
-        "one sequence of all images, and this one has a fixed grid, or joins its patches in another way "
-        "(docs/families.md lists those that fit); use a method behind the tower, such as divprune"
+        f"{name} cannot act in the tower of this {family!r}: it has no blocks, merger and spatial_merge_size; "
+        f"{abilities.AFTER_THE_TOWER}"
     )
 
 

@@ -20,19 +20,19 @@ from vllm.multimodal.processing.processor import (
     PromptUpdateDetails,
 )
 
+from tokenprune.abilities import reads_tower
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.vllm.front import metrics
 from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages
 from tokenprune.integrations.vllm.front.units import kept_units
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import check_model, configured, family_of, offered
-from tokenprune.integrations.vllm.setting.merge_checks import check_reachable, merges_in_tower, tiles_of
 from tokenprune.integrations.vllm.setting.offer import PROFILE
 from tokenprune.integrations.vllm.setting.plan import MODALITIES, Plan, field_name
 from tokenprune.integrations.vllm.setting.position_checks import longest, original_positions
 from tokenprune.integrations.vllm.setting.settings import KEY, Setting
-from tokenprune.integrations.vllm.setting.tower_checks import check_items, reads_tower
-from tokenprune.integrations.vllm.setting.unit_checks import drops_units
+from tokenprune.integrations.vllm.setting.tower_items import check_items
+from tokenprune.integrations.vllm.setting.towers import check_reachable, drops_units, merges_in_tower, tiles_of
 from tokenprune.view.registry import compares_frames
 
 # How an item is put into the prompt, and the field that says what is written.
@@ -141,7 +141,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
             config = self.info.ctx.model_config.hf_config
             if merges and not asked:
                 frames = tiles_of(own.method, config, len(content.full) if embeds is None else sum(embeds))
-            plan = Plan.make(own, content.full, embeds, family.per_run, frames, family.behind_video or 0)
+            plan = Plan.make(own, content.full, embeds, family.vllm.per_run, frames, family.after_video)
             if merges:
                 check_reachable(own, config, plan.counts, update.modality == "video")
             item = out_mm_kwargs[update.modality][index]
@@ -199,7 +199,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
         try:
             setting, what = self._setting(inputs.hf_processor_mm_kwargs), "input"
             # Before images are read.
-            if family_of(model_config).mrope and not setting.is_off:
+            if family_of(model_config).vllm.mrope and not setting.is_off:
                 counts, config = inputs.mm_data_items.get_all_counts(), self.info.get_hf_config()
                 _check_placeholders(inputs.prompt, counts, config, not setting.removes_nothing)
             if reads_tower(setting.method) or merges_in_tower(setting.method):

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from tokenprune import abilities
 from tokenprune.base import Method
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.vllm.families import FAMILIES
 from tokenprune.integrations.vllm.setting.configuration import family_of
 from tokenprune.integrations.vllm.setting.offer import FREE_KV
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, Setting
+from tokenprune.view.observable import Backend
 
 _PLACE = "tokenprune.integrations.vllm.in_llm.scheduler"
 SCHEDULERS = {False: f"{_PLACE}.InLLMScheduler", True: f"{_PLACE}.AsyncInLLMScheduler"}
@@ -71,12 +72,7 @@ KV_HOOKS = {
 def check_engine(vllm_config: Any, setting: Setting, free_kv: bool = False) -> None:
     """Raise UnsupportedSetupError with all that does not fit, and what to change."""
     model_config = vllm_config.model_config
-    if not family_of(model_config).in_llm:
-        served = ", ".join(name for name, family in FAMILIES.items() if family.in_llm)
-        raise UnsupportedModelError(
-            f"{IN_LLM} does not serve {model_config.architecture}: it serves {served}. Use a method that acts before "
-            "the language model"
-        )
+    abilities.check(setting.method, family_of(model_config), Backend.VLLM_IN_LLM)
     problems = [*_of_engine(vllm_config), *_of_batches(vllm_config, setting.method)]
     problems += _of_layer(model_config, setting.method.cut_layer)
     if free_kv:

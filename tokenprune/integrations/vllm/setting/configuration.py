@@ -7,16 +7,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from tokenprune import abilities
 from tokenprune.config import read_config
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.vllm.families import FAMILIES, Family, refusal
-from tokenprune.integrations.vllm.setting.merge_checks import check_merging, merges_in_tower
+from tokenprune.families import SERVED, Family
 from tokenprune.integrations.vllm.setting.offer import Offer, check_spelling, split
 from tokenprune.integrations.vllm.setting.position_checks import arrange
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, Setting
-from tokenprune.integrations.vllm.setting.tower_checks import check_method, reads_tower
-from tokenprune.integrations.vllm.setting.unit_checks import check_dropping, drops_units
-from tokenprune.view.registry import compares_frames
+from tokenprune.integrations.vllm.setting.towers import check_tower, drops_units, merges_in_tower
+from tokenprune.view.observable import Backend
 
 logger = logging.getLogger(__name__)
 _OFFER = f"{KEY}_offer"
@@ -41,27 +40,22 @@ def in_llm(model_config: Any) -> bool:
 def family_of(model_config: Any) -> Family:
     """Return the family of a model; raises UnsupportedModelError with those that there are."""
     architecture = model_config.architecture
-    if architecture not in FAMILIES:
+    if architecture not in SERVED:
         raise UnsupportedModelError(
-            f"{KEY} {refusal(architecture)}. Leave the {KEY} setting out to serve the model as it is"
+            f"{KEY} {abilities.unserved_family(architecture)}. It serves {', '.join(SERVED)}. Leave the {KEY} setting "
+            "out to serve the model as it is"
         )
-    return FAMILIES[architecture]
+    return SERVED[architecture]
 
 
 def check_model(setting: Setting, model_config: Any) -> None:
     """Raise UnsupportedSetupError or OptionError for a method that this model cannot be served with."""
-    if compares_frames(setting.method) and family_of(model_config).behind_video is None:
-        raise UnsupportedSetupError(
-            f"{setting.method.name} compares the frames of a video, and of {model_config.architecture} it is not known "
-            "which tokens are a frame, or its prompts hold no videos; use a method that acts on images too, such as "
-            "divprune"
-        )
-    if reads_tower(setting.method):
-        check_method(setting.method, model_config)
-    if merges_in_tower(setting.method):
-        check_merging(setting, model_config)
-    if drops_units(setting.method):
-        check_dropping(setting, model_config)
+    if setting.method is None:
+        return
+    backend, config = Backend.VLLM_IN_LLM if setting.in_llm else Backend.VLLM, model_config.hf_config
+    abilities.check(setting.method, family_of(model_config), backend, config=config)
+    if merges_in_tower(setting.method) or drops_units(setting.method) or abilities.reads_tower(setting.method):
+        check_tower(setting, model_config)
 
 
 def _read(layer: Any, model_config: Any) -> Any:
@@ -129,10 +123,10 @@ def check_engine(vllm_config: Any, family: Family, original: bool = False) -> No
             f"{KEY} does not go with a compiled vision tower, whose attention it cannot read: start without "
             "compile_mm_encoder"
         )
-    if not (family.mrope or original):
+    if not (family.vllm.mrope or original):
         return
-    what = "on a model with M-RoPE" if family.mrope else 'with "positions": "original"'
-    leave = "" if family.mrope else ", or leave positions out"
+    what = "on a model with M-RoPE" if family.vllm.mrope else 'with "positions": "original"'
+    leave = "" if family.vllm.mrope else ", or leave positions out"
     if vllm_config.speculative_config is not None:
         raise UnsupportedSetupError(
             f"{KEY} does not go with speculative decoding {what}: start without --speculative-config{leave}"

@@ -17,8 +17,8 @@ from cachetools import LRUCache, cached
 from torch import Tensor
 
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.setting.merge_checks import merges_in_tower
 from tokenprune.integrations.vllm.setting.settings import KEY, Setting
+from tokenprune.integrations.vllm.setting.towers import merges_in_tower
 from tokenprune.view.frames import frame_counts, tokens_per_frame
 from tokenprune.view.registry import compares_frames
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.vllm.families import Family
+from tokenprune.families import Family
 from tokenprune.integrations.vllm.setting.servable import IN_LLM, KEY
 
 # Model types of decoders that read positions in RoPE alone, and in every layer.
@@ -36,7 +36,7 @@ def longest(model_config: Any) -> int:
 def arrange(positions: str | None, model_config: Any, family: Family, in_llm: bool) -> None:
     """Make ready for a server's `positions` (see `Offer`): nothing is to do but for original ones in a model with one
     axis. Raises UnsupportedSetupError where they would not be exact, and OptionError where the others cannot be had."""
-    if family.mrope or in_llm:
+    if family.vllm.mrope or in_llm:
         if positions == "renumbered":
             why = f"with {IN_LLM}" if in_llm else f"in {model_config.architecture}, which has M-RoPE"
             raise OptionError(f"{KEY}: kept tokens have their original positions {why}: leave positions out")

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
+from tokenprune.abilities import reads_tower
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
+from tokenprune.families import Family
+from tokenprune.integrations.shared.patch_grid import image_grid
 from tokenprune.integrations.shared.tower_scores import Encoded
-from tokenprune.integrations.vllm.families import Family
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
 from tokenprune.integrations.vllm.setting.configuration import check_engine, configured, in_llm
 from tokenprune.integrations.vllm.setting.plan import MODALITIES, Plan, field_name
 from tokenprune.integrations.vllm.setting.position_checks import original_positions
-from tokenprune.integrations.vllm.setting.tower_checks import is_known, reads_tower
+from tokenprune.integrations.vllm.setting.towers import is_known
 from tokenprune.integrations.vllm.worker import positions
 from tokenprune.integrations.vllm.worker.clock import Clock
 from tokenprune.integrations.vllm.worker.rope import prepare_decoder
@@ -63,7 +65,7 @@ class ReducingModel:
             return super().embed_multimodal(**kwargs)
         modality, data = next(((name, data) for name, data in encoded.items() if data is not None), ("image", ()))
         plans = [Plan.decode(one) for one in data]
-        if not plans and self.tokenprune_family.audio:
+        if not plans and self.tokenprune_family.vllm.audio:
             return super().embed_multimodal(**kwargs)
         rows: list[Tensor] = []
         for start, end in stretches(plans):
@@ -131,7 +133,7 @@ class ReducingModel:
             if not isinstance(told, Tensor):
                 segments = segments_of(
                     plan.counts, self._grid(item, modality), modality, rows.device, self._image_grid,
-                    plan.frame_sizes(self.tokenprune_family.behind_video),
+                    plan.frame_sizes(self.tokenprune_family.after_frames),
                 )  # fmt: skip
                 decoder = self.get_language_model()
                 norm = getattr(getattr(decoder, "model", decoder), "norm", None)
@@ -169,7 +171,8 @@ class ReducingModel:
         return frames, height // merge, width // merge
 
     def _image_grid(self, count: int) -> tuple[int, int, int] | None:
-        return self.tokenprune_family.image_grid(count, self.config)
+        family = self.tokenprune_family
+        return image_grid(family, count, self.config, whole_image=not family.vllm.per_run)
 
     def _placed(self, plan: Plan, rows: Tensor, places: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
         """Tell the rows where they stand in the full prompt, for a runner that asks for it."""
@@ -282,8 +285,8 @@ def _item(kwargs: Mapping[str, Any], index: int) -> MultiModalKwargsItem:
 @cache
 def reducing_class(base: type, family: Family) -> type:
     """Return `base` with the reduction mixed in, under the same name."""
-    mixin = ReducingMropeModel if family.mrope else ReducingLineModel
+    mixin = ReducingMropeModel if family.vllm.mrope else ReducingLineModel
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "tokenprune_family": family}
-    if family.nested:
+    if family.vllm.nested:
         names["hf_to_vllm_mapper"] = mapper(base)
     return type(base)(base.__name__, (mixin, base), names)

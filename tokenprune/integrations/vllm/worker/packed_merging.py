@@ -20,7 +20,7 @@ from tokenprune.budget import Budget
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.packed_features import first_of_group
 from tokenprune.integrations.shared.packed_merging import Packed, mean_of_groups
-from tokenprune.integrations.vllm.setting.merge_checks import tower_of
+from tokenprune.integrations.vllm.setting.towers import served_tower
 from tokenprune.integrations.vllm.worker.tower import all_heads, attentions_of, heads_first
 from tokenprune.integrations.vllm.worker.unit_dropping import check_lengths, longest
 from tokenprune.sites.encoder import EncoderMethod, Matcher
@@ -36,7 +36,7 @@ class PackedTowerMerger(Attachable):
     def __init__(self, model: nn.Module, method: EncoderMethod, keep: float | int) -> None:
         super().__init__()
         self.tower, self.attentions = model.visual, attentions_of(model)
-        self.method, self.keep, self.shape = method, keep, tower_of(method, model.config)
+        self.method, self.keep, self.shape = method, keep, served_tower(method, model.config)
         self.heads = self.tower.num_heads
         self.kept: Tensor | None = None
         self.left = 0

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from tokenprune.base import Pruner
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError, UnsupportedSetupError
+from tokenprune.families import tower_of
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import Packed, newline_number, numbered
 from tokenprune.integrations.shared.patch_grid import PatchSource, place
 from tokenprune.integrations.shared.tower_scores import Blocks, Encoded, Seen, blocks_read, empty, take_patches
 from tokenprune.integrations.vllm.compat import TESTED
-from tokenprune.integrations.vllm.setting.tower_checks import CLASS_TOKENS, depth_of, heads_of, kind_of
+from tokenprune.integrations.vllm.setting.towers import depth_of, heads_of
 
 
 class TowerReader:
@@ -37,7 +38,7 @@ class TowerReader:
     def __init__(self, model: nn.Module) -> None:
         vision = model.config.vision_config
         self.served = PatchSource(model, model.config)
-        self.protected, self.depth = CLASS_TOKENS[kind_of(model.config)], depth_of(vision)
+        self.protected, self.depth = tower_of(model.config).class_tokens, depth_of(vision)
         self.heads = heads_of(vision)
         self._seen: Seen = {}  # of the call that runs
         self._lengths: list[int] | None = None

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.budget import Budget
+from tokenprune.families import tower_kind
 from tokenprune.integrations.shared.block_merging import Block, Merger
 from tokenprune.integrations.shared.packed_features import first_of_group
-from tokenprune.integrations.vllm.setting.merge_checks import merges_in_tower, tower_of, units_of
 from tokenprune.integrations.vllm.setting.plan import Plan
-from tokenprune.integrations.vllm.setting.tower_checks import heads_of, kind_of
+from tokenprune.integrations.vllm.setting.towers import heads_of, merges_in_tower, served_tower, units_of
 from tokenprune.integrations.vllm.worker.packed_merging import PackedTowerMerger
 from tokenprune.integrations.vllm.worker.tower import all_heads, attentions_of, blocks_of, heads_first
 from tokenprune.integrations.vllm.worker.unit_dropping import dropping
@@ -51,7 +51,7 @@ def merging(plan: Plan) -> bool:
 def tower_merger(model: nn.Module, method: EncoderMethod, keep: float | int) -> TowerMerger | PackedTowerMerger:
     """Return what merges in the tower of vLLM's `model` while it is entered, and then has `kept`, which features stay
     of all items end to end."""
-    return (PackedTowerMerger if model.tokenprune_family.packed else TowerMerger)(model, method, keep)
+    return (PackedTowerMerger if model.tokenprune_family.units else TowerMerger)(model, method, keep)
 
 
 class TowerMerger(Merger):
@@ -65,9 +65,9 @@ class TowerMerger(Merger):
         layers = blocks_of(model)
         self.heads, self.attentions = heads_of(model.config.vision_config), attentions_of(model)
         self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
-        norm, scale = _NAMES.get(kind_of(model.config), ("layer_norm2", ""))
+        norm, scale = _NAMES.get(tower_kind(model.config), ("layer_norm2", ""))
         blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
-        budget, tower = Budget.of_checked(keep), tower_of(method, model.config)
+        budget, tower = Budget.of_checked(keep), served_tower(method, model.config)
         super().__init__(method, budget, blocks, tower, units_of(model.config))
         self.kept: Tensor | None = None
         self.left = 0

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One table says which method may act where, and patch(), vLLM's front end and the command say the same."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+import tokenprune
+from basics import MODEL_METHODS
+from families import FAMILIES as BUILT
+from tokenprune import TokenPruneError, abilities
+from tokenprune.cli import app
+from tokenprune.families import FAMILIES, REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
+from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.view.observable import Backend
+
+
+def asked(name: str, family: str, backend: Backend = Backend.HF, cache: abilities.Cache = abilities.DYNAMIC) -> str:
+    return abilities.obstacle(tokenprune.method(name), family, backend, cache) or "yes"
+
+
+@pytest.mark.parametrize(
+    ("method", "family", "says"),
+    [
+        ("divprune", "llava", "yes"),
+        ("dyrate", "qwen3_5", "dyrate: the decoder of 'qwen3_5' has layers that carry a state"),
+        ("dycoke", "llava", "prompts of 'llava' hold none"),
+        ("dycoke", "kimi_k25", "of 'kimi_k25' it is not known which tokens are a frame"),
+        ("pixelprune", "llava", "cannot act in the tower of 'llava': a visual token has to be"),
+        ("pixelprune", "glm4v", "yes"),
+        ("tome", "vipllava", "cannot act in the tower of 'vipllava': it is not known"),
+        ("downsample", "gemma3", "as many tokens of a small image as of a large one"),
+        ("vscan", "aria", "of 'aria' it is not known how its patches become visual tokens"),
+        ("divprune", "mllama", "is not supported: its images enter through cross-attention"),
+        ("divprune", "kimi_vl", "vLLM alone has it"),
+        ("divprune", "never_seen", "yes"),
+    ],
+)
+def test_in_transformers(method: str, family: str, says: str) -> None:
+    assert says in asked(method, family)
+
+
+@pytest.mark.parametrize(
+    ("method", "family", "backend", "says"),
+    [
+        ("divprune", "LlavaForConditionalGeneration", Backend.VLLM, "yes"),
+        ("divprune", "llava", Backend.VLLM, "yes"),
+        ("divprune", "fuyu", Backend.VLLM, "does not serve fuyu"),
+        ("divprune", "Ovis2_5", Backend.VLLM, "does not serve Ovis2_5, because what opens and closes its tiles"),
+        ("fastv", "llava", Backend.VLLM, "allows it, with limits"),
+        ("dart", "llava", Backend.VLLM_IN_LLM, "yes"),
+        ("dart", "gemma3", Backend.VLLM_IN_LLM, "does not serve Gemma3ForConditionalGeneration: it serves llava"),
+        ("dycoke", "llava", Backend.VLLM, "or its prompts hold no videos"),
+        ("pixelprune", "llava", Backend.VLLM, "takes whole grids alone"),
+        ("tome", "llava", Backend.VLLM, "yes"),
+        ("tome", "qwen2_vl", Backend.VLLM, "yes"),
+        ("tome", "llava_next", Backend.VLLM, "merges inside the vision tower"),
+        ("visionzip", "gemma3n", Backend.VLLM, "looks into the vision tower"),
+    ],
+)
+def test_in_vllm(method: str, family: str, backend: Backend, says: str) -> None:
+    assert says in asked(method, family, backend)
+
+
+def test_with_a_static_cache() -> None:
+    static = abilities.STATIC
+    assert asked("divprune", "llava", cache=static) == "yes"
+    assert "dyrate drops tokens while decoding, and a static cache keeps" in asked("dyrate", "llava", cache=static)
+    assert "and attention in blocks" in asked("pevlm", "qwen2_vl", cache=static)
+    for family in ("gemma3n", "kimi_k25", "llama4", "lfm2_vl"):
+        assert f"in the decoder of {family!r}" in asked("divprune", family, cache=static)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_model_is_what_its_row_says(name: str, build) -> None:
+    """So that an answer by name is that of the loaded model."""
+    family = BUILT[name]
+    adapter = adapter_for(build(family))
+    facts, row = adapter.facts, FAMILIES[family.kind]
+    different = [key for key in ("videos", "merges", "resizing", "stateful", "static_cache", "after_frames")
+                 if getattr(facts, key) != getattr(row, key)]  # fmt: skip
+    assert not different
+    assert facts.patches == row.layout(adapter.config)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "fuyu", "lfm2_vl", "glm46v"])
+def test_patch_refuses_what_the_table_refuses(name: str, build) -> None:
+    model = build(BUILT[name])
+    for method in MODEL_METHODS:
+        reason = abilities.obstacle(tokenprune.method(method), BUILT[name].kind)
+        said = None
+        try:
+            with tokenprune.patched(model, method, keep=0.3):
+                pass
+        except TokenPruneError as error:
+            said = str(error)
+        assert reason is None or said == reason, method
+
+
+@pytest.mark.parametrize("method", ["fastv", "dycoke", "pixelprune", "tome", "divprune+fastv:layer=3"])
+def test_the_command_answers_for_every_family_at_80_columns(method: str) -> None:
+    output = CliRunner().invoke(app, ["families", "--method", method], env={"COLUMNS": "80"}).output
+    assert max(map(len, output.splitlines())) == 80 and "…" not in output
+    tables = re.split(r"^(?=transformers|vLLM)", output, flags=re.M)[1:]
+    assert len(tables) == (3 if method == "fastv" else 2)
+    for table, backend, names, refused in zip(
+        tables,
+        (Backend.HF, Backend.VLLM, Backend.VLLM_IN_LLM),
+        (SUPPORTED, *[[row.name for row in SERVED.values()]] * 2),
+        (REFUSED, *[REFUSED_IN_VLLM] * 2),
+        strict=False,
+    ):
+        answers: list[tuple[str, str]] = []
+        for line in table.splitlines():
+            cells = [cell.strip() for cell in line.strip("│").split("│")]
+            if len(cells) == 2 and cells[0].startswith(("yes", "no: ", "no, as")):
+                answers.append((cells[0], cells[1]))
+            elif len(cells) == 2 and answers:
+                answers[-1] = f"{answers[-1][0]} {cells[0]}", f"{answers[-1][1]} {cells[1]}".strip()
+        said = {name: answer.strip() for answer, of in answers for name in of.split(", ")}
+        assert set(said) == {*names, *refused}
+        for name in names:
+            reasons = [abilities.obstacle(one, name, backend) for one in tokenprune.spelling.methods_of(method)]
+            assert (said[name] == "yes") == (not any(reasons)), name
+        assert all(said[name].startswith("no, as no method may") for name in refused)

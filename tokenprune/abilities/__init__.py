@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which method may act where: one answer for patch(), the vLLM plugin, `recommend`, the commands and the pages.
+
+The facts stand in rows: of a family and its vision tower in `tokenprune.families`, of an observable in its own class
+(`where`, `backends`), of a cache in `transformers.py`. Here they become sentences. Engines add what only a loaded
+model, the configuration of a server or a request shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from tokenprune.abilities.declared import refusal, unserved
+from tokenprune.abilities.obstacle import AFTER_THE_TOWER, Obstacle, reads_tower
+from tokenprune.abilities.transformers import DYNAMIC, STATIC, Cache, in_transformers, with_cache
+from tokenprune.abilities.vllm import in_vllm, unserved_family
+from tokenprune.base import Method, Site
+from tokenprune.budget import Budget
+from tokenprune.families import Family
+from tokenprune.view.observable import Backend
+
+__all__ = [
+    "AFTER_THE_TOWER",
+    "DYNAMIC",
+    "STATIC",
+    "Cache",
+    "Obstacle",
+    "check",
+    "check_cache",
+    "obstacle",
+    "reads_tower",
+    "refusal",
+    "unserved",
+    "unserved_family",
+]
+
+
+def obstacle(
+    method: Method,
+    family: Family | str | None = None,
+    backend: Backend = Backend.HF,
+    cache: Cache = DYNAMIC,
+    config: Any = None,
+) -> str | None:
+    """Return why `method` may not act on `family` in `backend` with `cache`, None where it may.
+
+    family: a model type, an architecture of vLLM, or a row; None asks about the method alone. config: of the model, for
+    what its vision tower decides. A method of several stages may act where each of them may, and one of several forms
+    where one of them may.
+    """
+    found: Obstacle | None = None
+    for form in method.forms() if backend is Backend.HF else [method]:
+        stages = [stage for stage, _ in form.stages(Budget.of(0.5), 32)] if backend is Backend.HF else [form]
+        every = (_obstacles(stage, family, backend, cache, config, True) for stage in stages)
+        found = next(itertools.chain.from_iterable(every), None)
+        if found is None:
+            return None
+    return None if found is None else found.reason
+
+
+def check(
+    method: Method,
+    family: Family | str | None = None,
+    backend: Backend = Backend.HF,
+    cache: Cache = DYNAMIC,
+    config: Any = None,
+    acts: bool = True,
+) -> None:
+    """Raise the error of the first obstacle; see `obstacle`. acts: False for a method whose budget removes nothing:
+    then what the family shows and lets go does not matter."""
+    for found in _obstacles(method, family, backend, cache, config, acts):
+        raise found.error(found.reason)
+
+
+def check_cache(site: Site, family: Family | str, cache: Cache, name: str = "a method") -> None:
+    """Raise UnsupportedSetupError where a method at `site`, called `name`, may not act on `family` with `cache`."""
+    for found in with_cache(site, family, cache, name):
+        raise found.error(found.reason)
+
+
+def _obstacles(
+    method: Method, family: Family | str | None, backend: Backend, cache: Cache, config: Any, acts: bool
+) -> Iterator[Obstacle]:
+    if backend is Backend.HF:
+        yield from in_transformers(method, family, acts)
+        yield from with_cache(method.site, family, cache, method.name)
+    else:
+        yield from in_vllm(method, family, backend is Backend.VLLM_IN_LLM, config)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An obstacle, and what sentences about obstacles share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tokenprune.base import Method
+from tokenprune.errors import TokenPruneError
+from tokenprune.view.observable import Where
+from tokenprune.view.registry import observables_of
+
+AFTER_THE_TOWER = "use a method that acts after the tower, such as divprune"
+ON_IMAGES_TOO = "use a method that acts on images too, such as divprune"
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a method may not act, as a sentence, and the error that says so."""
+
+    error: type[TokenPruneError]
+    reason: str
+
+
+def reads_tower(method: Method | None) -> bool:
+    """Return True for a method that reads anything of the vision tower."""
+    return method is not None and bool(_read_of_tower(method))
+
+
+def or_less(method: Method, write: Callable[[Any], str] = repr) -> str:
+    """Return the options under which a method reads nothing of the tower, as the end of a sentence; empty if there are
+    none. write: of a value."""
+    options = method.fallback_hint(_read_of_tower(method), write)
+    return f", or {method.name} with {options}" if options else ""
+
+
+def _read_of_tower(method: Method) -> list[str]:
+    return [one.name for one in observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)]

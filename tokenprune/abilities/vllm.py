@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps a method from acting on a family in vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from tokenprune.abilities.declared import unserved
+from tokenprune.abilities.obstacle import AFTER_THE_TOWER, ON_IMAGES_TOO, Obstacle, or_less, reads_tower
+from tokenprune.base import Method
+from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
+from tokenprune.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, tower_kind, tower_of
+from tokenprune.setting import IN_LLM
+from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.units import UnitDropper
+from tokenprune.view.registry import compares_frames
+
+
+def in_vllm(method: Method, family: Family | str | None, in_llm: bool, config: Any) -> Iterator[Obstacle]:
+    """Yield what keeps `method` from acting on `family` in vLLM; see `check`."""
+    if reason := unserved(method, in_llm):
+        yield Obstacle(OptionError, reason)
+    if family is None:
+        return
+    row = family if isinstance(family, Family) else SERVED.get(family) or FAMILIES.get(family)
+    if row is None or not row.vllm.architecture:
+        name = family if isinstance(family, str) else family.name
+        yield Obstacle(UnsupportedModelError, f"tokenprune {unserved_family(name)}")
+        return
+    name, served = method.name, row.vllm.architecture
+    if in_llm and not row.vllm.in_llm:
+        inside = ", ".join(one.name for one in SERVED.values() if one.vllm.in_llm)
+        yield Obstacle(
+            UnsupportedModelError,
+            f"{IN_LLM} does not serve {served}: it serves {inside}. Use a method that acts before the language model",
+        )
+    if compares_frames(method) and row.after_frames is None:
+        yield Obstacle(
+            UnsupportedSetupError,
+            f"{name} compares the frames of a video, and of {served} it is not known which tokens are a frame, or its "
+            f"prompts hold no videos; {ON_IMAGES_TOO}",
+        )
+    if reads_tower(method) and not _traced(row, config):
+        kind = f" with the tower {tower_kind(config)!r}" if config is not None else ""
+        yield Obstacle(
+            UnsupportedSetupError,
+            f"{name} looks into the vision tower, but of {row.name!r}{kind} it is not known how patches become visual "
+            f"tokens; {AFTER_THE_TOWER}{or_less(method, json.dumps)}",
+        )
+    if isinstance(method, EncoderMethod):
+        yield from _merging_in_vllm(method, row, config)
+    if isinstance(method, UnitDropper) and not row.units:
+        packed = ", ".join(one.name for one in SERVED.values() if one.units)
+        yield Obstacle(
+            UnsupportedSetupError,
+            f"{name} drops patches ahead of the vision tower, and that of {served} takes whole grids alone; it is "
+            f"served for {packed}. For this one {AFTER_THE_TOWER}",
+        )
+
+
+def unserved_family(architecture: str) -> str:
+    """Return that an architecture is not served, with the reason where one is known."""
+    reason = REFUSED_IN_VLLM.get(architecture)
+    return f"does not serve {architecture}" + (f", because {reason}" if reason else "")
+
+
+def _traced(row: Family, config: Any) -> bool:
+    if config is None:
+        return row.patches is not None
+    return row.layout(config) is not None and tower_of(config) is not None
+
+
+def _merging_in_vllm(method: EncoderMethod, row: Family, config: Any) -> Iterator[Obstacle]:
+    """Yield why the tokens that a merge leaves cannot be known before the tower runs."""
+    if row.merges and row.units:
+        return
+    tiles = row.merges and (row.patches if config is None else row.layout(config)) == "tiles"
+    if not tiles or not (config is None or _shows_patches(config)):
+        yield Obstacle(
+            UnsupportedSetupError,
+            f"{method.name} merges inside the vision tower. vLLM has to know before how many tokens that leaves, which "
+            "can be said of LLaVA-1.5 (with CLIP or SigLIP, and a visual token for each patch), Idefics3, SmolVLM, "
+            f"InternVL in Hugging Face's format, Gemma 3 and Qwen2-VL to Qwen3.5, not of this {row.name!r}; "
+            f"{AFTER_THE_TOWER}",
+        )
+    layer = getattr(config, "vision_feature_layer", -1)
+    if not isinstance(layer, int):
+        yield Obstacle(
+            UnsupportedSetupError,
+            f"{method.name}: this model joins the features of several tower layers ({layer}), which merge differently; "
+            f"{AFTER_THE_TOWER}",
+        )
+
+
+def _shows_patches(config: Any) -> bool:
+    """Return True where visual tokens are made of all patches of a tower that can merge, and not of a class token."""
+    tower, chosen = tower_of(config), getattr(config, "vision_feature_select_strategy", None)
+    if tower is None or tower.merging is None:
+        return False
+    return chosen is None or (chosen == "full") == (not tower.class_tokens)  # None: the model has no such choice

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of model families: one row a family, one row a vision tower, and the models that are refused."""
+
+from __future__ import annotations
+
+from tokenprune.families.refused import REFUSED, REFUSED_IN_VLLM
+from tokenprune.families.row import OLDEST, Family, Vllm
+from tokenprune.families.table import FAMILIES
+from tokenprune.families.towers import TOWERS, Tower, tower_kind, tower_of
+
+__all__ = [
+    "FAMILIES",
+    "OLDEST",
+    "REFUSED",
+    "REFUSED_IN_VLLM",
+    "SERVED",
+    "SUPPORTED",
+    "TOWERS",
+    "Family",
+    "Tower",
+    "Vllm",
+    "family_of",
+    "tower_kind",
+    "tower_of",
+]
+
+# Model types of transformers, and architectures of vLLM.
+SUPPORTED = {name: row for name, row in FAMILIES.items() if row.in_transformers}
+SERVED = {row.vllm.architecture: row for row in FAMILIES.values() if row.vllm.architecture}
+
+
+def family_of(model_type: str) -> Family:
+    """Return the row of a model type; one of the common contract where there is none."""
+    return FAMILIES.get(model_type) or Family(model_type)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that cannot be reduced, with the reason."""
+
+from __future__ import annotations
+
+# Model types of transformers. Cutting would be without meaning, or silently wrong.
+_REASONS = {
+    "its images enter through cross-attention, not through the sequence: no layer but those would get faster, and "
+    "their keys are not of the prompt": "mllama idefics evolla blip",
+    "its images are in an encoder that the decoder reads by cross-attention": (
+        "florence2 t5gemma2 udop pix2struct pp_formulanet vision-encoder-decoder"
+    ),
+    "it puts its images before the text inside its own layers, without placeholders in the prompt": "git",
+    "its decoder takes images by places of its own and counts positions itself, and generate() calls it past the "
+    "model's own forward": "kosmos-2 kosmos-2.5",
+    "some of its layers choose for themselves which blocks of keys they look at, by slots of the cache: with tokens "
+    "gone the blocks would hold others": "minimax_m3_vl qwen4_exp glm5_next",
+    "its attention measures distances between slots, and every layer convolves neighbours": "inkling_mm_model inkling2",
+    "an indexer of its own chooses which keys its layers look at, by keys that the cache holds beside the others: a "
+    "cut would not reach those": "mistral_large4 dots3_note",
+    "its cache keeps the keys of as many tokens as the prompt had when it came, and a window of the others: with "
+    "tokens gone it would take the first ones of the answer for the prompt": "unlimited_ocr",
+    "it writes blocks of text by diffusion, and does not keep what it read of the prompt": "diffusion_gemma",
+    "no test covers it yet: its features are added to the embeddings of placeholders that its config names in its own "
+    "way": "molmo2",
+    "no test covers it yet: a router decides how many tokens each of its tiles has, and features of several depths are "
+    "added inside its decoder": "granite_docling",
+    "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
+    "it takes no images in transformers, text alone": "mistral4",
+    "it is the vision tower of other models, which have a type of their own (llava, mistral3)": "pixtral",
+}
+
+# Architectures of vLLM, which do not keep the placeholder contract: one placeholder for each visual token, as many as
+# the front end says before the encoder runs, and for each image or video one row of the encoder's output for each.
+_REASONS_IN_VLLM = {
+    "what opens and closes its tiles is made by its encoder and stands among the rows of its image, where a method "
+    "would take it for a visual token": "Ovis Ovis2_5 Ovis2_6ForCausalLM Ovis2_6_MoeForCausalLM",
+    "its prompts number the images, and vLLM writes the text of a cached image anew, past what the plugin wrote": (
+        "MiniCPMV MiniCPMO MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration"
+    ),
+    "its positions weave audio and video into each other, and rows of audio bring no positions": (
+        "Qwen2_5OmniModel Qwen2_5OmniForConditionalGeneration Qwen3OmniMoeForConditionalGeneration"
+    ),
+    "features of several depths enter between the layers of its language model, which was not tried": (
+        "Granite4VisionForConditionalGeneration"
+    ),
+    "the checkpoint is in Mistral's own format, with a processor of its own: take the one in Hugging Face's format, "
+    "LlavaForConditionalGeneration or Mistral3ForConditionalGeneration": "PixtralForConditionalGeneration",
+    "its images enter by cross-attention, not as tokens of the prompt": "NemotronParseForConditionalGeneration",
+}
+
+
+def _by_name(reasons: dict[str, str]) -> dict[str, str]:
+    return {name: reason for reason, names in reasons.items() for name in names.split()}
+
+
+REFUSED = _by_name(_REASONS)
+REFUSED_IN_VLLM = _by_name(_REASONS_IN_VLLM)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of each model type: one row a family, for both engines, closed forms, commands and pages.
+
+A row with `in_transformers` has a tiny model in the test suite, on which cutting computes what masking computes. Other
+model types of transformers are tried with the common contract, unless `refused.py` names them.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+from tokenprune.families.row import TOKENS_OF_LAYERS, Family, Vllm
+
+
+def _shuffled(config: Any) -> int:
+    return round(1 / config.downsample_ratio)
+
+
+def _downsampled(config: Any) -> int:
+    return config.downsample_factor
+
+
+def _scaled(config: Any) -> int:
+    return config.scale_factor
+
+
+def _pooled(config: Any) -> int:
+    vision = config.vision_config
+    return vision.image_size // vision.patch_size // math.isqrt(config.mm_tokens_per_image)
+
+
+_FRAMES = "frames of a video carry the id of images; a batch holds images or videos, not both"
+_DEEPSTACK = "deepstack features are cut and merged with the tokens"
+_BOTH_WAYS = "kept tokens of an image go on seeing each other both ways"
+_STATE = "layers with a state build it from the kept tokens alone; scores come from a layer that attends"
+_SHARED = "the last layers attend to keys of earlier ones: the last cut is made at the input of those"
+_VOCABULARY = "images are ids of the vocabulary: tokens that look alike are equal"
+
+# Several families of one make; a row adds what is its own.
+_llava = partial(Family, every_method=True, merges=True, apart=True)
+_tiles = partial(_llava, patches="tiles", resizing=None)
+_idefics = partial(
+    _tiles,
+    note="tiles of an image share its budget; where the prompt comes as embeddings, each counts as an image",
+    apart=False,
+    square="always",
+    runs_of_tiles=True,
+    features_per_image=False,
+    unit_side=_scaled,
+    decoder_names=("text_model",),
+)
+_packs = partial(Family, units=True, videos="frames")  # a tower of the Qwen-VL make
+_qwen = partial(_packs, patches="runs", merges=True)
+
+_stateful = partial(Family, note=_STATE, stateful=True, static_cache=False)
+_queries = partial(
+    Family,
+    note="with OPT or Vicuna, not with T5; queries of a Q-Former: no grid",
+    resizing=None,
+)
+_shares_keys = partial(
+    Family,
+    resizing=None,
+    static_cache=False,
+    entry_tokens={"per_layer_inputs": 1},
+    layer_tokens={**TOKENS_OF_LAYERS, 1: 1},  # per_layer_input
+)
+
+# The families on which every method is tested.
+_EVERY_METHOD = (
+    _llava(
+        "llava",
+        square="always",
+        resizing="target",
+        patches="tiles",
+        pixtral="sized",
+        vllm=Vllm("LlavaForConditionalGeneration", in_llm=True, nested=True),
+    ),
+    _llava("llava_next", patches="packed", vllm=Vllm("LlavaNextForConditionalGeneration", in_llm=True, nested=True)),
+    _llava(
+        "llava_onevision",
+        videos="frames",
+        after_video=1,
+        patches="packed",
+        vllm=Vllm("LlavaOnevisionForConditionalGeneration", in_llm=True, nested=True),
+    ),
+    _qwen(
+        "qwen2_vl", every_method=True, apart=True, vllm=Vllm("Qwen2VLForConditionalGeneration", mrope=True, in_llm=True)
+    ),
+    _qwen(
+        "qwen2_5_vl",
+        every_method=True,
+        apart=True,
+        vllm=Vllm("Qwen2_5_VLForConditionalGeneration", mrope=True, in_llm=True),
+    ),
+    _qwen(
+        "qwen3_vl",
+        _DEEPSTACK,
+        every_method=True,
+        apart=True,
+        vllm=Vllm("Qwen3VLForConditionalGeneration", mrope=True, in_llm=True),
+    ),
+    _tiles(
+        "internvl",
+        square="tile",
+        unit_side=_shuffled,
+        vllm=Vllm("InternVLForConditionalGeneration", per_run=True, in_llm=True),
+    ),
+    _idefics("smolvlm", vllm=Vllm("SmolVLMForConditionalGeneration", in_llm=True)),
+    _idefics("idefics3", vllm=Vllm("Idefics3ForConditionalGeneration", in_llm=True)),
+    _tiles(
+        "gemma3",
+        _BOTH_WAYS,
+        square="always",
+        unit_side=_pooled,
+        vllm=Vllm("Gemma3ForConditionalGeneration", per_run=True, nested=True),
+    ),
+)
+
+# Families of the common contract.
+_PLAIN = (
+    Family("aria", "queries of a resampler: no grid", vllm=Vllm("AriaForConditionalGeneration")),
+    Family("aya_vision", unit_side=_downsampled, merges=True),
+    Family("cohere2_vision", unit_side=_downsampled, merges=True),
+    Family("deepseek_ocr2", "crops, whole image and separator make one run; queries: no grid", since="5.10"),
+    Family("deepseek_vl", square="always"),
+    Family("deepseek_vl_hybrid", square="always"),
+    Family("fast_vlm", square="always"),
+    Family(
+        "fuyu",
+        "no vision tower; ids at the ends of rows are text and stay",
+        step_within_image=2,
+        norm_name="final_layernorm",
+    ),
+    _packs("glm46v", _FRAMES),
+    _packs("glm4v", _FRAMES, patches="runs", vllm=Vllm("Glm4vForConditionalGeneration", mrope=True)),
+    _packs("glm4v_moe", _FRAMES, patches="runs", vllm=Vllm("Glm4vMoeForConditionalGeneration", mrope=True)),
+    _packs("glm_ocr", _FRAMES, since="5.1"),
+    _packs("glmga", _FRAMES, since="5.10"),
+    Family("got_ocr2", square="tile"),
+    Family("hunyuan_vl", "features for begin, end and ends of rows may go like any other", since="5.13"),
+    Family(
+        "idefics2",
+        "queries of a resampler: no grid",
+        features_per_image=False,
+        resizing=None,
+        decoder_names=("text_model",),
+    ),
+    Family("janus", "reading images, not drawing them", square="always"),
+    Family("lighton_ocr"),
+    Family(
+        "llava_next_video",
+        videos="frames",
+        patches="packed",
+        vllm=Vllm("LlavaNextVideoForConditionalGeneration", nested=True),
+    ),
+    Family(
+        "mistral3",
+        "ids at the ends of rows are text and stay",
+        patches="sized",
+        vllm=Vllm("Mistral3ForConditionalGeneration", in_llm=True),
+    ),
+    Family("ovis2", "each tile counts as an image; indicator ids are text and stay", square="always"),
+    Family("paddleocr_vl", videos="whole"),
+    Family(
+        "paligemma",
+        "kept tokens of the prefix go on seeing each other both ways",
+        square="always",
+        patches="tiles",
+        merges=True,
+        vllm=Vllm("PaliGemmaForConditionalGeneration", nested=True),
+    ),
+    Family("perception_lm", videos="frames"),
+    Family("pp_chart2table", since="5.4", square="tile"),
+    Family("qianfan_ocr", since="5.6", square="tile", unit_side=_shuffled, merges=True),
+    _packs(
+        "qwen2_5_omni_thinker",
+        "audio stays; for the whole model, patch its `thinker`",
+        since="5.6",
+        decoder_names=("language_model", "model"),
+    ),
+    _qwen("qwen3_vl_moe", _DEEPSTACK, vllm=Vllm("Qwen3VLMoeForConditionalGeneration", mrope=True)),
+    Family("shieldgemma2", _BOTH_WAYS, square="always"),
+    # Each frame counts as an image, with as many tokens as moved.
+    Family(
+        "video_llama_3",
+        "each frame of a video counts as an image; what did not move is gone already: no grid",
+        videos="whole",
+    ),
+    Family("video_llava", videos="frames", square="always"),
+    Family("vipllava", square="always"),
+)
+
+# Families that hand their decoder more than the common contract.
+_SPECIAL = (
+    _qwen(
+        "qwen3_5",
+        _STATE,
+        since="5.13",
+        stateful=True,
+        static_cache=False,
+        vllm=Vllm("Qwen3_5ForConditionalGeneration", mrope=True),
+    ),
+    _qwen(
+        "qwen3_5_moe",
+        _STATE,
+        since="5.13",
+        stateful=True,
+        static_cache=False,
+        vllm=Vllm("Qwen3_5MoeForConditionalGeneration", mrope=True),
+    ),
+    _shares_keys(
+        "gemma4",
+        _SHARED,
+        since="5.5",
+        videos="whole",
+        vllm=Vllm("Gemma4ForConditionalGeneration", per_run=True, audio=True),
+    ),
+    _shares_keys(
+        "gemma3n",
+        _SHARED,
+        layer_tokens={**TOKENS_OF_LAYERS, 1: -2, 2: 1},  # position_embeddings, per_layer_input
+        vllm=Vllm("Gemma3nForConditionalGeneration", per_run=True, audio=True),
+    ),
+    _shares_keys("gemma4_unified", since="5.10", videos="whole"),
+    Family(
+        "llama4",
+        "each tile counts as an image; windows and chunks are measured in the full prompt",
+        square="always",
+        features_per_image=False,
+        resizing=None,
+        static_cache=False,
+        decoder_names=("language_model.model",),
+        vllm=Vllm("Llama4ForConditionalGeneration", per_run=True),
+    ),
+    _stateful(
+        "lfm2_vl",
+        since="5.13",
+        norm_name="embedding_norm",
+        vllm=Vllm("Lfm2VlForConditionalGeneration", per_run=True, nested=True),
+    ),
+    _stateful("lfm3_vl", since="5.23", videos="frames", norm_name="embedding_norm"),
+    Family(
+        "ernie4_5_vl_moe",
+        videos="frames",
+        entry_tokens={"moe_mm_token_type_ids": 1},
+        layer_tokens={**TOKENS_OF_LAYERS, "moe_mm_token_type_ids": 1},
+    ),
+    Family(
+        "granite4_vision",
+        "features of several depths are cut and merged with the tokens",
+        since="5.8",
+        features_per_image=False,
+    ),
+    Family("kimi_k25", since="5.13", videos="whole", static_cache=False),
+    _packs("qwen3_omni_moe_thinker", _DEEPSTACK, since="5.6", decoder_names=("language_model", "model")),
+    _packs("exaone4_5", since="5.8"),
+    Family("emu3", _VOCABULARY, decoder_names=("text_model",)),
+    Family("chameleon", _VOCABULARY, square="always", resizing=None, decoder_names=("model",)),
+    Family("muse_glimmer", since="5.15", videos="frames"),
+    Family("muse_spark", since="5.20", videos="frames"),
+    Family("step3p7", "crops come before the whole view in one run: no grid", since="5.16"),
+    _stateful("minicpm_ocr", since="5.21"),
+    _stateful("minicpmv4_6", since="5.13", videos="whole"),
+    _stateful("minicpmv4_7", since="5.18", videos="whole"),
+    _stateful(
+        "nemotron_h_omni",
+        since="5.18",
+        videos="whole",
+        decoder_names=("language_model.model",),
+        norm_name="norm_f",
+    ),
+    _packs("cosmos3_omni", _DEEPSTACK, since="5.11"),
+    Family("cosmos3_edge", since="5.15", videos="frames"),
+    _packs("cohere_compass", _DEEPSTACK, since="5.16", videos="whole"),
+    _packs("hyperclovax_vision_v2", since="5.18"),
+    _queries("blip-2"),
+    _queries("instructblip"),
+    _queries("instructblipvideo", videos="whole"),
+)
+
+# Families that vLLM alone has.
+_OF_VLLM = (
+    Family("internvl_chat", in_transformers=False, square="tile", vllm=Vllm("InternVLChatModel", per_run=True)),
+    Family("kimi_vl", in_transformers=False, vllm=Vllm("KimiVLForConditionalGeneration")),
+)
+
+FAMILIES: dict[str, Family] = {row.name: row for row in (*_EVERY_METHOD, *_PLAIN, *_SPECIAL, *_OF_VLLM)}

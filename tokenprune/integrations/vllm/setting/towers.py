@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vision tower as the config of a served model describes it, and what that leaves of a setting that acts there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tokenprune.abilities import AFTER_THE_TOWER
+from tokenprune.base import Method, Pruner
+from tokenprune.budget import Budget
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.families import TOWERS, Tower, family_of, tower_kind, tower_of
+from tokenprune.integrations.shared.patch_grid import PatchSource, patches_of
+from tokenprune.integrations.shared.tower_scores import block_index, read_block, without_tower
+from tokenprune.integrations.shared.units import Units
+from tokenprune.shapes.fingerprint import Fingerprint
+from tokenprune.sites import encoder
+from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.units import UnitDropper
+
+
+def merges_in_tower(method: Method | None) -> bool:
+    return isinstance(method, EncoderMethod)
+
+
+def drops_units(method: Method | None) -> bool:
+    return isinstance(method, UnitDropper)
+
+
+def is_known(config: Any) -> bool:
+    """Return True where it is known how patches of this model's tower become visual tokens."""
+    return PatchSource(None, config).patch_layout is not None and tower_of(config) is not None
+
+
+def packs(config: Any) -> bool:
+    """Return True for a tower that lays the patches of all images end to end, and merges whole units of them."""
+    row = family_of(config.model_type)
+    return row.units and row.merges
+
+
+def row_of(config: Any) -> Tower:
+    """Return the row of a tower; raises UnsupportedSetupError for one that is not known."""
+    # Configs that vLLM has of its own name a packed tower otherwise than transformers does.
+    found = (TOWERS.get(f"{config.model_type}_vision") if packs(config) else None) or tower_of(config)
+    if found is None:
+        raise UnsupportedSetupError(f"the vision tower {tower_kind(config)!r} is not known; {AFTER_THE_TOWER}")
+    return found
+
+
+def depth_of(vision: Any) -> int:
+    return getattr(vision, "num_hidden_layers", None) or vision.depth
+
+
+def heads_of(vision: Any) -> int:
+    return getattr(vision, "num_attention_heads", None) or vision.num_heads
+
+
+# -- at the start of a server
+
+
+def check_tower(setting: Any, model_config: Any) -> None:
+    """Raise OptionError, BudgetError or UnsupportedSetupError for what a model that can be served with the method of
+    `setting` does not allow: blocks that there are not, budgets, and images that are spread over devices."""
+    method, config = setting.method, model_config.hf_config
+    check_whole(method, model_config)
+    if isinstance(method, UnitDropper):
+        method.is_identity(Budget.of_checked(setting.keep))
+    elif isinstance(method, EncoderMethod):
+        if not setting.removes_nothing:
+            tower = served_tower(method, config)
+            method.check_served(row_of(config).merging, str(model_config.dtype).removeprefix("torch."), tower.blocks)
+            method.plan(Budget.of_checked(setting.keep), tower)
+    else:
+        _check_blocks(method, config)
+
+
+def check_whole(method: Method, model_config: Any) -> None:
+    """Raise UnsupportedSetupError if a call's images are not all encoded on each device."""
+    if model_config.multimodal_config.mm_encoder_tp_mode == "data":
+        options = without_tower(method, json.dumps)
+        less = f", or {method.name} with {options}" if options else ""
+        raise UnsupportedSetupError(
+            f'{method.name} looks into the vision tower, whose images --mm-encoder-tp-mode "data" spreads over '
+            f"devices; leave it at its default, or {AFTER_THE_TOWER}{less}"
+        )
+
+
+def _check_blocks(method: Pruner, config: Any) -> None:
+    depth = depth_of(config.vision_config)
+    read = read_block(config, depth)
+    for layer in method.encoder_layers:
+        if block_index(method, layer, depth, config) > read:
+            raise OptionError(
+                f"{method.name}: the model reads the vision tower's blocks up to number {read}, and vLLM does not run "
+                f"block {layer}"
+            )
+
+
+# -- merging
+
+
+@dataclass(frozen=True)
+class ServedTower(encoder.Tower):
+    """A tower as its config describes it. vLLM fuses weights and leaves out those that it does not need, so thresholds
+    are not compared with the weights they were made for; `check_tower` compares what the config shows."""
+
+    claimed: Fingerprint | None = None
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint | None:
+        return self.claimed
+
+
+def served_tower(method: EncoderMethod, config: Any) -> ServedTower:
+    """Return what `method` gets to know of the tower of a model with this config."""
+    vision = config.vision_config
+    depth = depth_of(vision)
+    if packs(config):
+        return ServedTower(1, 0, depth, depth, claimed=method.calibrated_for)  # how many units, only the image shows
+    protected = row_of(config).class_tokens
+    tokens, read, units = patches_of(vision) + protected, read_block(config, depth) + 1, units_of(config)
+    if units is None:
+        return ServedTower(tokens, protected, depth, read, claimed=method.calibrated_for)
+    return ServedTower(units.count(tokens), 0, depth, read, unit=units.size, claimed=method.calibrated_for)
+
+
+def units_of(config: Any) -> Units | None:
+    """Return the patches that become one visual token, of a tower whose images are rows; None where each does."""
+    side = PatchSource(None, config).unit_side
+    return Units(side, row_of(config).class_tokens) if side > 1 else None
+
+
+def tiles_of(method: EncoderMethod, config: Any, count: int) -> int:
+    """Return how many rows of the tower an image of so many visual tokens is made of; 1 where it has no rows."""
+    return 1 if packs(config) else max(1, count // served_tower(method, config).patches)
+
+
+def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: bool) -> None:
+    """Raise BudgetError for an image of so many visual tokens, or a video of so many in each frame, of which merging in
+    the tower cannot leave what `setting` says; OptionError where that is a number of tokens of a video."""
+    if not packs(config):
+        return  # all images are alike, and looked at when the server starts
+    if video and isinstance(setting.keep, int):
+        raise OptionError(
+            f"{setting.method.name} merges within each frame of a video: keep must be a share, as 0.5, not "
+            f"{setting.keep} tokens"
+        )
+    for count in set(counts):
+        setting.method.plan(Budget.of_checked(setting.keep), served_tower(setting.method, config).of(count))
