@@ -260,7 +260,9 @@ def feature_cache(model: Any) -> FeatureCache:
         raise NotPatchedError(
             f"this {type(model).__name__} is patched without a feature cache: pass feature_cache=, a number of bytes"
         )
-    return attachment.engine.reuse.cache
+    from tokenprune.integrations.hf.tower.reuse import FeatureReuse
+
+    return attachment.engine.part(FeatureReuse).cache
 
 
 def method(name: str, **options: Any) -> Method:

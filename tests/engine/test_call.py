@@ -176,7 +176,7 @@ def test_planning_again_says_nothing(caplog):
     calls = []
 
     class Watch(Part):
-        def planned(self, call: Call) -> None:
+        def on_plan(self, call: Call) -> None:
             calls.append(call)
 
     family = FAMILIES["llava"]

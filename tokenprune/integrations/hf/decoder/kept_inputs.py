@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenprune.base import Method
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.decoder.probe import attention_of
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.integrations.shared.observation import Observation
@@ -41,11 +44,38 @@ class Inputs:
     transitions: dict[int, Tensor] = field(default_factory=dict)
 
 
-def keep_entry(call: Call, steps: list[Step], embeds: Tensor) -> None:
-    """Keep what enters the decoder, if one of `steps` reads it behind the entry."""
-    readers = [step.layer for step in steps if step.layer and observables_of(step.method.needs, Where.ENTRY)]
-    if readers:
-        call.state.put(Inputs((embeds, call.layout), max(readers)))
+class KeptInputs(Part):
+    """Keeps in `Inputs` what cuts to come will read. steps: the cuts, by layer."""
+
+    def __init__(self, adapter: Adapter, steps: Mapping[int, Step]) -> None:
+        super().__init__()
+        self.adapter, self.steps = adapter, steps
+        self.entry = {layer for layer in self._readers(Where.ENTRY) if layer}
+
+    def _readers(self, *where: Where) -> list[int]:
+        """Return the layers whose cuts read what is observed at `where`."""
+        return sorted(layer for layer, step in self.steps.items() if observables_of(step.method.needs, *where))
+
+    def _attach(self) -> None:
+        for layer in (layer - 1 for layer in self._readers(Where.MODULES_BEFORE)):
+            for number, module in enumerate(self.adapter.modules_of(layer)):
+                self.hook_in_call(module.register_forward_hook, partial(self._note, layer, number), with_kwargs=True)
+
+    def after_entry(self, call: Call, embeds: Tensor) -> None:
+        readers = self.entry & call.plan.cuts if call.plan is not None else None
+        if readers:
+            call.state.put(Inputs((embeds, call.layout), max(readers)))
+
+    def on_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        if call.cuts_at(layer + 1):
+            keep_input(call, self.steps[layer + 1].method, self.adapter, layer, args, kwargs)
+
+    def _note(
+        self, layer: int, number: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        call = self.current()
+        if call is not None and call.active and call.cuts_at(layer + 1):
+            keep_transition(call, number, hidden_states(args, kwargs), output)
 
 
 def release(call: Call, layer: int) -> None:

@@ -55,10 +55,10 @@ class Planner:
         tokens, at_least = call.host.tokens_per_row, partial(self._at_least, call)
         call.plan = plan_cuts(self.steps, self.shape, call.segments, counts, tokens, at_least)
         for part in self.parts:
-            part.planned(call)
+            part.on_plan(call)
         return bool(call.plan.cuts) or merged is not None
 
     def _at_least(self, call: Call, step: Step, arrived: list[int], wanted: list[int]) -> list[int]:
         for part in self.parts:
-            wanted = part.at_least(call, step, arrived, wanted)
+            wanted = part.raise_budget(call, step, arrived, wanted)
         return wanted

@@ -58,9 +58,6 @@ class VideoFrames(Part):
                     f"before; leave {before[0]} out, or let it act behind {name}"
                 )
 
-    def _attach(self) -> None:
-        pass  # the engine tells all there is to know
-
     def before_decoder(self, call: Call, kwargs: dict) -> None:
         """Note which segments are images, and refuse a video whose frames nothing tells."""
         if call.segments is None:
@@ -80,7 +77,7 @@ class VideoFrames(Part):
                 call.notes.append(f"{name}: images keep all tokens, because it compares the frames of videos")
         call.state.put(_Images(images))
 
-    def at_least(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    def raise_budget(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
         if step.owner not in self.owners:
             return list(wanted)
         images = call.state[_Images]

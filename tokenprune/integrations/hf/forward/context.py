@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.cache.decode_state import DecodeState
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, cached_tokens, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import (
@@ -33,7 +34,6 @@ from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
 from tokenprune.view.tokens import Segments
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.cache.decode_state import DecodeState
     from tokenprune.integrations.hf.families import Adapter
     from tokenprune.integrations.hf.forward.plan import Plan
     from tokenprune.integrations.hf.forward.stats import Report
@@ -201,10 +201,11 @@ class Call:
         self.cache, self.past = cache, 0 if cache is None else int(cache.get_seq_length())
         self.room = room_of(cache)
 
-    def save_to_cache(self, decode: DecodeState | None) -> None:
-        """Note on the cache what it holds now. decode: see `Reduction`."""
+    def save_to_cache(self) -> None:
+        """Note on the cache what it holds now."""
         if not self.active or self.cache is None or not any(map(slots_handed_out, self.cache.layers)):
             return  # layers that are checkpointed cache nothing
+        decode = self.state.get(DecodeState) or self.decode  # of this call's own cut, or of an earlier one
         if self.reduction is not None or decode is not None or not self.layout.whole:
             slots = [(group.first, group.columns) for group in self.groups]
             length, ragged = self.past + self.layout.length, self.groups[-1].ragged

@@ -138,6 +138,17 @@ def _note_lost_ends(layout: Layout, ends: list[tuple[int, int]], stats: Stats) -
         )
 
 
+def stats_after(call: Call, cache: Any) -> Stats | None:
+    """Return the statistics after a call: its own where it has images, else those of the prefill that its cache
+    continues; None where there are neither. cache: see `Report.finish`."""
+    if call.report is not None:
+        return call.report.finish(call, cache)
+    if call.decode is None:
+        return None
+    note_bytes(call.decode.stats, call, call.cache, call.layout.length, len(call.decode.visual))
+    return call.decode.stats
+
+
 def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> None:
     """Note what `cache` holds after a call of `rows` rows of `length` tokens; now, because it goes on growing.
 

@@ -116,9 +116,6 @@ class GuardPart(Part):
         }
         self._said: set[tuple[str, str]] = set()
 
-    def _attach(self) -> None:
-        pass  # the engine tells all there is to know
-
     def _here(self) -> dict[str, Any]:
         """What this thread waits for: a look at images that are being encoded, a verdict that was not said yet."""
         return states().setdefault(self, {})
@@ -145,10 +142,10 @@ class GuardPart(Part):
         if self.settings.mode == "auto":
             verdict.seen = [verdict.kinds(row, value) for row, value in zip(rows, looks.read(), strict=True)]
 
-    def at_least(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    def raise_budget(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
         return call.state[Verdict].at_least(step, arrived, wanted)
 
-    def planned(self, call: Call) -> None:
+    def on_plan(self, call: Call) -> None:
         """All is known of a call but what may still be on its way: warn, and have the statistics tell."""
         verdict = call.state[Verdict]
         verdict.conclude(call.plan)

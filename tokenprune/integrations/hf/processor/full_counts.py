@@ -19,9 +19,6 @@ class FullCounts(Part):
         super().__init__()
         self.patches = patches
 
-    def _attach(self) -> None:
-        pass  # the engine tells all there is to know
-
     def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
         if call.segments is None:
             return

@@ -28,10 +28,7 @@ class ChunkedPrefillCheck(Part):
         super().__init__()
         self.adapter = adapter
 
-    def _attach(self) -> None:
-        pass  # the engine tells all there is to know
-
-    def encoded(self, modality: str, output: Any) -> None:
+    def on_features(self, modality: str, output: Any) -> None:
         if self.current() is None:  # ahead of any forward, as `generate` does
             states().setdefault(self, {})[modality] = weakref.ref(output)
 
