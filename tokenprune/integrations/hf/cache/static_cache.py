@@ -103,23 +103,6 @@ def is_static(cache: Any) -> bool:
     return any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", []))
 
 
-@dataclass
-class Room:
-    """What a call knows of the slots of its static cache; see `StaticReduction`."""
-
-    capacity: int
-    full: dict[int, int]
-
-
-def room_of(cache: Cache | None) -> Room | None:
-    """Return the room of a static cache; None for a cache that grows."""
-    if cache is None or not is_static(cache):
-        return None
-    if isinstance(cache, ReducedStaticMixin):
-        return Room(cache.tokenprune_reduction.capacity, cache.tokenprune_reduction.full)
-    return Room(max(layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), {})
-
-
 def check_static(cache: Cache, past: int) -> None:
     """Raise UnsupportedSetupError where tokens cannot be left out of a static cache that holds `past` tokens."""
     sliding = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]

@@ -64,7 +64,8 @@ class DecodePruning(Part):
 
     def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
         # Another patch than the one that made the cache leaves it as it is.
-        if call.decode is not None and kwargs["inputs_embeds"].shape[1] == 1 and self.step.method == call.decode.method:
+        decode = call.cached.decode
+        if decode is not None and kwargs["inputs_embeds"].shape[1] == 1 and self.step.method == decode.method:
             call.state.put(Decides(self.step.layer))
 
     def before_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -80,7 +81,7 @@ class DecodePruning(Part):
 
     def after_cut(self, call: Call, step: Step) -> None:
         if (prefill := call.state.pop(_Prefill)) is not None:
-            call.state.put(_begin(call, step.method, prefill.row, prefill.segments, self.record))
+            call.cached.decode = _begin(call, step.method, prefill.row, prefill.segments, self.record)
 
 
 # -- checks
@@ -122,12 +123,12 @@ def check_cache(method: DecodeMethod, cache: Cache) -> None:
 
 def _decide(call: Call) -> None:
     """Drop more visual tokens at the input of the cut's layer, before the layers from here on run."""
-    start, state = time.perf_counter(), call.decode
+    start, state = time.perf_counter(), call.cached.decode
     row = _row(call, torch.zeros_like(call.layout.index), call.past + 1)  # the one token of the call
     call.state.pop(Seen)
     changed = state.decide(row, call.past)
     if changed and state.method.mode == "evict":
-        _evict(call.cache, call.reduction, state)
+        _evict(call.cached.cache, call.cached.reduction, state)
     state.stats.overhead_ms += 1000 * (time.perf_counter() - start)
 
 
@@ -149,7 +150,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     position, kept = _places(before, call.segments, visual)
     text = torch.where(visual.cumsum(1) > 0, int(TokenType.INS), int(TokenType.SYS))
     types = torch.where(visual, int(TokenType.IMG), text)
-    available, previous = kept, call.decode
+    available, previous = kept, call.cached.decode
     if call.past:
         # All that came before belongs to the prompt now; images of earlier turns compete with the new ones.
         earlier = types.new_full((len(types), call.past), int(TokenType.SYS))

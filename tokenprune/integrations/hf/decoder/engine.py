@@ -132,10 +132,9 @@ class Engine(Attachable):
         eager.run_eagerly(self._begin_call, arguments)
 
     def _begin_call(self, arguments: dict[str, Any]) -> None:
-        call = Call(arguments)
+        call = Call(self.adapter.arguments(arguments))
         self._stack().append(call)
         self._under_way.append(call)
-        call.arguments = self.adapter.arguments(call.arguments)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
         images = encoded or any(name.startswith("pixel_values") for name in given)
@@ -209,7 +208,7 @@ class Engine(Attachable):
         for part in self.parts:
             part.before_decoder(call, kwargs)
         cutting = call.segments is not None and self.planner.plan(call)
-        if cutting or call.reduction is not None:
+        if cutting or call.cached.reduction is not None:
             self._activate(call, kwargs, cutting)
         if call.report is not None:
             call.report.add_time(time.perf_counter() - start)
@@ -225,8 +224,9 @@ class Engine(Attachable):
         kwargs.pop("logits_to_keep", None)
         if cutting:
             check_call(self.steps.values(), self.adapter, kwargs, bool(call.maskless))
-            if call.cache is None and self._uses_cache(kwargs):
-                kwargs["past_key_values"] = call.cache = DynamicCache(config=self.adapter.text_config)
+            if call.cached.cache is None and self._uses_cache(kwargs):
+                kwargs["past_key_values"] = cache = DynamicCache(config=self.adapter.text_config)
+                call.take_cache(cache)
             if (functions := mask_functions_of(call, kwargs, self.adapter)) is not None:
                 call.state.put(functions)
         if call.segments is not None:
@@ -245,7 +245,7 @@ class Engine(Attachable):
         call = self._call()
         call.save_to_cache()
         # One assignment: other threads may run the same model.
-        self._stats = stats_after(call, call.cache or getattr(output, "past_key_values", None)) or self._stats
+        self._stats = stats_after(call, call.cached.cache or getattr(output, "past_key_values", None)) or self._stats
         if not call.active or call.layout.whole:
             return None
         return with_output(call.layout.scatter_back, output)
@@ -269,9 +269,12 @@ class Engine(Attachable):
                     part.before_layer(call, index, args, kwargs)
             if call.starts_group(index):
                 call.groups.append(call.group(index))
-        call.fit_slots(index)
-        keys = call.key_span(index, self.adapter, kwargs)
-        args, kwargs = call.groups[-1].arguments(index, args, kwargs, self.adapter, keys)
+        group, cached = call.groups[-1], call.cached
+        cached.fit_slots(index, group.columns.shape[1])
+        keys = None
+        if index not in call.maskless:
+            keys = cached.key_span(index, call.layout.width, self.adapter.key_count(index, kwargs))
+        args, kwargs = group.arguments(index, args, kwargs, self.adapter, keys)
         for part in self._on_layer:
             part.on_layer(call, index, args, kwargs)
         return args, kwargs

@@ -25,7 +25,7 @@ def mask_functions_of(call: Call, kwargs: dict[str, Any], adapter: Adapter) -> M
     """Return what the decoder will make its masks of, if it is to make them itself; None where the caller, or the base
     model, made them, where a static cache has slots for tokens to come, and where attention takes no masks of pairs."""
     embeds, mask = kwargs["inputs_embeds"], kwargs.get("attention_mask")
-    if call.capacity is not None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+    if call.cached.capacity is not None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return None
     # Padding leaves with the first cut, but a visual token that the caller masks may stay.
     real_behind_cut = bool((call.host.real | ~call.host.visual).all())
@@ -42,9 +42,9 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
         # The decoder would count the remaining tokens; they keep the positions of the full prompt.
         positions = adapter.positions(kwargs, call.past)
     prepared = isinstance(mask, dict) or (mask is not None and mask.ndim == 4)
-    if not prepared and (call.past or call.capacity is not None or masks.sliding_layers(config)):
+    if not prepared and (call.past or call.cached.capacity is not None or masks.sliding_layers(config)):
         functions = call.state.get(MaskFunctions)
-        mask = adapter.masks(embeds, mask, call.cache) if functions is None else functions.made
+        mask = adapter.masks(embeds, mask, call.cached.cache) if functions is None else functions.made
         prepared = True
 
     if (merged := call.state.get(Merged)) is not None:
@@ -77,6 +77,6 @@ def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Ad
         kwargs["attention_mask"] = masks.gather_token_mask(mask[:, -length:], layout.index, layout.valid)
     elif layout.valid is not None:
         kwargs["attention_mask"] = layout.valid.long()
-    if kwargs.get("attention_mask") is None and call.cache is None:
+    if kwargs.get("attention_mask") is None and call.cached.cache is None:
         # Without mask and cache transformers takes gaps in position_ids for borders of packed sequences.
         kwargs["attention_mask"] = torch.ones_like(layout.index)

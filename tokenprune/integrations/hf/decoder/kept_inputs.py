@@ -142,7 +142,7 @@ def unrotated(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dic
         kwargs = kwargs | {"position_embeddings": still}
     args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
     observation = attention_of(call, adapter, layer, args, kwargs)
-    if observation.mask is not None and (filled := call.filled(layer)) is not None:
+    if observation.mask is not None and (filled := call.cached.filled(layer, call.layout.width)) is not None:
         observation.mask = observation.mask[..., :filled]
     if observation.mask is not None:  # keys of earlier turns are not among these
         observation.mask = observation.mask[..., -observation.key.shape[2] :]

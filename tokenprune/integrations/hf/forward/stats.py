@@ -143,10 +143,10 @@ def stats_after(call: Call, cache: Any) -> Stats | None:
     continues; None where there are neither. cache: see `Report.finish`."""
     if call.report is not None:
         return call.report.finish(call, cache)
-    if call.decode is None:
+    if (decode := call.cached.decode) is None:
         return None
-    note_bytes(call.decode.stats, call, call.cache, call.layout.length, len(call.decode.visual))
-    return call.decode.stats
+    note_bytes(decode.stats, call, cache, call.layout.length, len(decode.visual))
+    return decode.stats
 
 
 def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> None:
