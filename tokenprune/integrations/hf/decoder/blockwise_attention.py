@@ -8,7 +8,7 @@ one, and only in a prefill whose prompt holds enough frames. All other calls go 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from tokenprune.integrations.hf.encoded.alignment import align_per_image
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
@@ -108,15 +109,15 @@ class BlockAttention(Part):
 
     # -- once a forward, at the decoder's entry
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> DecoderInputs | None:
         """Plan the blocks of a call that brings a video, and note why where there are none."""
-        embeds = kwargs["inputs_embeds"]
+        embeds = inputs.embeds
         ids = self._plan(call, *embeds.shape[:2])
         if isinstance(ids, str):
             call.notes.append(f"{self.method.name}: full attention, because {ids}")
-            return
+            return None
         if ids is None:
-            return
+            return None
         if reruns_layers(self.adapter.decoder):
             raise UnsupportedSetupError(
                 f"gradient checkpointing runs decoder layers a second time, without the blocks of {self.method.name}; "
@@ -125,10 +126,12 @@ class BlockAttention(Part):
         call.state.put(BlockPlan(ids))
         call.maskless |= frozenset(self.layers)
         if self.method.position_mode == "reuse":
-            kwargs["position_ids"] = reused_positions(kwargs.get("position_ids"), ids, embeds.device)
+            inputs = replace(inputs, positions=reused_positions(inputs.positions, ids, embeds.device))
         if len(self.layers) == len(self.adapter.decoder.layers):
             # So that the decoder makes no dense mask that no layer reads.
-            kwargs["attention_mask"] = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+            mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+            inputs = replace(inputs, mask=mask)
+        return inputs
 
     def _plan(self, call: Call, batch: int, length: int) -> Tensor | str | None:
         """Return the block ids of a call's tokens; why there are none, in words; None for a step of decoding."""

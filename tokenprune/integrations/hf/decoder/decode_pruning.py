@@ -34,6 +34,7 @@ from tokenprune.view.tokens import Segments, require
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache.reduced_cache import Reduction
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ class DecodePruning(Part):
         super().__init__()
         self.adapter, self.step, self.record = adapter, step, record
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         # Another patch than the one that made the cache leaves it as it is.
         decode = call.cached.decode
-        if decode is not None and kwargs["inputs_embeds"].shape[1] == 1 and self.step.method == decode.method:
+        if decode is not None and inputs.embeds.shape[1] == 1 and self.step.method == decode.method:
             call.state.put(Decides(self.step.layer))
 
     def before_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers.generation import CandidateGenerator
 
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 logger = logging.getLogger("tokenprune")
 
@@ -51,7 +52,7 @@ class Drafts(Part):
             if not self.unknown:
                 self.wrap(module, _MAKES_DRAFTS, partial(partial, self._generator))
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         drafts = states().pop(self, None)
         if call.segments is None:
             return

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from tokenprune.integrations.hf.decoder.pruning import cut
 from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.forward.stats import stats_after
@@ -195,51 +197,55 @@ class Engine(Attachable):
 
     def _enter_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         call = self._call()
-        kwargs = self.adapter.embeds(kwargs)
-        embeds = kwargs.get("inputs_embeds")
-        if embeds is None:
+        arguments = self.adapter.embeds(kwargs)
+        if arguments.get("inputs_embeds") is None:
             return None
-        start = time.perf_counter()
-        call.take_cache(kwargs.get("past_key_values"))
+        start, inputs = time.perf_counter(), DecoderInputs.of(arguments)
+        call.take_cache(inputs.cache)
         if call.past == 0:
             self._stats = Stats(notes=call.notes)
-        if call.outputs and embeds.shape[1] > 1:
-            self.planner.find_segments(call, embeds)
+        if call.outputs and inputs.embeds.shape[1] > 1:
+            self.planner.find_segments(call, inputs.embeds)
         for part in self.parts:
-            part.before_decoder(call, kwargs)
+            inputs = part.before_decoder(call, inputs) or inputs
         cutting = call.segments is not None and self.planner.plan(call)
         if cutting or call.cached.reduction is not None:
-            self._activate(call, kwargs, cutting)
+            inputs = self._activate(call, inputs, cutting)
         if call.report is not None:
             call.report.add_time(time.perf_counter() - start)
-        return args, kwargs
+        return args, inputs.arguments()
 
-    def _activate(self, call: Call, kwargs: dict[str, Any], cutting: bool) -> None:
+    def _activate(self, call: Call, inputs: DecoderInputs, cutting: bool) -> DecoderInputs:
         """Prepare a call in which tokens are missing: in its cache, or (`cutting`) by cuts of its own. Those at the
-        entry are made here."""
-        embeds = kwargs["inputs_embeds"]
-        tokens = call.host.tokens_per_row if cutting else None
-        call.layout = Layout.full(*embeds.shape[:2], embeds.device, tokens)
+        entry are made here; return the inputs after them."""
+        embeds = inputs.embeds
+        call.layout = Layout.full(*embeds.shape[:2], embeds.device, call.host.tokens_per_row if cutting else None)
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
-        kwargs.pop("logits_to_keep", None)
+        inputs = inputs.without("logits_to_keep")
         if cutting:
-            check_call(self.steps.values(), self.adapter, kwargs, bool(call.maskless))
-            if call.cached.cache is None and self._uses_cache(kwargs):
-                kwargs["past_key_values"] = cache = DynamicCache(config=self.adapter.text_config)
-                call.take_cache(cache)
-            if (functions := mask_functions_of(call, kwargs, self.adapter)) is not None:
+            check_call(self.steps.values(), self.adapter, inputs.arguments(), bool(call.maskless))
+            inputs = self._with_cache(call, inputs)
+            if (functions := mask_functions_of(call, inputs, self.adapter)) is not None:
                 call.state.put(functions)
         if call.segments is not None:
-            call.extras = self.adapter.take_extras(kwargs, call.layout)
+            arguments = inputs.arguments()
+            call.extras = self.adapter.take_extras(arguments, call.layout)
+            inputs = DecoderInputs.of(arguments)
         if call.cuts_at(0) or call.state.get(Merged) is not None:
-            cut_entry(call, kwargs, self.steps.get(0), self.adapter)
+            inputs = cut_entry(call, inputs, self.steps.get(0), self.adapter)
         for part in self.parts:
-            part.after_entry(call, kwargs["inputs_embeds"])
+            part.after_entry(call, inputs.embeds)
         call.groups.append(call.group(0))
+        return inputs
 
-    def _uses_cache(self, kwargs: dict[str, Any]) -> bool:
-        use_cache = kwargs.get("use_cache")
-        return bool(self.adapter.text_config.use_cache if use_cache is None else use_cache)
+    def _with_cache(self, call: Call, inputs: DecoderInputs) -> DecoderInputs:
+        """Return the inputs with a new cache, where the decoder would make one itself."""
+        wanted = inputs.extras.get("use_cache")
+        if inputs.cache is not None or not (self.adapter.text_config.use_cache if wanted is None else wanted):
+            return inputs
+        cache = DynamicCache(config=self.adapter.text_config)
+        call.take_cache(cache)
+        return replace(inputs, cache=cache)
 
     def _leave_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         call = self._call()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.view import registry
@@ -58,7 +59,7 @@ class VideoFrames(Part):
                     f"before; leave {before[0]} out, or let it act behind {name}"
                 )
 
-    def before_decoder(self, call: Call, kwargs: dict) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         """Note which segments are images, and refuse a video whose frames nothing tells."""
         if call.segments is None:
             return

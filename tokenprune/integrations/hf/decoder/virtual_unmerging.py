@@ -34,6 +34,7 @@ from tokenprune.view.tokens import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 _INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
@@ -156,17 +157,17 @@ class VirtualUnmerging(Part):
         call = self.current()
         return None if call is None else call.state.get(Unmerged)
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         """Take over what was merged in the tower, so that it is not cut out: `Merged` becomes `Unmerged`."""
         if call.state.get(Merged) is None:
             return
-        check_arguments(self.adapter, kwargs)
+        check_arguments(self.adapter, inputs.arguments())
         if reruns_layers(self.decoder):
             raise UnsupportedSetupError(
                 "gradient checkpointing runs decoder layers a second time, when it is forgotten which tokens are one; "
                 'call model.gradient_checkpointing_disable(), or use vtu="off"'
             )
-        merged, (batch, length) = call.state.pop(Merged), kwargs["inputs_embeds"].shape[:2]
+        merged, (batch, length) = call.state.pop(Merged), inputs.embeds.shape[:2]
         segments = call.segments.to(merged.selection.keep.device)
         unmerged = Unmerged.of(merged.selection, segments, batch, length, call.host.padding_to_drop)
         call.report.unmerge(call, merged.step, merged.selection, unmerged.layout)

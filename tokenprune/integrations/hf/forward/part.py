@@ -12,6 +12,7 @@ from tokenprune.integrations.shared.eager import in_call
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.plan import Step
     from tokenprune.statistics import Stats
 
@@ -66,9 +67,10 @@ class Part(Attachable):
         torch.compile traces this method."""
         return False
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
-        """React before the decoder is entered with `kwargs`. Notes for later moments go into `call.state`; segments and
-        report exist if the call has images."""
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> DecoderInputs | None:
+        """Return changed inputs of the decoder, or None for the same. Notes for later moments go into `call.state`;
+        segments and report exist if the call has images."""
+        return None
 
     def raise_budget(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
         """Return the number of tokens of each segment that `step` keeps, at least the number that its budget wants.

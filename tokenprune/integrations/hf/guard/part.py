@@ -31,6 +31,7 @@ from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.plan import Step
 
 logger = logging.getLogger("tokenprune")
@@ -132,7 +133,7 @@ class GuardPart(Part):
 
     # -- in a call
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         self._say_late()
         if call.segments is None:
             return

@@ -10,6 +10,7 @@ from tokenprune.integrations.hf.forward.part import Part
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 
 class FullCounts(Part):
@@ -19,7 +20,7 @@ class FullCounts(Part):
         super().__init__()
         self.patches = patches
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         if call.segments is None:
             return
         rows = [0] * (max(call.segments.row) + 1)

@@ -14,6 +14,7 @@ from tokenprune.integrations.shared.attachable import states
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 
 class ChunkedPrefillCheck(Part):
@@ -32,7 +33,7 @@ class ChunkedPrefillCheck(Part):
         if self.current() is None:  # ahead of any forward, as `generate` does
             states().setdefault(self, {})[modality] = weakref.ref(output)
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         waiting = states().pop(self, None)
         if waiting is None:
             return
