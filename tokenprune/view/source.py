@@ -126,11 +126,9 @@ class TokenSource:
         """What the attention of the layer before the cut would see without rotary embedding."""
         raise _refused("queries and keys before rotary embedding")
 
-    @property
-    def transitions(self) -> Tensor:
-        """What attention and MLP of the layer before the cut make of each slot, float32 `[B, W, 2, 2]`: how much longer
-        it gets, and the cosine to what it was."""
-        raise _refused("what the modules of the layer before the cut make of their inputs")
+    def recorded(self, name: str) -> list[Any]:
+        """Return what the observable `name` recorded at a place of its own, a value of each module that it watches."""
+        raise _refused(f"what {name} records")
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
         """Return `[S, N, D]`, what entered the decoder of the tokens at `position`, long `[S, N]`."""

@@ -141,6 +141,6 @@ def _decoder_parts(adapter: Adapter, steps: Sequence[Step], record: bool) -> lis
     needs = {need for step in steps for need in step.method.needs}
     if observables_of(needs, Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.UNROTATED):
         parts.append(LayerAttention(adapter, by_layer))
-    if observables_of(needs, Where.ENTRY, Where.INPUT_BEFORE, Where.UNROTATED, Where.MODULES_BEFORE):
+    if observables_of(needs, Where.ENTRY, Where.INPUT_BEFORE, Where.UNROTATED, Where.OWN):
         parts.append(KeptInputs(adapter, by_layer))
     return parts

@@ -19,7 +19,7 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.integrations.shared.observation import Observation
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import Recorder, Where
 from tokenprune.view.registry import observables_of
 from tokenprune.view.source import LayerInput
 
@@ -34,14 +34,15 @@ class Inputs:
 
     entry: `[B, W, D]`, what entered the decoder, and the layout of its slots; last: the layer of the last cut that
     reads it. before: what the layer before the next cut was called with; unrotated: what its attention would see
-    without rotation; transitions: what its attention (0) and its MLP (1) made of what they got, float32 `[B, W, 2]`.
+    without rotation; recorded: of each observable with a place of its own, the value of each module, None where it
+    did not run.
     """
 
     entry: tuple[Tensor, Layout] | None = None
     last: int = 0
     before: LayerInput | None = None
     unrotated: Observation | None = None
-    transitions: dict[int, Tensor] = field(default_factory=dict)
+    recorded: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class KeptInputs(Part):
@@ -57,9 +58,12 @@ class KeptInputs(Part):
         return sorted(layer for layer, step in self.steps.items() if observables_of(step.method.needs, *where))
 
     def _attach(self) -> None:
-        for layer in (layer - 1 for layer in self._readers(Where.MODULES_BEFORE)):
-            for number, module in enumerate(self.adapter.modules_of(layer)):
-                self.hook_in_call(module.register_forward_hook, partial(self._note, layer, number), with_kwargs=True)
+        for layer, step in self.steps.items():
+            for one in observables_of(step.method.needs, Where.OWN):
+                recorder = one.attach(self.adapter, layer)
+                for number, module in enumerate(recorder.modules):
+                    record = partial(self._record, layer, one.name, recorder, number)
+                    self.hook_in_call(module.register_forward_hook, record, with_kwargs=True)
 
     def after_entry(self, call: Call, embeds: Tensor) -> None:
         readers = self.entry & call.plan.cuts if call.plan is not None else None
@@ -70,19 +74,23 @@ class KeptInputs(Part):
         if call.cuts_at(layer + 1):
             keep_input(call, self.steps[layer + 1].method, self.adapter, layer, args, kwargs)
 
-    def _note(
-        self, layer: int, number: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
-    ) -> None:
+    @torch.no_grad()
+    def _record(
+        self, layer: int, name: str, recorder: Recorder, number: int,
+        module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any,
+    ) -> None:  # fmt: skip
         call = self.current()
-        if call is not None and call.active and call.cuts_at(layer + 1):
-            keep_transition(call, number, hidden_states(args, kwargs), output)
+        if call is not None and call.active and call.cuts_at(layer):
+            inputs = call.state.get(Inputs) or call.state.put(Inputs())
+            values = inputs.recorded.setdefault(name, [None] * len(recorder.modules))
+            values[number] = recorder.read(args, kwargs, output)
 
 
 def release(call: Call, layer: int) -> None:
     """Let go of what the cut at `layer` was the last to read."""
     if (inputs := call.state.get(Inputs)) is not None:
         inputs.before = inputs.unrotated = None
-        inputs.transitions.clear()
+        inputs.recorded.clear()
         inputs.entry = inputs.entry if layer < inputs.last else None
 
 
@@ -106,19 +114,6 @@ def keep_input(
     inputs.before = LayerInput(hidden, turned)
     if any(one.where is Where.UNROTATED for one in needed):
         inputs.unrotated = unrotated(call, adapter, layer, args, kwargs)
-
-
-@torch.no_grad()
-def keep_transition(call: Call, number: int, given: Tensor, made: Any) -> None:
-    """Keep what attention (`number` 0) or MLP (1) of a layer makes of `given`, `[B, W, D]`: how many times as long it
-    gets, and the cosine to it. made: the module's output."""
-    before = given.float()
-    after = (made[0] if isinstance(made, tuple) else made).view_as(given).float()
-    lengths = before.norm(dim=-1), after.norm(dim=-1)
-    tiny = torch.finfo(torch.float32).tiny
-    cosine = (before * after).sum(-1) / (lengths[0] * lengths[1]).clamp(min=tiny)
-    inputs = call.state.get(Inputs) or call.state.put(Inputs())
-    inputs.transitions[number] = torch.stack([lengths[1] / lengths[0].clamp(min=tiny), cosine], dim=-1)
 
 
 def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
