@@ -137,7 +137,7 @@ class BlockAttention(Part):
         """Return the block ids of a call's tokens; why there are none, in words; None for a step of decoding."""
         if call.past:
             return "the cache holds an earlier part of the conversation" if call.outputs and length > 1 else None
-        if call.segments is None:
+        if not call.has_images:
             return "it holds no video"
         mask = call.arguments.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
@@ -194,7 +194,7 @@ class BlockAttention(Part):
                 f"{self.method.name} does not compute attention with {', '.join(foreign)}, which layer {layer} of "
                 f"{self.adapter.config.model_type!r} asks for; keep it as it is with dense_layers=[{layer}]"
             )
-        ids, rows = plan.at(call.layout, call.groups[-1].first if call.groups else 0)
+        ids, rows = plan.at(call.layout if call.active else None, call.groups[-1].first if call.groups else 0)
         # A cache of fixed length has room behind the prompt.
         key, value = key[:, :, : ids.shape[1]], value[:, :, : ids.shape[1]]
         scale, dropout = kwargs["scaling"], kwargs.get("dropout", 0.0)

@@ -54,7 +54,7 @@ class Drafts(Part):
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         drafts = states().pop(self, None)
-        if call.segments is None:
+        if not call.has_images:
             return
         if drafts is not None:
             call.notes.append(drafts)

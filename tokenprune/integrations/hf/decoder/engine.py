@@ -90,7 +90,7 @@ class Engine(Attachable):
         base, decoder = self.adapter.base, self.decoder
         # A step with a reduced static cache stays in the graph of torch.compile that it is in: it is no call.
         hook = partial(self.hook, eager=False, with_kwargs=True)
-        in_call = partial(partial, eager.in_call, self._call)
+        in_call = partial(partial, eager.with_call, self._call)
         for part in self.parts:
             part.current = self._call
             self.attach_part(part)
@@ -150,8 +150,8 @@ class Engine(Attachable):
     def _read_to_host(self, call: Call) -> None:
         call.read_to_host(self.adapter.visual_mask(call.arguments), self._reads_text)
 
-    def _leave_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        call = self._stack().pop()
+    def _leave_base(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        self._stack().remove(call)
         self._under_way.remove(call)
         for part in self.parts:
             part.after_call(call)
@@ -187,7 +187,7 @@ class Engine(Attachable):
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:
         call.outputs[modality] = output
-        if call.host is None:
+        if not call.masks:
             self._read_to_host(call)
         # Not for videos: older versions of LLaVA-OneVision add a newline to their features after encoding them.
         if modality == "image" and modality in call.masks:
@@ -195,8 +195,9 @@ class Engine(Attachable):
 
     # -- the decoder
 
-    def _enter_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        call = self._call()
+    def _enter_decoder(
+        self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
         arguments = self.adapter.embeds(kwargs)
         if arguments.get("inputs_embeds") is None:
             return None
@@ -208,10 +209,10 @@ class Engine(Attachable):
             self.planner.find_segments(call, inputs.embeds)
         for part in self.parts:
             inputs = part.before_decoder(call, inputs) or inputs
-        cutting = call.segments is not None and self.planner.plan(call)
+        cutting = call.has_images and self.planner.plan(call)
         if cutting or call.cached.reduction is not None:
             inputs = self._activate(call, inputs, cutting)
-        if call.report is not None:
+        if call.has_images:
             call.report.add_time(time.perf_counter() - start)
         return args, inputs.arguments()
 
@@ -219,7 +220,8 @@ class Engine(Attachable):
         """Prepare a call in which tokens are missing: in its cache, or (`cutting`) by cuts of its own. Those at the
         entry are made here; return the inputs after them."""
         embeds = inputs.embeds
-        call.layout = Layout.full(*embeds.shape[:2], embeds.device, call.host.tokens_per_row if cutting else None)
+        batch, length = embeds.shape[:2]
+        call.layout = Layout.full(batch, length, embeds.device, call.host.tokens_per_row if cutting else None)
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
         inputs = inputs.without("logits_to_keep")
         if cutting:
@@ -227,7 +229,7 @@ class Engine(Attachable):
             inputs = self._with_cache(call, inputs)
             if (functions := mask_functions_of(call, inputs, self.adapter)) is not None:
                 call.state.put(functions)
-        if call.segments is not None:
+        if call.has_images:
             arguments = inputs.arguments()
             call.extras = self.adapter.take_extras(arguments, call.layout)
             inputs = DecoderInputs.of(arguments)
@@ -247,8 +249,7 @@ class Engine(Attachable):
         call.take_cache(cache)
         return replace(inputs, cache=cache)
 
-    def _leave_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        call = self._call()
+    def _leave_decoder(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         call.save_to_cache()
         # One assignment: other threads may run the same model.
         self._stats = stats_after(call, call.cached.cache or getattr(output, "past_key_values", None)) or self._stats
@@ -259,9 +260,8 @@ class Engine(Attachable):
     # -- decoder layers
 
     def _enter_layer(
-        self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+        self, index: int, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict] | None:
-        call = self._call()
         if not call.active:
             return None
         if call.extras is not None:
@@ -297,8 +297,9 @@ class Engine(Attachable):
         call.report.add_time(time.perf_counter() - start)
         return with_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)
 
-    def _leave_layer(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        call = self._call()
+    def _leave_layer(
+        self, index: int, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+    ) -> Any:
         if not call.active or call.extras is None:
             return None
         return with_output(partial(self.adapter.after_layer, call.extras, index), output)

@@ -66,8 +66,7 @@ class KeptInputs(Part):
                     self.hook_in_call(module.register_forward_hook, record, with_kwargs=True)
 
     def after_entry(self, call: Call, embeds: Tensor) -> None:
-        readers = self.entry & call.plan.cuts if call.plan is not None else None
-        if readers:
+        if readers := self.entry & call.cuts:
             call.state.put(Inputs((embeds, call.layout), max(readers)))
 
     def on_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:

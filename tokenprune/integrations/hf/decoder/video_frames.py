@@ -61,7 +61,7 @@ class VideoFrames(Part):
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         """Note which segments are images, and refuse a video whose frames nothing tells."""
-        if call.segments is None:
+        if not call.has_images:
             return
         images = [modality == "image" for modality in call.segments.modality]
         frames = call.segments.frames

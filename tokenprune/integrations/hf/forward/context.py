@@ -87,6 +87,11 @@ class OnHost:
         return [(row, position) for row, position in enumerate(last) if self.visual[row, position]]
 
 
+_NOT_READ = OnHost({}, None, None)
+_NO_LAYOUT = Layout(torch.empty(0, 0, dtype=torch.long), None, 0, [])
+_NO_SEGMENTS = Segments([], [], [], torch.empty(0, 0, dtype=torch.long), torch.empty(0, 0, dtype=torch.bool), [], [])
+
+
 @dataclass(eq=False)
 class Call:
     """One forward of the base model. Lives on a stack of its thread, never on the model.
@@ -95,25 +100,28 @@ class Call:
     masks: bool `[B, L]` for each modality, where its placeholders are; host: the same on the host, and more. Both are
     known where images are encoded or handed over. notes: for the statistics. state: what each part keeps.
     cached: the decoder's cache.
-    segments: the visual tokens that are left; report: what was removed; both only where the call brings images.
-    The rest is set where tokens are missing (`active`). plan: the cuts to make. layout: the tokens at the current
-    layer; extras: what the adapter carries along with them. groups: what the layers are handed, one for each group of
-    layers that hold the same tokens. maskless: layers that need no attention mask.
+    Where the call has visual tokens (`has_images`): segments, those that are left; report, what was removed; plan, the
+    cuts to make, and cuts, their layers. Nobody may ask for report and plan of another call.
+    The rest is set where tokens are missing (`active`). layout: the tokens at the current layer; extras: what the
+    adapter carries along with them. groups: what the layers are handed, one for each group of layers that hold the same
+    tokens. maskless: layers that need no attention mask.
     """
 
     arguments: dict[str, Any]
     outputs: dict[str, Any] = field(default_factory=dict)
     masks: dict[str, Tensor] = field(default_factory=dict)
-    host: OnHost | None = None
+    host: OnHost = _NOT_READ
     notes: list[str] = field(default_factory=list)
     state: FeatureStates = field(default_factory=FeatureStates)
 
     cached: CacheView = field(init=False)
-    segments: Segments | None = None
-    report: Report | None = None
+    has_images: bool = False
+    segments: Segments = _NO_SEGMENTS
+    report: Report = field(init=False, repr=False)
+    plan: Plan = field(init=False, repr=False)
+    cuts: frozenset[int] = frozenset()
 
-    plan: Plan | None = None
-    layout: Layout | None = None
+    layout: Layout = _NO_LAYOUT
     extras: Any = None
     groups: list[LayerInputs] = field(default_factory=list)
     maskless: frozenset[int] = frozenset()
@@ -124,7 +132,7 @@ class Call:
     @property
     def active(self) -> bool:
         """True if tokens are missing: in the cache, or by cuts of this call."""
-        return self.layout is not None
+        return self.layout is not _NO_LAYOUT
 
     @property
     def past(self) -> int:
@@ -175,7 +183,7 @@ class Call:
 
     def cuts_at(self, layer: int) -> bool:
         """True if a method chooses which tokens leave at the input of `layer` (0: at the decoder's entry)."""
-        return self.plan is not None and layer in self.plan.cuts and len(self.segments) > 0
+        return layer in self.cuts and len(self.segments) > 0
 
     def starts_group(self, layer: int) -> bool:
         """Return True if the layers from `layer` on hold other tokens than those before it, after a cut at it."""

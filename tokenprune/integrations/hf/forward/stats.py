@@ -141,7 +141,7 @@ def _note_lost_ends(layout: Layout, ends: list[tuple[int, int]], stats: Stats) -
 def stats_after(call: Call, cache: Any) -> Stats | None:
     """Return the statistics after a call: its own where it has images, else those of the prefill that its cache
     continues; None where there are neither. cache: see `Report.finish`."""
-    if call.report is not None:
+    if call.has_images:
         return call.report.finish(call, cache)
     if (decode := call.cached.decode) is None:
         return None
@@ -157,7 +157,7 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> 
     """
     stats.kv_bytes, stats.kv_bytes_full = count_bytes(cache, call.past + length)
     held = [(index, slots_handed_out(layer), stored_bytes(layer)) for index, layer in _filled_layers(cache)]
-    if call.report is not None and not call.past:
+    if call.has_images and not call.past:
         stats.kv_bytes_tokens = sum(
             size * call.report.cached_tokens(call, index, slots) // (rows * slots) for index, slots, size in held
         )

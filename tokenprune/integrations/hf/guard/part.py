@@ -135,7 +135,7 @@ class GuardPart(Part):
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         self._say_late()
-        if call.segments is None:
+        if not call.has_images:
             return
         rows, counts = list(call.segments.row), list(call.segments.counts)
         looks = looks_of_segments(call, self.adapter)

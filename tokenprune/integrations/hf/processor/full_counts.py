@@ -21,7 +21,7 @@ class FullCounts(Part):
         self.patches = patches
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
-        if call.segments is None:
+        if not call.has_images:
             return
         rows = [0] * (max(call.segments.row) + 1)
         for row, count in zip(call.segments.row, call.segments.counts, strict=True):

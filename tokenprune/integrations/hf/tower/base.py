@@ -82,7 +82,7 @@ class TowerPatch(Merger, Part):
         raise NotImplementedError
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
-        if call.segments is None:
+        if not call.has_images:
             return
         selection = self.select(call, call.segments.to(inputs.embeds.device))
         call.report.stats.encoder_tokens_per_layer = self.counts(call)

@@ -192,7 +192,7 @@ class UnitDrop(Part):
     # -- behind the tower
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
-        if call.segments is None:
+        if not call.has_images:
             return
         records = {modality: record_of(output) for modality, output in call.outputs.items()}
         for modality, record in records.items():
