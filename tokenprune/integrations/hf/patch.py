@@ -38,6 +38,7 @@ from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.hf.tower.reuse import FeatureReuse
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
 from tokenprune.integrations.shared.composition import check_places, composition_key
+from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import Where
 from tokenprune.view.registry import observables_of
@@ -137,7 +138,7 @@ def _decoder_parts(adapter: Adapter, steps: Sequence[Step], record: bool) -> lis
     """Return the parts that observe and follow the cuts at the decoder."""
     by_layer = {step.layer: step for step in steps}
     parts: list[Part] = [StaticSteps(adapter)]
-    parts += [DecodePruning(adapter, step, record) for step in steps if step.method.site is Site.DECODE]
+    parts += [DecodePruning(adapter, step.method, record) for step in steps if isinstance(step.method, DecodeMethod)]
     needs = {need for step in steps for need in step.method.needs}
     if observables_of(needs, Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.UNROTATED):
         parts.append(LayerAttention(adapter, by_layer))

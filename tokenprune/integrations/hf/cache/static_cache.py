@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,11 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.shared.attachable import give_back_class, swap_class
+
+if TYPE_CHECKING:
+    _Base = Cache  # the mixin is put in front of a cache's class
+else:
+    _Base = object
 
 
 class KeySpan(NamedTuple):
@@ -57,10 +62,11 @@ class StaticReduction(Reduction):
         return self.of_layer(layer)[:, : past - self.removed(layer)]
 
 
-class ReducedStaticMixin:
+class ReducedStaticMixin(_Base):
     """Put in front of a static cache's own class: it tells the caller's lengths, as tensors where its own are."""
 
     tokenprune_reduction: StaticReduction
+    _tokenprune_original: type[Cache]
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return super().get_seq_length(layer_idx) + self.tokenprune_reduction.removed(layer_idx)
@@ -81,7 +87,7 @@ class ReducedStaticMixin:
         del self.tokenprune_reduction
         give_back_class(self, self._tokenprune_original, ReducedStaticMixin)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
         self.tokenprune_reduction.map_rows(lambda slots: slots.index_select(0, beam_idx.to(slots.device)))
 
@@ -91,7 +97,7 @@ def _reduced_class(cls: type[Cache]) -> type[Cache]:
     return type(cls.__name__, (ReducedStaticMixin, cls), {"_tokenprune_original": cls, "__module__": cls.__module__})
 
 
-def attach(cache: Cache, reduction: StaticReduction) -> None:
+def attach(cache: Any, reduction: StaticReduction) -> None:
     """Make `cache` report logical lengths from now on."""
     if not isinstance(cache, ReducedStaticMixin):
         swap_class(cache, _reduced_class(type(cache)))
@@ -105,7 +111,7 @@ def is_static(cache: Any) -> bool:
 
 def check_static(cache: Cache, past: int) -> None:
     """Raise UnsupportedSetupError where tokens cannot be left out of a static cache that holds `past` tokens."""
-    sliding = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
+    sliding: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
     if sliding and len(sliding) == len(cache.layers):
         raise UnsupportedSetupError(
             "cannot prune with a static cache all of whose layers are sliding: it does not know for how many tokens it "
@@ -152,7 +158,7 @@ def span_of(layer: Any, held: int, width: int) -> KeySpan:
 
 def filled_span(layer: Any, held: int, width: int) -> KeySpan:
     """Return `span_of` without the slots of tokens to come."""
-    start = span_of(layer, held, width).start
+    start = span_of(layer, held, width).start or 0
     return KeySpan(start, held + width, held + width - start)
 
 

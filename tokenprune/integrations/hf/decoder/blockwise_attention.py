@@ -93,7 +93,7 @@ class BlockAttention(Part):
                 )
         if wrong := [layer for layer in method.dense_layers if layer >= layers]:
             raise OptionError(f"{name}: dense_layers={wrong} are out of range: this decoder has {layers} layers")
-        self.layers = [layer for layer in range(layers) if layer not in method.dense_layers]
+        self.layers: list[int] = [layer for layer in range(layers) if layer not in method.dense_layers]
         if not self.layers:
             raise OptionError(f"{name}: dense_layers names all layers, so nothing would be done; leave some out")
         if sliding := [layer for layer in sliding_layers(adapter.text_config) if layer in self.layers]:
@@ -150,8 +150,10 @@ class BlockAttention(Part):
 
         rows, reasons = [], []
         for row, visuals in enumerate(self._visuals(call, batch)):
-            starts = visuals
-            if isinstance(visuals, list):
+            starts: list[int] | str
+            if isinstance(visuals, str):
+                starts = visuals
+            else:
                 starts = self.method.block_starts(visuals, places[row][-1] + 1 if places[row] else 0)
             reasons += [starts] if isinstance(starts, str) else []
             rows.append(_ids([] if isinstance(starts, str) else starts, length).masked_fill(~real[row], PADDING))
@@ -165,10 +167,12 @@ class BlockAttention(Part):
         """Return the videos and images of each row in order, or why they are not known."""
         outputs = call.outputs if self.adapter.features_per_image else {}
         segments = find_segments(call.host.masks, outputs, "image", torch.device("cpu"))
+        rows: list[list[Visual] | str] = [[] for _ in range(batch)]
+        if segments is None:
+            return rows
         encoded = record_of(call.outputs.get("video")).frames
         videos = [row for row, modality in zip(segments.row, segments.modality, strict=True) if modality == "video"]
         frames = iter(align_per_image(encoded or [], videos))
-        rows: list[list[Visual] | str] = [[] for _ in range(batch)]
         for row, modality, count, position in zip(
             segments.row, segments.modality, segments.counts, segments.position.tolist(), strict=True
         ):
@@ -226,7 +230,12 @@ class _BlockTap(Tap):
 
     def __init__(self, module: nn.Module, compute: Callable[..., Any]) -> None:
         super().__init__(module)
-        self.compute = compute
+        self._compute = compute
+
+    def compute(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None] | None:
+        return self._compute(query, key, value, attention_mask, **kwargs)
 
 
 def _ids(starts: list[int], length: int) -> Tensor:

@@ -24,7 +24,8 @@ class Carry(dict[str, Any]):
 
     def __init__(self, original: list[int]) -> None:
         super().__init__()
-        self.original, self.still = original, set()
+        self.original = original
+        self.still: set[str] = set()
 
     def remember(self, name: str, value: Any, per_token: bool | None) -> None:
         """Keep `value`; see `VisualTokens.remember`."""

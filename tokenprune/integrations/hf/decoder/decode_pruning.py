@@ -56,33 +56,33 @@ class _Prefill:
 class DecodePruning(Part):
     """Begins a `DecodeState` at the cut of the prefill, and goes on with it in each step of decoding.
 
-    step: of the method that acts while decoding. record: True to note every cut in the statistics.
+    method: the one that acts while decoding. record: True to note every cut in the statistics.
     """
 
-    def __init__(self, adapter: Adapter, step: Step, record: bool) -> None:
+    def __init__(self, adapter: Adapter, method: DecodeMethod, record: bool) -> None:
         super().__init__()
-        self.adapter, self.step, self.record = adapter, step, record
+        self.adapter, self.method, self.record = adapter, method, record
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         # Another patch than the one that made the cache leaves it as it is.
         decode = call.cached.decode
-        if decode is not None and inputs.embeds.shape[1] == 1 and self.step.method == decode.method:
-            call.state.put(Decides(self.step.layer))
+        if decode is not None and inputs.embeds.shape[1] == 1 and self.method == decode.method:
+            call.state.put(Decides(decode.layer))
 
     def before_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        if layer != self.step.layer:
+        if layer != self.method.layer:
             return
         if call.cuts_at(layer):
             hidden = self.adapter.flatten(hidden_states(args, kwargs))
             query = Sources(call, hidden, self.adapter).last_slot()
             row = _row(call, query, call.past + call.layout.length)
             call.state.put(_Prefill(row, call.segments.to(hidden.device)))
-        elif call.state.get(Decides) is not None:
-            _decide(call)
+        elif call.state.get(Decides) is not None and call.cached.decode is not None:
+            _decide(call, call.cached.decode)
 
     def after_cut(self, call: Call, step: Step) -> None:
         if (prefill := call.state.pop(_Prefill)) is not None:
-            call.cached.decode = _begin(call, step.method, prefill.row, prefill.segments, self.record)
+            call.cached.decode = _begin(call, self.method, prefill.row, prefill.segments, self.record)
 
 
 # -- checks
@@ -122,21 +122,21 @@ def check_cache(method: DecodeMethod, cache: Cache) -> None:
 # -- a call
 
 
-def _decide(call: Call) -> None:
+def _decide(call: Call, state: DecodeState) -> None:
     """Drop more visual tokens at the input of the cut's layer, before the layers from here on run."""
-    start, state = time.perf_counter(), call.cached.decode
+    start, cached = time.perf_counter(), call.cached
     row = _row(call, torch.zeros_like(call.layout.index), call.past + 1)  # the one token of the call
     call.state.pop(Seen)
     changed = state.decide(row, call.past)
-    if changed and state.method.mode == "evict":
-        _evict(call.cached.cache, call.cached.reduction, state)
-    state.stats.overhead_ms += 1000 * (time.perf_counter() - start)
+    if changed and state.method.mode == "evict" and cached.reduction is not None:
+        _evict(cached.cache, cached.reduction, state)
+    state.stats.overhead_ms = (state.stats.overhead_ms or 0.0) + 1000 * (time.perf_counter() - start)
 
 
 def _row(call: Call, query: Tensor, length: int) -> Tensor:
     """float32 `[B, H, length]`: attention of one token (slot `query`, `[B, 1]`) over logical positions, in the layer
     before the current one."""
-    seen = require(call.state.get(Seen) and call.state[Seen].before, "last_row_attention")
+    seen: Any = require(call.state.get(Seen) and call.state[Seen].before, "last_row_attention")
     with torch.no_grad():
         row = seen.rows(query.to(seen.query.device))[:, :, 0]
     columns = call.groups[-1].columns.to(row.device)[:, -row.shape[2] :]  # a sliding layer sees the last ones
@@ -215,7 +215,7 @@ def _per_row(segments: Segments, batch: int) -> Tensor:
     return torch.tensor(counts)
 
 
-def _evict(cache: Cache, reduction: Reduction, state: DecodeState) -> None:
+def _evict(cache: Any, reduction: Reduction, state: DecodeState) -> None:
     """Take the keys and values of dropped tokens out of the layers from the cut on: memory is freed.
 
     Rows that hold fewer tokens than the widest are filled on the left with empty slots.

@@ -108,11 +108,11 @@ def keep_input(
             f"{adapter.config.model_type!r} gets no rotary positions; use a method that does not need them"
         )
     batch = len(hidden)
-    turned = rotation and tuple(one.expand(batch, -1, -1) for one in rotation)
+    turned = rotation and (rotation[0].expand(batch, -1, -1), rotation[1].expand(batch, -1, -1))
     inputs = call.state.get(Inputs) or call.state.put(Inputs())
     inputs.before = LayerInput(hidden, turned)
-    if any(one.where is Where.UNROTATED for one in needed):
-        inputs.unrotated = unrotated(call, adapter, layer, args, kwargs)
+    if rotation is not None and any(one.where is Where.UNROTATED for one in needed):
+        inputs.unrotated = unrotated(call, adapter, layer, args, kwargs, rotation)
 
 
 def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -124,14 +124,15 @@ def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | 
     return found if whole else None
 
 
-def unrotated(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
+def unrotated(
+    call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any], rotation: tuple[Tensor, Tensor]
+) -> Observation:
     """Return what the attention of `layer` would see of this call's tokens if it turned nothing.
 
     The layer runs with angles of 0 until its attention function is called, so its own norms and projections apply, and
     whatever it turns against what, in whichever order, and by which factor; nothing behind is computed.
     """
-    cos, sin = rotation_of(args, kwargs)
-    still = (torch.ones_like(cos), torch.zeros_like(sin))
+    still = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1]))
     if "position_embeddings" in kwargs:
         kwargs = kwargs | {"position_embeddings": still}
     args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)

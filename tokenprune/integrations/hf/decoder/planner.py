@@ -52,7 +52,7 @@ class Planner:
     def plan(self, call: Call) -> bool:
         """Plan the cuts of a call, and return whether tokens leave."""
         merged = call.state.get(Merged)
-        counts = call.segments.counts if merged is None else merged.selection.counts
+        counts = call.segments.counts if merged is None else merged.counts
         tokens, at_least = call.host.tokens_per_row, partial(self._at_least, call)
         call.plan = plan_cuts(self.steps, self.shape, call.segments, counts, tokens, at_least)
         call.cuts = call.plan.cuts

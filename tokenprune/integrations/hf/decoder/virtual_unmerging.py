@@ -51,9 +51,9 @@ def check_composition(methods: Sequence[Method]) -> None:
     """Raise OptionError for methods that act on the decoder's tokens beside one that unmerges them."""
     for method in methods:
         later = [other.name for other in methods if other.site.order > Site.IN_ENCODER.order]
-        if form_of(method) != "off" and later:
+        if (form := form_of(method)) != "off" and later:
             raise OptionError(
-                f'{method.name} with vtu="{method.vtu}" cannot be composed with {", ".join(later)}: what the decoder '
+                f'{method.name} with vtu="{form}" cannot be composed with {", ".join(later)}: what the decoder '
                 'attends to and caches are not the tokens that its layers hold; use vtu="off"'
             )
 
@@ -159,7 +159,7 @@ class VirtualUnmerging(Part):
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         """Take over what was merged in the tower, so that it is not cut out: `Merged` becomes `Unmerged`."""
-        if call.state.get(Merged) is None:
+        if (merged := call.state.pop(Merged)) is None:
             return
         check_arguments(self.adapter, inputs.arguments())
         if reruns_layers(self.decoder):
@@ -167,10 +167,10 @@ class VirtualUnmerging(Part):
                 "gradient checkpointing runs decoder layers a second time, when it is forgotten which tokens are one; "
                 'call model.gradient_checkpointing_disable(), or use vtu="off"'
             )
-        merged, (batch, length) = call.state.pop(Merged), inputs.embeds.shape[:2]
+        batch, length = inputs.embeds.shape[:2]
         segments = call.segments.to(merged.selection.keep.device)
         unmerged = Unmerged.of(merged.selection, segments, batch, length, call.host.padding_to_drop)
-        call.report.unmerge(call, merged.step, merged.selection, unmerged.layout)
+        call.report.unmerge(call, merged, unmerged.layout)
         call.state.put(unmerged)
 
     # -- hooks

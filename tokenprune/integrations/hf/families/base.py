@@ -42,6 +42,9 @@ _POINTWISE = {"mlp", "moe"}
 class Adapter(PatchSource):
     """The common contract; it serves every model type that no other adapter names in `families`."""
 
+    base: Any  # modules of transformers, whose attributes have no types
+    decoder: Any
+
     families: tuple[str, ...] = ()
     decoder_names: tuple[str, ...] = ("language_model",)
     norm_name = "norm"  # of the decoder's last norm

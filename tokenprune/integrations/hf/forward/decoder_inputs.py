@@ -38,8 +38,9 @@ class DecoderInputs:
     def of(arguments: Mapping[str, Any]) -> DecoderInputs:
         """Return the inputs that a call by name with `arguments` has."""
         extras = {name: value for name, value in arguments.items() if name not in _NAMES.values()}
-        own = {field: arguments.get(name) for field, name in _NAMES.items()}
-        return DecoderInputs(**own, extras=extras, given=frozenset(arguments))
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        cache, given = arguments.get("past_key_values"), frozenset(arguments)
+        return DecoderInputs(arguments["inputs_embeds"], mask, positions, cache, extras, given)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments by name, for the decoder; a dictionary of the caller's own."""

@@ -108,14 +108,15 @@ class LayerInputs:
                 mask = self.attention_mask(mask, keys, adapter.attention, hidden_states(args, kwargs).dtype, layer)
             kwargs["attention_mask"] = mask
         if self.rows() is not None:
-            args = list(args)
+            placed = list(args)
             for name, dim in adapter.layer_tokens.items():
                 if isinstance(name, int):
-                    if name < len(args):
-                        args[name] = self.gathered(args[name], dim)
+                    if name < len(placed):
+                        placed[name] = self.gathered(placed[name], dim)
                 elif name in kwargs:
                     kwargs[name] = self.gathered(kwargs[name], dim)
-        return tuple(args), kwargs
+            args = tuple(placed)
+        return args, kwargs
 
     def rows(self) -> Tensor | None:
         """long `[B, W]`: slots of the arrival layout that the group's layout consists of; None if they are the same."""

@@ -46,6 +46,12 @@ class Merged:
     step: Step
     selection: Selection
 
+    @property
+    def counts(self) -> list[int]:
+        """The number of tokens that are left of each segment."""
+        known = self.selection.counts
+        return self.selection.keep.sum(1).tolist() if known is None else known
+
 
 # What a cut is to leave of each segment, told the step, how many tokens of each arrive, and how many its budget wants.
 AtLeast = Callable[[Step, Sequence[int], Sequence[int]], list[int]]

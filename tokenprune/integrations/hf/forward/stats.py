@@ -14,13 +14,14 @@ from torch import Tensor
 from tokenprune.base import Selection
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out, stored_bytes
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
-from tokenprune.integrations.hf.cache.static_cache import is_static
+from tokenprune.integrations.hf.cache.static_cache import StaticReduction, is_static
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Cut, Removal, Stats
 from tokenprune.view.tokens import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.plan import Merged
     from tokenprune.integrations.hf.sequence.layout import Layout
 
 
@@ -53,17 +54,17 @@ class Report:
         self.pairs: dict[int, list[int]] = {}
 
     def add_time(self, seconds: float) -> None:
-        self.stats.overhead_ms += 1000 * seconds
+        self.stats.overhead_ms = (self.stats.overhead_ms or 0.0) + 1000 * seconds
 
     def cut(self, call: Call, step: Any, selection: Selection, before: Segments) -> None:
         """A cut was made; `call` holds the state after it."""
         self._note(call, call.layout, call.segments.counts, step, selection, before)
 
-    def unmerge(self, call: Call, step: Any, selection: Selection, layout: Layout) -> None:
+    def unmerge(self, call: Call, merged: Merged, layout: Layout) -> None:
         """Tokens that the tower merged stay one for the decoder's weights, which run on those of `layout`, but not for
         its attention and cache."""
         self.whole_attention = True
-        self._note(call, layout, selection.counts, step, selection, call.segments)
+        self._note(call, layout, merged.counts, merged.step, merged.selection, call.segments)
 
     def _note(
         self, call: Call, layout: Layout, counts: list[int], step: Any, selection: Selection, before: Segments
@@ -112,7 +113,7 @@ class Report:
         whole = sum(self.shape.prefill_flops([tokens] * layers) for tokens in self.tokens)
         stats.prefill_flops_ratio_tokens = self._flops(rows, self.tokens) / whole
 
-    def _flops(self, rows: list[Sequence[int]], whole: list[int]) -> float:
+    def _flops(self, rows: Sequence[Sequence[int]], whole: list[int]) -> float:
         """FLOPs of rows with so many tokens in each layer; whole: those that each row came with."""
         return sum(
             self.shape.prefill_flops(list(row), self._attention(index, row, tokens))
@@ -201,7 +202,8 @@ def _slots_of(cache: Any, index: int, layer: Any, full: int) -> int:
     """Return how many slots a layer would have for `full` tokens if none was removed."""
     if is_static(cache):
         reduction = reduction_of(cache)
-        return layer.max_cache_len if reduction is None else reduction.full.get(index, layer.max_cache_len)
+        made = reduction.full if isinstance(reduction, StaticReduction) else {}
+        return made.get(index, layer.max_cache_len)
     window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
     return min(full, window - 1) if window else full
 
@@ -228,7 +230,8 @@ def _add_cut(
     cut: Callable[..., Cut], past: int, positions: Tensor, selection: Selection, before: Segments, stats: Stats
 ) -> None:
     kept = [[past + p for p in row if p >= 0] for row in positions.tolist()]
-    sources = weights = None
+    sources: list[dict[int, list[int]]] | None = None
+    weights: list[dict[int, list[float]]] | None = None
     if selection.assign is not None:
         sources, weights = [{} for _ in kept], [{} for _ in kept]
         targets, place = selection.assign.tolist(), before.position.tolist()

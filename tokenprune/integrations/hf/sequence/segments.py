@@ -210,7 +210,7 @@ class Kept:
         width = max(counts)
         order = partition(rows)[:, :width] if alive else torch.zeros(0, 0, dtype=torch.long, device=keep.device)
         limit = to_device([counts[index] for index in alive], keep.device)[:, None]
-        return Kept(tuple(keep.shape), alive, order, torch.arange(width, device=keep.device) < limit)
+        return Kept((keep.shape[0], keep.shape[1]), alive, order, torch.arange(width, device=keep.device) < limit)
 
     @property
     def withdraws(self) -> bool:
