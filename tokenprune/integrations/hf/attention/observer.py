@@ -31,7 +31,7 @@ _NAMES = ("tokenprune_observed", "tokenprune_observed_flash")
 
 @dataclass
 class Seen:
-    """What a call has seen of attention for the next cut.
+    """Attention that a call has seen for the next cut.
 
     before: in the layer before it. behind: in the layer behind it, as it would be if nothing was cut.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one layer of a cache stores, however it does: in full, quantized, or on the host between two steps."""
+"""Read the states that one layer of a cache stores: in full, quantized, or on the host between two steps."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _KNOWN_LAYERS = {
 
 @dataclass
 class Reduction:
-    """Which logical positions the layers of a cache hold.
+    """Logical positions that the layers of a cache hold.
 
     length: the logical length. slots: per group of layers (first layer, long `[B, n]` of logical positions, -1 = empty
     slot); groups are ordered, each reaching to the first layer of the next. ragged: whether any slot may be empty.

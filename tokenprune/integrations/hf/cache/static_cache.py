@@ -28,7 +28,7 @@ else:
 
 
 class KeySpan(NamedTuple):
-    """Which of a group's columns are the keys that a layer attends to: from `start` to before `stop`, and empty slots
+    """Columns of a group that are the keys that a layer attends to: from `start` to before `stop`, and empty slots
     behind them up to `slots` in all."""
 
     start: int | None
@@ -44,7 +44,7 @@ class KeySpan(NamedTuple):
 
 @dataclass
 class StaticReduction(Reduction):
-    """Which logical positions the layers of a static cache hold; `slots` are the groups' tables.
+    """Logical positions that the layers of a static cache hold; `slots` are the groups' tables.
 
     capacity: how many tokens the cache was made for. full: the slots that layers were made for which hold fewer.
     in_turn: whether a call is under way that may remove tokens; else a step only needs the masks of what is there.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call knows of the decoder's cache, of one that grows and of a static one."""
+"""Views of the decoder's cache for one call: of a cache that grows, and of a static one."""
 
 from __future__ import annotations
 

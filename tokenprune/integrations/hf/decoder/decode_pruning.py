@@ -46,7 +46,7 @@ class Decides:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """What a cut in the prefill needs of the state before it. row: float32 `[B, H, length]`, attention of the last
+    """State before a cut in the prefill. row: float32 `[B, H, length]`, attention of the last
     token. segments: the visual tokens that arrive."""
 
     row: Tensor

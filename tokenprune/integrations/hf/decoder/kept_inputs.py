@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Inputs:
-    """What a call keeps for the cuts to come.
+    """Everything that a call keeps for the cuts to come.
 
     entry: `[B, W, D]`, what entered the decoder, and the layout of its slots; last: the layer of the last cut that
     reads it. before: what the layer before the next cut was called with; unrotated: what its attention would see

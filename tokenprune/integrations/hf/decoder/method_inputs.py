@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method may see of a call: everything behind a `VisualTokens`."""
+"""The parts of a call that a method may see, for a `VisualTokens`."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class StopForward(Exception):
 
 
 def probe_layer(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
-    """What the attention of `layer` would see of the tokens that arrive at it, if none were cut.
+    """Return what the attention of `layer` would see of the tokens that arrive at it, if none were cut.
 
     The layer runs until its attention function is called, so its own norms, projections and rotary embedding apply,
     whatever the family calls them; the cache is left out, and nothing behind is computed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods that compare the frames of a video ask of a patch, and of a call."""
+"""Serve methods that compare the frames of a video, or refuse a patch or a call."""
 
 from __future__ import annotations
 

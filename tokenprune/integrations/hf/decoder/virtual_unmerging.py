@@ -60,7 +60,7 @@ def check_composition(methods: Sequence[Method]) -> None:
 
 @dataclass
 class Unmerged:
-    """Which of a call's L tokens are one, and what the attention module that runs now was given.
+    """Groups of a call's L tokens that are one, and the input of the attention module that runs now.
 
     layout: its W slots hold the first token of each group, text tokens among them. slot: long `[B, L]`, the slot that
     each token shares; padding takes the last one along, and changes nothing of it. padding: bool `[B, L]`, None without

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class FeatureStates:
-    """What each feature of a patch keeps for one forward: one object of a class of its own, found by that class."""
+    """State that parts of a patch keep for one forward: one object of a class of its own, found by that class."""
 
     def __init__(self) -> None:
         self._objects: dict[type, Any] = {}
@@ -48,7 +48,7 @@ class FeatureStates:
 
 @dataclass(frozen=True)
 class OnHost:
-    """What the host knows of a call's tokens.
+    """A call's tokens, as far as the host knows them.
 
     masks: bool `[B, L]` for each modality, where its placeholders are. padding: bool `[B, L]`, or None if the caller
     told of none. ids: long `[B, L]`, or None where they are not known or nobody reads them.
@@ -77,7 +77,7 @@ class OnHost:
 
     @cached_property
     def tokens_per_row(self) -> list[int]:
-        """How many tokens of each row are no padding."""
+        """The number of tokens of each row that are no padding."""
         return (self.real | self.visual).sum(1).tolist()
 
     @cached_property

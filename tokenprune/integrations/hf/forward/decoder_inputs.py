@@ -20,7 +20,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class DecoderInputs:
-    """What a decoder is called with. Whoever changes something makes a changed copy.
+    """Arguments of one call of a decoder. A component that changes one returns a changed copy.
 
     embeds: `[B, L, D]`. mask: in any form that the decoder takes, or None. positions: long `[..., B or 1, L]`, or None,
     where the decoder counts them. cache: the key/value cache, or None. extras: all other arguments, by name. given:

@@ -38,7 +38,7 @@ class _Group:
 
 
 class Report:
-    """What one forward removed; belongs to its call, and becomes the model's `Stats` when the decoder is done. What
+    """The removals of one forward; belongs to its call, and becomes the model's `Stats` when the decoder is done. What
     costs time, or would ask the device, is left to whoever asks for the statistics (`Stats.finalize`).
 
     segments: the visual tokens that reach the decoder; tokens: of each row, padding left out; length: slots of a row of
@@ -217,7 +217,7 @@ def _filled_layers(cache: Any) -> list[tuple[int, Any]]:
 def _cut_record(
     call: Call, layout: Layout, step: Any, selection: Selection, before: Segments
 ) -> Callable[[Stats], None]:
-    """What adds a `Cut` to the statistics, when it is called; until then nothing is read of the device."""
+    """Return a function that adds a `Cut` to the statistics; until then nothing is read of the device."""
     positions = layout.positions()
     padding = call.padding(layout.length)
     if padding is not None:
