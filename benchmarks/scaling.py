@@ -75,7 +75,7 @@ def _fits(name: str) -> bool:
     """Whether a method makes its cut itself, not by stages of others, and reads what is made up here."""
     about = tokenprune.method_info(name)
     itself = about.cls.select is not Pruner.select or about.cls.score is not Pruner.score
-    places = (Where.ENTRY, Where.UNROTATED, Where.INPUT_BEFORE, Where.MODULES_BEFORE)
+    places = (Where.ENTRY, Where.UNROTATED, Where.INPUT_BEFORE, Where.OWN)
     unknown = {"values", "value_heads", "last_row_output", "encoder_flow"}
     return itself and not about.needs & unknown and not observables_of(about.needs, *places)
 

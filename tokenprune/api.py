@@ -259,7 +259,9 @@ def feature_cache(model: Any) -> FeatureCache:
         raise NotPatchedError(
             f"this {type(model).__name__} is patched without a feature cache: pass feature_cache=, a number of bytes"
         )
-    found: FeatureCache = attachment.engine.reuse.cache
+    from tokenprune.integrations.hf.tower.reuse import FeatureReuse
+
+    found: FeatureCache = attachment.engine.part(FeatureReuse).cache
     return found
 
 

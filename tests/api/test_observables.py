@@ -18,7 +18,7 @@ import tokenprune
 from tokenprune import BudgetError, OptionError, RegistrationError, Selection, Site, TokenPruneError, registry
 from tokenprune.integrations.vllm.setting.servable import check_method as check_served
 from tokenprune.view import registry as observable_registry
-from tokenprune.view.observable import Backend, PerToken, TowerBlock, Where
+from tokenprune.view.observable import Backend, Observable, PerToken, Recorder, TowerBlock, Where
 from tokenprune.view.registry import register_observable
 from zoo import FAMILIES, Family
 
@@ -112,6 +112,46 @@ def test_a_new_observable_of_the_tower_is_one_class(build) -> None:
     first, keys = both[0]
     heads = first.shape[-1]
     torch.testing.assert_close(first, keys.unflatten(-1, (heads, -1))[..., 0])
+
+
+@torch.no_grad()
+def test_a_new_place_of_observation_is_one_class(build) -> None:
+    """An observable watches modules that nothing else reads: here the norms in front of attention and MLP."""
+
+    @register_observable("norm_gains")
+    class NormGains(Observable):
+        """`[S, N, 2]`: the length of each token after a norm of the layer before the cut."""
+
+        where = Where.OWN
+        axes = "SND"
+
+        def attach(self, adapter: Any, layer: int) -> Recorder:
+            before = adapter.decoder.layers[layer - 1]
+            norms = [before.input_layernorm, before.post_attention_layernorm]
+            return Recorder(norms, lambda args, kwargs, output: output.float().norm(dim=-1))
+
+        def of_visual(self, source: Any, segments: Any, *layer: int | float) -> torch.Tensor:
+            return source.at(torch.stack(source.recorded(self.name), -1), segments.position, segments)
+
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(1, 2))
+    outputs, hooks = [], []
+    before = model.model.language_model.layers[1]
+    for norm in (before.input_layernorm, before.post_attention_layernorm):
+        hooks.append(norm.register_forward_hook(lambda module, args, output: outputs.append(output)))
+    seen = reader(("norm_gains",), lambda tokens: (tokens.norm_gains, tokens.segments))
+    with tokenprune.patched(model, "reader", keep=0.5):
+        model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    (gains, segments), want = seen[0], torch.stack([one.norm(dim=-1) for one in outputs], -1)
+    for index, count in enumerate(segments.counts):
+        found = want[segments.row[index], segments.position[index, :count]]
+        torch.testing.assert_close(gains[index, :count], found)
+    with pytest.raises(OptionError, match="norm_gains"):  # no layer ran yet
+        reader(("norm_gains",), lambda tokens: tokens.norm_gains, "PRE_LLM")
+        tokenprune.patch(model, "reader", keep=0.5)
+    assert not tokenprune.is_patched(model)
 
 
 def test_a_wrong_observable_is_refused() -> None:

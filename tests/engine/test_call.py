@@ -77,7 +77,7 @@ def test_padding_that_leaves_is_none_of_the_visual_tokens():
 def test_nothing_is_read_of_the_device_until_it_is_asked_for():
     ids = torch.tensor([[5, 1, 1, 6]])
     call = Call({"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
-    assert call.host is None
+    assert not call.masks and call.host.ids is None
     call.read_to_host({"image": ids == 1}, with_ids=True)
     assert call.host.ids.tolist() == ids.tolist()
     assert call.host.padding.tolist() == [[True, False, False, False]]
@@ -156,7 +156,7 @@ def test_planning_again_says_nothing(caplog):
     calls = []
 
     class Watch(Part):
-        def planned(self, call: Call) -> None:
+        def on_plan(self, call: Call) -> None:
             calls.append(call)
 
     family = FAMILIES["llava"]

@@ -46,7 +46,7 @@ def families(
 
 
 _LINES = 8  # columns of the screen that hold no text: lines and blanks of a table with two columns, and a comma
-_Shown = tuple[str, tuple[str, ...], list[tuple[str, ...]]]  # title, columns, rows
+_Shown = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
 
 
 def _known() -> Iterator[_Shown]:

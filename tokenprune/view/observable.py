@@ -9,7 +9,8 @@ observe what `where` says, and refuse what `backends` does not have.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +19,7 @@ import torch
 from tokenprune.ops.transfer import to_device
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from tokenprune.view.segments import SeenAttention, Segments, Sizes, TextView
     from tokenprune.view.source import TokenSource
@@ -36,10 +37,10 @@ class Where(enum.StrEnum):
     NEXT_LAYER = "NEXT_LAYER"  # the attention of the layer after the cut, if nothing was cut
     INPUT_BEFORE = "INPUT_BEFORE"  # what the decoder layer before the cut is called with
     UNROTATED = "UNROTATED"  # the attention of the layer before the cut, if it did not rotate
-    MODULES_BEFORE = "MODULES_BEFORE"  # what attention and MLP of the layer before the cut make of what they get
     TOWER_BLOCK = "TOWER_BLOCK"  # the attention of a block of the vision tower
     TOWER = "TOWER"  # the vision tower as a whole
     FRAMES = "FRAMES"  # which frame of a video tokens are of
+    OWN = "OWN"  # modules of the decoder that the observable names itself: see `Observable.attach`
 
 
 class Backend(enum.StrEnum):
@@ -49,6 +50,18 @@ class Backend(enum.StrEnum):
     HF = "hf"
     VLLM = "vllm"
     VLLM_IN_LLM = "vllm_in_llm"
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """What an observable with a place of its own records in a forward: a value of each module, for the next cut.
+
+    modules: the modules to watch, each of which runs after the cut before. read: returns a value from a module's
+    arguments, by place and by name, and its output; it runs without gradient.
+    """
+
+    modules: Sequence[nn.Module]
+    read: Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 class Observable:
@@ -78,6 +91,15 @@ class Observable:
     def declared(self, needs: frozenset[str]) -> bool:
         """Return whether a method of these `needs` may read it."""
         return self.where is Where.CUT or self.name in needs
+
+    def attach(self, adapter: Any, layer: int) -> Recorder:
+        """Return what to record for a cut at the input of decoder layer `layer`, where `where` is OWN.
+
+        `of_visual` finds the values by `source.recorded(self.name)`, in the order of the modules.
+
+        adapter: finds modules of any family: `decoder.layers`, `attention_of(layer)`, `modules_of(layer)`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement attach()")
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Any:
         """Return the value for the visual tokens of `segments`, `[S, N, ...]`. layer: if `by_layer`."""

@@ -147,11 +147,9 @@ class TokenSource:
         """Queries and keys of the layer before the cut as they are without rotary embedding."""
         raise _refused("queries and keys before rotary embedding")
 
-    @property
-    def transitions(self) -> Tensor:
-        """The change of each slot by attention and MLP of the layer before the cut, float32 `[B, W, 2, 2]`: the growth
-        of its norm, and the cosine to its input."""
-        raise _refused("what the modules of the layer before the cut make of their inputs")
+    def recorded(self, name: str) -> list[Any]:
+        """Return what the observable `name` recorded at a place of its own, a value of each module that it watches."""
+        raise _refused(f"what {name} records")
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
         """Return `[S, N, D]`, what entered the decoder of the tokens at `position`, long `[S, N]`."""

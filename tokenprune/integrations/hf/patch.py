@@ -16,12 +16,16 @@ from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.guard.settings import Guard
 from tokenprune.integrations.hf.decoder.blockwise_attention import BlockAttention
 from tokenprune.integrations.hf.decoder.checks import check_abilities, check_steps
+from tokenprune.integrations.hf.decoder.decode_pruning import DecodePruning
 from tokenprune.integrations.hf.decoder.drafts import Drafts
 from tokenprune.integrations.hf.decoder.engine import Engine
+from tokenprune.integrations.hf.decoder.kept_inputs import KeptInputs
+from tokenprune.integrations.hf.decoder.layer_attention import LayerAttention
+from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
 from tokenprune.integrations.hf.decoder.video_frames import VideoFrames, compares_frames
 from tokenprune.integrations.hf.decoder.virtual_unmerging import VirtualUnmerging, check_composition, form_of
 from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.guard.part import check_processor, guard_for
@@ -34,6 +38,7 @@ from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.hf.tower.reuse import FeatureReuse
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
 from tokenprune.integrations.shared.composition import check_places, composition_key
+from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import Where
 from tokenprune.view.registry import observables_of
@@ -123,9 +128,21 @@ def _parts(
         parts.append(FullCounts(pixels))
     if (watching := guard_for(adapter, guard, methods, budgets, processor)) is not None:
         parts.append(watching)
-    reuse = None
     if feature_cache is not None:
         # What happens to tokens inside the tower is counted for a whole call.
         apart = not any(isinstance(part, (TowerPatch, UnitDrop)) for part in parts)
-        reuse = FeatureReuse(adapter, feature_cache, apart)
-    return [*pixels, Engine(adapter, steps, parts, record, reuse)]
+        parts.append(FeatureReuse(adapter, feature_cache, apart))
+    return [*pixels, Engine(adapter, steps, [*parts, *_decoder_parts(adapter, steps, record)], record)]
+
+
+def _decoder_parts(adapter: Adapter, steps: Sequence[Step], record: bool) -> list[Part]:
+    """Return the parts that observe and follow the cuts at the decoder."""
+    by_layer = {step.layer: step for step in steps}
+    parts: list[Part] = [StaticSteps(adapter)]
+    parts += [DecodePruning(adapter, step.method, record) for step in steps if isinstance(step.method, DecodeMethod)]
+    needs = {need for step in steps for need in step.method.needs}
+    if observables_of(needs, Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.UNROTATED):
+        parts.append(LayerAttention(adapter, by_layer))
+    if observables_of(needs, Where.ENTRY, Where.INPUT_BEFORE, Where.UNROTATED, Where.OWN):
+        parts.append(KeptInputs(adapter, by_layer))
+    return parts

@@ -18,6 +18,12 @@ def run_eagerly(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def with_call(current: Callable[[], Any], function: Callable, *args: Any) -> Any:
+    """Return `run_eagerly(function, call, *args)` where `current()` is a call, else None, as `in_call`."""
+    call = current()
+    return None if call is None else run_eagerly(function, call, *args)
+
+
 def in_call(current: Callable[[], Any], function: Callable, *args: Any) -> Any:
     """Return `run_eagerly(function, *args)` where `current()` is a call, else None: a graph goes on where there is
     nothing to do."""

@@ -31,7 +31,7 @@ _NAMES = ("tokenprune_observed", "tokenprune_observed_flash")
 
 @dataclass
 class Seen:
-    """What a call has seen of attention for the next cut.
+    """Attention that a call has seen for the next cut.
 
     before: in the layer before it. behind: in the layer behind it, as it would be if nothing was cut.
     """
@@ -55,7 +55,8 @@ class _Taps(list["Tap"]):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.config = module, module.config
+        self.module: Any = module
+        self.config: Any = module.config
         self.join = heads_of_all_ranks(module)
 
     def original(self) -> Callable:
@@ -73,7 +74,7 @@ class Tap(Attachable):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = module
+        self.module: Any = module
         if not hasattr(self.config, "_attn_implementation"):
             raise UnsupportedModelError(
                 f"{type(module).__name__} does not look its attention function up in a config, so its attention can be "
@@ -106,6 +107,7 @@ class Tap(Attachable):
 
     def record(self, observation: Observation) -> Tensor | None:
         """One attention call is about to be computed; return a mask to be used instead of the observed one, or None."""
+        return None
 
     def compute(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -120,11 +122,14 @@ class Observer(Tap):
 
     def __init__(self, module: nn.Module, record: Callable[[Observation], Tensor | None]) -> None:
         super().__init__(module)
-        self.record = record
+        self._record = record
+
+    def record(self, observation: Observation) -> Tensor | None:
+        return self._record(observation)
 
 
 def observed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *dropout: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *dropout: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The attention function of an observed module: hand queries and keys on, then do what the original does.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache remembers while visual tokens are removed from it step by step."""
+"""State on a cache from which visual tokens are removed step by step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DecodeState:
 
     @property
     def has_hidden(self) -> bool:
-        """Whether the cache holds tokens that its layers must not see."""
+        """True if the cache holds tokens that its layers must not see."""
         return self.method.mode != "evict" and bool((self.count < self.start).any())
 
     # -- following the cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one layer of a cache stores, however it does: in full, quantized, or on the host between two steps."""
+"""Read the states that one layer of a cache stores: in full, quantized, or on the host between two steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from tokenprune.integrations.hf import compat
 
@@ -22,7 +22,7 @@ def is_offloaded(cache: Any) -> bool:
     return getattr(cache, "offloading", False)
 
 
-def slots_handed_out(layer: CacheLayerMixin) -> int:
+def slots_handed_out(layer: Any) -> int:
     """Return how many physical slots a layer of a cache hands out beside the tokens of a call.
 
     A sliding layer that records its past holds more of them until it is cropped: those that it would otherwise have
@@ -36,7 +36,7 @@ def slots_handed_out(layer: CacheLayerMixin) -> int:
     return min(held, layer.sliding_window - 1) if records else held
 
 
-def stored_bytes(layer: CacheLayerMixin) -> int:
+def stored_bytes(layer: Any) -> int:
     """Return the bytes of the slots that a layer hands out, as they are stored: scales and zero points of quantized
     ones count, what is kept until the next crop only does not."""
     if is_quantized(layer):
@@ -67,7 +67,7 @@ def values_of(cache: Cache, layer: int) -> Tensor:
 
 
 def _states(cache: Cache, index: int, name: str) -> Tensor:
-    layer = cache.layers[index]
+    layer: Any = cache.layers[index]
     states = getattr(layer, name)
     if is_quantized(layer):
         return _dequantized(layer, getattr(layer, f"_quantized_{name}"), states)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ from tokenprune.integrations.shared.attachable import give_back_class, swap_clas
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache.decode_state import DecodeState
 
+    _Base = Cache  # mixins are put in front of a cache's class
+else:
+    _Base = object
+
 
 _KNOWN_LAYERS = {
     DynamicLayer,
@@ -45,7 +49,7 @@ _KNOWN_LAYERS = {
 
 @dataclass
 class Reduction:
-    """Which logical positions the layers of a cache hold.
+    """Logical positions that the layers of a cache hold.
 
     length: the logical length. slots: per group of layers (first layer, long `[B, n]` of logical positions, -1 = empty
     slot); groups are ordered, each reaching to the first layer of the next. ragged: whether any slot may be empty.
@@ -74,10 +78,11 @@ class Reduction:
             self.decode.map(change)
 
 
-class _ReducedMixin:
+class _ReducedMixin(_Base):
     """Put in front of a cache's own class; see the module's docstring."""
 
     tokenprune_reduction: Reduction
+    _tokenprune_original: type[Cache]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.tokenprune_reduction.length
@@ -97,7 +102,7 @@ class _ReducedMixin:
         super().reset()
         restore(self)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
         self.tokenprune_reduction.map_rows(lambda slots: slots.index_select(0, beam_idx.to(slots.device)))
 
@@ -126,7 +131,9 @@ class _ReducedMixin:
         remove = -tokens_to_remove if removes else max(0, reduction.length - tokens_to_remove)
         if remove == 0:
             # Layers that record their past give up what is not needed any more; older ones record none.
-            return super().crop(0) if compat.CROP_REMOVES else None
+            if compat.CROP_REMOVES:
+                super().crop(0)
+            return
         self._refuse_quantized("crop")
         length = reduction.length - remove
         for _, slots in reduction.slots:
@@ -155,7 +162,7 @@ def reduction_of(cache: Cache | None) -> Reduction | None:
     return getattr(cache, "tokenprune_reduction", None)
 
 
-def attach(cache: Cache, reduction: Reduction) -> None:
+def attach(cache: Any, reduction: Reduction) -> None:
     """Make `cache` report logical lengths from now on."""
     if not isinstance(cache, _ReducedMixin):
         swap_class(cache, _reduced_class(type(cache)))

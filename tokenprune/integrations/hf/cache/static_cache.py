@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,14 @@ from tokenprune.integrations.hf.cache.reduced_cache import Reduction
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.shared.attachable import give_back_class, swap_class
 
+if TYPE_CHECKING:
+    _Base = Cache  # the mixin is put in front of a cache's class
+else:
+    _Base = object
+
 
 class KeySpan(NamedTuple):
-    """Which of a group's columns are the keys that a layer attends to: from `start` to before `stop`, and empty slots
+    """Columns of a group that are the keys that a layer attends to: from `start` to before `stop`, and empty slots
     behind them up to `slots` in all."""
 
     start: int | None
@@ -39,7 +44,7 @@ class KeySpan(NamedTuple):
 
 @dataclass
 class StaticReduction(Reduction):
-    """Which logical positions the layers of a static cache hold; `slots` are the groups' tables.
+    """Logical positions that the layers of a static cache hold; `slots` are the groups' tables.
 
     capacity: how many tokens the cache was made for. full: the slots that layers were made for which hold fewer.
     in_turn: whether a call is under way that may remove tokens; else a step only needs the masks of what is there.
@@ -57,10 +62,11 @@ class StaticReduction(Reduction):
         return self.of_layer(layer)[:, : past - self.removed(layer)]
 
 
-class ReducedStaticMixin:
+class ReducedStaticMixin(_Base):
     """Put in front of a static cache's own class: it tells the caller's lengths, as tensors where its own are."""
 
     tokenprune_reduction: StaticReduction
+    _tokenprune_original: type[Cache]
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return super().get_seq_length(layer_idx) + self.tokenprune_reduction.removed(layer_idx)
@@ -81,7 +87,7 @@ class ReducedStaticMixin:
         del self.tokenprune_reduction
         give_back_class(self, self._tokenprune_original, ReducedStaticMixin)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
         self.tokenprune_reduction.map_rows(lambda slots: slots.index_select(0, beam_idx.to(slots.device)))
 
@@ -91,7 +97,7 @@ def _reduced_class(cls: type[Cache]) -> type[Cache]:
     return type(cls.__name__, (ReducedStaticMixin, cls), {"_tokenprune_original": cls, "__module__": cls.__module__})
 
 
-def attach(cache: Cache, reduction: StaticReduction) -> None:
+def attach(cache: Any, reduction: StaticReduction) -> None:
     """Make `cache` report logical lengths from now on."""
     if not isinstance(cache, ReducedStaticMixin):
         swap_class(cache, _reduced_class(type(cache)))
@@ -103,26 +109,9 @@ def is_static(cache: Any) -> bool:
     return any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", []))
 
 
-@dataclass
-class Room:
-    """What a call knows of the slots of its static cache; see `StaticReduction`."""
-
-    capacity: int
-    full: dict[int, int]
-
-
-def room_of(cache: Cache | None) -> Room | None:
-    """Return the room of a static cache; None for a cache that grows."""
-    if cache is None or not is_static(cache):
-        return None
-    if isinstance(cache, ReducedStaticMixin):
-        return Room(cache.tokenprune_reduction.capacity, cache.tokenprune_reduction.full)
-    return Room(max(layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), {})
-
-
 def check_static(cache: Cache, past: int) -> None:
     """Raise UnsupportedSetupError where tokens cannot be left out of a static cache that holds `past` tokens."""
-    sliding = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
+    sliding: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
     if sliding and len(sliding) == len(cache.layers):
         raise UnsupportedSetupError(
             "cannot prune with a static cache all of whose layers are sliding: it does not know for how many tokens it "
@@ -169,7 +158,7 @@ def span_of(layer: Any, held: int, width: int) -> KeySpan:
 
 def filled_span(layer: Any, held: int, width: int) -> KeySpan:
     """Return `span_of` without the slots of tokens to come."""
-    start = span_of(layer, held, width).start
+    start = span_of(layer, held, width).start or 0
     return KeySpan(start, held + width, held + width - start)
 
 

@@ -8,7 +8,7 @@ one, and only in a prefill whose prompt holds enough frames. All other calls go 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from tokenprune.integrations.hf.encoded.alignment import align_per_image
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
@@ -87,7 +88,7 @@ class BlockAttention(Part):
                 )
         if wrong := [layer for layer in method.dense_layers if layer >= layers]:
             raise OptionError(f"{name}: dense_layers={wrong} are out of range: this decoder has {layers} layers")
-        self.layers = [layer for layer in range(layers) if layer not in method.dense_layers]
+        self.layers: list[int] = [layer for layer in range(layers) if layer not in method.dense_layers]
         if not self.layers:
             raise OptionError(f"{name}: dense_layers names all layers, so nothing would be done; leave some out")
         if sliding := [layer for layer in sliding_layers(adapter.text_config) if layer in self.layers]:
@@ -103,15 +104,15 @@ class BlockAttention(Part):
 
     # -- once a forward, at the decoder's entry
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> DecoderInputs | None:
         """Plan the blocks of a call that brings a video, and note why where there are none."""
-        embeds = kwargs["inputs_embeds"]
+        embeds = inputs.embeds
         ids = self._plan(call, *embeds.shape[:2])
         if isinstance(ids, str):
             call.notes.append(f"{self.method.name}: full attention, because {ids}")
-            return
+            return None
         if ids is None:
-            return
+            return None
         if reruns_layers(self.adapter.decoder):
             raise UnsupportedSetupError(
                 f"gradient checkpointing runs decoder layers a second time, without the blocks of {self.method.name}; "
@@ -120,16 +121,18 @@ class BlockAttention(Part):
         call.state.put(BlockPlan(ids))
         call.maskless |= frozenset(self.layers)
         if self.method.position_mode == "reuse":
-            kwargs["position_ids"] = reused_positions(kwargs.get("position_ids"), ids, embeds.device)
+            inputs = replace(inputs, positions=reused_positions(inputs.positions, ids, embeds.device))
         if len(self.layers) == len(self.adapter.decoder.layers):
             # So that the decoder makes no dense mask that no layer reads.
-            kwargs["attention_mask"] = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+            mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+            inputs = replace(inputs, mask=mask)
+        return inputs
 
     def _plan(self, call: Call, batch: int, length: int) -> Tensor | str | None:
         """Return the block ids of a call's tokens; why there are none, in words; None for a step of decoding."""
         if call.past:
             return "the cache holds an earlier part of the conversation" if call.outputs and length > 1 else None
-        if call.segments is None:
+        if not call.has_images:
             return "it holds no video"
         mask = call.arguments.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
@@ -142,8 +145,10 @@ class BlockAttention(Part):
 
         rows, reasons = [], []
         for row, visuals in enumerate(self._visuals(call, batch)):
-            starts = visuals
-            if isinstance(visuals, list):
+            starts: list[int] | str
+            if isinstance(visuals, str):
+                starts = visuals
+            else:
                 starts = self.method.block_starts(visuals, places[row][-1] + 1 if places[row] else 0)
             reasons += [starts] if isinstance(starts, str) else []
             rows.append(_ids([] if isinstance(starts, str) else starts, length).masked_fill(~real[row], PADDING))
@@ -157,10 +162,12 @@ class BlockAttention(Part):
         """Return the videos and images of each row in order, or why they are not known."""
         outputs = call.outputs if self.adapter.features_per_image else {}
         segments = find_segments(call.host.masks, outputs, "image", torch.device("cpu"))
+        rows: list[list[Visual] | str] = [[] for _ in range(batch)]
+        if segments is None:
+            return rows
         encoded = record_of(call.outputs.get("video")).frames
         videos = [row for row, modality in zip(segments.row, segments.modality, strict=True) if modality == "video"]
         frames = iter(align_per_image(encoded or [], videos))
-        rows: list[list[Visual] | str] = [[] for _ in range(batch)]
         for row, modality, count, position in zip(
             segments.row, segments.modality, segments.counts, segments.position.tolist(), strict=True
         ):
@@ -186,7 +193,7 @@ class BlockAttention(Part):
                 f"{self.method.name} does not compute attention with {', '.join(foreign)}, which layer {layer} of "
                 f"{self.adapter.config.model_type!r} asks for; keep it as it is with dense_layers=[{layer}]"
             )
-        ids, rows = plan.at(call.layout, call.groups[-1].first if call.groups else 0)
+        ids, rows = plan.at(call.layout if call.active else None, call.groups[-1].first if call.groups else 0)
         # A cache of fixed length has room behind the prompt.
         key, value = key[:, :, : ids.shape[1]], value[:, :, : ids.shape[1]]
         scale, dropout = kwargs["scaling"], kwargs.get("dropout", 0.0)
@@ -218,7 +225,12 @@ class _BlockTap(Tap):
 
     def __init__(self, module: nn.Module, compute: Callable[..., Any]) -> None:
         super().__init__(module)
-        self.compute = compute
+        self._compute = compute
+
+    def compute(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None] | None:
+        return self._compute(query, key, value, attention_mask, **kwargs)
 
 
 def _ids(starts: list[int], length: int) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stages of one method hand on to each other within a forward."""
+"""Hand values from stage to stage of one method within a forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Carry(dict[str, Any]):
-    """What the stages of one method remember, by name; see `VisualTokens.remember`.
+    """Values that the stages of one method remember, by name; see `VisualTokens.remember`.
 
     original: visual tokens of each segment of the prompt that reached the first stage that ran. still: names of what
     does not follow cuts, whatever its shape.
@@ -24,7 +24,8 @@ class Carry(dict[str, Any]):
 
     def __init__(self, original: list[int]) -> None:
         super().__init__()
-        self.original, self.still = original, set()
+        self.original = original
+        self.still: set[str] = set()
 
     def remember(self, name: str, value: Any, per_token: bool | None) -> None:
         """Keep `value`; see `VisualTokens.remember`."""

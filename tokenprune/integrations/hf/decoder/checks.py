@@ -24,7 +24,7 @@ from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import Where
 from tokenprune.view.registry import observables_of
 
-_IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED, Where.MODULES_BEFORE)
+_IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED, Where.OWN)
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
 
@@ -37,11 +37,6 @@ def reads_layer_before(method: Method) -> bool:
 def reads_next_layer(method: Method) -> bool:
     """Return whether a method reads the attention that the decoder layer behind its cut would have."""
     return bool(observables_of(method.needs, Where.NEXT_LAYER))
-
-
-def reads_modules(method: Method) -> bool:
-    """Return whether a method reads what attention and MLP of the decoder layer before its cut make of their inputs."""
-    return bool(observables_of(method.needs, Where.MODULES_BEFORE))
 
 
 def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:

@@ -22,20 +22,20 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Seen
 from tokenprune.integrations.hf.cache.decode_state import DecodeState, gather_keys, right_align, sum_by_type
 from tokenprune.integrations.hf.cache.layer_storage import is_offloaded, is_quantized, slots_handed_out
-from tokenprune.integrations.hf.decoder import pruning as cutting
 from tokenprune.integrations.hf.decoder.method_inputs import Sources
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.forward.stats import note_bytes
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
+from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.sites.decode import DecodeMethod, TokenType
-from tokenprune.statistics import Stats
 from tokenprune.view.segments import Segments
 from tokenprune.view.tokens import require
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache.reduced_cache import Reduction
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,48 @@ class Decides:
     layer: int
 
 
-# -- what the engine calls
+@dataclass(frozen=True)
+class _Prefill:
+    """State before a cut in the prefill. row: float32 `[B, H, length]`, attention of the last
+    token. segments: the visual tokens that arrive."""
+
+    row: Tensor
+    segments: Segments
+
+
+class DecodePruning(Part):
+    """Begins a `DecodeState` at the cut of the prefill, and goes on with it in each step of decoding.
+
+    method: the one that acts while decoding. record: True to note every cut in the statistics.
+    """
+
+    def __init__(self, adapter: Adapter, method: DecodeMethod, record: bool) -> None:
+        super().__init__()
+        self.adapter, self.method, self.record = adapter, method, record
+
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
+        # Another patch than the one that made the cache leaves it as it is.
+        decode = call.cached.decode
+        if decode is not None and inputs.embeds.shape[1] == 1 and self.method == decode.method:
+            call.state.put(Decides(decode.layer))
+
+    def before_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        if layer != self.method.layer:
+            return
+        if call.cuts_at(layer):
+            hidden = self.adapter.flatten(hidden_states(args, kwargs))
+            query = Sources(call, hidden, self.adapter).last_slot()
+            row = _row(call, query, call.past + call.layout.length)
+            call.state.put(_Prefill(row, call.segments.to(hidden.device)))
+        elif call.state.get(Decides) is not None and call.cached.decode is not None:
+            _decide(call, call.cached.decode)
+
+    def after_cut(self, call: Call, step: Step) -> None:
+        if (prefill := call.state.pop(_Prefill)) is not None:
+            call.cached.decode = _begin(call, self.method, prefill.row, prefill.segments, self.record)
+
+
+# -- checks
 
 
 def check(method: Any, others: int) -> None:
@@ -79,63 +120,24 @@ def check_cache(method: DecodeMethod, cache: Cache) -> None:
         )
 
 
-def take_up(call: Call, steps: dict[int, Step], length: int) -> None:
-    """Go on with what the cache of a call of `length` tokens remembers."""
-    if call.decode is None:
-        return
-    step = steps.get(call.decode.layer)
-    # Another patch than the one that made the cache leaves it as it is.
-    if length == 1 and step is not None and step.method == call.decode.method:
-        call.state.put(Decides(step.layer))
+# -- a call
 
 
-def decides_at(call: Call) -> int | None:
-    """Return the layer at whose input a call decides, None where it does not."""
-    decides = call.state.get(Decides)
-    return None if decides is None else decides.layer
-
-
-def kept_state(call: Call) -> DecodeState | None:
-    """Return what the cache is to remember after a call: of its own cut, or else what it did before."""
-    started = call.state.get(DecodeState)
-    return call.decode if started is None else started
-
-
-def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter, record: bool) -> Tensor:
-    """Make the cut of the prefill, and note in the call's state what the decode steps will need."""
-    layout, before = call.layout.to(hidden.device), call.segments.to(hidden.device)
-    query = Sources(call, hidden, adapter).last_slot()
-    row = _row(call, query, call.past + layout.length)
-    hidden = cutting.cut(call, step, hidden, adapter)
-    call.state.put(_begin(call, step.method, row, before, record))
-    return hidden
-
-
-def decide(call: Call) -> None:
+def _decide(call: Call, state: DecodeState) -> None:
     """Drop more visual tokens at the input of the cut's layer, before the layers from here on run."""
-    start, state = time.perf_counter(), call.decode
+    start, cached = time.perf_counter(), call.cached
     row = _row(call, torch.zeros_like(call.layout.index), call.past + 1)  # the one token of the call
     call.state.pop(Seen)
     changed = state.decide(row, call.past)
-    if changed and state.method.mode == "evict":
-        _evict(call.cache, call.reduction, state)
-    state.stats.overhead_ms += 1000 * (time.perf_counter() - start)
-
-
-def finish(call: Call) -> Stats:
-    """Return the statistics after a call that went on from an earlier prefill."""
-    stats = call.decode.stats
-    note_bytes(stats, call, call.cache, call.layout.length, len(call.decode.visual))
-    return stats
-
-
-# -- the parts
+    if changed and state.method.mode == "evict" and cached.reduction is not None:
+        _evict(cached.cache, cached.reduction, state)
+    state.stats.overhead_ms = (state.stats.overhead_ms or 0.0) + 1000 * (time.perf_counter() - start)
 
 
 def _row(call: Call, query: Tensor, length: int) -> Tensor:
     """float32 `[B, H, length]`: attention of one token (slot `query`, `[B, 1]`) over logical positions, in the layer
     before the current one."""
-    seen = require(call.state.get(Seen) and call.state[Seen].before, "last_row_attention")
+    seen: Any = require(call.state.get(Seen) and call.state[Seen].before, "last_row_attention")
     with torch.no_grad():
         row = seen.rows(query.to(seen.query.device))[:, :, 0]
     columns = call.groups[-1].columns.to(row.device)[:, -row.shape[2] :]  # a sliding layer sees the last ones
@@ -150,7 +152,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     position, kept = _places(before, call.segments, visual)
     text = torch.where(visual.cumsum(1) > 0, int(TokenType.INS), int(TokenType.SYS))
     types = torch.where(visual, int(TokenType.IMG), text)
-    available, previous = kept, call.decode
+    available, previous = kept, call.cached.decode
     if call.past:
         # All that came before belongs to the prompt now; images of earlier turns compete with the new ones.
         earlier = types.new_full((len(types), call.past), int(TokenType.SYS))
@@ -214,7 +216,7 @@ def _per_row(segments: Segments, batch: int) -> Tensor:
     return torch.tensor(counts)
 
 
-def _evict(cache: Cache, reduction: Reduction, state: DecodeState) -> None:
+def _evict(cache: Any, reduction: Reduction, state: DecodeState) -> None:
     """Take the keys and values of dropped tokens out of the layers from the cut on: memory is freed.
 
     Rows that hold fewer tokens than the widest are filled on the left with empty slots.

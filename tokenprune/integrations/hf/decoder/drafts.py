@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers.generation import CandidateGenerator
 
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 logger = logging.getLogger("tokenprune")
 
@@ -51,9 +52,9 @@ class Drafts(Part):
             if not self.unknown:
                 self.wrap(module, _MAKES_DRAFTS, partial(partial, self._generator))
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         drafts = states().pop(self, None)
-        if call.segments is None:
+        if not call.has_images:
             return
         if drafts is not None:
             call.notes.append(drafts)
@@ -64,7 +65,7 @@ class Drafts(Part):
             )
 
     def _generator(self, original: Callable[..., CandidateGenerator], *args: Any, **kwargs: Any) -> CandidateGenerator:
-        generator = original(*args, **kwargs)
+        generator: Any = original(*args, **kwargs)
         if "get_candidates" in vars(generator) and self.decides is None:
             return generator  # another patch, or an assistant of ours, saw to it
         if self.decides is None:
@@ -81,7 +82,7 @@ def _no_drafts(input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
     return input_ids, None
 
 
-def _first_draft(generator: CandidateGenerator, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+def _first_draft(generator: Any, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
     """Stands in for `generator.get_candidates` once: propose nothing behind the prompt `input_ids`, long `[1, L]`."""
     del generator.get_candidates
     # It is run all the same, as short as it can be: its own cache and positions start at the prompt.

@@ -12,75 +12,76 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from tokenprune.base import Site
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.attention.observer import Observer, Seen
-from tokenprune.integrations.hf.cache.static_cache import begin_turn, end_turn, is_step, step_mask
-from tokenprune.integrations.hf.decoder import decode_pruning as decoding
-from tokenprune.integrations.hf.decoder.checks import check_call, reads_layer_before, reads_modules, reads_next_layer
+from tokenprune.integrations.hf.decoder.checks import check_call
 from tokenprune.integrations.hf.decoder.entry import cut_entry, mask_functions_of
-from tokenprune.integrations.hf.decoder.kept_inputs import keep_entry, keep_input, keep_transition
 from tokenprune.integrations.hf.decoder.planner import Planner
-from tokenprune.integrations.hf.decoder.probe import Probe, StopForward, probe_layer
 from tokenprune.integrations.hf.decoder.pruning import cut
 from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.part import Encode, Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
+from tokenprune.integrations.hf.forward.stats import stats_after
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
-from tokenprune.integrations.hf.tower.feature_hook import Encoder, FeatureRecorder
-from tokenprune.integrations.hf.tower.reuse import FeatureReuse
+from tokenprune.integrations.hf.tower.feature_hook import FeatureRecorder
 from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.attachable import Attachable, hidden_states, states, with_hidden_states, with_output
-from tokenprune.integrations.shared.observation import Observation
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Stats
 
 _MODALITIES = ("image", "video")
 
 
+P = TypeVar("P", bound=Part)
+
+
 class Engine(Attachable):
     """Holds the hooks of one patched model, and its `stats`. The state of a forward lives in a `Call`, that of a cache
     on the cache.
 
-    steps: the cuts; parts: what else is done, in the order in which it hears of a call. reuse: looks images up that
-    were encoded before; None: all are encoded.
+    steps: the cuts; parts: everything else in the patch, in the order in which it is called.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        steps: Sequence[Step],
-        parts: Sequence[Part],
-        record: bool,
-        reuse: FeatureReuse | None = None,
-    ) -> None:
+    def __init__(self, adapter: Adapter, steps: Sequence[Step], parts: Sequence[Part], record: bool) -> None:
         super().__init__()
-        self.reuse = reuse
         self.adapter, self.decoder, self.parts = adapter, adapter.decoder, [*parts, *adapter.parts()]
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
-        self.record, self._stats = record, Stats()
+        self._stats = Stats()
         self._reads_text = adapter.reads_prompt or any(part.reads_text for part in self.parts)
+        # Each layer would ask all parts, and torch.compile traces `skips`.
+        self._before_layer, self._on_layer = self._overriding("before_layer"), self._overriding("on_layer")
+        self._skipping = self._overriding("skips")
+        self._finder = (self._overriding("find_features") or [Part()])[0]
         # Calls of all threads: in a step with a reduced static cache there are none, which torch.compile can rely on.
         # What a thread knows of its calls changes with every other patched model: a compiled step must not look there.
         self._under_way: list[Call] = []
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
 
+    def _overriding(self, moment: str) -> list[Part]:
+        """Return the parts that act at a moment, named as the method of `Part`."""
+        return [part for part in self.parts if getattr(type(part), moment) is not getattr(Part, moment)]
+
+    def part(self, kind: type[P]) -> P:
+        """Return the part of class `kind`; the patch has one."""
+        return next(part for part in self.parts if isinstance(part, kind))
+
     @property
     def stats(self) -> Stats:
         stats = self._stats.finalize()
-        if self.reuse is not None:
-            stats.feature_cache = self.reuse.cache.counts()
+        for part in self.parts:
+            part.add_stats(stats)
         return stats
 
     # -- attaching
@@ -89,34 +90,22 @@ class Engine(Attachable):
         base, decoder = self.adapter.base, self.decoder
         # A step with a reduced static cache stays in the graph of torch.compile that it is in: it is no call.
         hook = partial(self.hook, eager=False, with_kwargs=True)
-        in_call = partial(partial, eager.in_call, self._call)
+        in_call = partial(partial, eager.with_call, self._call)
         for part in self.parts:
             part.current = self._call
             self.attach_part(part)
-        for layer in sorted(self._observed()):
-            self.attach_part(Observer(self.adapter.attention_of(layer), in_call(partial(self._observe, layer))))
-        for layer in sorted(step.layer - 1 for step in self.steps.values() if reads_modules(step.method)):
-            for number, module in enumerate(self.adapter.modules_of(layer)):
-                hook(module.register_forward_hook, in_call(partial(self._note_transition, layer, number)))
         for modality in _MODALITIES:
             self._record_features(modality)
-        if self.reuse is not None:
-            self.on_detach(self.reuse.cache.clear)
         hook(base.register_forward_pre_hook, self._enter_base)
         hook(decoder.register_forward_pre_hook, in_call(self._enter_decoder))
         # The base may be the decoder itself: it is entered first, and left last.
         hook(decoder.register_forward_hook, in_call(self._leave_decoder))
-        hook(base.register_forward_hook, self._leave_base, always_call=True)
+        hook(base.register_forward_hook, in_call(self._leave_base), always_call=True)
         extras = type(self.adapter).after_layer is not Adapter.after_layer
         for index, layer in enumerate(decoder.layers):
-            hook(layer.register_forward_pre_hook, partial(self._enter_layer, index))
+            hook(layer.register_forward_pre_hook, in_call(partial(self._enter_layer, index)))
             if extras:
                 hook(layer.register_forward_hook, in_call(partial(self._leave_layer, index)))
-
-    def _observed(self) -> set[int]:
-        """The decoder layers whose attention is read."""
-        before = {step.layer - 1 for step in self.steps.values() if reads_layer_before(step.method)}
-        return before | {step.layer for step in self.steps.values() if reads_next_layer(step.method)}
 
     def _record_features(self, modality: str) -> None:
         """Wrap `get_image_features`: what it returns tells images apart, and `generate` calls it before any
@@ -137,20 +126,17 @@ class Engine(Attachable):
         stack = self._stack()
         return stack[-1] if stack else None
 
-    def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return all that the base model was called with, by name."""
-        return dict(zip(self._parameters, args, strict=False)) | kwargs if args else kwargs
-
     def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        arguments = self._by_name(args, kwargs)
-        if not begin_turn(arguments):
-            eager.run_eagerly(self._begin_call, arguments)
+        arguments = dict(zip(self._parameters, args, strict=False)) | kwargs if args else kwargs
+        for part in self._skipping:
+            if part.skips(arguments):
+                return
+        eager.run_eagerly(self._begin_call, arguments)
 
     def _begin_call(self, arguments: dict[str, Any]) -> None:
-        call = Call(arguments)
+        call = Call(self.adapter.arguments(arguments))
         self._stack().append(call)
         self._under_way.append(call)
-        call.arguments = self.adapter.arguments(call.arguments)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
         images = encoded or any(name.startswith("pixel_values") for name in given)
@@ -164,49 +150,44 @@ class Engine(Attachable):
     def _read_to_host(self, call: Call) -> None:
         call.read_to_host(self.adapter.visual_mask(call.arguments), self._reads_text)
 
-    def _leave_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if not is_step(self._by_name(args, kwargs)):
-            eager.run_eagerly(self._end_call)
-
-    def _end_call(self) -> None:
-        call = self._stack().pop()
+    def _leave_base(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        self._stack().remove(call)
         self._under_way.remove(call)
-        end_turn(call.arguments.get("past_key_values"))
+        for part in self.parts:
+            part.after_call(call)
 
-    def _features(self, modality: str, arguments: dict[str, Any], original: Encoder) -> Any:
-        """Return what `original` makes of `arguments`, now or once before, with a record of it: `generate` hands it to
-        a later forward."""
+    def _features(self, modality: str, arguments: dict[str, Any], original: Encode) -> Any:
+        """Return the output of `original` for `arguments`, with a record: `generate` hands it to a later forward."""
         if (call := self._call()) is not None:
             modality = self.adapter.modality(modality, arguments, call.arguments)
-        told = self.adapter.on_host(modality, arguments)
-        if modality == "video" and 0 in (self.adapter.video_frames(told) or ()):
+        host_args = self.adapter.on_host(modality, arguments)
+        if modality == "video" and 0 in (self.adapter.video_frames(host_args) or ()):
             raise UnsupportedSetupError("a video of this call has no frames: leave it out, or pass its frames")
-        encode = partial(self._encode, modality, told, original)
-        output = encode({}) if self.reuse is None else self.reuse(modality, arguments, told, encode)
+        encode = partial(self._encode, modality, host_args, original)
+        output = self._finder.find_features(modality, arguments, host_args, encode)
         if hasattr(output, "pooler_output"):
-            grids = self.adapter.grids(modality, told)
-            start_record(output, grids, self.adapter.video_frames(told) if modality == "video" else None)
+            grids = self.adapter.grids(modality, host_args)
+            start_record(output, grids, self.adapter.video_frames(host_args) if modality == "video" else None)
         for part in self.parts:
-            part.encoded(modality, output)
+            part.on_features(modality, output)
         if (call := self._call()) is not None:
             self._match_features(call, modality, output)
         return output
 
-    def _encode(self, modality: str, told: dict[str, Any], original: Encoder, changed: dict[str, Any]) -> Any:
-        """Return what `original` makes of its arguments, some of them `changed`. told: the arguments, with what tells
-        the shapes of images on the host."""
-        told = self.adapter.on_host(modality, told | changed)
+    def _encode(self, modality: str, host_args: dict[str, Any], original: Encode, changed: dict[str, Any]) -> Any:
+        """Return the output of `original` with some of its arguments `changed`."""
+        host_args = self.adapter.on_host(modality, host_args | changed)
         # Before the tower is launched: whoever asks the device now finds it idle.
         for part in self.parts:
-            part.before_encode(modality, told)
+            part.before_encode(modality, host_args)
         output = original(changed)
         for part in self.parts:
-            part.after_encode(modality, told, output)
+            part.after_encode(modality, host_args, output)
         return output
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:
         call.outputs[modality] = output
-        if call.host is None:
+        if not call.masks:
             self._read_to_host(call)
         # Not for videos: older versions of LLaVA-OneVision add a newline to their features after encoding them.
         if modality == "image" and modality in call.masks:
@@ -214,63 +195,64 @@ class Engine(Attachable):
 
     # -- the decoder
 
-    def _enter_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        if is_step(kwargs) or (call := self._call()) is None:
+    def _enter_decoder(
+        self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
+        arguments = self.adapter.embeds(kwargs)
+        if arguments.get("inputs_embeds") is None:
             return None
-        kwargs = self.adapter.embeds(kwargs)
-        embeds = kwargs.get("inputs_embeds")
-        if embeds is None:
-            return None
-        start = time.perf_counter()
-        call.take_cache(kwargs.get("past_key_values"))
-        decoding.take_up(call, self.steps, embeds.shape[1])
+        start, inputs = time.perf_counter(), DecoderInputs.of(arguments)
+        call.take_cache(inputs.cache)
         if call.past == 0:
             self._stats = Stats(notes=call.notes)
-        if call.outputs and embeds.shape[1] > 1:
-            self.planner.find_segments(call, embeds)
+        if call.outputs and inputs.embeds.shape[1] > 1:
+            self.planner.find_segments(call, inputs.embeds)
         for part in self.parts:
-            part.before_decoder(call, kwargs)
-        cutting = call.segments is not None and self.planner.plan(call)
-        if cutting or call.reduction is not None:
-            self._activate(call, kwargs, cutting)
-        if call.report is not None:
+            inputs = part.before_decoder(call, inputs) or inputs
+        cutting = call.has_images and self.planner.plan(call)
+        if cutting or call.cached.reduction is not None:
+            inputs = self._activate(call, inputs, cutting)
+        if call.has_images:
             call.report.add_time(time.perf_counter() - start)
-        return args, kwargs
+        return args, inputs.arguments()
 
-    def _activate(self, call: Call, kwargs: dict[str, Any], cutting: bool) -> None:
+    def _activate(self, call: Call, inputs: DecoderInputs, cutting: bool) -> DecoderInputs:
         """Prepare a call in which tokens are missing: in its cache, or (`cutting`) by cuts of its own. Those at the
-        entry are made here."""
-        embeds = kwargs["inputs_embeds"]
-        tokens = call.host.tokens_per_row if cutting else None
-        call.layout = Layout.full(*embeds.shape[:2], embeds.device, tokens)
+        entry are made here; return the inputs after them."""
+        embeds = inputs.embeds
+        batch, length = embeds.shape[:2]
+        call.layout = Layout.full(batch, length, embeds.device, call.host.tokens_per_row if cutting else None)
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
-        kwargs.pop("logits_to_keep", None)
+        inputs = inputs.without("logits_to_keep")
         if cutting:
-            check_call(self.steps.values(), self.adapter, kwargs, bool(call.maskless))
-            if call.cache is None and self._uses_cache(kwargs):
-                kwargs["past_key_values"] = call.cache = DynamicCache(config=self.adapter.text_config)
-            if (functions := mask_functions_of(call, kwargs, self.adapter)) is not None:
+            check_call(self.steps.values(), self.adapter, inputs.arguments(), bool(call.maskless))
+            inputs = self._with_cache(call, inputs)
+            if (functions := mask_functions_of(call, inputs, self.adapter)) is not None:
                 call.state.put(functions)
-        if call.segments is not None:
-            call.extras = self.adapter.take_extras(kwargs, call.layout)
+        if call.has_images:
+            arguments = inputs.arguments()
+            call.extras = self.adapter.take_extras(arguments, call.layout)
+            inputs = DecoderInputs.of(arguments)
         if call.cuts_at(0) or call.state.get(Merged) is not None:
-            cut_entry(call, kwargs, self.steps.get(0), self.adapter)
-        keep_entry(call, [self.steps[layer] for layer in call.plan.cuts] if cutting else [], kwargs["inputs_embeds"])
+            inputs = cut_entry(call, inputs, self.steps.get(0), self.adapter)
+        for part in self.parts:
+            part.after_entry(call, inputs.embeds)
         call.groups.append(call.group(0))
+        return inputs
 
-    def _uses_cache(self, kwargs: dict[str, Any]) -> bool:
-        use_cache = kwargs.get("use_cache")
-        return bool(self.adapter.text_config.use_cache if use_cache is None else use_cache)
+    def _with_cache(self, call: Call, inputs: DecoderInputs) -> DecoderInputs:
+        """Return the inputs with a new cache, where the decoder would make one itself."""
+        wanted = inputs.extras.get("use_cache")
+        if inputs.cache is not None or not (self.adapter.text_config.use_cache if wanted is None else wanted):
+            return inputs
+        cache = DynamicCache(config=self.adapter.text_config)
+        call.take_cache(cache)
+        return replace(inputs, cache=cache)
 
-    def _leave_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        if is_step(kwargs) or (call := self._call()) is None:
-            return None
-        call.save_to_cache(decoding.kept_state(call))
-        if call.report is not None:
-            # One assignment: other threads may run the same model.
-            self._stats = call.report.finish(call, call.cache or getattr(output, "past_key_values", None))
-        elif call.decode is not None:
-            self._stats = decoding.finish(call)
+    def _leave_decoder(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        call.save_to_cache()
+        # One assignment: other threads may run the same model.
+        self._stats = stats_after(call, call.cached.cache or getattr(output, "past_key_values", None)) or self._stats
         if not call.active or call.layout.whole:
             return None
         return with_output(call.layout.scatter_back, output)
@@ -278,68 +260,46 @@ class Engine(Attachable):
     # -- decoder layers
 
     def _enter_layer(
-        self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+        self, index: int, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict] | None:
-        if is_step(kwargs):
-            mask = step_mask(index, kwargs, hidden_states(args, kwargs).shape[-2])
-            return args, kwargs | {"attention_mask": mask}
-        return eager.in_call(self._call, self._change_inputs, index, args, kwargs)
-
-    def _change_inputs(self, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        call = self._call()
         if not call.active:
             return None
         if call.extras is not None:
             hidden = self.adapter.before_layer(call.extras, index, hidden_states(args, kwargs))
             args, kwargs = with_hidden_states(hidden, args, kwargs)
-        if index and index == decoding.decides_at(call):
-            decoding.decide(call)
-        if index and call.cuts_at(index):
-            args, kwargs = self._cut_layer(call, index, args, kwargs)
-        if index and call.starts_group(index):
-            call.groups.append(call.group(index))
-        call.fit_slots(index)
-        keys = call.key_span(index, self.adapter, kwargs)
-        args, kwargs = call.groups[-1].arguments(index, args, kwargs, self.adapter, keys)
-        if call.cuts_at(index + 1):
-            keep_input(call, self.steps[index + 1].method, self.adapter, index, args, kwargs)
+        if index:
+            if call.cuts_at(index):
+                args, kwargs = self._cut_layer(call, index, args, kwargs)
+            else:
+                for part in self._before_layer:
+                    part.before_layer(call, index, args, kwargs)
+            if call.starts_group(index):
+                call.groups.append(call.group(index))
+        group, cached = call.groups[-1], call.cached
+        cached.fit_slots(index, group.columns.shape[1])
+        keys = None
+        if index not in call.maskless:
+            keys = cached.key_span(index, call.layout.width, self.adapter.key_count(index, kwargs))
+        args, kwargs = group.arguments(index, args, kwargs, self.adapter, keys)
+        for part in self._on_layer:
+            part.on_layer(call, index, args, kwargs)
         return args, kwargs
 
     def _cut_layer(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-        """IN_LLM: cut the hidden states that arrive at a layer."""
+        """IN_LLM and DECODE: cut the hidden states that arrive at a layer."""
         start = time.perf_counter()
+        for part in self._before_layer:
+            part.before_layer(call, index, args, kwargs)
         arrived, step = hidden_states(args, kwargs), self.steps[index]
-        hidden = self.adapter.flatten(arrived)
-        if reads_next_layer(step.method):
-            seen = call.state.get(Seen) or call.state.put(Seen())
-            seen.behind = probe_layer(call, self.adapter, index, args, kwargs)
-        if step.method.site is Site.DECODE:
-            hidden = decoding.cut(call, step, hidden, self.adapter, self.record)
-        else:
-            hidden = cut(call, step, hidden, self.adapter)
+        hidden = cut(call, step, self.adapter.flatten(arrived), self.adapter)
+        for part in self.parts:
+            part.after_cut(call, step)
         call.report.add_time(time.perf_counter() - start)
         return with_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)
 
-    def _leave_layer(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        if is_step(kwargs) or (call := self._call()) is None or not call.active or call.extras is None:
+    def _leave_layer(
+        self, index: int, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        if not call.active or call.extras is None:
             return None
         return with_output(partial(self.adapter.after_layer, call.extras, index), output)
-
-    def _note_transition(
-        self, layer: int, number: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
-    ) -> None:
-        call = self._call()
-        if call is not None and call.active and call.cuts_at(layer + 1):
-            keep_transition(call, number, hidden_states(args, kwargs), output)
-
-    def _observe(self, layer: int, observation: Observation) -> None:
-        call = self._call()
-        if call is None or not call.active:
-            return
-        if call.state.get(Probe) is not None:
-            raise StopForward(observation)
-        if (filled := call.filled(layer)) is not None:
-            observation = observation.first_keys(filled)
-        reads = call.cuts_at(layer + 1) and reads_layer_before(self.steps[layer + 1].method)
-        if reads or layer + 1 == decoding.decides_at(call):
-            call.state.put(Seen(before=observation))

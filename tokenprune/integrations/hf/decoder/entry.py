@@ -15,17 +15,20 @@ from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.decoder.pruning import apply, cut
 from tokenprune.integrations.hf.families.base import STATEFUL, Adapter
 from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.sequence import masks
-from tokenprune.integrations.hf.sequence.layout import gather_tokens
+from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions, mask_functions
+from tokenprune.integrations.hf.sequence.masks import sliding_layers
 
 
-def mask_functions_of(call: Call, kwargs: dict[str, Any], adapter: Adapter) -> MaskFunctions | None:
+def mask_functions_of(call: Call, inputs: DecoderInputs, adapter: Adapter) -> MaskFunctions | None:
     """Return what the decoder will make its masks of, if it is to make them itself; None where the caller, or the base
     model, made them, where a static cache has slots for tokens to come, and where attention takes no masks of pairs."""
-    embeds, mask = kwargs["inputs_embeds"], kwargs.get("attention_mask")
-    if call.capacity is not None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+    embeds, mask = inputs.embeds, inputs.mask
+    if call.cached.capacity is not None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return None
     # Padding leaves with the first cut, but a visual token that the caller masks may stay.
     real_behind_cut = bool((call.host.real | ~call.host.visual).all())
@@ -34,49 +37,64 @@ def mask_functions_of(call: Call, kwargs: dict[str, Any], adapter: Adapter) -> M
     return mask_functions(make, adapter.text_config, call.past + embeds.shape[1], real_behind_cut)
 
 
-def cut_entry(call: Call, kwargs: dict[str, Any], step: Step | None, adapter: Adapter) -> None:
-    """Take what was merged in the tower, and what `step` leaves out, out of the decoder's arguments."""
-    embeds, mask, positions = kwargs["inputs_embeds"], kwargs.get("attention_mask"), kwargs.get("position_ids")
-    config, length, arrived = adapter.text_config, embeds.shape[1], call.group(0)
+def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Adapter) -> DecoderInputs:
+    """Return the decoder's inputs without the tokens that were merged in the tower, and those that `step` drops."""
+    embeds, positions, arrived = inputs.embeds, inputs.positions, call.group(0)
     if positions is None:
         # The decoder would count the remaining tokens; they keep the positions of the full prompt.
-        positions = adapter.positions(kwargs, call.past)
-    prepared = isinstance(mask, dict) or (mask is not None and mask.ndim == 4)
-    if not prepared and (call.past or call.capacity is not None or masks.sliding_layers(config)):
-        functions = call.state.get(MaskFunctions)
-        mask = adapter.masks(embeds, mask, call.cache) if functions is None else functions.made
-        prepared = True
-
+        positions = adapter.positions(inputs.arguments(), call.past)
+    mask, made = _whole_mask(call, inputs, adapter)
     if (merged := call.state.get(Merged)) is not None:
         embeds = apply(call, merged.step, merged.selection, embeds, adapter)
-    if call.cuts_at(0):
+    if step is not None and call.cuts_at(0):
         embeds = cut(call, step, embeds, adapter)
-    kwargs["inputs_embeds"] = embeds
-    layout = call.layout
+    index = call.layout.index
+    extras = dict(inputs.extras)
     for name, dim in adapter.entry_tokens.items():
-        if kwargs.get(name) is not None:
-            kwargs[name] = gather_tokens(kwargs[name], layout.index, dim)
-    kwargs["position_ids"] = gather_tokens(positions, layout.index, -1)
+        if extras.get(name) is not None:
+            extras[name] = gather_tokens(extras[name], index, dim)
     if compat.COUNTS_OUTSIDE:
-        kwargs.pop("cache_position", None)  # the decoder counts what is left
+        extras.pop("cache_position", None)  # the decoder counts what is left
     if call.maskless.issuperset(range(len(adapter.decoder.layers))):
-        # So that the decoder makes no dense mask that no layer reads.
-        kwargs["attention_mask"] = torch.ones_like(layout.index)
-    elif prepared:
-        inputs = replace(call.group(0), start=arrived)
-        keys = KeySpan(0, None, inputs.columns.shape[1])
-
-        def remaining(kind: str, mask: Any) -> Any:
-            if kind in STATEFUL:
-                return inputs.state_mask(mask)
-            return inputs.attention_mask(mask, keys, adapter.attention, embeds.dtype)
-
-        made = {kind: remaining(kind, one) for kind, one in mask.items()} if isinstance(mask, dict) else None
-        kwargs["attention_mask"] = remaining("", mask) if made is None else made
-    elif mask is not None:
-        kwargs["attention_mask"] = masks.gather_token_mask(mask[:, -length:], layout.index, layout.valid)
-    elif layout.valid is not None:
-        kwargs["attention_mask"] = layout.valid.long()
-    if kwargs.get("attention_mask") is None and call.cache is None:
+        mask = torch.ones_like(index)  # so that the decoder makes no dense mask that no layer reads
+    elif made:
+        mask = _mask_of_pairs(call, mask, arrived, embeds.dtype, adapter)
+    else:
+        mask = _mask_of_tokens(mask, call.layout, inputs.embeds.shape[1])
+    if mask is None and call.cached.cache is None:
         # Without mask and cache transformers takes gaps in position_ids for borders of packed sequences.
-        kwargs["attention_mask"] = torch.ones_like(layout.index)
+        mask = torch.ones_like(index)
+    return replace(inputs, embeds=embeds, mask=mask, positions=gather_tokens(positions, index, -1), extras=extras)
+
+
+def _whole_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Any, bool]:
+    """Return the mask of the whole sequence, and True if it is what layers take: as it came, or made here because a
+    mask of tokens does not say enough. Else it is of tokens."""
+    mask, cached = inputs.mask, call.cached
+    if isinstance(mask, dict) or (mask is not None and mask.ndim == 4):
+        return mask, True
+    if not (cached.past or cached.capacity is not None or sliding_layers(adapter.text_config)):
+        return mask, False
+    functions = call.state.get(MaskFunctions)
+    return adapter.masks(inputs.embeds, mask, cached.cache) if functions is None else functions.made, True
+
+
+def _mask_of_tokens(mask: Tensor | None, layout: Layout, length: int) -> Tensor | None:
+    """Return the mask of tokens, `[B, W]`, of those that are left. mask: before; length: tokens before."""
+    if mask is None:
+        return None if layout.valid is None else layout.valid.long()
+    return masks.gather_token_mask(mask[:, -length:], layout.index, layout.valid)
+
+
+def _mask_of_pairs(call: Call, mask: Any, arrived: LayerInputs, dtype: torch.dtype, adapter: Adapter) -> Any:
+    """Return the mask that layers take, or those by kind of layer, of the tokens that are left. mask: of the whole
+    sequence, whose group is `arrived`."""
+    group = replace(call.group(0), start=arrived)
+    keys = KeySpan(0, None, group.columns.shape[1])
+
+    def remaining(kind: str, mask: Any) -> Any:
+        if kind in STATEFUL:
+            return group.state_mask(mask)
+        return group.attention_mask(mask, keys, adapter.attention, dtype)
+
+    return {kind: remaining(kind, one) for kind, one in mask.items()} if isinstance(mask, dict) else remaining("", mask)

@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenprune.base import Method
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.decoder.probe import attention_of
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.integrations.shared.observation import Observation
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import Recorder, Where
 from tokenprune.view.registry import observables_of
 from tokenprune.view.segments import LayerInput
 
@@ -27,32 +30,66 @@ if TYPE_CHECKING:
 
 @dataclass
 class Inputs:
-    """What a call keeps for the cuts to come.
+    """Everything that a call keeps for the cuts to come.
 
     entry: `[B, W, D]`, what entered the decoder, and the layout of its slots; last: the layer of the last cut that
     reads it. before: what the layer before the next cut was called with; unrotated: what its attention would see
-    without rotation; transitions: what its attention (0) and its MLP (1) made of what they got, float32 `[B, W, 2]`.
+    without rotation; recorded: of each observable with a place of its own, the value of each module, None where it
+    did not run.
     """
 
     entry: tuple[Tensor, Layout] | None = None
     last: int = 0
     before: LayerInput | None = None
     unrotated: Observation | None = None
-    transitions: dict[int, Tensor] = field(default_factory=dict)
+    recorded: dict[str, list[Any]] = field(default_factory=dict)
 
 
-def keep_entry(call: Call, steps: list[Step], embeds: Tensor) -> None:
-    """Keep what enters the decoder, if one of `steps` reads it behind the entry."""
-    readers = [step.layer for step in steps if step.layer and observables_of(step.method.needs, Where.ENTRY)]
-    if readers:
-        call.state.put(Inputs((embeds, call.layout), max(readers)))
+class KeptInputs(Part):
+    """Keeps in `Inputs` what cuts to come will read. steps: the cuts, by layer."""
+
+    def __init__(self, adapter: Adapter, steps: Mapping[int, Step]) -> None:
+        super().__init__()
+        self.adapter, self.steps = adapter, steps
+        self.entry = {layer for layer in self._readers(Where.ENTRY) if layer}
+
+    def _readers(self, *where: Where) -> list[int]:
+        """Return the layers whose cuts read what is observed at `where`."""
+        return sorted(layer for layer, step in self.steps.items() if observables_of(step.method.needs, *where))
+
+    def _attach(self) -> None:
+        for layer, step in self.steps.items():
+            for one in observables_of(step.method.needs, Where.OWN):
+                recorder = one.attach(self.adapter, layer)
+                for number, module in enumerate(recorder.modules):
+                    record = partial(self._record, layer, one.name, recorder, number)
+                    self.hook_in_call(module.register_forward_hook, record, with_kwargs=True)
+
+    def after_entry(self, call: Call, embeds: Tensor) -> None:
+        if readers := self.entry & call.cuts:
+            call.state.put(Inputs((embeds, call.layout), max(readers)))
+
+    def on_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        if call.cuts_at(layer + 1):
+            keep_input(call, self.steps[layer + 1].method, self.adapter, layer, args, kwargs)
+
+    @torch.no_grad()
+    def _record(
+        self, layer: int, name: str, recorder: Recorder, number: int,
+        module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any,
+    ) -> None:  # fmt: skip
+        call = self.current()
+        if call is not None and call.active and call.cuts_at(layer):
+            inputs = call.state.get(Inputs) or call.state.put(Inputs())
+            values = inputs.recorded.setdefault(name, [None] * len(recorder.modules))
+            values[number] = recorder.read(args, kwargs, output)
 
 
 def release(call: Call, layer: int) -> None:
     """Let go of what the cut at `layer` was the last to read."""
     if (inputs := call.state.get(Inputs)) is not None:
         inputs.before = inputs.unrotated = None
-        inputs.transitions.clear()
+        inputs.recorded.clear()
         inputs.entry = inputs.entry if layer < inputs.last else None
 
 
@@ -71,24 +108,11 @@ def keep_input(
             f"{adapter.config.model_type!r} gets no rotary positions; use a method that does not need them"
         )
     batch = len(hidden)
-    turned = rotation and tuple(one.expand(batch, -1, -1) for one in rotation)
+    turned = rotation and (rotation[0].expand(batch, -1, -1), rotation[1].expand(batch, -1, -1))
     inputs = call.state.get(Inputs) or call.state.put(Inputs())
     inputs.before = LayerInput(hidden, turned)
-    if any(one.where is Where.UNROTATED for one in needed):
-        inputs.unrotated = unrotated(call, adapter, layer, args, kwargs)
-
-
-@torch.no_grad()
-def keep_transition(call: Call, number: int, given: Tensor, made: Any) -> None:
-    """Keep what attention (`number` 0) or MLP (1) of a layer makes of `given`, `[B, W, D]`: how many times as long it
-    gets, and the cosine to it. made: the module's output."""
-    before = given.float()
-    after = (made[0] if isinstance(made, tuple) else made).view_as(given).float()
-    lengths = before.norm(dim=-1), after.norm(dim=-1)
-    tiny = torch.finfo(torch.float32).tiny
-    cosine = (before * after).sum(-1) / (lengths[0] * lengths[1]).clamp(min=tiny)
-    inputs = call.state.get(Inputs) or call.state.put(Inputs())
-    inputs.transitions[number] = torch.stack([lengths[1] / lengths[0].clamp(min=tiny), cosine], dim=-1)
+    if rotation is not None and any(one.where is Where.UNROTATED for one in needed):
+        inputs.unrotated = unrotated(call, adapter, layer, args, kwargs, rotation)
 
 
 def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -100,19 +124,20 @@ def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | 
     return found if whole else None
 
 
-def unrotated(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
+def unrotated(
+    call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any], rotation: tuple[Tensor, Tensor]
+) -> Observation:
     """Return what the attention of `layer` would see of this call's tokens if it turned nothing.
 
     The layer runs with angles of 0 until its attention function is called, so its own norms and projections apply, and
     whatever it turns against what, in whichever order, and by which factor; nothing behind is computed.
     """
-    cos, sin = rotation_of(args, kwargs)
-    still = (torch.ones_like(cos), torch.zeros_like(sin))
+    still = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1]))
     if "position_embeddings" in kwargs:
         kwargs = kwargs | {"position_embeddings": still}
     args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
     observation = attention_of(call, adapter, layer, args, kwargs)
-    if observation.mask is not None and (filled := call.filled(layer)) is not None:
+    if observation.mask is not None and (filled := call.cached.filled(layer, call.layout.width)) is not None:
         observation.mask = observation.mask[..., :filled]
     if observation.mask is not None:  # keys of earlier turns are not among these
         observation.mask = observation.mask[..., -observation.key.shape[2] :]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method may see of a call: everything behind a `VisualTokens`."""
+"""The parts of a call that a method may see, for a `VisualTokens`."""
 
 from __future__ import annotations
 
@@ -70,10 +70,9 @@ class Sources(TokenSource):
     def unrotated(self) -> Observation:
         return _observed(self._inputs.unrotated)
 
-    @property
-    def transitions(self) -> Tensor:
-        found = self._inputs.transitions
-        return torch.stack([found[0], found[1]], dim=2) if len(found) == 2 else super().transitions
+    def recorded(self, name: str) -> list[Any]:
+        found = self._inputs.recorded.get(name, [None])
+        return super().recorded(name) if any(one is None for one in found) else found
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
         entry = self._inputs.entry

@@ -28,14 +28,15 @@ class Planner:
         self.per = steps[0].budget.per if steps else "image"
 
     def find_segments(self, call: Call, embeds: Tensor) -> None:
-        """Set `call.segments`, and `call.report` with them, where the call has visual tokens. embeds: `[B, L, D]`."""
+        """Set `call.segments` and `call.report` where the call has visual tokens. embeds: `[B, L, D]`."""
         outputs = call.outputs if self.adapter.features_per_image else {}
         step = self.adapter.step_within_image
         runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
         grid_of = self.adapter.image_grid
         behind = self.adapter.behind_video
-        call.segments = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind)
-        if call.segments is not None:
+        found = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind)
+        if found is not None:
+            call.has_images, call.segments = True, found
             call.report = Report(self.shape, call.segments, call.host.tokens_per_row, embeds.shape[1], self.record)
             call.report.stats.notes = call.notes
 
@@ -51,14 +52,15 @@ class Planner:
     def plan(self, call: Call) -> bool:
         """Plan the cuts of a call, and return whether tokens leave."""
         merged = call.state.get(Merged)
-        counts = call.segments.counts if merged is None else merged.selection.counts
+        counts = call.segments.counts if merged is None else merged.counts
         tokens, at_least = call.host.tokens_per_row, partial(self._at_least, call)
         call.plan = plan_cuts(self.steps, self.shape, call.segments, counts, tokens, at_least)
+        call.cuts = call.plan.cuts
         for part in self.parts:
-            part.planned(call)
-        return bool(call.plan.cuts) or merged is not None
+            part.on_plan(call)
+        return bool(call.cuts) or merged is not None
 
     def _at_least(self, call: Call, step: Step, arrived: list[int], wanted: list[int]) -> list[int]:
         for part in self.parts:
-            wanted = part.at_least(call, step, arrived, wanted)
+            wanted = part.raise_budget(call, step, arrived, wanted)
         return wanted

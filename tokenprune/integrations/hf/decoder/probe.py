@@ -31,15 +31,17 @@ class StopForward(Exception):
 
 
 def probe_layer(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
-    """What the attention of `layer` would see of the tokens that arrive at it, if none were cut.
+    """Return what the attention of `layer` would see of the tokens that arrive at it, if none were cut.
 
     The layer runs until its attention function is called, so its own norms, projections and rotary embedding apply,
     whatever the family calls them; the cache is left out, and nothing behind is computed.
     """
-    keys = call.known_span(layer, adapter, kwargs)
+    cached, width = call.cached, call.layout.width
+    shared = adapter.key_count(layer, kwargs)
+    keys = None if layer in call.maskless else cached.known_span(layer, width, shared)
     args, kwargs = call.group(layer).arguments(layer, args, kwargs, adapter, keys)
     observation = attention_of(call, adapter, layer, args, kwargs)
-    if (past := call.past_keys(layer, adapter)) is not None:
+    if (past := cached.past_keys(layer, width, adapter.cached_keys)) is not None:
         past = past.to(observation.key.device)
         observation.key = torch.cat([past, observation.key], dim=2)
     return observation
@@ -50,7 +52,7 @@ def attention_of(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: 
 
     Raises UnsupportedSetupError for a layer that calls no attention function.
     """
-    kwargs = {name: None if value is call.cache else value for name, value in kwargs.items()}
+    kwargs = {name: None if value is call.cached.cache else value for name, value in kwargs.items()}
     call.state.put(Probe(layer))
     try:
         with torch.no_grad():

@@ -70,10 +70,10 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
         hidden = merge(hidden)
     call.layout, slots = before.cut(stays, kept_per_row)
     call.extras = adapter.cut_extras(call.extras, slots, call.layout, merge)
-    kept = Kept.of(keep, counts)
-    call.segments = keep_segments(segments, kept, counts)
+    left = Kept.of(keep, counts)
+    call.segments = keep_segments(segments, left, counts)
     if (carries := call.state.get(Carries)) is not None:
-        carries.follow(kept)
+        carries.follow(left)
     call.report.cut(call, step, selection, segments)
     return gather_tokens(hidden, slots, 1)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods that compare the frames of a video ask of a patch, and of a call."""
+"""Serve methods that compare the frames of a video, or refuse a patch or a call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.view import registry
@@ -47,12 +48,9 @@ class VideoFrames(Part):
                     f"before; leave {before[0]} out, or let it act behind {name}"
                 )
 
-    def _attach(self) -> None:
-        pass  # the engine tells all there is to know
-
-    def before_decoder(self, call: Call, kwargs: dict) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         """Note which segments are images, and refuse a video whose frames nothing tells."""
-        if call.segments is None:
+        if not call.has_images:
             return
         images = [modality == "image" for modality in call.segments.modality]
         frames = call.segments.frames
@@ -69,7 +67,7 @@ class VideoFrames(Part):
                 call.notes.append(f"{name}: images keep all tokens, because it compares the frames of videos")
         call.state.put(_Images(images))
 
-    def at_least(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    def raise_budget(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
         if step.owner not in self.owners:
             return list(wanted)
         images = call.state[_Images]

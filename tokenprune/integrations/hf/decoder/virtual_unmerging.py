@@ -34,6 +34,7 @@ from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 _INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
@@ -50,16 +51,16 @@ def check_composition(methods: Sequence[Method]) -> None:
     """Raise OptionError for methods that act on the decoder's tokens beside one that unmerges them."""
     for method in methods:
         later = [other.name for other in methods if other.site.order > Site.IN_ENCODER.order]
-        if form_of(method) != "off" and later:
+        if (form := form_of(method)) != "off" and later:
             raise OptionError(
-                f'{method.name} with vtu="{method.vtu}" cannot be composed with {", ".join(later)}: what the decoder '
+                f'{method.name} with vtu="{form}" cannot be composed with {", ".join(later)}: what the decoder '
                 'attends to and caches are not the tokens that its layers hold; use vtu="off"'
             )
 
 
 @dataclass
 class Unmerged:
-    """Which of a call's L tokens are one, and what the attention module that runs now was given.
+    """Groups of a call's L tokens that are one, and the input of the attention module that runs now.
 
     layout: its W slots hold the first token of each group, text tokens among them. slot: long `[B, L]`, the slot that
     each token shares; padding takes the last one along, and changes nothing of it. padding: bool `[B, L]`, None without
@@ -156,20 +157,20 @@ class VirtualUnmerging(Part):
         call = self.current()
         return None if call is None else call.state.get(Unmerged)
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         """Take over what was merged in the tower, so that it is not cut out: `Merged` becomes `Unmerged`."""
-        if call.state.get(Merged) is None:
+        if (merged := call.state.pop(Merged)) is None:
             return
-        check_arguments(self.adapter, kwargs)
+        check_arguments(self.adapter, inputs.arguments())
         if reruns_layers(self.decoder):
             raise UnsupportedSetupError(
                 "gradient checkpointing runs decoder layers a second time, when it is forgotten which tokens are one; "
                 'call model.gradient_checkpointing_disable(), or use vtu="off"'
             )
-        merged, (batch, length) = call.state.pop(Merged), kwargs["inputs_embeds"].shape[:2]
+        batch, length = inputs.embeds.shape[:2]
         segments = call.segments.to(merged.selection.keep.device)
         unmerged = Unmerged.of(merged.selection, segments, batch, length, call.host.padding_to_drop)
-        call.report.unmerge(call, merged.step, merged.selection, unmerged.layout)
+        call.report.unmerge(call, merged, unmerged.layout)
         call.state.put(unmerged)
 
     # -- hooks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the output of a vision encoder depends on: the content of its arguments, its weights, and how it is set."""
+"""Digest what the output of a vision encoder depends on: the content of its arguments, its weights and its settings."""
 
 from __future__ import annotations
 

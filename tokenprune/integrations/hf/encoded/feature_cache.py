@@ -12,7 +12,7 @@ from tokenprune.statistics import FeatureCacheCounts
 
 
 class Entry(Protocol):
-    """What is kept under a key. intact: whether it still holds what was put there."""
+    """One value under a key. intact: True if it still holds what was put there."""
 
     bytes: int
     intact: bool

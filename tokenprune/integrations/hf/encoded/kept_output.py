@@ -22,7 +22,7 @@ _OF_BLOCKS = ("hidden_states", "attentions")
 
 @dataclass
 class Kept:
-    """What stays of an output. kind: its class. values: tensors, and what holds tensors. record: what a patch knows."""
+    """The kept parts of an output. kind: its class. values: tensors, and what holds tensors. record: of the patch."""
 
     kind: type
     values: dict[str, Any]
@@ -39,7 +39,7 @@ class Kept:
 
     @property
     def intact(self) -> bool:
-        """Whether nobody wrote to its tensors since."""
+        """True if nobody wrote to its tensors since."""
         return self._versions == self._seen()
 
     def _seen(self) -> list[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a patch knows of encoded images or videos, on the encoder's output itself.
+"""Record of a patch about encoded images or videos, on the encoder's output itself.
 
 `generate` encodes images before any forward, so what is found out meanwhile travels with the output to the forward that
 takes it. It is an item of the output: accelerate, which moves outputs between devices, loses attributes.

@@ -36,6 +36,9 @@ _POINTWISE = {"mlp", "moe"}
 class Adapter(PatchSource):
     """The common contract; it serves every model type that no other adapter names in `families`."""
 
+    base: Any  # modules of transformers, whose attributes have no types
+    decoder: Any
+
     families: tuple[str, ...] = ()
 
     # Per-token arguments of the decoder beyond the common ones that `take_extras` deals with.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decoder layers are handed when tokens are gone: masks, positions, and which keys they see."""
+"""Make the inputs of decoder layers when tokens are gone: masks, positions, and the keys that they see."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def columns_for(
 
 @dataclass(eq=False)
 class LayerInputs:
-    """What a group of decoder layers is handed: those from `first` to the next group, which hold the same tokens.
+    """Inputs of a group of decoder layers: those from `first` to the next group, which hold the same tokens.
 
     Nothing here changes but what is remembered: tensors made for one layer serve the others of the group.
 
@@ -81,7 +81,7 @@ class LayerInputs:
 
     @property
     def decode(self) -> DecodeState | None:
-        """What hides keys of these layers while decoding."""
+        """The state that hides keys of these layers while decoding."""
         decode = None if self.reduction is None else self.reduction.decode
         return decode if decode is not None and self.first >= decode.layer else None
 
@@ -108,14 +108,15 @@ class LayerInputs:
                 mask = self.attention_mask(mask, keys, adapter.attention, hidden_states(args, kwargs).dtype, layer)
             kwargs["attention_mask"] = mask
         if self.rows() is not None:
-            args = list(args)
+            placed = list(args)
             for name, dim in adapter.layer_tokens.items():
                 if isinstance(name, int):
-                    if name < len(args):
-                        args[name] = self.gathered(args[name], dim)
+                    if name < len(placed):
+                        placed[name] = self.gathered(placed[name], dim)
                 elif name in kwargs:
                     kwargs[name] = self.gathered(kwargs[name], dim)
-        return tuple(args), kwargs
+            args = tuple(placed)
+        return args, kwargs
 
     def rows(self) -> Tensor | None:
         """long `[B, W]`: slots of the arrival layout that the group's layout consists of; None if they are the same."""
@@ -175,7 +176,7 @@ class LayerInputs:
 
     @property
     def _keys_are_queries(self) -> bool:
-        """Whether it is known that a layer sees keys of its queries alone, none of which is empty or padding."""
+        """True if it is known that a layer sees keys of its queries alone, none of which is empty or padding."""
         known = self.functions is not None and self.functions.real_behind_cut
         return known and not self.past and not self.ragged and not self.layout.whole
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine tells the parts of a patch that do more than cut tokens inside the decoder."""
+"""Base of the parts of a patch: the engine calls each of them at named moments of a forward."""
 
 from __future__ import annotations
 
@@ -12,41 +12,91 @@ from tokenprune.integrations.shared.eager import in_call
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.plan import Step
+    from tokenprune.statistics import Stats
+
+# Encodes images, with some of the encoder's arguments changed.
+Encode = Callable[[dict[str, Any]], Any]
 
 
 class Part(Attachable):
-    """Attached with the engine. `current`, set by it, returns the `Call` that this thread is in; a subclass overrides
-    what it wants to know of."""
+    """Base of everything in a patch beside the cuts themselves. A subclass overrides the moments that it needs, in the
+    order in which a call reaches them here; each does nothing by default.
+
+    current: returns the `Call` that this thread is in; the engine sets it before it attaches the part.
+    reads_text: True if the part reads the ids of a prompt with images (`Call.host`).
+    """
 
     current: Callable[[], Call | None]
-    reads_text = False  # whether it reads the ids of a prompt with images (`Call.host`)
+    reads_text = False
+
+    def _attach(self) -> None:
+        """Put further hooks on the model; none, where the moments below are enough."""
 
     def hook_in_call(self, register: Callable[..., Any], function: Callable, **options: Any) -> None:
         """Register a hook like `hook`, of a function that does nothing where this thread is in no call."""
         self.hook(register, partial(in_call, self.current, function), eager=False, **options)
 
+    # -- encoding: `generate` encodes images before any call, so notes for later are left on the encoder's output
+
+    def find_features(self, modality: str, arguments: dict[str, Any], host_args: dict[str, Any], encode: Encode) -> Any:
+        """Return the encoder's output, from `encode` or from an earlier call. The model's encoder runs in `encode`.
+
+        modality: "image" or "video". arguments: of `get_image_features` or `get_video_features`; host_args: the same,
+        with the shapes of images on the host.
+        """
+        return encode({})
+
     def before_encode(self, modality: str, arguments: dict[str, Any]) -> None:
-        """Images are about to be encoded; see `after_encode`."""
+        """React before images are encoded; for the arguments see `after_encode`."""
 
     def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        """Images were encoded. What is to be known of them later is left on `output`: `generate` encodes images
-        before any forward.
+        """React after images were encoded.
 
         modality: "image" or "video". arguments, output: of `get_image_features` or `get_video_features`.
         """
 
-    def encoded(self, modality: str, output: Any) -> None:
-        """Encoded images are handed to the model, whether they were encoded now (`after_encode`) or before."""
+    def on_features(self, modality: str, output: Any) -> None:
+        """React to features that the model receives, encoded now (`after_encode`) or in an earlier call."""
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
-        """A decoder that is handed `kwargs` is entered; they may be changed. What is to be done in it is left in
-        `call.state`; its segments and report are there if it brings images."""
+    # -- a call
 
-    def at_least(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
-        """Return how many tokens of each segment `step` is to keep of those that `arrived`, where its budget asks for
-        `wanted`: not less."""
+    def skips(self, arguments: dict[str, Any]) -> bool:
+        """Return True if a forward with `arguments` needs no `Call`: the part handles it by hooks of its own.
+        torch.compile traces this method."""
+        return False
+
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> DecoderInputs | None:
+        """Return changed inputs of the decoder, or None for the same. Notes for later moments go into `call.state`;
+        segments and report exist if the call has images."""
+        return None
+
+    def raise_budget(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        """Return the number of tokens of each segment that `step` keeps, at least the number that its budget wants.
+
+        arrived: tokens of each segment that reach the step. wanted: the numbers of the budget.
+        """
         return list(wanted)
 
-    def planned(self, call: Call) -> None:
-        """All cuts of a call are planned: `call.plan` is there."""
+    def on_plan(self, call: Call) -> None:
+        """React to the plan of all cuts, `call.plan`."""
+
+    def after_entry(self, call: Call, embeds: Any) -> None:
+        """React after the cuts at the decoder's entry. embeds: `[B, W, D]`, in the call's layout."""
+
+    def before_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        """React before a cut at the input of `layer`, and before layers without one. args, kwargs: of the layer, for
+        the tokens that arrive."""
+
+    def after_cut(self, call: Call, step: Step) -> None:
+        """React after `step` cut tokens inside the decoder; `call` holds the state after it."""
+
+    def on_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        """React to the final arguments of `layer`, which runs next."""
+
+    def after_call(self, call: Call) -> None:
+        """React to the end of the call, after an error too."""
+
+    def add_stats(self, stats: Stats) -> None:
+        """Add to the statistics that a user asks for."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many visual tokens each cut of a call keeps."""
+"""Plan the number of visual tokens that each cut of a call keeps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Step:
 
     @property
     def acts(self) -> bool:
-        """Whether the stage runs: it may drop tokens, or looks on behalf of a later stage. A method whose budget keeps
+        """True if the stage runs: it may drop tokens, or looks on behalf of a later stage. A method whose budget keeps
         everything does neither."""
         if not self.budget.is_identity():
             return True
@@ -41,10 +41,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Merged:
-    """What is left of a call's visual tokens after a merge in the tower, and the step that it is reported as."""
+    """The rest of a call's visual tokens after a merge in the tower, and the step that it is reported as."""
 
     step: Step
     selection: Selection
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of tokens that are left of each segment."""
+        known = self.selection.counts
+        return self.selection.keep.sum(1).tolist() if known is None else known
 
 
 # What a cut is to leave of each segment, told the step, how many tokens of each arrive, and how many its budget wants.
@@ -64,7 +70,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which cuts a call makes, and how many tokens they keep.
+    """The cuts of a call, and the number of tokens that each keeps.
 
     Lists have an entry for each segment of the prompt, 0 where it is withdrawn.
 
@@ -89,7 +95,7 @@ class Plan:
 
     @property
     def kept(self) -> list[int]:
-        """What the last stage leaves."""
+        """The number of tokens of each segment after the last stage."""
         return self.stages[-1].kept if self.stages else self.arrived
 
     def counts_of(self, segments: Segments) -> list[int]:

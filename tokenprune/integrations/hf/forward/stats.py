@@ -14,13 +14,14 @@ from torch import Tensor
 from tokenprune.base import Selection
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out, stored_bytes
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
-from tokenprune.integrations.hf.cache.static_cache import is_static
+from tokenprune.integrations.hf.cache.static_cache import StaticReduction, is_static
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Cut, Removal, Stats
 from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.plan import Merged
     from tokenprune.integrations.hf.sequence.layout import Layout
 
 
@@ -37,7 +38,7 @@ class _Group:
 
 
 class Report:
-    """What one forward removed; belongs to its call, and becomes the model's `Stats` when the decoder is done. What
+    """The removals of one forward; belongs to its call, and becomes the model's `Stats` when the decoder is done. What
     costs time, or would ask the device, is left to whoever asks for the statistics (`Stats.finalize`).
 
     segments: the visual tokens that reach the decoder; tokens: of each row, padding left out; length: slots of a row of
@@ -53,17 +54,17 @@ class Report:
         self.pairs: dict[int, list[int]] = {}
 
     def add_time(self, seconds: float) -> None:
-        self.stats.overhead_ms += 1000 * seconds
+        self.stats.overhead_ms = (self.stats.overhead_ms or 0.0) + 1000 * seconds
 
     def cut(self, call: Call, step: Any, selection: Selection, before: Segments) -> None:
         """A cut was made; `call` holds the state after it."""
         self._note(call, call.layout, call.segments.counts, step, selection, before)
 
-    def unmerge(self, call: Call, step: Any, selection: Selection, layout: Layout) -> None:
+    def unmerge(self, call: Call, merged: Merged, layout: Layout) -> None:
         """Tokens that the tower merged stay one for the decoder's weights, which run on those of `layout`, but not for
         its attention and cache."""
         self.whole_attention = True
-        self._note(call, layout, selection.counts, step, selection, call.segments)
+        self._note(call, layout, merged.counts, merged.step, merged.selection, call.segments)
 
     def _note(
         self, call: Call, layout: Layout, counts: list[int], step: Any, selection: Selection, before: Segments
@@ -112,7 +113,7 @@ class Report:
         whole = sum(self.shape.prefill_flops([tokens] * layers) for tokens in self.tokens)
         stats.prefill_flops_ratio_tokens = self._flops(rows, self.tokens) / whole
 
-    def _flops(self, rows: list[Sequence[int]], whole: list[int]) -> float:
+    def _flops(self, rows: Sequence[Sequence[int]], whole: list[int]) -> float:
         """FLOPs of rows with so many tokens in each layer; whole: those that each row came with."""
         return sum(
             self.shape.prefill_flops(list(row), self._attention(index, row, tokens))
@@ -138,6 +139,17 @@ def _note_lost_ends(layout: Layout, ends: list[tuple[int, int]], stats: Stats) -
         )
 
 
+def stats_after(call: Call, cache: Any) -> Stats | None:
+    """Return the statistics after a call: its own where it has images, else those of the prefill that its cache
+    continues; None where there are neither. cache: see `Report.finish`."""
+    if call.has_images:
+        return call.report.finish(call, cache)
+    if (decode := call.cached.decode) is None:
+        return None
+    note_bytes(decode.stats, call, cache, call.layout.length, len(decode.visual))
+    return decode.stats
+
+
 def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> None:
     """Note what `cache` holds after a call of `rows` rows of `length` tokens; now, because it goes on growing.
 
@@ -146,7 +158,7 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> 
     """
     stats.kv_bytes, stats.kv_bytes_full = count_bytes(cache, call.past + length)
     held = [(index, slots_handed_out(layer), stored_bytes(layer)) for index, layer in _filled_layers(cache)]
-    if call.report is not None and not call.past:
+    if call.has_images and not call.past:
         stats.kv_bytes_tokens = sum(
             size * call.report.cached_tokens(call, index, slots) // (rows * slots) for index, slots, size in held
         )
@@ -190,7 +202,8 @@ def _slots_of(cache: Any, index: int, layer: Any, full: int) -> int:
     """Return how many slots a layer would have for `full` tokens if none was removed."""
     if is_static(cache):
         reduction = reduction_of(cache)
-        return layer.max_cache_len if reduction is None else reduction.full.get(index, layer.max_cache_len)
+        made = reduction.full if isinstance(reduction, StaticReduction) else {}
+        return made.get(index, layer.max_cache_len)
     window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
     return min(full, window - 1) if window else full
 
@@ -204,7 +217,7 @@ def _filled_layers(cache: Any) -> list[tuple[int, Any]]:
 def _cut_record(
     call: Call, layout: Layout, step: Any, selection: Selection, before: Segments
 ) -> Callable[[Stats], None]:
-    """What adds a `Cut` to the statistics, when it is called; until then nothing is read of the device."""
+    """Return a function that adds a `Cut` to the statistics; until then nothing is read of the device."""
     positions = layout.positions()
     padding = call.padding(layout.length)
     if padding is not None:
@@ -217,7 +230,8 @@ def _add_cut(
     cut: Callable[..., Cut], past: int, positions: Tensor, selection: Selection, before: Segments, stats: Stats
 ) -> None:
     kept = [[past + p for p in row if p >= 0] for row in positions.tolist()]
-    sources = weights = None
+    sources: list[dict[int, list[int]]] | None = None
+    weights: list[dict[int, list[float]]] | None = None
     if selection.assign is not None:
         sources, weights = [{} for _ in kept], [{} for _ in kept]
         targets, place = selection.assign.tolist(), before.position.tolist()

@@ -31,6 +31,7 @@ from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.plan import Step
 
 logger = logging.getLogger("tokenprune")
@@ -117,9 +118,6 @@ class GuardPart(Part):
         self.watch = Watch(cuts, elsewhere, settings.text_limit)
         self._said: set[tuple[str, str]] = set()
 
-    def _attach(self) -> None:
-        pass  # the engine tells all there is to know
-
     def _here(self) -> dict[str, Any]:
         """What this thread waits for: a look at images that are being encoded, a verdict that was not said yet."""
         return states().setdefault(self, {})
@@ -136,9 +134,9 @@ class GuardPart(Part):
 
     # -- in a call
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         self._say_late()
-        if call.segments is None:
+        if not call.has_images:
             return
         rows, counts = list(call.segments.row), list(call.segments.counts)
         looks = looks_of_segments(call, self.adapter)
@@ -146,10 +144,10 @@ class GuardPart(Part):
         if self.settings.mode == "auto":
             verdict.seen = [verdict.kinds(row, value) for row, value in zip(rows, looks.read(), strict=True)]
 
-    def at_least(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    def raise_budget(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
         return call.state[Verdict].at_least(step, arrived, wanted)
 
-    def planned(self, call: Call) -> None:
+    def on_plan(self, call: Call) -> None:
         """All is known of a call but what may still be on its way: warn, and have the statistics tell."""
         verdict = call.state[Verdict]
         verdict.conclude(call.plan)

@@ -10,6 +10,7 @@ from tokenprune.integrations.hf.forward.part import Part
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 
 class FullCounts(Part):
@@ -19,11 +20,8 @@ class FullCounts(Part):
         super().__init__()
         self.patches = patches
 
-    def _attach(self) -> None:
-        pass  # the engine tells all there is to know
-
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
-        if call.segments is None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
+        if not call.has_images:
             return
         rows = [0] * (max(call.segments.row) + 1)
         for row, count in zip(call.segments.row, call.segments.counts, strict=True):

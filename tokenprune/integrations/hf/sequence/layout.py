@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a call's tokens are still in the sequence, and in which slot: gather, scatter back, compose cuts."""
+"""Tokens of a call that are still in the sequence, and their slots: gather, scatter back, compose cuts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def whole(self) -> bool:
-        """Whether all of the call's tokens are still there, in their own slots."""
+        """True if all of the call's tokens are still there, in their own slots."""
         return self.width == self.length and self.valid is None
 
     @cached_property

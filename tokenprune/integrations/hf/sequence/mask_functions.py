@@ -26,7 +26,7 @@ _ATTENTION = ("sdpa", "eager")  # flash attention takes masks of one axis, flex 
 
 @dataclass(frozen=True)
 class MaskFunction:
-    """Which keys the queries of one kind of layer see.
+    """Keys that the queries of one kind of layer see.
 
     sees: of (row, head, query, key), places in the full sequence. window: how far a query sees at most, None = all.
     real: bool `[B, length]`, which places are no padding, None = all. length: of the full sequence. write: what writes
@@ -72,7 +72,7 @@ class MaskFunction:
 
 @dataclass(frozen=True)
 class MaskFunctions:
-    """What a decoder's masks are made of.
+    """Functions that a decoder's masks are made of.
 
     make: returns the masks that a decoder of a config would make for a call. config: the decoder's. length: of the full
     sequence, with what is in the cache. kinds: of the layers, None = all are of one. attention: name of the
@@ -88,7 +88,7 @@ class MaskFunctions:
 
     @cached_property
     def made(self) -> Any:
-        """What `make` returns, with a `MaskFunction` in the place of each mask of pairs."""
+        """The result of `make`, with a `MaskFunction` in the place of each mask of pairs."""
         AttentionMaskInterface.register(_NAME, _function)
         noted = copy.copy(self.config)
         noted._attn_implementation_internal = _NAME

@@ -191,7 +191,7 @@ def _by_row(pieces: list[Piece]) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Kept:
-    """Which visual tokens a cut leaves; a segment of which nothing is left is a segment no more.
+    """Visual tokens that a cut leaves; a segment of which nothing is left is a segment no more.
 
     before: S and N. alive: which segments are left, S' of them. order: long `[S', N']`, which of their tokens are left,
     in order. mask: bool `[S', N']`, False for padding.
@@ -210,11 +210,11 @@ class Kept:
         width = max(counts)
         order = partition(rows)[:, :width] if alive else torch.zeros(0, 0, dtype=torch.long, device=keep.device)
         limit = to_device([counts[index] for index in alive], keep.device)[:, None]
-        return Kept(tuple(keep.shape), alive, order, torch.arange(width, device=keep.device) < limit)
+        return Kept((keep.shape[0], keep.shape[1]), alive, order, torch.arange(width, device=keep.device) < limit)
 
     @property
     def withdraws(self) -> bool:
-        """Whether nothing is left of some segment."""
+        """True if nothing is left of some segment."""
         return len(self.alive) < self.before[0]
 
     def segments_of(self, values: Any) -> Any:

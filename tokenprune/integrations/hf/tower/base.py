@@ -19,6 +19,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import open_record, record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.tower.merge_map import keep_one_per_group
@@ -80,10 +81,10 @@ class TowerPatch(Merger, Part):
         tokens."""
         raise NotImplementedError
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
-        if call.segments is None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
+        if not call.has_images:
             return
-        selection = self.select(call, call.segments.to(kwargs["inputs_embeds"].device))
+        selection = self.select(call, call.segments.to(inputs.embeds.device))
         call.report.stats.encoder_tokens_per_layer = self.counts(call)
         if selection is not None:
             call.state.put(Merged(self.step, selection))

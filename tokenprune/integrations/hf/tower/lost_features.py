@@ -14,6 +14,7 @@ from tokenprune.integrations.shared.attachable import states
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 
 class ChunkedPrefillCheck(Part):
@@ -28,14 +29,11 @@ class ChunkedPrefillCheck(Part):
         super().__init__()
         self.adapter = adapter
 
-    def _attach(self) -> None:
-        pass  # the engine tells all there is to know
-
-    def encoded(self, modality: str, output: Any) -> None:
+    def on_features(self, modality: str, output: Any) -> None:
         if self.current() is None:  # ahead of any forward, as `generate` does
             states().setdefault(self, {})[modality] = weakref.ref(output)
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         waiting = states().pop(self, None)
         if waiting is None:
             return

@@ -7,7 +7,7 @@ tower on it. So every method chooses as if the tower had run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,9 +26,10 @@ from tokenprune.integrations.hf.encoded.content import (
 from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 from tokenprune.integrations.hf.encoded.kept_output import OfImage, Whole, tensors_of
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.part import Encode, Part
 from tokenprune.integrations.hf.tower.tile_merging import tiles_of
+from tokenprune.statistics import Stats
 
-Encode = Callable[[dict[str, Any]], Any]
 # One image: the arguments that are its own, cut down to what the encoder looks at; and, of those of the call, its rows.
 Image = tuple[dict[str, Tensor], dict[str, slice]]
 
@@ -37,7 +38,7 @@ _MORE = ("output_hidden_states", "output_attentions")
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
 
 
-class FeatureReuse:
+class FeatureReuse(Part):
     """Looks images up in `cache` before `adapter`'s model encodes them.
 
     apart: whether images may be used again one by one; else calls of the encoder are, as a whole.
@@ -45,6 +46,7 @@ class FeatureReuse:
     """
 
     def __init__(self, adapter: Adapter, cache: FeatureCache, apart: bool) -> None:
+        super().__init__()
         self.adapter, self.cache = adapter, cache
         self.apart = apart and adapter.row.apart
         family, base = adapter.config.model_type, adapter.base
@@ -59,28 +61,29 @@ class FeatureReuse:
                 "images would leave the others waiting: leave it out"
             )
 
-    @torch.compiler.disable
-    def __call__(self, modality: str, arguments: dict[str, Any], told: dict[str, Any], encode: Encode) -> Any:
-        """Return the output of the encoder for `arguments`.
+    def _attach(self) -> None:
+        self.on_detach(self.cache.clear)
 
-        told: these, with what tells the shapes of images on the host. encode: encodes `arguments`, of which it is
-        handed those that are others.
-        """
+    def add_stats(self, stats: Stats) -> None:
+        stats.feature_cache = self.cache.counts()
+
+    @torch.compiler.disable
+    def find_features(self, modality: str, arguments: dict[str, Any], host_args: dict[str, Any], encode: Encode) -> Any:
         modules, embeddings = self._modules(), self.adapter.base.get_input_embeddings()
-        if learns(modules) or asks_for_gradients(told.values()) or any(told.get(name) for name in _MORE):
+        if learns(modules) or asks_for_gradients(host_args.values()) or any(host_args.get(name) for name in _MORE):
             self.cache.pass_by()
             return encode({})
         modules.append(embeddings)  # some encoders look words up for their images
         weights = Weights(modules)
         self.cache.renew(weights)
-        images = self._images(modality, told) if self.apart else None
+        images = self._images(modality, host_args) if self.apart else None
         try:
             learnt = asks_for_gradients(embeddings.parameters())
             about = (modality, learnt, settings(modules, self.adapter.config), _stream(modules))
             if images is None:
-                keys = [digest(about, told)]
+                keys = [digest(about, host_args)]
             else:
-                shared = digest(about, {name: value for name, value in told.items() if name not in images[0][0]})
+                shared = digest(about, {name: value for name, value in host_args.items() if name not in images[0][0]})
                 keys = [digest(shared, own) for own, _ in images]
         except UnknownContentError:
             self.cache.pass_by()

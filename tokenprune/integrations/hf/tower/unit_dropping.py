@@ -25,6 +25,7 @@ from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.hf.encoded.record import open_record, record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.tower.packed_merging import window_order
@@ -190,8 +191,8 @@ class UnitDrop(Part):
 
     # -- behind the tower
 
-    def before_decoder(self, call: Call, kwargs: dict[str, Any]) -> None:
-        if call.segments is None:
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
+        if not call.has_images:
             return
         records = {modality: record_of(output) for modality, output in call.outputs.items()}
         for modality, record in records.items():
@@ -208,7 +209,7 @@ class UnitDrop(Part):
             kept, mask = torch.cat(record.kept), call.host.masks[modality]
             numbers = placeholder_to_feature(modality, mask, len(kept))
             stays[mask] = kept[numbers[mask]]
-        segments = call.segments.to(kwargs["inputs_embeds"].device)
+        segments = call.segments.to(inputs.embeds.device)
         found = to_device(stays, segments.mask.device)[segments.row_index, segments.position] & segments.mask
         call.state.put(Merged(self.step, Selection(found, counts=found.sum(1).tolist())))
 
