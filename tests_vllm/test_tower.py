@@ -273,9 +273,9 @@ def test_items_that_cannot_be_traced(folder: Any) -> None:
     from vllm.multimodal.parse import ImageEmbeddingItems
 
     info = SimpleNamespace(get_hf_config=lambda: config(folder("internvl")).hf_config)
-    with pytest.raises(OptionError, match=r"do not tell which patches.*behind the tower"):
+    with pytest.raises(OptionError, match=r"do not tell which patches.*after the tower"):
         tower_items.check_items(Seer(), None, {"video": ["frames"]}, info)
-    with pytest.raises(OptionError, match=r"do not tell which patches.*behind the tower"):
+    with pytest.raises(OptionError, match=r"do not tell which patches.*after the tower"):
         tower_items.check_items(tokenprune.method("tome"), None, {"video": ["frames"]}, info)
     with pytest.raises(OptionError, match="pass pixels, not embeddings"):
         tower_items.check_items(Seer(), None, {"image": ImageEmbeddingItems([torch.zeros(4, 64)])}, info)

@@ -171,7 +171,7 @@ def test_what_stops_the_server(folder: Any, reference: Any, thresholds: Any, tmp
     with pytest.raises(ValueError, match=r"in float32 .*in bfloat16.*dtype that it is served in"):
         config(folder("llava"), dymu | {"exact": True, "thresholds": str(path)}, dtype="bfloat16")
     for name in ("llava_next", "llava_onevision", "mistral3", "pixtral", "glm4v"):
-        with pytest.raises(UnsupportedSetupError, match=r"told of LLaVA-1\.5 .*Qwen3\.5, not of.*behind the tower"):
+        with pytest.raises(UnsupportedSetupError, match=r"said of LLaVA-1\.5 .*Qwen3\.5, not of.*after the tower"):
             config(folder(name), TOME)
     with pytest.raises(ValueError, match=r"CLIPVisionModel.*is a Qwen2VisionTransformerPretrainedModel"):
         config(folder("qwen2_vl"), dymu | {"exact": True, "thresholds": str(path)})

@@ -216,7 +216,7 @@ def test_options_that_read_less_are_named(build) -> None:
         ("scope", {"features": "tower"}, None),
         ("fastervlm", {}, None),
     ):
-        with pytest.raises(UnsupportedSetupError, match="use a method that acts behind the tower") as error:
+        with pytest.raises(UnsupportedSetupError, match="use a method that acts after the tower") as error:
             tokenprune.patch(model, name, keep=0.5, **given)
         assert (told in str(error.value)) if told else " with " not in str(error.value)
     tokenprune.patch(model, "mmtok", keep=0.5, features="projected")

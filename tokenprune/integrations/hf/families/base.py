@@ -47,6 +47,12 @@ class Adapter(PatchSource):
     # Whether the ids of a prompt tell which runs of placeholders make up an image: see `runs_per_image`.
     reads_prompt = False
 
+    # Modules and configs of many classes, which share no type that has what is read of them.
+    base: Any
+    decoder: Any
+    config: Any
+    text_config: Any
+
     def __init__(self, model: nn.Module) -> None:
         self.config = model.config
         self.base, self.decoder = self._find(model)
@@ -95,7 +101,7 @@ class Adapter(PatchSource):
         )
 
     def _placeholder_ids(self) -> dict[str, int]:
-        ids = {}
+        ids: dict[str, int] = {}
         for modality in ("image", "video"):
             for name in (f"{modality}_token_id", f"{modality}_token_index"):
                 if isinstance(getattr(self.config, name, None), int):

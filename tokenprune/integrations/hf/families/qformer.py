@@ -38,10 +38,11 @@ class QFormerAdapter(Adapter):
         self.prompts = PromptsAhead(self)
 
     def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
-        text = model.config.text_config
+        config: Any = model.config
+        text = config.text_config
         if text.is_encoder_decoder:
             raise UnsupportedModelError(
-                f"model type {model.config.model_type!r} with a language model of type {text.model_type!r} is not "
+                f"model type {config.model_type!r} with a language model of type {text.model_type!r} is not "
                 "supported: its images are in an encoder that the decoder reads by cross-attention; a checkpoint "
                 "with OPT or Vicuna can be patched"
             )

@@ -184,7 +184,7 @@ class EncodedTokens:
 def _instead(methods: Sequence[Pruner]) -> str:
     """Return what to do where the tower cannot be read."""
     less = [f", or {method.name} with {options}" for method in methods if (options := without_tower(method))]
-    return "use a method that acts behind the tower" + "".join(less)
+    return "use a method that acts after the tower" + "".join(less)
 
 
 def _find_blocks(adapter: Adapter, name: str, methods: Sequence[Pruner]) -> tuple[nn.Module, list[nn.Module]]:
