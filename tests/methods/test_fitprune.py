@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import tokenprune
+from several_cuts import counts_of
 from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.calibration.attention_fitting import left_over
 from tokenprune.methods.in_llm.fitprune import Recipe, shares
-from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.shapes.fingerprint import fingerprint
 from zoo import FAMILIES
 
@@ -37,14 +37,9 @@ def test_counts_follow_the_recipe(tmp_path: Path) -> None:
     recipe = Recipe(torch.tensor(ROWS), 0, "model")
     recipe.save(tmp_path / "r.safetensors")
     method = tokenprune.method("fitprune", recipe=tmp_path / "r.safetensors")
-    shape = DecoderShape(4, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
     shares = (Budget(keep=0.65), Budget(average_share=0.65), Budget(kv_share=0.65))
     for budget in (*shares, Budget(average_tokens=65), Budget(keep=65)):
-        got = [
-            part.resolve([100], layer=stage.cut_layer, shape=shape, text_tokens=0, original=[100])[0]
-            for stage, part in method.stages(budget, 4)
-        ]
-        assert got == [80, 40, 40]
+        assert [number for _, number in counts_of(method, 4, 100, budget)] == [80, 40, 40]
     with pytest.raises(OptionError, match="is for 4 layers"):
         method.stages(Budget(keep=0.65), 5)
     for budget in (Budget(keep=0.2), Budget(average_share=0.2), Budget(flops_share=0.5)):

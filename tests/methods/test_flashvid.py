@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import tokenprune
+from tests.methods.naive.flashvid import naive
 from tests.methods.test_methods import naive_divprune
 from tokenprune import Budget
-from videos import attention_of, given, moving, select
+from videos import attention_of, cos, given, mean, moving, same, select
 from videos import shares_of as groups_of
 
 
@@ -68,3 +69,12 @@ def _shape(layers: int) -> Any:
     from tokenprune.shapes.decoder import DecoderShape
 
     return DecoderShape(layers, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16)
+
+
+def test_frames_that_are_a_little_less_alike_are_of_two_segments() -> None:
+    """Of four frames one segment would do."""
+    video = moving(4, 4, 4, seed=1)
+    video[2:] += 0.4 * torch.randn(12, generator=torch.Generator().manual_seed(5))
+    assert 0.5 < cos(mean(video[1].tolist()), mean(video[2].tolist())) < 0.9
+    got = groups_of(select("flashvid", given([video], [27], [(4, 4)]), inner=False), 0, 64)
+    same(got, naive(video, attention_of(video), 27))

@@ -17,6 +17,9 @@ from tokenprune import OptionError
 COMPARED = [
     pytest.param(name, check, id=f"{name}: {case}") for name, row in TABLE.items() for case, check in row.cases()
 ]
+LARGE = [
+    pytest.param(name, check, id=f"{name}: {case}") for name, row in TABLE.items() for case, check in row.large_cases()
+]
 REFUSED = [pytest.param(name, wrong, id=f"{name}: {wrong}") for name, row in TABLE.items() for wrong in row.refused]
 UNCHANGED = [pytest.param(name, what, id=f"{name}: {what}") for name, row in TABLE.items() for what in row.unchanged]
 VIEWED = [name for name, row in TABLE.items() if row.view() is not None]
@@ -24,6 +27,11 @@ VIEWED = [name for name, row in TABLE.items() if row.view() is not None]
 
 @pytest.mark.parametrize(("name", "check"), COMPARED)
 def test_equals_the_loop(name: str, check: Callable[[str, Any], None], build: Any) -> None:
+    check(name, build)
+
+
+@pytest.mark.parametrize(("name", "check"), LARGE)
+def test_equals_the_loop_at_large_sizes(name: str, check: Callable[[str, Any], None], build: Any) -> None:
     check(name, build)
 
 

@@ -3,22 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import tokenprune
+from several_cuts import counts_of
 from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.schedule import place
-from tokenprune.shapes.decoder import DecoderShape
-
-
-def counts_of(method: Any, layers: int, count: int, keep: Any) -> list[tuple[int, int]]:
-    shape = DecoderShape(layers, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
-    return [
-        (stage.cut_layer, *part.resolve([count], layer=stage.cut_layer, shape=shape, text_tokens=9, original=[count]))
-        for stage, part in method.stages(Budget.of(keep), layers)
-    ]
 
 
 def test_the_schedule_is_the_papers() -> None:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 import tokenprune
 from merging_models import blocks_of, tower_of
-from several_cuts import Arrived, check_in_model
+from several_cuts import Arrived, check_in_model, counts_of
 from tokenprune import Budget
 from tokenprune.methods.pre_llm.vitcop import centres_of
-from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.testing import visual_tokens
 from tokenprune.view.tokens import VisualTokens
 from tower_tokens import LAYOUTS, budgets, tower_tokens
@@ -208,11 +207,7 @@ def test_in_a_model(build: Any) -> None:
 
 def test_the_schedule_is_the_authors() -> None:
     """288 of 576 tokens enter; round((32 * 0.25 / 0.5 - 2) / 22 * 288) behind layer 2, and a fifth of it behind 22."""
-    shape = DecoderShape(32, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
-    got = [
-        (stage.cut_layer, *part.resolve([576], layer=stage.cut_layer, shape=shape, text_tokens=0, original=[576]))
-        for stage, part in tokenprune.method("vitcop").stages(Budget(keep=0.25), 32)
-    ]
+    got = counts_of(tokenprune.method("vitcop"), 32, 576, 0.25)
     assert [layer for layer, _ in got] == [0, 2, 22]
     for (_, number), want in zip(got, (288, 183, 37), strict=True):
         assert abs(number - want) <= 1

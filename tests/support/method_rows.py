@@ -60,6 +60,10 @@ class Row:
         """Return named comparisons with the loop: functions of the method's name and of the fixture `build`."""
         return iter(())
 
+    def large_cases(self) -> Iterator[tuple[str, Callable[..., None]]]:
+        """Return comparisons that take longer: at the sizes of papers."""
+        return iter(())
+
     def view(self, keep: int | None = None, **given: Any) -> VisualTokens | None:
         """Return tokens of one image or video, of which `keep` stay, by default all; None for no such test."""
         return None
@@ -78,12 +82,15 @@ class Picks(Row):
     nested: bool = True
 
     def cases(self) -> Iterator[tuple[str, Callable[..., None]]]:
-        for number, options in enumerate(self.tried):
-            sizes = [*greedy.SIZES, *self.sizes, *(greedy.LARGE if self.large and not number else ())]
-            yield str(dict(options)), partial(self._compare, options, sizes)
+        for options in self.tried:
+            yield str(dict(options)), partial(self._compare, options, [*greedy.SIZES, *self.sizes])
         yield "in another order", self._permute
         if self.nested:
             yield "nested", self._nest
+
+    def large_cases(self) -> Iterator[tuple[str, Callable[..., None]]]:
+        if self.large:
+            yield str(dict(self.tried[0])), partial(self._compare, self.tried[0], greedy.LARGE)
 
     def view(self, keep: int | None = None, **given: Any) -> VisualTokens:
         return greedy.image_tokens([40], [40 if keep is None else keep], **given)
@@ -126,6 +133,8 @@ class Tower(Row):
         for layout, shape in zip(tower_tokens.LAYOUTS, ("one", "tiles", "thin"), strict=True):
             for ties in (False, True):
                 yield f"{shape}, ties" if ties else shape, partial(self._layout, layout, ties)
+
+    def large_cases(self) -> Iterator[tuple[str, Callable[..., None]]]:
         for grid, keep in self.papers:
             yield f"{keep} of {grid}", partial(self._paper, grid, keep)
 

@@ -49,6 +49,7 @@ FEW_FAMILIES = {
 # What takes long whatever the family: it starts processes, runs a whole benchmark, simulates, or interprets kernels.
 SLOW = {
     "api/test_cli.py",
+    "api/test_method_conformance.py::test_our_methods_conform",
     "api/test_observables.py::test_engines_ask_a_method_through_its_base_class",
     "api/test_setting.py::test_wild_settings_are_answered",
     "api/test_two_pass.py",
@@ -84,6 +85,7 @@ SLOW = {
     "methods/test_dyrate_rates.py::test_fitting",
     "methods/test_dyrate_rates.py::test_the_command",
     "methods/test_methods_in_models.py::test_another_question_other_tokens",
+    "methods/test_naive.py::test_equals_the_loop_at_large_sizes",
     "methods/test_ottvid.py::test_equals_the_loop_in_200_cases",
     "methods/test_prunevid.py::test_equals_the_loop_in_200_cases",
     "methods/test_schedule.py::test_the_average_over_layers_is_the_budget",

@@ -15,6 +15,7 @@ import tokenprune
 from basics import pieces
 from oracle import reduced, survivors
 from tokenprune import Selection, VisualTokens
+from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.testing import visual_tokens
 from tokenprune.view.registry import find_observable
 from tokenprune.view.segments import Sizes
@@ -46,6 +47,15 @@ def view(
     lengths = torch.tensor([max(1, TEXT - row) for row in range(len(counts))])
     text["mask"] = torch.arange(TEXT) < lengths[:, None]
     return visual_tokens(counts=counts, keep=list(keep), text=text, **{**seen, **given})
+
+
+def counts_of(method: Any, layers: int, count: int, keep: Any) -> list[tuple[int, int]]:
+    """Return the layer of each cut of a method, and how many of an image's `count` tokens it keeps."""
+    shape = DecoderShape(layers, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
+    return [
+        (stage.cut_layer, *part.resolve([count], layer=stage.cut_layer, shape=shape, text_tokens=9, original=[count]))
+        for stage, part in method.stages(tokenprune.Budget.of(keep), layers)
+    ]
 
 
 def wanted(counts: Sequence[int], share: float) -> list[int]:
@@ -138,7 +148,7 @@ def check_ties(method: Any, naive: Callable[[VisualTokens, int], list[list[int]]
 
 
 def naive_centres(x: Tensor, number: int, neighbours: int) -> list[int]:
-    """Peaks of density, told by so many nearest tokens, each its own nearest; of equals the first."""
+    """Peaks of density, by so many nearest tokens, each its own nearest; of equals the first."""
     count = len(x)
     points = x.double()
     distance = [[float((points[i] - points[j]).norm()) / x.shape[1] ** 0.5 for j in range(count)]

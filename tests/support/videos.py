@@ -55,6 +55,7 @@ def given(
         for i in range(frames * places):
             place = i % places
             cells[:, row, i] = torch.tensor([i // places, place // width, place % width, height, width, 1])
+    hidden = more.pop("hidden", hidden)
     return visual_tokens(
         hidden if dtype is None else hidden.to(dtype), counts, keep=keep, modality="video",
         grids=[None if newline else (len(v), *grid) for v, grid in zip(videos, grids, strict=True)],

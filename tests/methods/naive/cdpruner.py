@@ -45,8 +45,8 @@ def naive(x: Tensor, z: Tensor, t: Tensor, keep: int, kept: Any = (), slack: flo
     for _ in range(keep):
         j = next_pick(torch.where(left > 1e-5 * kernel.diagonal(), left, -1 / (1e-30 + weight)), picks, kept, slack)
         if left[j] > 1e-5 * kernel[j, j]:
-            told = torch.stack([row[j] * row for row in rows]).sum(0) if rows else 0
-            rows.append((kernel[j] - told) / left[j].sqrt())
+            explained = torch.stack([row[j] * row for row in rows]).sum(0) if rows else 0
+            rows.append((kernel[j] - explained) / left[j].sqrt())
             left = left - rows[-1] ** 2
         picks.append(j)
     return picks

@@ -25,8 +25,8 @@ def naive(x: Tensor, keep: int, kept: Any = (), slack: float = 0.0, gamma: float
     left = kernel.diagonal().clone()
     for _ in range(keep):
         j = next_pick(left - 1, picks, kept, slack)
-        told = torch.stack([row[j] * row for row in rows]).sum(0) if rows else 0
-        rows.append((kernel[j] - told) / left[j].sqrt())
+        explained = torch.stack([row[j] * row for row in rows]).sum(0) if rows else 0
+        rows.append((kernel[j] - explained) / left[j].sqrt())
         left = left - rows[-1] ** 2
         picks.append(j)
     return picks
