@@ -85,8 +85,22 @@ class Selection:
         return Selection(keep, counts=tokens.keep)
 
 
+class _SiteBase(type):
+    """Give a class written on `Method` itself the base of its site, by the members that it defines: `score` makes it a
+    `Pruner`."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], members: dict[str, Any], **kwargs: Any) -> _SiteBase:
+        base = next((_BASES[member] for member in _BASES if member in members), None)
+        if base is not None:
+            bases = tuple(base if one is Method else one for one in bases)
+        return super().__new__(mcs, name, bases, members, **kwargs)
+
+
+_BASES: dict[str, type[Method]] = {}  # of a site, by a member that only methods of this site define
+
+
 @dataclass(frozen=True)
-class Method(ReprIsCall):
+class Method(ReprIsCall, metaclass=_SiteBase):
     """Base of all methods: a frozen dataclass whose fields are the method's options.
 
     It says who a method is. What a method does is said by the base class of its site, which a method of yours derives
@@ -119,19 +133,6 @@ class Method(ReprIsCall):
     by_content_count: ClassVar[bool] = False
     least: ClassVar[int] = 1
     reconstruction: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        # There was one base class once. A class that derives from it, and defines what belongs to a site, goes on
-        # working: it gets the base of that site.
-        super().__init_subclass__(**kwargs)
-        base = next((_BASES[member] for member in _BASES if member in vars(cls)), None)
-        if base is not None:
-            cls.derive_from(base)
-
-    @classmethod
-    def derive_from(cls, base: type[Method]) -> None:
-        """Put `base` in the place of this class among the bases of a subclass; leave one that has it not there."""
-        cls.__bases__ = tuple(base if one is Method else one for one in cls.__bases__)
 
     @property
     def query_aware(self) -> bool:
@@ -175,9 +176,6 @@ class Method(ReprIsCall):
     def _check(self, condition: bool, message: str) -> None:
         if not condition:
             raise OptionError(f"{self.name}: {message}")
-
-
-_BASES: dict[str, type[Method]] = {}  # of a site, by a member that only methods of this site define
 
 
 @dataclass(frozen=True)
