@@ -120,6 +120,11 @@ class Method(ReprIsCall, metaclass=_SiteBase):
     least:        the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
     reconstruction: whether it is written from other sources than its authors' full text or code, so that parts of it
                   are guesses; its docstring says which.
+    fit:          for a method that is fitted to a model first, a static method
+                  `fit(model, samples, out, *, progress, **options) -> result`, which `tokenprune fit NAME` calls; see
+                  docs/add-a-method.md. None: nothing is fitted.
+    fit_limit:    how many images `tokenprune fit` takes where the user names no number; None: all of a folder.
+    fit_question: asked about each image where the user asks none; None: a drawn scene's own.
     """
 
     name: ClassVar[str] = ""
@@ -133,6 +138,9 @@ class Method(ReprIsCall, metaclass=_SiteBase):
     by_content_count: ClassVar[bool] = False
     least: ClassVar[int] = 1
     reconstruction: ClassVar[bool] = False
+    fit: ClassVar[Callable[..., Any] | None] = None
+    fit_limit: ClassVar[int | None] = 48
+    fit_question: ClassVar[str | None] = "Describe this image."
 
     @property
     def query_aware(self) -> bool:

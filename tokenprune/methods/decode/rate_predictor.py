@@ -56,7 +56,7 @@ class RatePredictor:
         try:
             tensors, told = File.of(path).tensors()
             if told.get("kind") != _KIND:
-                raise OptionError(f"{path} holds no predictor of `tokenprune fit-dyrate`")
+                raise OptionError(f"{path} holds no predictor of `tokenprune fit dyrate`")
             return cls(tensors["weight"], tensors["bias"], int(told["layer"]), told["model"])
         except (OSError, KeyError, ValueError) as error:
             if isinstance(error, OptionError):
