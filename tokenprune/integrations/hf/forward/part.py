@@ -20,6 +20,7 @@ class Part(Attachable):
     what it wants to know of."""
 
     current: Callable[[], Call | None]
+    line = ""  # of `print(model)`, for a part of which the user should know
     reads_text = False  # whether it reads the ids of a prompt with images (`Call.host`)
 
     def hook_in_call(self, register: Callable[..., Any], function: Callable, **options: Any) -> None:
