@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that share a benchmark, as `accelerate launch` or `torchrun` started them."""
+"""The processes that share a benchmark, as `accelerate launch` or `torchrun` started them.
+
+Not accelerate's PartialState: it takes NCCL where there are GPUs, sets the number of threads and stays for the whole
+process; and ending a part of the work together, or learning that a process has ended, is not in it.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,11 @@ class Group:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes and prints."""
+        """True for the process that writes and prints."""
         return self.rank == 0
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return what each process gave, in the order of their ranks; all must call, and wait for each other."""
+        """Return the objects of all processes, in the order of their ranks; all must call, and wait for each other."""
         if self.size == 1:
             return [mine]
         import torch.distributed
@@ -43,15 +47,15 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A part of the work that all processes enter and leave together; a RunError in one is raised in all of them,
+        """Have all processes enter and leave a part of the work together; a RunError in one is raised in all of them,
         so that none waits for one that gave up."""
         failure = None
         try:
             yield
         except RunError as error:
             failure = error
-        told = self.gather(None if failure is None else str(failure))
-        if failures := [one for one in told if one is not None]:
+        messages = self.gather(None if failure is None else str(failure))
+        if failures := [one for one in messages if one is not None]:
             raise failure or RunError(failures[0])
 
 

@@ -162,7 +162,7 @@ def _regress(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
 
 
 class _Forced(LogitsProcessor):
-    """Makes `generate` write given tokens `[B, T]`."""
+    """Make `generate` write given tokens `[B, T]`."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens, self.step = tokens, 0

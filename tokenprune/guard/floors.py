@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each method is known to lose at which share of the tokens: assets/guard.json, which dev/guard.py makes of the
-shipped benchmark's records."""
+"""Losses of each method at each share of the tokens: assets/guard.json, which dev/guard.py makes of the shipped
+benchmark's records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILE = Path(__file__).resolve().parent.parent / "assets" / "guard.json"
 
 @dataclass(frozen=True)
 class Loss:
-    """What one method at one keep did to a kind's worst questions: shares right, `low` and `high` its 95 % interval."""
+    """Loss of one method at one keep on a kind's worst questions: shares right, `low` and `high` its 95 % interval."""
 
     keep: float
     share: float

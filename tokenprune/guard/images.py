@@ -77,7 +77,7 @@ class AsyncValues:
             self._event = event
 
     def ready(self) -> bool:
-        """Whether it has arrived, so that reading it waits for nothing."""
+        """Return True if the values have arrived, so that reading them waits for nothing."""
         return self._values.device.type == "cpu" and (self._event is None or self._event.query())
 
     def read(self) -> list[float]:

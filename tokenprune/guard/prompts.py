@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt asks, told by English words: to read, to find a place, to count."""
+"""Kinds of questions, by English words: to read, to find a place, to count."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _FORM = re.compile("|".join(_FORMS), re.IGNORECASE)
 
 
 class Reader:
-    """Tells the kinds of question that a text asks. more: further patterns, as in `Guard.patterns`."""
+    """Read the kinds of question that a text asks. more: further patterns, as in `Guard.patterns`."""
 
     def __init__(self, more: Mapping[str, Sequence[str]] | None = None) -> None:
         more = more or {}
