@@ -44,7 +44,7 @@ Sets = Annotated[
 Out = Annotated[Path, typer.Option(help="Folder for the results, one folder in it for each setting.")]
 Pretrained = Annotated[str, typer.Option(help="Directory or hub id of the weights.")]
 Device = Annotated[str, typer.Option(help="Where the model goes: cuda, cuda:1, cpu ...")]
-ThresholdsFile = Annotated[str, typer.Option("--thresholds", help="The file of `tokenprune calibrate`, for dymu.")]
+ThresholdsFile = Annotated[str, typer.Option("--thresholds", help="The file of `tokenprune fit dymu`, for dymu.")]
 Split = Annotated[bool, typer.Option("--split", help="One benchmark a command: less is lost when one is cut short.")]
 DEFAULT_OUT, DEFAULT_THRESHOLDS = Path("results"), "thresholds.safetensors"
 

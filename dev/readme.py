@@ -76,7 +76,7 @@ def losers() -> str:
             for one in found.values()
         ]
         lines.append(f"| `{method}` | {reading} | " + " | ".join(cells) + " |")
-    source = f"By `python benchmarks/losers.py`; raw data: {link(LOSERS, '../')}."
+    source = f"By `python benchmarks/studies/losers.py`; raw data: {link(LOSERS, '../')}."
     note = f"Percent right @ visual tokens in the decoder. {source}"
     return "\n\n".join(["\n".join(lines), note])
 

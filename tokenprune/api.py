@@ -45,7 +45,7 @@ def patch(
     record: bool = False,
     replace: bool = False,
     processor: Any = None,
-    guard: str | Guard = "warn",
+    guard: str | Guard | None = None,
     config: str | Path | Mapping[str, Any] | None = None,
     feature_cache: int | None = None,
     **options: Any,
@@ -64,7 +64,8 @@ def patch(
     processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes,
     and by the guard, to read prompts; ignored where neither needs it.
     guard:     "warn": log a warning where a prompt asks, or an image holds, what this method was measured to lose at
-               this budget (text, places, numbers); "auto": keep more tokens there; "off"; or a `Guard`.
+               this budget (text, places, numbers); "auto": keep more tokens there; "off"; or a `Guard`. None: "warn"
+               with a processor, "off" without. `print(model)` says in one line what it does.
     config:    a file that `tokenprune tune` wrote, or its content, or a setting alone, as a file or a dict such as
     {"method": "fastv", "keep": {"average_tokens": 192}}, in place of method, keep and options. On another model than it
     was tuned on, a warning is logged.
@@ -76,7 +77,7 @@ def patch(
     Raises UnknownMethodError, OptionError, BudgetError, ConfigError, UnsupportedModelError, UnsupportedSetupError or
     AlreadyPatchedError; the model is then as it was before.
     """
-    guard = Guard.of(guard)
+    guard = Guard.of(guard, processor)
     if not fits(feature_cache, _BYTES):
         raise OptionError(f"feature_cache={feature_cache!r} must be a number of bytes, {in_words(_BYTES)}")
     if config is not None:
@@ -186,7 +187,8 @@ class Attachment(Attachable):
         return partial(_joined, extra_repr, self.lines())
 
     def lines(self) -> list[str]:
-        """Return what `print(model)` shows of the patch: a line for each method, and one for encoded images."""
+        """Return what `print(model)` shows of the patch: a line for each method, one for encoded images, one for the
+        guard."""
         lines = [
             f"tokenprune: {method!r}, keep={budget.short()}, site={method.site}"
             for method, budget in zip(self.methods, self.budgets, strict=True)
@@ -194,7 +196,9 @@ class Attachment(Attachable):
         together = joint_share(self.budgets) if len(self.budgets) > 1 else None
         if together is not None:
             lines.append(f"tokenprune: {len(self.budgets)} methods, together keep={together:.4g}")
-        return lines if self.feature_cache is None else [*lines, f"tokenprune: feature_cache={self.feature_cache}"]
+        if self.feature_cache is not None:
+            lines.append(f"tokenprune: feature_cache={self.feature_cache}")
+        return lines + [f"tokenprune: {part.line}" for part in getattr(self.engine, "parts", ()) if part.line]
 
     def describe(self) -> str:
         return " + ".join(

@@ -85,8 +85,22 @@ class Selection:
         return Selection(keep, counts=tokens.keep)
 
 
+class _SiteBase(type):
+    """Give a class written on `Method` itself the base of its site, by the members that it defines: `score` makes it a
+    `Pruner`."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], members: dict[str, Any], **kwargs: Any) -> _SiteBase:
+        base = next((_BASES[member] for member in _BASES if member in members), None)
+        if base is not None:
+            bases = tuple(base if one is Method else one for one in bases)
+        return super().__new__(mcs, name, bases, members, **kwargs)
+
+
+_BASES: dict[str, type[Method]] = {}  # of a site, by a member that only methods of this site define
+
+
 @dataclass(frozen=True)
-class Method(ReprIsCall):
+class Method(ReprIsCall, metaclass=_SiteBase):
     """Base of all methods: a frozen dataclass whose fields are the method's options.
 
     It says who a method is. What a method does is said by the base class of its site, which a method of yours derives
@@ -106,6 +120,11 @@ class Method(ReprIsCall):
     least:        the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
     reconstruction: True if it is written from other sources than its authors' full text or code, so that parts of it
                   are guesses, which its docstring names.
+    fit:          for a method that is fitted to a model first, a static method
+                  `fit(model, samples, out, *, progress, **options) -> result`, which `tokenprune fit NAME` calls; see
+                  docs/add-a-method.md. None: nothing is fitted.
+    fit_limit:    how many images `tokenprune fit` takes where the user names no number; None: all of a folder.
+    fit_question: asked about each image where the user asks none; None: a drawn scene's own.
     """
 
     name: ClassVar[str] = ""
@@ -116,6 +135,9 @@ class Method(ReprIsCall):
     query_free: ClassVar[Mapping[str, Any]] = {}
     fallback_options: ClassVar[Mapping[str, Any]] = {}
     reconstruction: ClassVar[bool] = False
+    fit: ClassVar[Callable[..., Any] | None] = None
+    fit_limit: ClassVar[int | None] = 48
+    fit_question: ClassVar[str | None] = "Describe this image."
 
     # Attributes of most classes; a property where the options decide.
     if TYPE_CHECKING:
@@ -133,19 +155,6 @@ class Method(ReprIsCall):
         needs = frozenset()
         by_content_count = False
         least = 1
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        # There was one base class once. A class that derives from it, and defines what belongs to a site, goes on
-        # working: it gets the base of that site.
-        super().__init_subclass__(**kwargs)
-        base = next((_BASES[member] for member in _BASES if member in vars(cls)), None)
-        if base is not None:
-            cls.derive_from(base)
-
-    @classmethod
-    def derive_from(cls, base: type[Method]) -> None:
-        """Put `base` in the place of this class among the bases of a subclass; leave one that has it not there."""
-        cls.__bases__ = tuple(base if one is Method else one for one in cls.__bases__)
 
     @property
     def query_aware(self) -> bool:
@@ -189,9 +198,6 @@ class Method(ReprIsCall):
     def _check(self, condition: bool, message: str) -> None:
         if not condition:
             raise OptionError(f"{self.name}: {message}")
-
-
-_BASES: dict[str, type[Method]] = {}  # of a site, by a member that only methods of this site define
 
 
 @dataclass(frozen=True)

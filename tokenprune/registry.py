@@ -94,8 +94,6 @@ def register(
         problem = _problem(name, cls, Site(site), needs)
         if problem:
             raise RegistrationError(f"cannot register {name!r}: {problem}")
-        if Pruner in BASES[Site(site)]:
-            cls.derive_from(Pruner)
         cls.name, cls.site, cls.paper, cls.merges = name, Site(site), paper, merges
         cls.reconstruction = reconstruction
         if needs is not None:
@@ -123,7 +121,7 @@ def _problem(name: str, cls: type, site: Site, needs: frozenset[str] | None) -> 
     present = _METHODS.get(name)
     if present is not None and (present.__module__, present.__qualname__) != (cls.__module__, cls.__qualname__):
         return f"the name is taken by {present.__module__}.{present.__qualname__}"
-    if not issubclass(cls, BASES[site]) and not (Pruner in BASES[site] and Method in cls.__bases__):
+    if not issubclass(cls, BASES[site]):
         bases = " or ".join(f"tokenprune.{base.__name__}" for base in BASES[site])
         return f"a method of the site {site} must derive from {bases}"
     return None

@@ -103,13 +103,13 @@ def _entry(part: str, text: str) -> Entry:
             raise OptionError(f"{text!r}: keep is no option of a method: give it with --keep")
         if key in options:
             raise OptionError(f"{text!r}: {key} of {name} stands there twice")
-        options[key] = _value(value, option_types(cls).get(key))
+        options[key] = value_of(value, option_types(cls).get(key))
     build(name, options if not Entry(name, options).files else {})  # an option or value that is not taken is said here
     return Entry(name, options)
 
 
-def _value(text: str, hint: Any) -> Any:
-    """Return what a value means: JSON, or Python's True, False and None, or else a text, as its type has it."""
+def value_of(text: str, hint: Any) -> Any:
+    """Return what a text means for an option of type `hint`: JSON, or Python's True, False and None, or else a text."""
     try:
         read = _CONSTANTS[text] if text in _CONSTANTS else json.loads(text)
     except (ValueError, RecursionError):
@@ -123,7 +123,7 @@ def _spell(entry: Entry) -> str:
     for name, value in entry.options.items():
         hint = option_types(method_class(entry.name)).get(name)
         plain = isinstance(value, str) and value.strip() == value and not re.search(r'[,+"\[\]{}()]', value)
-        plain = plain and _value(value, hint) == value
+        plain = plain and value_of(value, hint) == value
         options.append(f"{name}={value if plain else json.dumps(value, ensure_ascii=False)}")
     return entry.name + (":" + ",".join(options) if options else "")
 
@@ -146,4 +146,4 @@ def _split(text: str, sign: str, before: re.Pattern[str] | None = None) -> list[
     return [*parts, text[start:]]
 
 
-__all__ = ["canonical_spec", "draws_at_random", "files_of", "methods_of", "setting_of", "split_methods"]
+__all__ = ["canonical_spec", "draws_at_random", "files_of", "methods_of", "setting_of", "split_methods", "value_of"]

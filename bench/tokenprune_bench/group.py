@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that share a benchmark, as `accelerate launch` or `torchrun` started them."""
+"""The processes that share a benchmark, as `accelerate launch` or `torchrun` started them.
+
+Not accelerate's PartialState: it takes NCCL where there are GPUs, sets the number of threads and stays for the whole
+process; and ending a part of the work together, or learning that a process has ended, is not in it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ class Group:
         return self.rank == 0
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return what each process gave, in the order of their ranks; all must call, and wait for each other."""
+        """Return the objects of all processes, in the order of their ranks; all must call, and wait for each other."""
         if self.size == 1:
             return [mine]
         import torch.distributed

@@ -225,7 +225,7 @@ def calibration(pretrained: str, thresholds: str, images: str = "IMAGES") -> lis
     """Return the command that makes the thresholds of dymu."""
     keeps = ",".join(f"{share(budget):g}" for budget in BUDGETS)
     return [
-        "tokenprune", "calibrate", "--model", pretrained, "--images", images, "--keep", keeps, "--out", thresholds,
+        "tokenprune", "fit", "dymu", "--model", pretrained, "--images", images, "--keep", keeps, "--out", thresholds,
     ]  # fmt: skip
 
 

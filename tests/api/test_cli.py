@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 
 import tokenprune
 from tokenprune import families
+from tokenprune.cli import app
 from tokenprune.cli.completion import complete_methods, our_methods
-from tokenprune_bench.cli import app
 from tokenprune_demo import demo
 from tokenprune_demo.heldout import FOLDER
 

@@ -194,7 +194,7 @@ def test_what_is_not_asked_for_is_not_there(build) -> None:
 
     @register("early", site=Site.PRE_LLM, paper="none", needs=("keys",))
     @dataclass(frozen=True)
-    class Early(Method):
+    class Early(tokenprune.Pruner):
         """Need keys before any layer has run."""
 
     family = FAMILIES["llava"]

@@ -81,7 +81,7 @@ def test_every_benchmark_calms_its_threads_first() -> None:
     """Ahead of the first import that could load torch."""
     late, light = [], ("tokenprune.cli", "tokenprune.errors")
     heavy = ("torch", "transformers", "common", "asking", "serving", "tokenprune")
-    for path in BENCHMARKS.glob("*.py"):
+    for path in BENCHMARKS.rglob("*.py"):
         if path.stem == "calm_threads" or "__main__" not in (text := path.read_text()):
             continue
         names = []

@@ -41,9 +41,9 @@ ALLOWED = {
     "docs/serving.md": (r"heldout/pictures/",),
     "benchmarks/first_run.py": (r"heldout/pictures/",),
     "benchmarks/serving.py": (r"What is in the picture\?",),
-    "benchmarks/guard_proof.py": (r'"pictures": \[FIRST',),
+    "benchmarks/studies/guard_proof.py": (r'"pictures": \[FIRST',),
     # The function of training/make_heldout.py.
-    "benchmarks/tuner_promise.py": (r"\bone_of_each\b", r"head\['pictures'\]", r"pictures=args\.images"),
+    "benchmarks/studies/tuner_promise.py": (r"\bone_of_each\b", r"head\['pictures'\]", r"pictures=args\.images"),
 }
 
 

@@ -161,7 +161,7 @@ def test_planning_again_says_nothing(caplog):
 
     family = FAMILIES["llava"]
     model = family.build()
-    with tokenprune.patched(model, "fastv", keep=0.1, layer=1), torch.no_grad():
+    with tokenprune.patched(model, "fastv", keep=0.1, layer=1, guard="warn"), torch.no_grad():
         engine = model._tokenprune_patch.engine
         engine.parts.append(Watch())
         model(**family.make_inputs())

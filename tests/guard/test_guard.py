@@ -187,7 +187,7 @@ def test_a_verdict_that_comes_later(subject: Model, caplog: pytest.LogCaptureFix
     """It is said with the first call that finds it there; whoever asks for the statistics waits for it."""
     monkeypatch.setattr(guard_pixels, "AsyncValues", Waiting)
     inputs = asked(subject, [page(224)], QUESTIONS[:1])
-    with tokenprune.patched(subject.model, "random", keep=0.2), torch.no_grad():
+    with tokenprune.patched(subject.model, "random", keep=0.2, guard="warn"), torch.no_grad():
         monkeypatch.setattr(Waiting, "arrived", False)
         output = subject.model(**inputs, use_cache=True)
         step = dict(input_ids=inputs["input_ids"][:, -1:], past_key_values=output.past_key_values)
@@ -213,9 +213,10 @@ def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> 
         (dict(method="fastv", keep=0.3), 1), (dict(method="fastv", keep=200), 1), (dict(method="random", keep=0.9), 1),
         (dict(method="fastv", keep=0.3, guard="off"), 0), (dict(method="fastv", keep=0.3, guard=Guard("off")), 0),
         (dict(method="random", keep=0.4, guard=Guard(floors=dict.fromkeys(KINDS, 0.3))), 0),
+        (dict(method="fastv", keep=0.3, guard=None), 0),
     ):  # fmt: skip
         try:
-            with tokenprune.patched(model, **options):
+            with tokenprune.patched(model, **dict(guard="warn") | options):
                 assert len(parts(model)) == number, options
                 assert model._tokenprune_patch.engine._reads_text is False
         except UnsupportedSetupError:
@@ -243,6 +244,33 @@ def test_refusals_leave_no_trace(subject: Model, options: dict, error: type, mes
     with pytest.raises(error, match=message):
         tokenprune.patch(subject.model, **dict(method="dart", keep=0.2) | options)
     assert snapshot(subject.model) == was and not tokenprune.is_patched(subject.model)
+
+
+@torch.no_grad()
+def test_a_processor_turns_it_on_and_one_line_says_what_it_does(
+    subject: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, processor = subject.model, subject.processor
+    cases = (
+        (dict(), None), (dict(processor=processor, guard="off"), None), (dict(processor=processor, keep=1.0), None),
+        (dict(processor=processor), 'guard="warn" looks at prompts and images, and logs one warning for each reason '
+         "where random may keep too few tokens"),
+        (dict(guard="warn"), 'guard="warn" looks at images (prompts need processor=), and logs one warning for each '
+         "reason where random may keep too few tokens"),
+        (dict(processor=processor, guard="auto", method=["divprune", "fastv"]), 'guard="auto" looks at prompts and '
+         "images, and keeps more tokens where divprune + fastv may keep too few tokens"),
+    )  # fmt: skip
+    for options, line in cases:
+        caplog.clear()
+        with (
+            caplog.at_level(logging.INFO, logger="tokenprune"),
+            tokenprune.patched(model, **dict(method="random", keep=0.2) | options),
+        ):
+            said = [record.message for record in caplog.records if record.message.startswith("guard=")]
+            shown = [one.strip() for one in repr(model).splitlines() if "guard=" in one]
+            model(**asked(subject))
+            assert (tokenprune.stats(model).guard is not None) == (line is not None)
+        assert said == ([] if line is None else [line]) and shown == [f"tokenprune: {one}" for one in said]
 
 
 @pytest.mark.parametrize("processor", ["demo", "image processor", None])
@@ -311,8 +339,9 @@ def test_copies(subject: Model) -> None:
 
 def test_replacing_a_patch(subject: Model) -> None:
     was = snapshot(subject.model)
-    tokenprune.patch(subject.model, "random", keep=0.2)
-    tokenprune.patch(subject.model, "random", keep=0.2, guard="off", replace=True)
+    tokenprune.patch(subject.model, "random", keep=0.2, guard="warn")
+    assert len(parts(subject.model)) == 1
+    tokenprune.patch(subject.model, "random", keep=0.2, replace=True)
     assert not parts(subject.model)
     tokenprune.unpatch(subject.model)
     assert snapshot(subject.model) == was
@@ -334,7 +363,7 @@ def test_verdicts_find_their_images(name: str, build: Any, monkeypatch: pytest.M
     monkeypatch.setattr(guard_pixels, "text_shares", lambda blocks, owner, number: torch.arange(float(number)))
     for row, images in ((None, (2, 1)), (0, (2,)), (1, (1,))):
         inputs = family.make_inputs(images=(2, 1)) if row is None else family.make_inputs(images=(2, 1), only=row)
-        with tokenprune.patched(model, "random", keep=0.3):
+        with tokenprune.patched(model, "random", keep=0.3, guard="warn"):
             model(**inputs)
             found = [one.image for one in tokenprune.stats(model).guard]
             model.generate(**inputs, max_new_tokens=1)

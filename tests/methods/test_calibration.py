@@ -235,15 +235,15 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     for example in load_heldout(kinds=("colour",), limit=3):
         (folder / example.path.name).write_bytes(example.path.read_bytes())
-    printed = call("calibrate", "--images", folder, "--keep", "0.5,0.3", "--out", out, "--batch-size", 2).stdout
+    printed = call("fit", "dymu", "--images", folder, "--keep", "0.5,0.3", "--out", out, "--batch-size", 2).stdout
     assert "keep 0.5: " in printed and "keep 0.3: " in printed and "calibrated on 3 images" in printed
     model = load(device="cpu").model
     with tokenprune.patched(model, "dymu", keep=0.3, thresholds=out):
         assert tokenprune.is_patched(model)
-    assert "is no folder" in refused("calibrate", "--images", tmp_path / "absent", "--out", out)
-    assert "cannot leave" in refused("calibrate", "--images", folder, "--keep", "0.01", "--out", out)
-    assert "between 0 and 1" in refused("calibrate", "--images", folder, "--keep", "20", "--out", out)
-    assert "no folder" in refused("calibrate", "--images", folder, "--out", tmp_path / "absent" / "t.safetensors")
+    assert "is no folder" in refused("fit", "dymu", "--images", tmp_path / "absent", "--out", out)
+    assert "cannot leave" in refused("fit", "dymu", "--images", folder, "--keep", "0.01", "--out", out)
+    assert "between 0 and 1" in refused("fit", "dymu", "--images", folder, "--keep", "20", "--out", out)
+    assert "no folder" in refused("fit", "dymu", "--images", folder, "--out", tmp_path / "absent" / "t.safetensors")
 
 
 def test_refused(folder: Path, tmp_path: Path, build) -> None:

@@ -146,15 +146,15 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"nothing")
     for path in (broken, tmp_path / "missing.safetensors", tmp_path):
-        with pytest.raises(OptionError, match="fit-d2pruner"):
+        with pytest.raises(OptionError, match="fit d2pruner"):
             tokenprune.method("d2pruner", prior=str(path))
 
 
 def test_the_commands(tmp_path: Path) -> None:
     """On the shipped model: `show` then takes nothing but the name, and the file is one that the method reads."""
-    for command, kind in (("fit-d2pruner", "places"), ("fit-fitprune", "recipes")):
-        out = tmp_path / f"{command}.safetensors"
-        said = call(command, "--limit", "2", "--out", str(out)).output
+    for name, kind in (("d2pruner", "places"), ("fitprune", "recipes")):
+        out = tmp_path / f"{name}.safetensors"
+        said = call("fit", name, "--limit", "2", "--out", str(out)).output
         assert kind in said and out.exists()
-    tokenprune.method("d2pruner", prior=tmp_path / "fit-d2pruner.safetensors")
-    tokenprune.method("fitprune", recipe=tmp_path / "fit-fitprune.safetensors")
+    tokenprune.method("d2pruner", prior=tmp_path / "d2pruner.safetensors")
+    tokenprune.method("fitprune", recipe=tmp_path / "fitprune.safetensors")

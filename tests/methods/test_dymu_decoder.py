@@ -94,7 +94,7 @@ def test_thresholds_ship_for_the_demo_model() -> None:
 
 def test_without_thresholds(build) -> None:
     model = build(FAMILIES["llava"])
-    with pytest.raises(OptionError, match=r"no thresholds for this model.*tokenprune calibrate --model"):
+    with pytest.raises(OptionError, match=r"no thresholds for this model.*tokenprune fit dymu --model"):
         tokenprune.patch(model, "dymu", keep=0.5)
     assert not tokenprune.is_patched(model)
 

@@ -218,7 +218,7 @@ def test_memory_after_64_tokens(name: str, build) -> None:
         (dict(schedule=[0.5]), "rate='schedule'"),
         (dict(rate="schedule"), "schedule=\\[...\\]"),
         (dict(rate="schedule", schedule=[2.0]), "each entry a number >= 0 and <= 1"),
-        (dict(rate="predictor"), "tokenprune fit-dyrate --model"),
+        (dict(rate="predictor"), "tokenprune fit dyrate --model"),
         (dict(predictor="there.safetensors"), "rate='predictor'"),
         (dict(rate="predictor", predictor="nowhere.safetensors"), "nowhere"),
         (dict(layer=4), "out of range"),

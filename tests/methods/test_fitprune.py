@@ -100,5 +100,5 @@ def test_fitting(build: Any, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="another model"):
         tokenprune.patch(other, "fitprune", recipe=path)
     assert recipe.model == fingerprint(model.get_submodule(family.decoder))
-    with pytest.raises(OptionError, match="fit-fitprune"):
+    with pytest.raises(OptionError, match="fit fitprune"):
         tokenprune.method("fitprune", recipe=tmp_path / "missing.safetensors")

@@ -11,7 +11,7 @@ import pytest
 
 import tokenprune
 from basics import METHODS
-from tokenprune import Method, registry
+from tokenprune import Method, Pruner, registry
 
 CALLS = {name: partial(tokenprune.method, name) for name in METHODS}
 
@@ -55,7 +55,7 @@ def registered():
 def test_a_method_of_a_third_party_gets_the_same_repr(registered) -> None:
     @registered
     @dataclass(frozen=True)
-    class Loudest(Method):
+    class Loudest(Pruner):
         """Keep the loudest tokens."""
 
         power: float = 1.0

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/studies"))
     threads = torch.get_num_threads()
     yield importlib.import_module("dymu_rules")
     torch.set_num_threads(threads)

@@ -216,7 +216,7 @@ def test_commands_choose(papers: Any, call: Any) -> None:
 
 def test_dymu_is_calibrated_for_the_shares_that_it_is_run_with(papers: Any, call: Any) -> None:
     told = call("commands", "--methods", "dymu", "--thresholds", "t.safetensors")[1]
-    (line,) = (shlex.split(line) for line in told.splitlines() if line.startswith("tokenprune calibrate"))
+    (line,) = (shlex.split(line) for line in told.splitlines() if line.startswith("tokenprune fit dymu"))
     keeps = [float(part) for part in line[line.index("--keep") + 1].split(",")]
     assert keeps == [arguments_of(command)["keep"] for command in commands(told)[1:]]
     assert line[-2:] == ["--out", "t.safetensors"]

@@ -133,7 +133,7 @@ def test_dymu_without_thresholds_is_left_and_told(call: Any, lmms_eval: Any, tmp
         tmp_path / "t",
     )
     code, _, error = call("run", *given)
-    assert code == 2 and f"dymu-64: there is no {tmp_path / 't'}; make it with `tokenprune calibrate" in error
+    assert code == 2 and f"dymu-64: there is no {tmp_path / 't'}; make it with `tokenprune fit dymu" in error
     assert [name for name, _ in lmms_eval.calls] == ["unpatched", "random-64"]
     (tmp_path / "t").write_bytes(b"")
     assert call("run", *given)[0] == 0 and lmms_eval.calls[-1] == ("dymu-64", "gqa")

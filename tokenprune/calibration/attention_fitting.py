@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit what `d2pruner` and `fitprune` need to know of a model's attention, on images, without labels or gradients."""
+"""Fit the files of `d2pruner` and `fitprune`, from a model's attention to images, without labels or gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STEPS = 50  # of how much attention may be lost, from none to all
 
 @dataclass(frozen=True)
 class _Looker(Pruner):
-    """Hands what it sees at `layer` to `note`, and removes nothing."""
+    """Hand the tokens at `layer` to `note`, and remove nothing."""
 
     name: ClassVar[str] = "looker"
     site: ClassVar[Site] = Site.IN_LLM
@@ -51,7 +51,7 @@ class _Looker(Pruner):
 
 @dataclass(frozen=True)
 class _Lookers(Pruner):
-    """Several of them, as one method."""
+    """Look at several layers, as one method."""
 
     name: ClassVar[str] = "looker"
     site: ClassVar[Site] = Site.IN_LLM

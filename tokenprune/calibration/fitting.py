@@ -1,71 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and questions to fit with: the rate predictor of `dyrate`, the prior of `d2pruner`, the recipe of
-`fitprune`."""
+"""Fit a method to a model by its own `fit`: find it, check its options, and give it images and questions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_type_hints
 
 import numpy as np
 from PIL import Image
 
-from tokenprune.calibration.images import SUFFIXES, read_image
-from tokenprune.calibration.rate_fitting import Fit, fit_dyrate
-from tokenprune.errors import TokenPruneError
+from tokenprune.calibration.images import ImageFiles, read_image
+from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.options import fits, in_words
 from tokenprune.profiling.model import Model
+from tokenprune.registry import available_methods, method_class
+from tokenprune.setting import file_options
+from tokenprune.spelling import value_of
 from tokenprune.startup import require
 
 # Other scenes than those that are held out for the benchmark.
 _SEED = 7
+_QUESTION = "Describe this image."
+_GIVEN = ("model", "samples", "out", "progress")  # arguments of every `fit`, which are no options
 
 
-def fit(
-    subject: Model,
-    out: Path,
-    images: Path | None,
-    question: str,
-    limit: int,
-    step: Callable[[str, int, int], None],
-    options: dict[str, Any],
-) -> Fit:
-    """Fit a predictor on up to `limit` images and write it. images: a folder; None draws scenes, which come with
-    questions of their own. step: gets the progress. options: those of `fit_dyrate`."""
-    asked = _asked(out, images, question, limit)
-    progress = partial(_tell, step, "fit-dyrate", len(asked))
-    return fit_dyrate(subject.model, _samples(subject, asked), out, progress=progress, **options)[1]
+class Samples:
+    """Hold images with a question each, and iterate over the model's arguments for them.
+
+    images: paths, or PIL images where they were drawn. processor: of the model.
+    """
+
+    def __init__(self, subject: Model, images: list[Any], questions: list[str]) -> None:
+        self.images, self.processor = images, subject.processor
+        self._subject, self._questions = subject, questions
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for image, question in zip(self.images, self._questions, strict=True):
+            opened = image if isinstance(image, Image.Image) else read_image(image)
+            yield self._subject.inputs([opened], [question])
 
 
-def fit_attention(
-    fitted: Callable[..., Any],
-    subject: Model,
-    out: Path,
-    images: Path | None,
-    question: str,
-    limit: int,
-    step: Callable[[str, int, int], None],
-    **options: Any,
-) -> Any:
-    """Fit `fitted`, which is `fit_d2pruner` or `fit_fitprune`, on up to `limit` images and write it; see `fit`."""
-    asked = [(image, question) for image, _ in _asked(out, images, question, limit)]
-    progress = partial(_tell, step, fitted.__name__.replace("_", "-"), len(asked))
-    return fitted(subject.model, _samples(subject, asked), out, progress=progress, **options)
+class Fitter:
+    """Fit the method `name`. options: the options of its `fit`, as texts, by name; True for a flag without a value.
+
+    Raises OptionError for a method that has no `fit`, and for options that its `fit` does not take.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, str | bool]) -> None:
+        if name not in fittable():
+            raise OptionError(f"{name!r} is no method that is fitted: use one of {', '.join(fittable())}")
+        self.name, self.cls = name, method_class(name)
+        self.options = {option: self._value(option, value) for option, value in options.items()}
+
+    @property
+    def out(self) -> Path:
+        """The file that is written where the user names none: it is called as the method's option for it."""
+        return Path(f"{next(iter(sorted(file_options(self.cls))), self.name)}.safetensors")
+
+    def samples(self, subject: Model, images: Path | None, question: str | None, limit: int | None) -> Samples:
+        """Return what to fit on: images of a folder, or drawn scenes. question, limit: None for the method's own."""
+        limit, question = limit or self.cls.fit_limit, question or self.cls.fit_question
+        if images is not None:
+            found = list(islice(ImageFiles(images), limit))
+            return Samples(subject, found, [question or _QUESTION] * len(found))
+        if limit is None:
+            raise OptionError(f"{self.name} is fitted on images like yours: name a folder with --images, or say how "
+                              "many scenes to draw with --limit")  # fmt: skip
+        scenes = list(_scenes(limit))
+        return Samples(subject, [scene for scene, _ in scenes], [question or own for _, own in scenes])
+
+    def run(self, subject: Model, samples: Samples, out: Path, step: Callable[[str, int, int], None]) -> Any:
+        """Return what the method's `fit` returns, which writes `out`. step: gets a label, the samples done, and all."""
+        progress = partial(_tell, step, f"fit {self.name}", len(samples))
+        return self.cls.fit(subject.model, samples, out, progress=progress, **self.options)
+
+    def _value(self, option: str, text: str | bool) -> Any:
+        known = fit_options(self.name)
+        if option not in known:
+            raise OptionError(f"fitting {self.name} has no option {option!r}: its options are {listed(self.name)}")
+        hint, _ = known[option]
+        value = text if isinstance(text, bool) else value_of(text, hint)
+        if not fits(value, hint) and isinstance(text, str) and "," in text:
+            value = value_of(f"[{text}]", hint)
+        if not fits(value, hint):
+            raise OptionError(f"fitting {self.name}: {option}={text!r} must be {in_words(hint)}")
+        return value
 
 
-def _tell(step: Callable[[str, int, int], None], name: str, total: int, done: int) -> None:
-    step(name, done, total)
+def fittable() -> list[str]:
+    """Return the names of the methods that have a `fit`, sorted."""
+    return [name for name in available_methods() if method_class(name).fit is not None]
 
 
-def _asked(out: Path, images: Path | None, question: str, limit: int) -> list[tuple[Image.Image, str]]:
+def fit_options(name: str) -> dict[str, tuple[Any, Any]]:
+    """Return the type and the default of each option of a method's `fit`: its keyword arguments."""
+    fit = inspect.unwrap(method_class(name).fit)
+    found = {
+        one.name: one
+        for one in inspect.signature(fit).parameters.values()
+        if one.kind is one.KEYWORD_ONLY and one.name not in _GIVEN
+    }
+    written = {option: one.annotation for option, one in found.items() if one.annotation is not one.empty}
+    holder = SimpleNamespace(__annotations__=written)  # of other arguments, a type may be known to checkers alone
+    hints = get_type_hints(holder, getattr(fit, "__globals__", {}), include_extras=True)
+    return {option: (hints.get(option, Any), one.default) for option, one in found.items()}
+
+
+def listed(name: str) -> str:
+    """Return the options of a method's `fit` with their defaults, as a command line has them."""
+    options = [f"--{option.replace('_', '-')} {default}" for option, (_, default) in fit_options(name).items()]
+    return ", ".join(options) or "(none)"
+
+
+def check_out(out: Path) -> None:
+    """Raise TokenPruneError if the folder of `out` does not exist."""
     if not out.parent.is_dir():
         raise TokenPruneError(f"cannot write {out}: there is no folder {out.parent}")
-    return list(_scenes(limit)) if images is None else list(_folder(images, question, limit))
 
 
-def _samples(subject: Model, asked: list[tuple[Image.Image, str]]) -> Iterator[dict[str, Any]]:
-    return (subject.inputs([image], [text]) for image, text in asked)
+def _tell(step: Callable[[str, int, int], None], label: str, total: int, done: int) -> None:
+    step(label, done, total)
 
 
 def _scenes(limit: int) -> Iterator[tuple[Image.Image, str]]:
@@ -76,12 +138,3 @@ def _scenes(limit: int) -> Iterator[tuple[Image.Image, str]]:
     for _ in range(limit):
         scene = draw_scene(rng)
         yield scene.image, scene.questions[int(rng.integers(len(scene.questions)))].text
-
-
-def _folder(folder: Path, question: str, limit: int) -> Iterator[tuple[Image.Image, str]]:
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    found = [path for path in paths if path.suffix.lower() in SUFFIXES][:limit]
-    for path in found:
-        yield read_image(path), question
-    if not found:
-        raise TokenPruneError(f"--images {folder} holds no images: name a folder of image files")

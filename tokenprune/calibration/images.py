@@ -18,7 +18,7 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
 class ImageFiles:
-    """Iterates over images, PIL or tensors. total: how many, 0 if that is unknown.
+    """Iterate over images, PIL or tensors. total: how many, 0 if that is unknown.
 
     digest: tells one set of files from another, None if these are not files.
     """
@@ -52,7 +52,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 class Pixels:
-    """Makes of a batch of images what a tower takes: a float tensor `[tiles, 3, H, W]`."""
+    """Make of a batch of images the input of a tower: a float tensor `[tiles, 3, H, W]`."""
 
     def __init__(self, model: nn.Module, tower: nn.Module, processor: Any) -> None:
         self.model, self.weights = model, next(tower.parameters())
@@ -91,7 +91,7 @@ class Pixels:
 
 
 class PackedPixels(Pixels):
-    """Makes of a batch of images what a packed tower takes: patches of all of them, and each one's grid."""
+    """Make of a batch of images the input of a packed tower: patches of all of them, and each one's grid."""
 
     def __call__(self, batch: list[Any]) -> tuple[Tensor, ...]:
         """Return float `[patches, values]` and long `[images, 3]`."""

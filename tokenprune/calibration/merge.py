@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How calibration merges: in each block the most similar pairs of a whole batch, as many as the schedule says.
+"""Merging during calibration: in each block the most similar pairs of a whole batch, as many as the schedule says.
 
 The similarity of the first pair that does not merge is the block's threshold for this batch.
 """

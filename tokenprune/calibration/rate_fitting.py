@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +26,25 @@ _DECAY = 1e-4
 
 @dataclasses.dataclass
 class Fit:
-    """What a fit saw. labels: how many decode steps had each rate as their label; accuracy: of the classifier on them,
-    in 0..1."""
+    """Counts of one fit. labels: how many decode steps had each rate as their label; accuracy: of the classifier on
+    them, in 0..1."""
 
     labels: list[int]
     accuracy: float
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{number / len(self.labels):g}: {count}" for number, count in enumerate(self.labels))
+        return f"{sum(self.labels)} decode steps; right on {self.accuracy:.1%} of them; steps a rate:\n{rates}"
+
+
+class FittedRate(NamedTuple):
+    """The classifier that `fit_dyrate` fitted, and what the fit saw."""
+
+    predictor: RatePredictor
+    fit: Fit
+
+    def __str__(self) -> str:
+        return str(self.fit)
 
 
 def fit_dyrate(
@@ -44,7 +58,7 @@ def fit_dyrate(
     max_new_tokens: int = 32,
     divergence: float = 0.05,
     progress: Callable[[int], None] | None = None,
-) -> tuple[RatePredictor, Fit]:
+) -> FittedRate:
     """Fit the classifier that `dyrate` with rate="predictor" uses, and return it with what the fit saw.
 
     samples: the model's arguments for prompts with images, as its processor makes them. The model answers each
@@ -85,7 +99,7 @@ def fit_dyrate(
     if out is not None:
         predictor.save(out)
     right = (x @ weight.T + bias).argmax(1) == y
-    return predictor, Fit(torch.bincount(y, minlength=grid).tolist(), float(right.double().mean()))
+    return FittedRate(predictor, Fit(torch.bincount(y, minlength=grid).tolist(), float(right.double().mean())))
 
 
 @torch.no_grad()
@@ -148,7 +162,7 @@ def _regress(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
 
 
 class _Forced(LogitsProcessor):
-    """Makes `generate` write given tokens `[B, T]`."""
+    """Make `generate` write given tokens `[B, T]`."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens, self.step = tokens, 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from tokenprune.calibration.state import State
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError
 from tokenprune.integrations.shared.block_merging import Merger
 from tokenprune.methods.encoder.thresholds import Thresholds
+
+if TYPE_CHECKING:
+    from tokenprune.calibration.fitting import Samples
 
 Step = Callable[[str, int, int], None]
 
@@ -96,6 +99,35 @@ def calibrate(
         result.save(out)
         state.remove()
     return result
+
+
+def fit_dymu(
+    model: Any,
+    samples: Samples,
+    out: str | Path | None = None,
+    *,
+    keep: float | Sequence[float] = 0.25,
+    schedule: str = "constant",
+    batch_size: int = 32,
+    restart: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Thresholds:
+    """Return the thresholds of `dymu`: `calibrate` on the images of `samples`, as `Method.fit` takes them."""
+    if not hasattr(samples, "images"):
+        raise OptionError(
+            "dymu is fitted on images, not on a model's arguments: call tokenprune.calibrate(model, images)"
+        )
+    return calibrate(
+        model,
+        samples.images,
+        processor=samples.processor,
+        keep=keep,
+        schedule=schedule,
+        batch_size=batch_size,
+        progress=False if progress is None else lambda label, done, total: progress(done),
+        out=out,
+        resume=not restart,
+    )
 
 
 def _keeps(keep: Any) -> list[float]:

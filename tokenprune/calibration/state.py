@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a calibration has found so far, and the file that lets it go on after it was cut short."""
+"""State of a calibration, and the file that lets it go on after it was cut short."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class State:
         self.sums, self.images, self.batches = sums, about["images"], about["batches"]
 
     def save(self) -> None:
-        """Write what was found so far."""
+        """Write the state."""
         if self.path is not None:
             about = {"same": self.same, "images": self.images, "batches": self.batches}
             write(self.path, save({"sums": self.sums}, {_ENTRY: json.dumps(about, sort_keys=True)}))
 
     def remove(self) -> None:
-        """Forget it."""
+        """Remove the file."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)

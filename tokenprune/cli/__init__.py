@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from tokenprune import __version__
-from tokenprune.cli.calibrate import calibrate, fit_d2pruner, fit_dyrate, fit_fitprune
 from tokenprune.cli.common import ErrorGroup
 from tokenprune.cli.draft import draft
 from tokenprune.cli.families import families
+from tokenprune.cli.fit import fit
 from tokenprune.cli.methods import methods
 from tokenprune.cli.new_method import new_method
 from tokenprune.cli.profile import profile
@@ -58,8 +58,10 @@ def _add_installed() -> None:
             typer.echo(f"the command {entry.name} ({entry.value}) is left out: {error}", err=True)
 
 
-for command in (methods, families, profile, draft, show, calibrate, fit_dyrate, fit_d2pruner, fit_fitprune, new_method):
+for command in (methods, families, profile, draft, show, new_method):
     _add(command)
+# Each method's `fit` has options of its own.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
 _add_installed()
 
 

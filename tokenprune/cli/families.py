@@ -36,7 +36,7 @@ def families(
 
     console = get_console()
     for title, columns, rows in _known() if method is None else _answers(method):
-        shown = to_rich(Table(title, columns, [[Cell(text) for text in row] for row in rows]))
+        shown = to_rich(Table(title, tuple(columns), [[Cell(text) for text in row] for row in rows]))
         for index, column in enumerate(shown.columns):
             column.justify, column.no_wrap = "left", method is None and index == 0
         if method is not None:

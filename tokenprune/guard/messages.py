@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from tokenprune.guard.floors import Floors
+from tokenprune.guard.settings import Guard
 
 _SEEN = {
     ("image", "text"): "an image looks like text",
@@ -11,6 +12,13 @@ _SEEN = {
     ("prompt", "grounding"): "a prompt asks where something is, or for something by its place",
     ("prompt", "counting"): "a prompt asks to count",
 }
+
+
+def statement(settings: Guard, names: list[str], reads_text: bool) -> str:
+    """Return the line that says what the guard of a patch does. names: of the methods that it watches."""
+    seen = "prompts and images" if reads_text else "images (prompts need processor=)"
+    does = "keeps more tokens" if settings.mode == "auto" else "logs one warning for each reason"
+    return f'guard="{settings.mode}" looks at {seen}, and {does} where {" + ".join(names)} may keep too few tokens'
 
 
 def warning(source: str, kind: str, name: str, share: float, floor: float, raisable: bool, table: Floors) -> str:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that were fitted to a model, as a file: tensors, and the name of the model."""
+"""Files of what was fitted to a model, and the `fit` of the methods that read them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from safetensors import SafetensorError
 
@@ -17,12 +19,23 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+class FitAt:
+    """Stand for a method's `fit` that runs the whole model, and so lives in a module above the methods: it is imported
+    when `fit` is read."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __get__(self, method: Any, cls: type) -> Callable[..., Any]:
+        return getattr(import_module(self.module), self.name)
+
+
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """Base of them. table: float32, what was fitted. layer: of the decoder, where it was read; 0 where that says
-    nothing. model: `fingerprint` of the decoder.
+    """Base of what was fitted. table: float32. layer: decoder layer at which it was read; 0 where that says nothing.
+    model: `fingerprint` of the decoder.
 
-    kind: what the file says it is. command: of the command line, which makes it. dims: of the table.
+    kind: name of the kind of file, which the file holds. command: the command that writes it. dims: of the table.
     """
 
     kind: ClassVar[str]

@@ -12,6 +12,7 @@ from annotated_types import Ge, Lt
 from tokenprune.base import Site
 from tokenprune.errors import OptionError
 from tokenprune.methods.decode.rate_predictor import RatePredictor
+from tokenprune.methods.fitted import FitAt
 from tokenprune.registry import register
 from tokenprune.shapes.fingerprint import fingerprint
 from tokenprune.shapes.per_layer import per_layer
@@ -31,7 +32,7 @@ class DyRate(DecodeMethod):
     `keep` is what prefill leaves (k_0, by the rule of fastv); decoding can only lower it. keep=1.0 prunes nothing.
 
     rate: "attn_mass" follows the share of attention that goes to the images, without training; "schedule" takes
-    `schedule`; "predictor" asks a linear classifier that `tokenprune fit-dyrate` fitted to this model.
+    `schedule`; "predictor" asks a linear classifier that `tokenprune fit dyrate` fitted to this model.
     layer: int >= 1; layers before it keep every token, and the attention of the last of these is observed.
     mode: "evict" frees the memory of dropped tokens; "mask" keeps it, and the attention is given a mask.
     k_min: smallest share of a prompt's visual tokens, in 0..1; `keep` caps it. At least one token stays.
@@ -56,6 +57,9 @@ class DyRate(DecodeMethod):
     """
 
     default_keep: ClassVar[float] = 0.5
+    fit = FitAt("tokenprune.calibration.rate_fitting", "fit_dyrate")
+    fit_limit: ClassVar[int | None] = 24
+    fit_question: ClassVar[str | None] = None
 
     rate: Literal["attn_mass", "schedule", "predictor"] = "attn_mass"
     grid: Annotated[int, Ge(1)] = 10
@@ -77,7 +81,7 @@ class DyRate(DecodeMethod):
         self._check(wanted == bool(self.schedule), "schedule=[...] and rate='schedule' go together: give both or none")
         self._check(
             self.rate != "predictor" or self.predictor is not None,
-            "rate='predictor' needs a classifier fitted to the model: run `tokenprune fit-dyrate --model MODEL --out "
+            "rate='predictor' needs a classifier fitted to the model: run `tokenprune fit dyrate --model MODEL --out "
             "predictor.safetensors` (or tokenprune.fit_dyrate(...)) and pass predictor='predictor.safetensors'",
         )
         self._check(
@@ -126,5 +130,5 @@ class DyRate(DecodeMethod):
         if self._fitted.weight.shape[1] != len(TokenType) * heads or self._fitted.model != fingerprint(decoder):
             raise OptionError(
                 f"{self.name}: {self.predictor} was fitted to another model (or to this one in another dtype): run "
-                "`tokenprune fit-dyrate` with this model"
+                "`tokenprune fit dyrate` with this model"
             )

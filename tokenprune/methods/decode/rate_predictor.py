@@ -56,7 +56,7 @@ class RatePredictor:
         try:
             tensors, metadata = File.of(path).tensors()
             if metadata.get("kind") != _KIND:
-                raise OptionError(f"{path} holds no predictor of `tokenprune fit-dyrate`")
+                raise OptionError(f"{path} holds no predictor of `tokenprune fit dyrate`")
             return cls(tensors["weight"], tensors["bias"], int(metadata["layer"]), metadata["model"])
         except (OSError, KeyError, ValueError) as error:
             if isinstance(error, OptionError):

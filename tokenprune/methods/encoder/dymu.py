@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
@@ -13,6 +13,7 @@ from tokenprune.base import Site
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.methods.encoder.thresholds import Thresholds, shipped
+from tokenprune.methods.fitted import FitAt
 from tokenprune.ops.merging import threshold_match
 from tokenprune.options import check_options
 from tokenprune.registry import register
@@ -29,7 +30,7 @@ class DyMU(EncoderMethod):
     `keep` is an average over images like those of the calibration: each image gets a number of its own, which no
     other image of a batch changes. It must be one of the shares that the thresholds were calibrated for.
 
-    thresholds: what `tokenprune calibrate` wrote (a path), or what `tokenprune.calibrate` returned. Without them, those
+    thresholds: what `tokenprune fit dymu` wrote (a path), or what `tokenprune.calibrate` returned. Without them, those
     that the package ships for this model, if it does (it does for the demo model).
     proportional: add the logarithm of a token's size to its attention logits, so that a merged token counts as often as
     its members did.
@@ -55,6 +56,8 @@ class DyMU(EncoderMethod):
     """
 
     ragged = True
+    fit = FitAt("tokenprune.calibration.run", "fit_dymu")
+    fit_limit: ClassVar[int | None] = None
 
     thresholds: str | Path | Thresholds | None = field(default=None, metadata={"file": True})
     proportional: bool = True
@@ -84,7 +87,7 @@ class DyMU(EncoderMethod):
         found = self._given
         if found is None:
             raise OptionError(
-                f"{self.name} needs thresholds=PATH in the server's setting, a file by `tokenprune calibrate`: those "
+                f"{self.name} needs thresholds=PATH in the server's setting, a file by `tokenprune fit dymu`: those "
                 "that ship with the package are recognised by weights, which vLLM keeps in another form"
             )
         made_for = found.fingerprint.kind, found.fingerprint.dtype, {len(values) for values in found.values.values()}
@@ -93,7 +96,7 @@ class DyMU(EncoderMethod):
             towers = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (made_for, ours)]
             raise OptionError(
                 f"{self.name}: these thresholds were calibrated for {towers[0]}, and this tower is {towers[1]}: run "
-                "`tokenprune calibrate` for this model in the dtype that it is served in"
+                "`tokenprune fit dymu` for this model in the dtype that it is served in"
             )
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
@@ -107,7 +110,7 @@ class DyMU(EncoderMethod):
         self._check(
             len(values) == tower.blocks,
             f"thresholds are for a tower of {len(values)} blocks, and this one has {tower.blocks}: run `tokenprune "
-            "calibrate` for this model",
+            "fit dymu` for this model",
         )
         if not self.exact:
             return [partial(match, threshold=value) if value < 1 else None for value in values]

@@ -46,7 +46,11 @@ class Thresholds:
                 got = f"{values.dtype} {list(values.shape)}" if is_tensor else type(values).__name__
                 raise OptionError(f"thresholds for keep={keep} must be float32 `[blocks]`, one cosine each, not {got}")
             if not torch.isfinite(values).all():
-                raise OptionError(f"thresholds for keep={keep} are not finite: run `tokenprune calibrate` again")
+                raise OptionError(f"thresholds for keep={keep} are not finite: run `tokenprune fit dymu` again")
+
+    def __str__(self) -> str:
+        rows = [f"keep {keep:g}: " + " ".join(f"{value:.3f}" for value in self.for_keep(keep)) for keep in self.keeps]
+        return "\n".join([*rows, f"calibrated on {self.images} images"])
 
     @property
     def keeps(self) -> list[float]:
@@ -60,7 +64,7 @@ class Thresholds:
                 return values
         raise BudgetError(
             f"keep={keep!r} was not calibrated: these thresholds are for keep={' or '.join(map(str, self.keeps))}; use "
-            "one of these shares (or 1.0, which merges nothing), or run `tokenprune calibrate` with this one"
+            "one of these shares (or 1.0, which merges nothing), or run `tokenprune fit dymu` with this one"
         )
 
     def check(self, fingerprint: Fingerprint) -> None:
@@ -74,7 +78,7 @@ class Thresholds:
             what = f"a tower in {ours.dtype}, and this one is in {fingerprint.dtype}"
         else:
             what = f"a {ours.kind} with other weights or another shape"
-        raise OptionError(f"these thresholds were calibrated for {what}: run `tokenprune calibrate` for this model")
+        raise OptionError(f"these thresholds were calibrated for {what}: run `tokenprune fit dymu` for this model")
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file; raises TokenPruneError where that is impossible."""
@@ -107,7 +111,7 @@ class Thresholds:
                 raise OptionError(f"{path}: {error}") from error
         raise OptionError(
             f"{path} does not hold thresholds that this version of tokenprune can read: make it with `tokenprune "
-            "calibrate`"
+            "fit dymu`"
         )
 
 
@@ -122,7 +126,7 @@ def shipped(fingerprint: Fingerprint) -> Thresholds:
         if one.fingerprint == fingerprint:
             return one
     raise OptionError(
-        f"dymu has no thresholds for this model ({fingerprint.kind}, {fingerprint.dtype}): run `tokenprune calibrate "
+        f"dymu has no thresholds for this model ({fingerprint.kind}, {fingerprint.dtype}): run `tokenprune fit dymu "
         "--model MODEL --images DIR --keep 0.25 --out thresholds.safetensors` (or tokenprune.calibrate), then pass "
         'thresholds="thresholds.safetensors"'
     )

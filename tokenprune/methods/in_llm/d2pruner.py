@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.pairs import PickedRows, Products, unit
 from tokenprune.kernels.take import settle, top_mask
-from tokenprune.methods.fitted import Fitted
+from tokenprune.methods.fitted import FitAt, Fitted
 from tokenprune.ops.transfer import to_device
 from tokenprune.options import check_options
 from tokenprune.registry import register
@@ -27,7 +27,11 @@ class AttentionPrior(Fitted):
     """The attention of the prompt's last token that does not depend on the image: float32 `[rows, columns]`."""
 
     kind = "tokenprune attention prior"
-    command = "fit-d2pruner"
+    command = "fit d2pruner"
+
+    def __str__(self) -> str:
+        rows, columns = self.table.shape
+        return f"{rows} x {columns} places; the most attended to gets {self.table.max():.3g}"
 
 
 @register(
@@ -44,7 +48,7 @@ class D2Pruner(Pruner):
     like it are passed over, and so on.
 
     layer: int >= 1, the decoder layer at whose input the cut is made; the attention is that of the layer before it.
-    prior: path of a file that `tokenprune fit-d2pruner` made for the model; None takes attention as it is.
+    prior: path of a file that `tokenprune fit d2pruner` made for the model; None takes attention as it is.
     pivots: share in (0, 1] of what is kept that goes by importance alone, at least one token.
     alpha: in [0, 1], how much the likeness of two tokens counts against how near they stand; 1 for understanding,
     0.5 for localisation.
@@ -61,6 +65,8 @@ class D2Pruner(Pruner):
     """
 
     default_keep: ClassVar[float] = 0.25
+    fit = FitAt("tokenprune.calibration.attention_fitting", "fit_d2pruner")
+    fit_limit: ClassVar[int | None] = 200  # the authors take 1000
 
     layer: Annotated[int, Ge(1)] = 2
     prior: str | Path | None = field(default=None, metadata={"file": True})
@@ -105,7 +111,7 @@ class D2Pruner(Pruner):
         """float32 `[S, N]`, above 0: the prior at the place of each token."""
         expected = torch.ones(tokens.mask.shape)
         if self._fitted is None:
-            tokens.note(f"{self.name}: no prior was given, so attention counts as it is (`tokenprune fit-d2pruner`)")
+            tokens.note(f"{self.name}: no prior was given, so attention counts as it is (`tokenprune fit d2pruner`)")
         else:
             for row, (count, grid) in enumerate(zip(tokens.counts, tokens.grids, strict=True)):
                 expected[row, :count] = stretched(self._fitted.table, count, grid)

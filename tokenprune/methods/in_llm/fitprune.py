@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tokenprune.base import Method, Site
 from tokenprune.budget import TARGETS, Budget
 from tokenprune.errors import BudgetError
-from tokenprune.methods.fitted import Fitted
+from tokenprune.methods.fitted import FitAt, Fitted
 from tokenprune.methods.several_cuts import CutsInside, OneCut
 from tokenprune.options import check_options
 from tokenprune.registry import register
@@ -25,7 +25,10 @@ class Recipe(Fitted):
     """Shares of an image's tokens that each decoder layer sees: float32 `[recipes, layers]`, from all to few."""
 
     kind = "tokenprune fitprune recipe"
-    command = "fit-fitprune"
+    command = "fit fitprune"
+
+    def __str__(self) -> str:
+        return f"{len(self.table)} recipes for {self.table.shape[1]} layers"
 
 
 @register("fitprune", site=Site.IN_LLM, needs=("head_maxima",), paper="arXiv 2409.10197, AAAI 2025")
@@ -38,7 +41,7 @@ class FitPrune(CutsInside):
     row the most attention of any head.
 
     keep: tokens averaged over the decoder's layers.
-    recipe: path of a file that `tokenprune fit-fitprune` made for the model; None: every layer keeps the same share of
+    recipe: path of a file that `tokenprune fit fitprune` made for the model; None: every layer keeps the same share of
     what reaches it.
 
     Source: Ye et al., "Fit and Prune: Fast and Training-free Visual Token Pruning for Multi-modal Large Language
@@ -51,6 +54,7 @@ class FitPrune(CutsInside):
     """
 
     default_keep: ClassVar[float] = 0.4
+    fit = FitAt("tokenprune.calibration.attention_fitting", "fit_fitprune")
 
     recipe: str | Path | None = field(default=None, metadata={"file": True})
 

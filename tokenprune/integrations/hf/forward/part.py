@@ -29,6 +29,7 @@ class Part(Attachable):
     """
 
     current: Callable[[], Call | None]
+    line = ""  # of `print(model)`, for a part that the user should know of
     reads_text = False
 
     def _attach(self) -> None:

@@ -18,7 +18,7 @@ from tokenprune.base import ImageChooser, Method, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.guard.floors import Floors, shipped
-from tokenprune.guard.messages import warning
+from tokenprune.guard.messages import statement, warning
 from tokenprune.guard.prompts import KindReader
 from tokenprune.guard.settings import KINDS, Guard
 from tokenprune.integrations.hf.encoded.record import open_record
@@ -105,6 +105,7 @@ class GuardPart(Part):
         self.adapter, self.settings, self.table = adapter, settings, table
         self.tokenizer, self.reader = tokenizer, KindReader(settings.patterns)
         self.reads_text = tokenizer is not None
+        self.line = statement(settings, [one.method.name for one in watched], self.reads_text)
         # What makes no cut at the decoder; and of the others, which cuts are theirs.
         ahead = {Site.PRE_ENCODER, Site.IN_ENCODER}
         elsewhere = [one for one in watched if ahead & set(_sites(one.method, one.budget, adapter))]
@@ -117,6 +118,9 @@ class GuardPart(Part):
         }
         self.watch = Watch(cuts, elsewhere, settings.text_limit)
         self._said: set[tuple[str, str]] = set()
+
+    def _attach(self) -> None:
+        logger.info("%s", self.line)
 
     def _here(self) -> dict[str, Any]:
         """What this thread waits for: a look at images that are being encoded, a verdict that was not said yet."""

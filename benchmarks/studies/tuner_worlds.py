@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often does the tuner answer, and how often wrongly? Search in simulated worlds whose true losses are known.
 
-python benchmarks/tuner_worlds.py --search NAME   # adds rows under this name, in place of those it has
-python benchmarks/tuner_worlds.py --page        # write the table of results into docs/tune.md
+python benchmarks/studies/tuner_worlds.py --search NAME   # adds rows under this name, in place of those it has
+python benchmarks/studies/tuner_worlds.py --page        # write the table of results into docs/tune.md
 
 Answers are drawn, so that no model is needed. A question that one setting gets wrong is a hard one for the others, too.
 With PYTHONPATH the tuner of another checkout can be measured.
@@ -25,9 +25,9 @@ from common import code_version, fill_page, header, read, write
 
 from tokenprune_bench.tuning import Candidate, Promise, Tuner, tuner
 
-RESULTS = Path(__file__).parent / "results/tuner_worlds.jsonl"
-PAGE = Path(__file__).parent.parent / "docs/tune.md"
-BEGIN, END = "<!-- worlds:begin (benchmarks/tuner_worlds.py --page) -->", "<!-- worlds:end -->"
+RESULTS = Path(__file__).parents[1] / "results/tuner_worlds.jsonl"
+PAGE = Path(__file__).parents[2] / "docs/tune.md"
+BEGIN, END = "<!-- worlds:begin (benchmarks/studies/tuner_worlds.py --page) -->", "<!-- worlds:end -->"
 LIMIT, CONFIDENCE = 0.03, 0.95
 RIGHT = 0.9  # share of the questions that the unpatched model gets right
 ALIKE = 0.5  # correlation of how hard a question is for two settings

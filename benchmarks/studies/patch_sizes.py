@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Can a trained tower take patches of two sizes without training? Measured on the shipped model (docs/apt.md).
 
-    python benchmarks/patch_sizes.py --json benchmarks/results/patch_sizes.jsonl
+    python benchmarks/studies/patch_sizes.py --json benchmarks/results/patch_sizes.jsonl
 
 The Adaptive Patch Transformer (arXiv 2510.18091) gives smooth cells of 2 x 2 patches one token: the cell resized to one
 patch. Here the cells with the lowest entropy of grey values become coarse, as many as the budget wants, and a coarse

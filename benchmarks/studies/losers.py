@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why some methods do badly on the shipped model: the same choice of tokens, made in other ways (docs/benchmark.md).
 
-    python benchmarks/losers.py --json benchmarks/results/losers.jsonl
+    python benchmarks/studies/losers.py --json benchmarks/results/losers.jsonl
 
 tome, dymu (merging in the tower), three readings of the very same groups of patches:
 

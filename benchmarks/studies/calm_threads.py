@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let OpenMP's threads sleep while they wait, as benchmarks/calm_threads.py does; and let the studies import what the
+scripts beside them share."""
+
+import sys
+from pathlib import Path
+
+from tokenprune import startup
+
+sys.path.append(str(Path(__file__).parents[1]))
+startup.calm_threads()

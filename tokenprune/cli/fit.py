@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune fit`: find what a method needs to know of a model before it can act in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenprune.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    ThreadsOption,
+    get_console,
+    load_model,
+    show_progress,
+)
+from tokenprune.errors import OptionError
+
+
+def fit(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Method to fit; none: list those that are fitted.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: called as the method's option.")] = None,
+    images: Annotated[Path | None, typer.Option(help="Folder of images; default: drawn scenes.")] = None,
+    question: Annotated[str | None, typer.Option(help="Asked about each image; default: the method's.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="How many images; default: the method's.")] = None,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Fit a method to a model, on images without labels. Options of the method's own follow: --keep 0.5,0.25"""
+    from tokenprune.calibration.fitting import Fitter, check_out, fittable, listed
+
+    console = get_console()
+    if name is None:
+        if context.args or out or images or model:
+            raise OptionError(f"name the method to fit: one of {', '.join(fittable())}")
+        for one in fittable():
+            console.print(f"{one}: {listed(one)}", markup=False, soft_wrap=True)
+        return
+    fitter = Fitter(name, _options(context.args))
+    out = fitter.out if out is None else out
+    check_out(out)
+    subject = load_model(model, device, threads, dtype, suffix="")
+    samples = fitter.samples(subject, images, question, limit)
+    with show_progress() as step:
+        result = fitter.run(subject, samples, out, step)
+    console.print(str(result), markup=False, soft_wrap=True)
+    console.print(f"written: {out}", markup=False, soft_wrap=True)
+
+
+def _options(arguments: Sequence[str]) -> dict[str, str | bool]:
+    """Return the options that typer does not know, by name; True for one without a value."""
+    found: dict[str, str | bool] = {}
+    name = ""
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            name = name.replace("-", "_")
+            if name in found:
+                raise OptionError(f"--{name} stands there twice")
+            found[name] = value if equals else True
+        elif name and found[name] is True:
+            found[name] = argument
+        else:
+            raise OptionError(f"{argument!r} belongs to no option: write --option value")
+    return found
