@@ -20,7 +20,7 @@ _HOMES = {
     "tokenprune.workflows.processors": ("patch_processor", "unpatch_processor"),
     "tokenprune.workflows.two_pass": ("escalate", "Escalation"),
     "tokenprune.workflows.drafts": ("assistant",),
-    "tokenprune_bench.recommend": ("recommend", "Recommendation"),
+    "tokenprune_bench.recommend.recommendation": ("recommend", "Recommendation"),
     "tokenprune.profiling.model": ("demo_model",),
     "tokenprune.show.side_by_side": ("plot",),
     "tokenprune.cost.draft": ("DraftCost",),

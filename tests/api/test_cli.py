@@ -14,9 +14,9 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import tokenprune
+from tokenprune.cli import app
 from tokenprune.cli.completion import complete_methods, our_methods
 from tokenprune.integrations.hf.families import table as families
-from tokenprune_bench.cli import app
 from tokenprune_demo import demo
 from tokenprune_demo.heldout import FOLDER
 
