@@ -68,6 +68,11 @@ _HOMES = {
         "MissingPackageError",
     ),
 }
+# These change only after a deprecation; all others are experimental (docs/reference/stability.md).
+_STABLE = frozenset(
+    "patch unpatch patched is_patched stats method available_methods method_info register Budget Stats "
+    "Config read_config write_config Method Pruner Selection VisualTokens Site MethodInfo".split()
+) | {*_HOMES["tokenprune.errors"]}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 if TYPE_CHECKING:
