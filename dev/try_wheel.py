@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build sdist and wheel, install the wheel into a clean environment, and try it there as a new user would.
+"""Build the three wheels from their sdists, and try them in a clean environment as a new user would.
 
 python dev/try_wheel.py                              # everything is made in a temporary folder
 python dev/try_wheel.py --out dist --extras app      # what .github/workflows/release.yml does
 python dev/try_wheel.py --out dist --tag v0.2.0      # ends with 1 where the wheel has another version than the tag
 
-The wheel is built of the sdist. Without any extra it tries the version, `methods`, `recommend`, `demo`, `show`, and a
-package of `new-method` with its test; then, with --extras app, whether `app` answers and compares. It needs hatchling,
-and an index.
+With the core alone it tries the version, `methods`, what commands of the other packages say, and a package of
+`new-method` with its test; with all three `recommend`, `demo`, `show` and `bench`; then, with --extras app, whether
+`app` answers and compares. It needs hatchling, and an index.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = "tokenprune-vlm"
+FOLDERS = (ROOT, ROOT / "demo", ROOT / "bench")  # the core first
+MOST = 1_500_000  # bytes of its wheel
+BENCH = "tokenprune-bench"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")  # of 22.3 or newer, for --python
 PATIENCE = 900  # seconds that a command may take: an environment has a gigabyte to download
 APP_PATIENCE = 600  # a machine may be busy
@@ -65,16 +67,22 @@ def require(condition: object, message: str) -> None:
         raise Failed(message)
 
 
-def build(out: Path) -> Path:
-    """Build sdist and wheel into an empty folder, and return the wheel."""
+def build(out: Path) -> list[Path]:
+    """Build sdists and wheels into an empty folder, and return the wheels, the core's first."""
     require(importlib.util.find_spec("hatchling"), "hatchling builds the package: pip install 'hatchling>=1.27'")
     out.mkdir(parents=True, exist_ok=True)
     require(not any(out.iterdir()), f"{out} is not empty: all that lies there would be published")
-    run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", out], ROOT)
-    (sdist,) = out.glob("*.tar.gz")
-    run([*PIP, "wheel", "--no-deps", "-w", out, sdist], out)
-    (wheel,) = out.glob("*.whl")
-    return wheel
+    wheels: list[Path] = []
+    for folder in FOLDERS:
+        before = {*out.iterdir()}
+        run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", out], folder)
+        (sdist,) = {*out.iterdir()} - before
+        run([*PIP, "wheel", "--no-deps", "-w", out, sdist], out)
+        (wheel,) = {*out.iterdir()} - before - {sdist}
+        wheels.append(wheel)
+    require(wheels[0].stat().st_size < MOST, f"{wheels[0].name} has {MOST} bytes or more")
+    require(len({version_of(wheel) for wheel in wheels}) == 1, "the three wheels have several versions")
+    return wheels
 
 
 def version_of(wheel: Path) -> str:
@@ -128,6 +136,26 @@ def try_version(env: Environment, version: str) -> None:
 
 def try_lists(env: Environment) -> None:
     require("divprune" in env.run("tokenprune", "methods"), "`tokenprune methods` does not list divprune")
+
+
+def try_alone(env: Environment) -> None:
+    """What is missing is said in one line."""
+    for name, package in {"bench": BENCH, "recommend": BENCH, "demo": "tokenprune-demo"}.items():
+        done = subprocess.run(
+            list(map(str, env.command("tokenprune", name))),
+            cwd=env.folder,
+            env=env.env,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        require(
+            done.returncode == 2 and done.stderr.endswith(f"pip install {package}\n") and done.stderr.count("\n") == 1,
+            f"`tokenprune {name}` without {package} says {done.stdout + done.stderr}",
+        )
+
+
+def try_recommend(env: Environment) -> None:
     require("patch(" in env.run("tokenprune", "recommend", "demo_vlm"), "`tokenprune recommend` names no setting")
 
 
@@ -147,6 +175,11 @@ def try_show(env: Environment) -> None:
     env.run("tokenprune", "show", held_out(env), "--methods", "divprune,tome", "--out", "shown.png")
     found = (env.folder / "shown.png").read_bytes()[:8]
     require(found == b"\x89PNG\r\n\x1a\n", "`tokenprune show` wrote no PNG")
+
+
+def try_bench(env: Environment) -> None:
+    asked = env.run("tokenprune", "bench", "--methods", "divprune", "--keep", "0.5", "--limit", "2", "--repeats", "0")
+    require("divprune" in asked, "`tokenprune bench` shows no row of divprune")
 
 
 def try_new_method(env: Environment) -> None:
@@ -199,8 +232,8 @@ def answer(url: str, server: subprocess.Popen) -> bytes:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, help="empty folder for sdist and wheel; default: a temporary one")
-    made.add_argument("--extras", default="", help="extras to try behind the wheel alone, with commas: app")
+    made.add_argument("--out", type=Path, help="empty folder for sdists and wheels; default: a temporary one")
+    made.add_argument("--extras", default="", help="extras of tokenprune-bench to try behind that, with commas: app")
     made.add_argument("--tag", default="", help="of git; the wheel must have its version")
     made.add_argument("--constraints", type=Path, help="versions for pip, such as constraints.txt")
     return made
@@ -214,20 +247,26 @@ def main() -> None:
 
     try:
         with tempfile.TemporaryDirectory(prefix="try-wheel-") as scratch:
-            wheel = build((args.out or Path(scratch) / "dist").resolve())
-            version = version_of(wheel)
+            core, demo, bench = wheels = build((args.out or Path(scratch) / "dist").resolve())
+            version = version_of(core)
             check_tag(version, args.tag)
-            say(f"built {wheel.name}, {wheel.stat().st_size / 2**20:.1f} MiB")
+            for wheel in wheels:
+                say(f"built {wheel.name}, {wheel.stat().st_size / 1e6:.2f} MB")
             env = Environment(Path(scratch), args.constraints)
             env.install("torch")  # first, so that no other package brings another build of it
-            env.install(wheel)
-            say("installed, without extras")
+            env.install(core)
+            say("installed, the core alone")
             try_version(env, version)
-            for check in (try_lists, try_demo, try_show, try_new_method):
+            for check in (try_lists, try_alone, try_new_method):
+                check(env)
+                say(f"{check.__name__.removeprefix('try_')}: as it should be")
+            env.install(demo, bench)
+            say("installed, all three")
+            for check in (try_lists, try_recommend, try_demo, try_show, try_bench):
                 check(env)
                 say(f"{check.__name__.removeprefix('try_')}: as it should be")
             if args.extras:
-                env.install(f"{PACKAGE}[{args.extras}] @ {wheel.as_uri()}", compiled=True)
+                env.install(f"{BENCH}[{args.extras}] @ {bench.as_uri()}", compiled=True)
                 say(f"installed, with {args.extras}")
             if env.has("gradio"):
                 say(f"app: as it should be, its page answers after {try_app(env):.1f} s")

@@ -11,13 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from conftest import CPU, DEMO
-from tokenprune_bench.lmms_eval import TASKS
+from tokenprune_bench.lmms_eval import tasks_folder
 
 
 def run(output: Path, args: str, *further: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     """Return the process, and what the results files hold that it wrote."""
     command = [sys.executable, "-m", "lmms_eval", "--model", "tokenprune", "--model_args", args]
-    command += ["--include_path", str(TASKS), "--tasks", "tokenprune_suite_plain", "--limit", "1", "--batch_size", "1"]
+    command += [
+        "--include_path",
+        str(tasks_folder()),
+        "--tasks",
+        "tokenprune_suite_plain",
+        "--limit",
+        "1",
+        "--batch_size",
+        "1",
+    ]
     done = subprocess.run(
         [*command, "--output_path", str(output), *further],
         capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -20,7 +20,7 @@ _HOMES = {
     "tokenprune.workflows.processors": ("patch_processor", "unpatch_processor"),
     "tokenprune.workflows.two_pass": ("escalate", "Escalation"),
     "tokenprune.workflows.drafts": ("assistant",),
-    "tokenprune_bench.recommend": ("recommend", "Recommendation"),
+    "tokenprune_bench.recommend.recommendation": ("recommend", "Recommendation"),
     "tokenprune.profiling.model": ("demo_model",),
     "tokenprune.show.side_by_side": ("plot",),
     "tokenprune.cost.draft": ("DraftCost",),
@@ -69,6 +69,11 @@ _HOMES = {
         "MissingPackageError",
     ),
 }
+# These change only after a deprecation; all others are experimental (docs/reference/stability.md).
+_STABLE = frozenset(
+    "patch unpatch patched is_patched stats method available_methods method_info register Budget Stats "
+    "Config read_config write_config Method Pruner Selection VisualTokens Site MethodInfo".split()
+) | {*_HOMES["tokenprune.errors"]}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from tokenprune_bench.backend import EVIDENCE, BenchBackend, backend_of
 from tokenprune_bench.equal_cost import missed, setting_for
 from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.metrics import metric_named
+from tokenprune_bench.own_questions import demo
 from tokenprune_bench.plan import (
     BASELINES,
     DEFAULT_IMAGES,
@@ -33,7 +34,6 @@ from tokenprune_bench.plan import (
     passes_of,
 )
 from tokenprune_bench.results import SCHEMA, UNPATCHED
-from tokenprune_demo.heldout import FOLDER, load_heldout
 
 if TYPE_CHECKING:
     from tokenprune_bench.answers import Batch
@@ -75,8 +75,9 @@ class Bench:
         self.groups: list[str] = []
         self.options: dict[str, dict[str, Any]] = {}
         if questions is None:
-            shipped = getattr(subject, "heldout", FOLDER)
-            self.examples = load_heldout(limit=plan.images or None, folder=shipped)
+            heldout = demo("heldout")
+            shipped = getattr(subject, "heldout", None) or heldout.FOLDER
+            self.examples = heldout.load_heldout(limit=plan.images or None, folder=shipped)
             self.kinds = list(dict.fromkeys(example.kind for example in self.examples))
         elif isinstance(questions, Sequence):
             self.examples = list(questions)

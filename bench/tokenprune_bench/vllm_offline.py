@@ -17,8 +17,8 @@ import torch
 
 from tokenprune.errors import OptionError, RunError, TokenPruneError
 from tokenprune.integrations.vllm.setting.servable import KEY
+from tokenprune.shapes.model_config import shipped_folder
 from tokenprune_bench.vllm_backend import OFF, Chat, Reply, adds_special
-from tokenprune_demo import MODELS
 
 _OURS = {
     "model": "name it with --model",
@@ -182,12 +182,13 @@ def _write_shipped(folder: Path) -> Path:
     others."""
     from safetensors.torch import load_file, save_file
 
-    if not (MODELS["demo_vlm"] / "model.safetensors").is_file():
+    shipped = shipped_folder("demo_vlm")
+    if not (shipped / "model.safetensors").is_file():
         raise TokenPruneError("this installation lacks the shipped model; name another one with --model")
-    for file in MODELS["demo_vlm"].iterdir():
+    for file in shipped.iterdir():
         if file.suffix != ".safetensors":
             (folder / file.name).write_bytes(file.read_bytes())
-    weights = load_file(MODELS["demo_vlm"] / "model.safetensors")
+    weights = load_file(shipped / "model.safetensors")
     named = {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", name): w for name, w in weights.items()}
     save_file(named, folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -270,7 +270,8 @@ def test_commands_show_their_progress(command: str, monkeypatch: pytest.MonkeyPa
     def progress(lines: bool = True) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(sys.modules[f"tokenprune.cli.{command}"], "show_progress", progress)
+    home = "tokenprune" if command == "profile" else "tokenprune_bench"
+    monkeypatch.setattr(sys.modules[f"{home}.cli.{command}"], "show_progress", progress)
     with pytest.raises(ZeroDivisionError):
         call(command, "--device", "cpu", *(("--max-drop", "20%", "--methods", "fastv") if command == "tune" else ()))
 

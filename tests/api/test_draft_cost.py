@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import tokenprune
 from families import FAMILIES
 from tokenprune import Budget, DraftCost, OptionError, UnsupportedModelError
-from tokenprune_bench.cli import app
+from tokenprune.cli import app
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "drafts.md"
 SMALL = LlamaConfig(

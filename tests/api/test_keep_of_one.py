@@ -21,12 +21,12 @@ import tokenprune
 from basics import snapshot
 from tokenprune import Budget, BudgetError, UnsupportedModelError
 from tokenprune.budget import joint_share
+from tokenprune.cli import app
 from tokenprune.config import Config, read_config, write_config
 from tokenprune.integrations.vllm.setting.settings import Setting
 from tokenprune.schedule import profile
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune_bench.app import snippets
-from tokenprune_bench.cli import app
 from tokenprune_bench.lmms_eval.arguments import read
 from tokenprune_bench.plan import BenchPlan
 from zoo import FAMILIES

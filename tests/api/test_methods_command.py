@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import tokenprune
 from tokenprune.base import Site
+from tokenprune.cli import app
 from tokenprune.cli.methods import _SITES, WIDE
 from tokenprune.cost.model import CostModel, Load
-from tokenprune_bench.cli import app
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -18,10 +18,9 @@ from typer.testing import CliRunner
 
 import tokenprune
 from tokenprune import Site, registry
-from tokenprune.cli import scaffold
+from tokenprune.cli import app, scaffold
 from tokenprune.errors import OptionError, RegistrationError
 from tokenprune.workflows.two_pass import ESCALATE
-from tokenprune_bench.cli import app
 from tokenprune_bench.results import UNPATCHED
 
 SITES = [scaffold.spell_site(site) for site in Site]

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import tokenprune
 from tests.docs.test_docs import generator
+from tokenprune.cli import app
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune_bench.cli import app
 from tokenprune_bench.recommend import advice
 from tokenprune_bench.recommend.recommendation import TASKS, recommend
 

@@ -15,12 +15,12 @@ import tokenprune
 from families import FAMILIES
 from report_runs import BASE, GOOD, header
 from tokenprune import Budget
+from tokenprune.cli import app
 from tokenprune.config import read_config
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.profiling.model import load
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune_bench.cli import app
 from tokenprune_bench.equal_cost import in_words, missed, setting_for
 from tokenprune_bench.report.compare import same_questions
 from tokenprune_bench.report.drawing import FILE, FOLDER

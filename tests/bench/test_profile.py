@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 
 import tokenprune
 from tokenprune.base import Site
+from tokenprune.cli import app
 from tokenprune.config import Config
 from tokenprune.cost.model import CostModel, Load, decode_limit, site_limits
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.profiling.model import Model, load
 from tokenprune.profiling.profile import FIRST_TOKEN, STAGES, Profile, Side, profile_call
 from tokenprune.profiling.profile_tables import limit_table, stage_table
-from tokenprune_bench.cli import app
 from tokenprune_bench.report.flame import flames, profile_page
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES

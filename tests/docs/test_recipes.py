@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import tokenprune
 from tests.docs.test_docs import GUIDES, ROOT
 from tokenprune import registry
-from tokenprune_bench.cli import app
+from tokenprune.cli import app
 from tokenprune_demo.drawn_documents import draw_document
 from tokenprune_demo.heldout import FOLDER
 

@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 
 import tokenprune
 from made_up_panels import Fake, candidates
+from tokenprune.cli import app
 from tokenprune.errors import OptionError, RunError
 from tokenprune.profiling.model import Model, load
 from tokenprune_bench.backend import HfBackend
-from tokenprune_bench.cli import app
 from tokenprune_bench.group import Group
 from tokenprune_bench.run_folder import RunFolder, config_of
 from tokenprune_bench.tuning import Candidate, Evaluator, Promise, Search, Tuner, grid

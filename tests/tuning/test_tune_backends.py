@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from pretender import pretending
 from tests.bench.test_bench_engines import CONFIG, Killed, MadeUp
+from tokenprune.cli import app
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune_bench.cli import app
 from tokenprune_bench.run_folder import RunFolder, config_of
 from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, Tuning, grid
 from tokenprune_bench.tuning.report import tuned_config

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,7 @@ from tokenprune.profiling.pace import Pace
 from tokenprune_bench.app import snippets
 from tokenprune_bench.app.loading import Loading
 from tokenprune_bench.app.snippets import LONGEST
-from tokenprune_demo.drawn_sets import drawn_set
-from tokenprune_demo.heldout import heldout_of, load_heldout
+from tokenprune_bench.own_questions import demo
 
 # Not needed before the model is there: these import transformers' models, which takes seconds.
 if TYPE_CHECKING:
@@ -71,9 +71,13 @@ def build(loading: Loading, folder: Path) -> gr.Blocks:
                 with gr.Tabs():
                     lines = [_copied(label, language) for label, language in (
                         ("Python", "python"), ("vLLM", "shell"), ("Benchmark", "shell"))]  # fmt: skip
-        gr.Examples(_examples(loading.name), [image, question], label="Held-out images")
+        if examples := _has_examples():
+            gr.Examples(_examples(loading.name), [image, question], label="Held-out images")
         with gr.Column(visible=False) as videos:
-            gr.Examples(_video_examples(folder), [file, question], label="A drawn video")
+            if examples:
+                gr.Examples(_video_examples(folder), [file, question], label="A drawn video")
+            else:
+                gr.Markdown("Examples come with tokenprune-demo, which is not installed.")
         inputs, outputs = [image, file, question, first, second, keep], [table, *drawings, layers, *lines]
         # One at a time: a model is patched for everybody.
         gr.on(
@@ -129,9 +133,14 @@ def _drawable(video: bool) -> list[str]:
     ]  # fmt: skip
 
 
+def _has_examples() -> bool:
+    return importlib.util.find_spec("tokenprune_demo") is not None
+
+
 def _examples(model: str) -> list[list[Any]]:
     """Images of the model's held-out set, each with a question of another kind."""
-    asked, found = load_heldout(folder=heldout_of(model), limit=_EXAMPLES), {}
+    heldout, found = demo("heldout"), {}
+    asked = heldout.load_heldout(folder=heldout.heldout_of(model), limit=_EXAMPLES)
     for one in asked:
         if one.number not in found and one.kind not in {other.kind for other in found.values()}:
             found[one.number] = one
@@ -140,7 +149,7 @@ def _examples(model: str) -> list[list[Any]]:
 
 def _video_examples(folder: Path) -> list[list[Any]]:
     """Return a drawn video, as a GIF in the folder, with one of its questions."""
-    one = next(one for one in drawn_set("small-videos", 1).questions if one.kind == "change")
+    one = next(one for one in demo("drawn_sets").drawn_set("small-videos", 1).questions if one.kind == "change")
     file = folder / "drawn.gif"
     one.frames[0].save(file, save_all=True, append_images=list(one.frames[1:]), duration=400, loop=0)
     return [[str(file), one.question]]

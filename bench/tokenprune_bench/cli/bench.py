@@ -35,6 +35,7 @@ from tokenprune.cli.common import (
 from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import OptionError
 from tokenprune_bench.cli.report import show_runs
+from tokenprune_bench.own_questions import demo
 
 if TYPE_CHECKING:
     from tokenprune.profiling.model import Model
@@ -140,7 +141,6 @@ def bench(
     from tokenprune_bench.report.drawing import Wanted
     from tokenprune_bench.report.runs import finished_run
     from tokenprune_bench.suite import DEFAULT_IMAGES, BenchPlan
-    from tokenprune_demo.drawn_sets import drawn_set
 
     engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
     engines.check()
@@ -169,7 +169,7 @@ def bench(
             limit=limit or 0,
         )
     elif set_ != "images":
-        asked = drawn_set(set_, planned().images)
+        asked = demo("drawn_sets").drawn_set(set_, planned().images)
     questions = [] if asked is None else asked.questions
     plan = planned(
         several=set_ == "views" or any(len(one.sources) > 1 for one in questions),
@@ -200,10 +200,10 @@ def check_set(
     sample: str,
 ) -> None:
     """Raise OptionError for options that do not go together with a set, or with `--evidence`."""
-    from tokenprune_demo.drawn_sets import SETS
-
-    if set_ not in SETS:
-        raise OptionError(f"--set {set_!r} is none of {', '.join(SETS)}")
+    if data is None:
+        demo("heldout")  # a package that is missing is said before a model is loaded
+    if set_ != "images" and set_ not in (sets := demo("drawn_sets").SETS):
+        raise OptionError(f"--set {set_!r} is none of {', '.join(sets)}")
     if data is not None and (set_ != "images" or evidence):
         other = "--evidence" if evidence else f"--set {set_}"
         raise OptionError(f"{other} is of our own questions, whose evidence is known: leave out --data")

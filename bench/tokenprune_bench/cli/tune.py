@@ -112,6 +112,7 @@ def tune(
     from tokenprune_bench.cli.engines import Engines
     from tokenprune_bench.data import left_out, load_data, read_columns
     from tokenprune_bench.group import joined
+    from tokenprune_bench.own_questions import demo
     from tokenprune_bench.run_folder import RunFolder, config_of
     from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, grid
     from tokenprune_bench.tuning.evaluator import tunable_metric
@@ -119,7 +120,6 @@ def tune(
     from tokenprune_bench.tuning.parts import check_enough
     from tokenprune_bench.tuning.promise import read_share
     from tokenprune_bench.tuning.report import tuned_config
-    from tokenprune_demo.heldout import heldout_of, load_heldout
 
     engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
     engines.check()
@@ -133,8 +133,9 @@ def tune(
     if not out.parent.is_dir():  # said before the work, not after it
         raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
     if data is None:
-        folder = heldout_of(model)
-        questions = load_heldout(limit=limit or None, folder=folder)
+        heldout = demo("heldout")
+        folder = heldout.heldout_of(model)
+        questions = heldout.load_heldout(limit=limit or None, folder=folder)
         digest = hashlib.sha256((folder / "questions.jsonl").read_bytes()).hexdigest()[:16]
         about: dict[str, Any] = {"name": "held-out set of tokenprune", "questions": len(questions), "digest": digest}
     else:

@@ -2,7 +2,7 @@
 """A model of lmms-eval: `--model tokenprune --model_args base=llava_hf,method=dart,keep=0.25,pretrained=...`.
 
 `manifest` is the entry point (`lmms_eval.models`). Nothing but `model.py` imports lmms-eval, and importing this package
-imports neither torch nor lmms-eval. `TASKS` is the folder for `--include_path`; see docs/lmms-eval.md.
+imports neither torch nor lmms-eval. `tasks_folder()` is the folder for `--include_path`; see docs/lmms-eval.md.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenprune.startup import calm_threads
+from tokenprune.startup import calm_threads, require
 
 if TYPE_CHECKING:
     from lmms_eval.models.registry_v2 import ModelManifest
 
-TASKS = Path(__file__).parent / "tasks"
+
+def tasks_folder() -> Path:
+    """Return the folder of our tasks, which ships with their questions in tokenprune-demo."""
+    return (
+        Path(require("tokenprune_demo", "our tasks for lmms-eval are of another package").__file__).parent
+        / "lmms_tasks"
+    )
 
 
 def manifest() -> ModelManifest:

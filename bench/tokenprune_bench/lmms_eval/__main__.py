@@ -3,6 +3,6 @@
 
 from __future__ import annotations
 
-from tokenprune_bench.lmms_eval import TASKS
+from tokenprune_bench.lmms_eval import tasks_folder
 
-print(TASKS)
+print(tasks_folder())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenprune_bench.metrics import METRICS
-from tokenprune_demo.heldout import FOLDER
+from tokenprune_bench.own_questions import demo
 
 
 def _only(kind: str) -> Callable[[Any], Any]:
@@ -34,7 +34,7 @@ def doc_to_visual(doc: dict[str, Any]) -> list[Any]:
     """Return the question's image."""
     from PIL import Image
 
-    with Image.open(FOLDER / doc["picture"]) as image:
+    with Image.open(demo("heldout").FOLDER / doc["picture"]) as image:
         return [image.convert("RGB")]
 
 

@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """A starting point for a model and its use, from a table of advice and of evidence."""
-
-from tokenprune_bench.recommend.recommendation import Recommendation, recommend

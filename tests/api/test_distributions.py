@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three distributions: the core works alone, and says what to install for the rest."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {"tokenprune-vlm": ROOT, "tokenprune-bench": ROOT / "bench", "tokenprune-demo": ROOT / "demo"}
+MODULES = {"tokenprune-vlm": "tokenprune", "tokenprune-bench": "tokenprune_bench", "tokenprune-demo": "tokenprune_demo"}
+BENCH, DEMO = "pip install tokenprune-bench", "pip install tokenprune-demo"
+MOST = 1_500_000  # bytes of the core's wheel
+
+# An editable install may be found by its path or by a finder, and its commands by its metadata: all three are hidden.
+HIDE = """
+import importlib.metadata, sys
+hidden = set({hidden!r})
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name.partition(".")[0])
+sys.meta_path.insert(0, Hidden())
+found = importlib.metadata.entry_points
+def without(**wanted):
+    entries = found(**wanted)
+    if wanted.get("group") != "tokenprune.commands":
+        return entries
+    return [one for one in entries if one.value.partition(".")[0] not in hidden]
+importlib.metadata.entry_points = without
+"""
+
+
+def without(hidden: list[str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh process that has none of the hidden packages."""
+    path = os.pathsep.join(str(folder) for folder in FOLDERS.values())
+    return subprocess.run(
+        [sys.executable, "-c", HIDE.format(hidden=hidden) + code, *arguments],
+        env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def command(hidden: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = f"sys.argv = ['tokenprune', *{list(arguments)!r}]\nfrom tokenprune.cli import main\nmain()"
+    return without(hidden, code)
+
+
+ELSEWHERE = ["tokenprune_bench", "tokenprune_demo"]
+
+
+def test_the_three_have_one_version() -> None:
+    versions = {}
+    for name, folder in FOLDERS.items():
+        text = (folder / MODULES[name] / "__init__.py").read_text()
+        versions[name] = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)[1]
+    (version,) = set(versions.values())
+    for name in ("tokenprune-bench", "tokenprune-demo"):
+        needed = tomllib.loads((FOLDERS[name] / "pyproject.toml").read_text())["project"]["dependencies"]
+        assert [one for one in needed if one.startswith("tokenprune")] == [f"tokenprune-vlm=={version}"]
+
+
+def test_the_core_imports_neither_of_the_others() -> None:
+    for path in (ROOT / "tokenprune").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            assert not {name.partition(".")[0] for name in names} & set(ELSEWHERE), path
+
+
+def test_the_benchmark_imports_the_demo_for_types_alone() -> None:
+    code = (
+        "import pkgutil, importlib, tokenprune_bench\n"
+        "for one in pkgutil.walk_packages(tokenprune_bench.__path__, 'tokenprune_bench.'):\n"
+        "    if 'lmms_eval' in one.name or '.app.' in one.name: continue\n"
+        "    importlib.import_module(one.name)\n"
+        "print('all of it')"
+    )
+    done = without(["tokenprune_demo"], code)
+    assert done.stdout == "all of it\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "install"),
+    [
+        ("bench", BENCH),
+        ("recommend", BENCH),
+        ("report", BENCH),
+        ("tune", BENCH),
+        ("leaderboard", BENCH),
+        ("app", BENCH),
+        ("demo", DEMO),
+        ("profile", DEMO),
+    ],
+)
+def test_a_command_of_another_package_says_what_to_install(arguments: str, install: str) -> None:
+    done = command(ELSEWHERE, *arguments.split())
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.endswith(f"{install}\n")
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize(("name", "install"), [("recommend", BENCH), ("Recommendation", BENCH), ("demo_model()", DEMO)])
+def test_a_name_of_another_package_says_what_to_install(name: str, install: str) -> None:
+    done = without(ELSEWHERE, f"import tokenprune\ntokenprune.{name}")
+    assert done.stderr.splitlines()[-1].startswith("tokenprune.errors.MissingPackageError: ")
+    assert done.stderr.endswith(f"{install}\n")
+
+
+def test_the_core_lists_methods_alone() -> None:
+    done = command(ELSEWHERE, "methods")
+    assert done.returncode == 0 and "divprune" in done.stdout and not done.stderr
+    assert "tune" not in command(ELSEWHERE, "--help").stdout.split()
+
+
+def test_the_benchmark_asks_for_questions_before_it_loads_a_model(tmp_path: Path) -> None:
+    for arguments in (["bench", "--model", "nowhere"], ["bench", "--model", "nowhere", "--set", "views"], ["tune"]):
+        more = ["--max-drop", "1%", "--out", str(tmp_path / "x.json")] if arguments == ["tune"] else []
+        done = command(["tokenprune_demo"], *arguments, *more)
+        assert done.returncode == 2 and done.stderr.endswith(f"--model): {DEMO}\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_source_distribution_builds_the_wheel(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="hatchling builds the package")
+    from hatchling.builders.sdist import SdistBuilder
+    from hatchling.builders.wheel import WheelBuilder
+
+    (sdist,) = SdistBuilder(str(FOLDERS[name])).build(directory=str(tmp_path))
+    with tarfile.open(sdist) as packed:
+        packed.extractall(tmp_path, filter="data")
+    (source,) = (one for one in tmp_path.iterdir() if one.is_dir())
+    listed = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
+    assert not [one for one in listed["only-include"] if not (source / one).exists()]
+    (wheel,) = WheelBuilder(str(source)).build(directory=str(tmp_path / "wheels"), versions=["standard"])
+    with zipfile.ZipFile(wheel) as packed:
+        names = {one for one in packed.namelist() if ".dist-info/" not in one}
+    module = FOLDERS[name] / MODULES[name]
+    files = (path for path in module.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    assert names == {path.relative_to(FOLDERS[name]).as_posix() for path in files}
+    assert name != "tokenprune-vlm" or Path(wheel).stat().st_size < MOST
