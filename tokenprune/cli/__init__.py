@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tokenprune import __version__
-from tokenprune.cli.common import ErrorGroup
+from tokenprune.cli.common import Commands
 from tokenprune.cli.draft import draft
 from tokenprune.cli.families import families
 from tokenprune.cli.fit import fit
@@ -20,7 +19,7 @@ from tokenprune.cli.show import show
 from tokenprune.startup import calm_threads
 
 app = typer.Typer(
-    cls=ErrorGroup,
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Prune the visual tokens of vision-language models, and see what that costs.",
@@ -42,27 +41,10 @@ def _options(
     pass  # the version is answered by its callback
 
 
-def _add(command: Any, name: str | None = None) -> None:
-    if isinstance(command, typer.Typer):
-        app.add_typer(command, name=name)
-    else:
-        app.command(name)(command)
-
-
-def _add_installed() -> None:
-    """Add the commands that installed packages bring; one that cannot be imported is named, and left out."""
-    for entry in sorted(entry_points(group="tokenprune.commands")):
-        try:
-            _add(entry.load(), entry.name)
-        except Exception as error:
-            typer.echo(f"the command {entry.name} ({entry.value}) is left out: {error}", err=True)
-
-
 for command in (methods, families, profile, draft, show, new_method):
-    _add(command)
+    app.command()(command)
 # Each method's `fit` has options of its own.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
-_add_installed()
 
 
 def main() -> None:

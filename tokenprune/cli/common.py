@@ -6,6 +6,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import EntryPoints, entry_points
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -79,15 +82,15 @@ def get_console(error: bool = False) -> Console:
     return console
 
 
+@cache
+def _entries() -> EntryPoints:
+    """Return the commands that installed packages bring, by name."""
+    return entry_points(group="tokenprune.commands")
+
+
 class ErrorGroup(TyperGroup):
     """A group of commands that turns our own errors into one red line and exit code 2, Ctrl+C into one line and exit
     code 130; other exceptions are bugs and keep their traceback."""
-
-    def get_command(self, ctx: Any, name: str) -> Any:
-        command = super().get_command(ctx, name)
-        if command is None and name in ELSEWHERE:
-            raise MissingPackageError(f"`tokenprune {name}` is of another package: pip install {ELSEWHERE[name]}")
-        return command
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -100,6 +103,33 @@ class ErrorGroup(TyperGroup):
         except KeyboardInterrupt as stop:
             get_console(error=True).print(*stop.args or ("stopped",), markup=False, soft_wrap=True)
             raise typer.Exit(STOPPED) from None
+
+
+class Commands(ErrorGroup):
+    """Commands of this package, and of packages that are installed beside it, which are imported when they are named."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *sorted(_entries().names)]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """Return a command of ours, or import that of an installed package."""
+        if name in self.commands:
+            return self.commands[name]
+        if name in _entries().names:
+            holder, loaded = typer.Typer(), _entries()[name].load()
+            if isinstance(loaded, typer.Typer):
+                holder.add_typer(loaded, name=name)
+            else:
+                holder.command(name)(loaded)
+            return typer.main.get_group(holder).commands[name]
+        if name in ELSEWHERE:
+            raise MissingPackageError(f"`tokenprune {name}` is of another package: pip install {ELSEWHERE[name]}")
+        return None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if self.get_command(ctx, args[0]) is None and (close := get_close_matches(args[0], self.list_commands(ctx))):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, close))}?")
+        return super().resolve_command(ctx, args)
 
 
 @contextmanager
