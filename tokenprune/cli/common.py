@@ -106,7 +106,7 @@ class ErrorGroup(TyperGroup):
 
 
 class Commands(ErrorGroup):
-    """Commands of this package, and of packages that are installed beside it, which are imported when they are named."""
+    """Commands of this package, and of packages installed beside it, which are imported when they are named."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *sorted(_entries().names)]
