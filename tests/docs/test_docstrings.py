@@ -19,7 +19,7 @@ WORDS = (
     (r"\bspelt\b", "canonical_spec, spelled"),
     (r"\b(behind|Behind) the cut\b", "after the cut"),
     (r"\bha(s|ve) the say\b", "decides"),
-    (r"\bfallback_options\b", "fallback_options"),
+    (r"\breads_less\b", "fallback_options"),
     (r"\.without\((unknown|missing)\b", "fallback_hint("),
 )
 # Folders that are not rewritten yet, with how many openings and words they may have: a count may only fall.
