@@ -54,7 +54,7 @@ class Backend(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Recorder:
-    """What an observable with a place of its own records in a forward: a value of each module, for the next cut.
+    """Values that an observable with a place of its own records in a forward: one of each module, for the next cut.
 
     modules: the modules to watch, each of which runs after the cut before. read: returns a value from a module's
     arguments, by place and by name, and its output; it runs without gradient.
