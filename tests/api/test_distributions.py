@@ -11,9 +11,13 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from tokenprune.cli import app, common
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"tokenprune-vlm": ROOT, "tokenprune-bench": ROOT / "bench", "tokenprune-demo": ROOT / "demo"}
@@ -114,6 +118,16 @@ def test_a_name_of_another_package_says_what_to_install(name: str, install: str)
     done = without(ELSEWHERE, f"import tokenprune\ntokenprune.{name}")
     assert done.stderr.splitlines()[-1].startswith("tokenprune.errors.MissingPackageError: ")
     assert done.stderr.endswith(f"{install}\n")
+
+
+def test_a_command_that_cannot_be_imported_says_so_and_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("broken", "nowhere_at_all:command", "tokenprune.commands")
+    monkeypatch.setattr(common, "_entries", lambda: {"broken": entry})
+    call = CliRunner().invoke
+    assert call(app, ["--help"]).exit_code == 0 and call(app, ["families", "--help"]).exit_code == 0
+    done = call(app, ["broken", "--any", "option"])
+    assert done.exit_code == 2 and "`tokenprune broken` cannot be imported (nowhere_at_all:command)" in done.stderr
+    assert "Did you mean 'broken'" in call(app, ["brokn"]).stderr
 
 
 def test_the_core_lists_methods_alone() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -83,9 +83,29 @@ def get_console(error: bool = False) -> Console:
 
 
 @cache
-def _entries() -> EntryPoints:
+def _entries() -> dict[str, EntryPoint]:
     """Return the commands that installed packages bring, by name."""
-    return entry_points(group="tokenprune.commands")
+    return {entry.name: entry for entry in entry_points(group="tokenprune.commands")}
+
+
+def _imported(entry: EntryPoint) -> Any:
+    """Return the command of another package; one that cannot be imported says so when it is called."""
+    holder, settings = typer.Typer(), {}
+    try:
+        command = entry.load()
+    except Exception as error:
+        reason = f"`tokenprune {entry.name}` cannot be imported ({entry.value}): {error}"
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+        def command() -> None:
+            raise TokenPruneError(reason)
+
+        command.__doc__ = reason
+    if isinstance(command, typer.Typer):
+        holder.add_typer(command, name=entry.name)
+    else:
+        holder.command(entry.name, context_settings=settings)(command)
+    return typer.main.get_group(holder).commands[entry.name]
 
 
 class ErrorGroup(TyperGroup):
@@ -109,19 +129,14 @@ class Commands(ErrorGroup):
     """Commands of this package, and of packages installed beside it, which are imported when they are named."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *sorted(_entries().names)]
+        return [*super().list_commands(ctx), *sorted(_entries())]
 
     def get_command(self, ctx: Any, name: str) -> Any:
         """Return a command of ours, or import that of an installed package."""
         if name in self.commands:
             return self.commands[name]
-        if name in _entries().names:
-            holder, loaded = typer.Typer(), _entries()[name].load()
-            if isinstance(loaded, typer.Typer):
-                holder.add_typer(loaded, name=name)
-            else:
-                holder.command(name)(loaded)
-            return typer.main.get_group(holder).commands[name]
+        if name in _entries():
+            return _imported(_entries()[name])
         if name in ELSEWHERE:
             raise MissingPackageError(f"`tokenprune {name}` is of another package: pip install {ELSEWHERE[name]}")
         return None
