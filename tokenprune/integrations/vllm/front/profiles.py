@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which profile a request to the server has: of the name under which it asks for the model (`NAME:PROFILE`), of its own
-key, or by how many requests are in flight. None of these needs --trust-request-mm-kwargs.
+"""Choice of a request's profile: by the model name it asks for (`NAME:PROFILE`), by its own key, or by the number of
+requests in flight. None of these needs --trust-request-mm-kwargs.
 
 vLLM offers a plugin no place between a request and its processor, and the processor sees neither the model's name nor
-a key that vLLM does not trust. So `OnlineRenderer.preprocess_chat`, through which chat completions, responses and
-messages come, is replaced by itself behind a look at the request; and `AsyncLLM` says how many requests it has. Other
-endpoints with images refuse a name that asks for a profile.
+a key that vLLM does not trust. So we wrap `OnlineRenderer.preprocess_chat`, which handles chat completions, responses
+and messages, and read the profile before it runs. `AsyncLLM` gives the number of requests in flight. Other endpoints
+with images refuse a model name that asks for a profile.
 """
 
 from __future__ import annotations

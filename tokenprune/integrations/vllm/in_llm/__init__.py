@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experimental: visual tokens leave inside the language model, at the input of a decoder layer. See docs/serving.md.
+"""Experimental: drop visual tokens inside the language model, at the input of a decoder layer. See docs/serving.md.
 
 How it works. vLLM's scheduler counts the tokens of the full prompt for all layers, and so does its KV cache, unless the
 server asks for memory back (`kv_cache`). But a layer looks its block table, slots and lengths up by its own name, so
-the layers behind the cut see fewer tokens (`layout`). Hooks on the decoder's layers let the method choose and take rows
+the layers after the cut see fewer tokens (`layout`). Hooks on the decoder's layers let the method choose and take rows
 out (`reducer`, `select`); a wrapper of the runner says what a step holds (`runner`). How many tokens an item loses
 follows from its shape, so nothing has to be remembered from step to step: preemption and recomputation need no care.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a server that asks for it is set up: its configuration, its requests, its model."""
+"""Set up a server that drops tokens inside the language model: its configuration, its requests, its model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def configure(vllm_config: Any) -> None:
 
 
 def _asked(vllm_config: Any) -> tuple[Setting, bool]:
-    """The server's setting, and whether layers behind the cut are to hold no KV cache for tokens that left."""
+    """Return the server's setting, and True if layers after the cut free the KV cache of dropped tokens."""
     model_config = vllm_config.model_config
     return Setting.of(configured(model_config)), offered(model_config).free_kv
 
@@ -46,7 +46,7 @@ def check_request(params: Any) -> None:
 
 
 def attach(model: Any, vllm_config: Any) -> Any:
-    """Hang the reduction into a model that was just made; returns what the runner asks it for."""
+    """Attach the reduction to a new model, and return the object that the runner calls before each pass."""
     setting, free_kv = _asked(vllm_config)
     require_hooks(missing_hooks(limits.WORKER_HOOKS))
     limits.check_engine(vllm_config, setting, free_kv)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache for what is left: the layers behind the cut hold no blocks for tokens that left (`experimental_free_kv`).
+"""KV cache of the kept tokens: the layers after the cut hold no blocks for dropped ones (`experimental_free_kv`).
 
 vLLM puts layers of one kind of KV cache into groups that share block tables, and all groups take blocks from one pool.
-The layers before and behind the cut say that theirs are two kinds (`CutSpec`), so no group has layers of both, and a
-manager of our own keeps the blocks of each group (`CutManager`). How many tokens an item loses follows from its shape,
-so that manager knows it when a request comes in: it never takes the blocks, instead of giving them back later. With
+The layers before and after the cut declare two kinds (`CutSpec`), so no group has layers of both. Our manager
+(`CutManager`) keeps the blocks of each group. The number of tokens an item loses follows from its shape, so the
+manager knows it when a request comes in: it never takes the blocks, instead of giving them back later. With
 prefix caching they are gaps in the request's table, which hold vLLM's null block and count as found in the cache;
 without it the table is shorter. `layout` reads the table in the same way in both cases, freed or not.
 """
@@ -34,7 +34,7 @@ _gaps: ContextVar[frozenset[int]] = ContextVar("gaps", default=frozenset())
 
 @dataclass(frozen=True, kw_only=True)
 class CutSpec(FullAttentionSpec):
-    """Full attention of a layer before the cut or behind it. The two kinds never share a group."""
+    """Full attention of a layer before or after the cut. The two kinds never share a group. behind: True after it."""
 
     behind: bool = False
 
@@ -43,7 +43,7 @@ class CutSpec(FullAttentionSpec):
         """Return one for all; raises AssertionError, as vLLM expects, if there are layers of both kinds."""
         sides = {getattr(spec, "behind", None) for spec in specs}
         if len(sides) != 1:
-            raise AssertionError("layers before and behind the cut do not share a KV cache group")
+            raise AssertionError("layers before and after the cut do not share a KV cache group")
         return dataclasses.replace(super().merge(specs), behind=sides.pop())
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
@@ -51,9 +51,9 @@ class CutSpec(FullAttentionSpec):
 
 
 class CutManager(FullAttentionManager):
-    """Blocks of a group of layers, before the cut or behind it.
+    """Blocks of a group of layers, before or after the cut.
 
-    held: of requests with images, by name, what the layers behind the cut hold. Empty before the cut.
+    held: by the id of a request with images, the blocks that the layers after the cut hold. Empty before the cut.
     """
 
     def __init__(self, kv_cache_spec: CutSpec, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ class CutManager(FullAttentionManager):
 
 
 class Holdings:
-    """Engine process: tells the managers behind the cut what they hold of each request, before vLLM asks them."""
+    """Engine process: give the managers after the cut each request's `Held`, before vLLM asks them for blocks."""
 
     def __init__(self, kv_cache_manager: Any, block: int | None) -> None:
         """block: size of the blocks of which items lose whole ones, or None where tokens are packed."""
@@ -123,7 +123,7 @@ class Holdings:
         sides = [manager.kv_cache_spec.behind for manager in managers if isinstance(manager, CutManager)]
         if len(sides) != len(managers) or set(sides) != {False, True}:
             raise UnsupportedSetupError(
-                f"{FREE_KV} needs the layers before and behind the cut in KV cache groups of their own, and vLLM made "
+                f"{FREE_KV} needs the layers before and after the cut in KV cache groups of their own, and vLLM made "
                 f"others of this model's layers: leave {FREE_KV} out"
             )
         self._block = block
@@ -149,7 +149,7 @@ class Holdings:
 
     @contextmanager
     def search(self, request: Any) -> Iterator[None]:
-        """Let the prefix cache be searched for this request meanwhile."""
+        """Search the prefix cache for this request within the context."""
         before = _gaps.set(self._of(request).gaps)
         try:
             yield
@@ -158,7 +158,7 @@ class Holdings:
 
 
 def split(decoder: nn.Module, layer: int) -> None:
-    """Worker: let the layers of a decoder say on which side of a cut at the input of `layer` they are."""
+    """Worker: let each layer of a decoder declare its side of a cut at the input of `layer`."""
     for number, one in enumerate(decoder.layers):
         attention = one.self_attn.attn
         attention.get_kv_cache_spec = functools.partial(_spec, attention.get_kv_cache_spec, number >= layer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tokens of a step stand in the layers behind the cut: integers and block tables, no model."""
+"""Layout of a step's tokens in the layers after the cut: integers and block tables, no model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenprune.integrations.vllm.setting.settings import Setting
 class Piece:
     """Visual tokens of a prompt that share a budget: an image, a video, or a tile.
 
-    places: their places in the prompt, ascending. keep: how many of them go on behind the cut. item: number of the
+    places: their places in the prompt, ascending. keep: how many of them go on after the cut. item: number of the
     multimodal item. ordinal: index of this piece in its prompt.
     """
 
@@ -44,7 +44,7 @@ class Piece:
 
 
 def kept(setting: Setting, count: int, block: int | None) -> int:
-    """How many of `count` visual tokens go on behind the cut.
+    """Return how many of `count` visual tokens go on after the cut.
 
     block: size of the blocks of which an item loses whole ones, or None to keep exactly what the setting asks for. At
     least a block stays: then the blocks that go lie within the item, wherever it begins.
@@ -83,12 +83,12 @@ def pieces_of(plans: Sequence[tuple[Plan, int, str]], block: int | None) -> list
 
 @dataclass(frozen=True)
 class Held:
-    """Which blocks of the KV cache the layers behind the cut hold of a request.
+    """The blocks of the KV cache that the layers after the cut hold for a request.
 
-    gaps:  columns of the request's full block table whose blocks they do without.
+    gaps:  columns of the request's full block table without a block.
     drops: (end, number) of the tokens that each piece loses, where tokens are packed without gaps: the table gets
            shorter instead.
-    items: how many multimodal items the request had when this was found out; a session of vLLM may add some.
+    items: number of multimodal items of the request when this was computed; a session of vLLM may add some.
     """
 
     gaps: frozenset[int] = frozenset()
@@ -103,11 +103,11 @@ class Held:
         return Held(frozenset(column for piece in pieces for column in _columns_out(piece, block)), items=items)
 
     def columns(self, tokens: int, block: int) -> int:
-        """How many columns the table has when `tokens` of the prompt and answer have a slot."""
+        """Return how many columns the table has when `tokens` of the prompt and answer have a slot."""
         return -(-(tokens - sum(number for end, number in self.drops if end <= tokens)) // block)
 
     def blocks(self, columns: Collection[int]) -> int:
-        """How many of these columns hold a block."""
+        """Return how many of these columns hold a block."""
         return sum(column not in self.gaps for column in columns)
 
 
@@ -140,22 +140,23 @@ class Share:
 
     @property
     def before(self) -> int:
-        """How many tokens the layers behind the cut hold of this request already."""
+        """Number of tokens of this request that the layers after the cut hold before this step."""
         return self.computed - sum(piece.drop for piece in self.gone)
 
     @property
     def queries(self) -> int:
-        """How many of the step's tokens go through the layers behind the cut."""
+        """Number of the step's tokens that go through the layers after the cut."""
         return self.end - self.computed - sum(piece.drop for piece in self.cut)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A step behind the cut, of R requests and T' tokens; all numpy, made on the host without a look at the device.
+    """A step after the cut, of R requests and T' tokens. All arrays are numpy, made without synchronising the device.
 
-    lengths:  int64 `[R]`, tokens behind the cut after this step. starts: int32 `[R + 1]`, where each request's begin.
-    columns:  int64 `[R, W]`, column of the full block table for each one behind the cut.
-    row, column, offset: int64 `[T']`, the request of each token, the column (behind the cut) of its block, and its
+    lengths:  int64 `[R]`, tokens of each request after the cut, this step included.
+    starts:   int32 `[R + 1]`, index of each request's first token.
+    columns:  int64 `[R, W]`, for each column of the table after the cut, its column in the full block table.
+    row, column, offset: int64 `[T']`, the request of each token, the column (after the cut) of its block, and its
     place in the block.
     """
 
@@ -168,7 +169,7 @@ class Layout:
 
 
 def lay_out(shares: Sequence[Share], width: int, block_size: int, aligned: bool) -> Layout:
-    """Lay a step out behind the cut.
+    """Lay out a step after the cut.
 
     width: columns of the full block table. aligned: whether items lose whole blocks, which are left out of the table;
     else tokens are packed without gaps.

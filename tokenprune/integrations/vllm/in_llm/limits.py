@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does not go together with a reduction inside the model, checked before a server starts."""
+"""Checks of a server that drops tokens inside the language model, made before it starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WORKER_HOOKS = {
 }
 
 
-# Where layers behind the cut are to hold no KV cache for tokens that left.
+# For layers after the cut that free the KV cache of dropped tokens.
 KV_HOOKS = {
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": (
         "kvcache_spec_cls manager_class uniform_type_base_spec"
@@ -70,7 +70,7 @@ KV_HOOKS = {
 
 
 def check_engine(vllm_config: Any, setting: Setting, free_kv: bool = False) -> None:
-    """Raise UnsupportedSetupError with all that does not fit, and what to change."""
+    """Raise UnsupportedSetupError with every option that does not fit, and what to change."""
     model_config = vllm_config.model_config
     abilities.check(setting.method, family_of(model_config), Backend.VLLM_IN_LLM)
     problems = [*_of_engine(vllm_config), *_of_batches(vllm_config, setting.method)]
@@ -149,7 +149,7 @@ def _of_batches(vllm_config: Any, method: Method) -> Iterator[str]:
 
 
 def _of_groups(vllm_config: Any) -> Iterator[str]:
-    """What does not go with KV cache groups of the layers' own."""
+    """Yield the options that do not go with separate KV cache groups before and after the cut."""
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield f"{FREE_KV} with one KV cache group for all layers: leave out --disable-hybrid-kv-cache-manager"
     if vllm_config.model_config.multimodal_config.mm_processor_cache_type == "shm":
@@ -162,7 +162,7 @@ def _of_groups(vllm_config: Any) -> Iterator[str]:
 
 
 def check_layers(decoder: Any) -> None:
-    """Raise UnsupportedModelError unless a decoder's layers are such as we can take tokens out between."""
+    """Raise UnsupportedModelError if tokens cannot be taken out between the decoder's layers."""
     for number, one in enumerate(decoder.layers):
         attention = getattr(getattr(one, "self_attn", None), "attn", None)
         where = f"layer {number} of {type(decoder).__name__}"

@@ -40,9 +40,10 @@ class Cut:
 class Step:
     """One pass through the decoder in which tokens leave.
 
-    rows: all rows of the step. left: how many go on behind the cut. The rest is set as the pass goes: query, key and
-    value of the layer before the cut, what entered that layer, the rows that go on (long `[left]`), for each row the
-    last one up to it that went on, and the positions of those that did.
+    rows: number of rows of the step. left: number of rows that go on after the cut. The other fields are set during the
+    pass. attended: query, key and value of the layer before the cut. entered: the input of that layer. stay: long
+    `[left]`, the rows that go on. last: for each row, the index in `stay` of the last kept row up to it. positions:
+    those of the kept rows.
     """
 
     cuts: list[Cut]
@@ -78,7 +79,7 @@ class Reducer:
 
     @contextmanager
     def during(self, step: Step | None) -> Iterator[None]:
-        """Let `step` happen in passes through the decoder made meanwhile."""
+        """Apply `step` to the decoder's passes within the context."""
         self.step = step
         try:
             yield
@@ -124,8 +125,8 @@ class Reducer:
         return None if self.step is None else (self.step.positions, *args[1:])
 
     def _restore(self, module: nn.Module, args: tuple, output: tuple) -> tuple | None:
-        """As many rows again as the runner expects. It reads each request's last one, and that of a prompt that ends
-        with an image may be gone: so a row that left shows the last one before it that did not."""
+        """Return as many rows as the runner expects. A dropped row gets the last kept row before it: the runner reads
+        each request's last row, and a prompt that ends with an image may have lost that one."""
         if self.step is None:
             return None
         hidden, residual = output
@@ -155,13 +156,13 @@ class Reducer:
 
 
 def decoder_of(model: Any) -> nn.Module:
-    """The module of a multimodal model of vLLM that holds the decoder's layers."""
+    """Return the module of a multimodal vLLM model that holds the decoder's layers."""
     language_model = model.get_language_model()
     return getattr(language_model, "model", language_model)
 
 
 def grids_of(model: Any, pieces: list[Piece], items: list[Any]) -> list[Grid | None]:
-    """Return the grid of each piece, where its item tells of one that fits, or an image's number of tokens does.
+    """Return the grid of each piece: its item's if that fits, else an image's by its number of tokens, else None.
 
     items: vLLM's data of a prompt's items.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: tell the layers behind the cut, before each pass, which tokens and slots are theirs."""
+"""Worker: set the tokens and slots of the layers after the cut before each pass."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Let the runner of this process prepare each pass of a model that has a `tokenprune_in_llm`; others are left
-    alone."""
+    """Let the runner of this process prepare each pass of a model that has a `tokenprune_in_llm`. Other models run as
+    before."""
     original = GPUModelRunner._model_forward
     if hasattr(original, "__wrapped__"):
         return
@@ -39,7 +39,7 @@ def install() -> None:
 
 
 class InLLM:
-    """What a model with the reduction inside knows: the hooks on its layers, and the requests of the last step."""
+    """The reduction inside a model: the hooks on its layers, and the requests of the last step."""
 
     def __init__(self, model: Any, reducer: Reducer, aligned: bool) -> None:
         self.model = model
@@ -50,7 +50,7 @@ class InLLM:
         self._warned = False
 
     def prepare(self, runner: Any) -> Step | None:
-        """Point the layers behind the cut to their own tokens; returns the cut to be made, if any.
+        """Point the layers after the cut to their own tokens, and return the cut to be made, if any.
 
         A server's first steps are without metadata (vLLM measures memory) and do not come here.
         """
@@ -123,7 +123,7 @@ class InLLM:
 
 
 def _metadata(runner: Any, layout: Layout, group: int) -> tuple[torch.Tensor, Any]:
-    """Slots of the tokens behind the cut in a group of layers, and what the attention of these has to know."""
+    """Return the slots of the tokens after the cut in a group of layers, and the metadata of their attention."""
     requests, whole = len(layout.lengths), runner.input_batch.block_table[group]
     full, block_size = whole.get_device_tensor(requests), whole.block_size  # [R, W]
     device = full.device

@@ -39,8 +39,8 @@ class WholeImages:
         self.kv_cache_manager.get_computed_blocks = self._cut_back
 
     def _cut_back(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """A hit of the prefix cache that ends inside an image ends before it instead: which of its tokens went on
-        behind the cut is not known any more."""
+        """Shorten a hit of the prefix cache that ends inside an image to end before it: the kept tokens of that image
+        are no longer known."""
         with nullcontext() if self._holdings is None else self._holdings.search(request):
             blocks, hit, boundary = self._found(request, *args, **kwargs)
         shorter = before_images(hit, request.mm_features, self.cache_config.block_size)
@@ -51,7 +51,7 @@ class WholeImages:
     def _try_schedule_encoder_inputs(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """vLLM's own `disable_chunked_mm_input` lets an image at the very start of a chunk be split."""
+        """Keep images whole, also at the very start of a chunk, where vLLM's `disable_chunked_mm_input` splits them."""
         end = num_computed_tokens + num_new_tokens
         end = max(num_computed_tokens, end - _inside(end, request.mm_features))
         found = super()._try_schedule_encoder_inputs(
@@ -65,14 +65,14 @@ class WholeImages:
 
 
 def before_images(hit: int, features: list[Any], block_size: int) -> int:
-    """The last end of a block up to `hit` that is not inside an image; `hit` is the end of a block."""
+    """Return the last end of a block up to `hit` that is not inside an image; `hit` is the end of a block."""
     while inside := _inside(hit, features):
         hit = (hit - inside) // block_size * block_size
     return hit
 
 
 def _inside(place: int, features: list[Any]) -> int:
-    """How far inside an image the boundary before token `place` lies, 0 if it does not."""
+    """Return how far inside an image the boundary before token `place` lies; 0 if it is not inside one."""
     for feature in features:
         start = feature.mm_position.offset
         if start < place < start + feature.mm_position.length:

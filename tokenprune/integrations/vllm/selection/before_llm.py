@@ -33,15 +33,15 @@ Norm = Callable[[Tensor], Tensor]
 
 @lru_cache(maxsize=256)
 def _say(text: str) -> None:
-    """Log what a method has to say of an item, once."""
+    """Log a method's note, each text once."""
     logger.info(text)
 
 
 @dataclass(frozen=True)
 class _Features(TokenSource):
-    """Backs a `VisualTokens`: all that a serving engine knows of an item is what the encoder made of it.
+    """Source of a `VisualTokens` in which only the encoder's features of one item are known.
 
-    hidden: `[1, n, D]`, the rows of an item.
+    hidden: `[1, n, D]`, the rows of the item.
     """
 
     hidden: Tensor
@@ -146,8 +146,8 @@ def exact_keep(selection: Selection, segments: Segments, method: Pruner, keep: l
 
 
 def probe(method: Pruner) -> None:
-    """Run `method` on made-up features; raises TokenPruneError if it reads what there is not, or keeps other numbers
-    than it announces."""
+    """Run `method` on made-up features. Raise TokenPruneError if it reads an observable that is not there, or keeps
+    another number of tokens than its budget."""
     generator = torch.Generator().manual_seed(0)
     for counts, share in (([16], 0.25), ([9, 5], 0.6)):
         rows = torch.randn(sum(counts), 8, generator=generator)
@@ -159,7 +159,7 @@ def probe(method: Pruner) -> None:
 
 
 def _made_up(method: Pruner, counts: list[int]) -> Encoded:
-    """What a tower might have said: each segment is a tile of one row."""
+    """Return made-up output of a tower in which each segment is a tile of one row."""
     cells = [[tile, 0, column, 1, count, 1] for tile, count in enumerate(counts) for column in range(count)]
     generator = torch.Generator().manual_seed(1)
     sizes = Sizes((len(cells),))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method may see of a request inside the language model, and its choice."""
+"""Let a method choose among one request's tokens inside the language model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tokenprune.view.tokens import VisualTokens
 
 @dataclass(frozen=True)
 class Seen(TokenSource):
-    """Backs a `VisualTokens`: one request's tokens in this step at the input of the layer of the cut.
+    """Source of a `VisualTokens`: one request's tokens in this step, at the input of the layer of the cut.
 
-    hidden: `[1, W, D]`. observed: what the layer before attended with, if the method needs it. whole: whether this is
-    the whole prompt; only then is what stands behind an image known, and may be read. visual: positions of all visual
-    tokens. entered: what the layer before was called with, if the method needs it.
+    hidden: `[1, W, D]`. observed: query, key and value of the layer before, if the method needs them. whole: True for a
+    whole prompt; only then is the text after an image known, and may be read. visual: positions of all visual tokens.
+    entered: the input of the layer before, if the method needs it.
     """
 
     hidden: Tensor
@@ -96,7 +96,7 @@ def segments_of(
 
 
 def choose(method: Pruner, segments: Segments, keep: list[int], seen: Seen, last: int | None = None) -> Tensor:
-    """bool `[S, N]`: which tokens go on; raises TokenPruneError if the method keeps other numbers than `keep`.
+    """Return bool `[S, N]`, True for the tokens that go on. Raise TokenPruneError if their numbers are not `keep`.
 
     last: place of the prompt's last token in this step, which stays if it is a visual one.
     """
@@ -109,8 +109,8 @@ def choose(method: Pruner, segments: Segments, keep: list[int], seen: Seen, last
 
 
 def probe(method: Pruner) -> None:
-    """Run `method` on made-up states; raises TokenPruneError if it reads what there is not, or keeps other numbers than
-    it is asked for."""
+    """Run `method` on made-up states. Raise TokenPruneError if it reads an observable that is not there, or keeps
+    another number of tokens than it was asked for."""
     if absent := not_served(method.needs, Backend.VLLM_IN_LLM):
         there = ", ".join(served_by(Backend.VLLM_IN_LLM))
         raise TokenPruneError(f"it needs {', '.join(absent)}, and vLLM's layers give {there}")

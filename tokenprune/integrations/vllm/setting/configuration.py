@@ -19,7 +19,7 @@ from tokenprune.view.observable import Backend
 
 logger = logging.getLogger(__name__)
 _OFFER = f"{KEY}_offer"
-SECONDS = f"{KEY}_seconds"  # of a multimodal config: the folder in which workers say how long they chose
+SECONDS = f"{KEY}_seconds"  # attribute of a multimodal config: the folder with the selection times of the workers
 
 
 def configured(model_config: Any) -> dict[str, Any] | None:
@@ -33,7 +33,7 @@ def offered(model_config: Any) -> Offer:
 
 
 def in_llm(model_config: Any) -> bool:
-    """Whether the server's setting acts inside the language model."""
+    """Return True if the server's setting acts inside the language model."""
     return bool((configured(model_config) or {}).get(IN_LLM))
 
 
@@ -110,8 +110,8 @@ def configure(model_config: Any) -> None:
 
 
 def check_engine(vllm_config: Any, family: Family, original: bool = False) -> None:
-    """Refuse what does not go together, once the whole configuration is known. original: whether a model with one axis
-    of positions keeps those of the full prompt."""
+    """Raise UnsupportedSetupError for options of the engine that do not go with a setting. original: True if a model
+    with one axis of positions keeps those of the full prompt."""
     lora = vllm_config.lora_config
     if lora is not None and getattr(lora, "enable_tower_connector_lora", False):
         raise UnsupportedSetupError(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server's setting says beside a reduction: which ones it offers by name (`profiles`), how far a request may go
-on its own (`min_keep`, `methods`), which profile holds under load (`overload`), whether requests are logged (`log`),
-whether a cut inside the language model gives memory back (`experimental_free_kv`), and where kept tokens stand
-(`positions`)."""
+"""Keys of a server's setting beside the reduction: named settings (`profiles`), limits of a request's own setting
+(`min_keep`, `methods`), profiles under load (`overload`), a log of requests (`log`), freed KV cache after a cut inside
+the language model (`experimental_free_kv`), and positions of kept tokens (`positions`)."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ OFFER = ("profiles", "min_keep", "methods", "overload", "log", FREE_KV, "positio
 POSITIONS = ("original", "renumbered")
 PROFILE = "profile"  # the key by which a request names one
 DEFAULT = "default"  # the profile that every server has: its own setting
-REQUEST = "request"  # what metrics call the setting of a request's own
+REQUEST = "request"  # label in metrics for a setting that a request wrote itself
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _NOTHING: Mapping[str, Any] = {}
 _MOST = 32  # profiles, methods or steps
@@ -40,7 +39,7 @@ class LimitError(OptionError):
 
 
 def split(layer: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a server's setting without what it offers, and that. None for a setting that has nothing else."""
+    """Split a server's setting into the reduction, None if it names none, and the keys of `OFFER`."""
     if not isinstance(layer, Mapping) or not set(layer) & set(OFFER):
         return layer, {}
     rest = {key: value for key, value in layer.items() if key not in OFFER}
@@ -48,8 +47,7 @@ def split(layer: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def check_spelling(layer: Any) -> None:
-    """Raise OptionError for a key of a server's setting that is spelt almost like one of ours, and is no option of any
-    method."""
+    """Raise OptionError for a key of a server's setting that resembles one of ours and is no option of any method."""
     for key in layer if isinstance(layer, Mapping) else ():
         if isinstance(key, str) and key not in SCOPE and (close := difflib.get_close_matches(key, OFFER, 1, 0.75)):
             options = (option for name in available_methods() for option in method_info(name).options)
@@ -59,16 +57,16 @@ def check_spelling(layer: Any) -> None:
 
 @dataclass(frozen=True)
 class Offer:
-    """What requests may choose, and what they find.
+    """Profiles and limits that a server sets for its requests.
 
     profiles: whole settings by name, the server's own as "default".
     min_keep: the least share of visual tokens that a setting may keep; None: any.
     methods:  names of those that a setting may use; None: any that can be served.
     steps, under_load: from so many requests in flight on, ascending, these profiles stand in for the default.
-    log:      whether requests and selections are logged (see log.py).
-    free_kv:  whether layers behind a cut inside the language model hold no KV cache for tokens that left.
-    positions: "original" if kept tokens stand where they stood in the full prompt, "renumbered" if tokens are counted
-              anew; None: not said, so what the model's family does.
+    log:      True to log requests and selections (see log.py).
+    free_kv:  True to free the KV cache of dropped tokens in the layers after a cut inside the language model.
+    positions: "original" to keep the positions of the full prompt, "renumbered" to count the kept tokens anew; None:
+              the default of the model's family.
     """
 
     profiles: Mapping[str, dict[str, Any]] = field(default_factory=dict)

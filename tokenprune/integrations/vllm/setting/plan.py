@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processor decides for one image or video, and the model carries out in another process."""
+"""The processor's decision for one image or video, carried out by the model in another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODALITIES = ("image", "video")
 
 
 def field_name(modality: str) -> str:
-    """The name under which a plan travels with an item: a field belongs to one modality."""
+    """Return the name of the field that carries an item's plan: a field belongs to one modality."""
     return f"{KEY}_{modality}"
 
 
@@ -90,17 +90,17 @@ class Plan:
 
     @cached_property
     def between(self) -> int:
-        """How many tokens of text within the item (line breaks, time stamps) the model has to return a row for.
+        """Number of text tokens within the item (line breaks, time stamps) for which the model has to return a row.
 
-        Where all placeholders share a budget, only the features tell how many of them stay before and behind such a
-        token. So all of the span becomes placeholders, and the text's own embedding is one row among the others.
+        If all placeholders share a budget, only the features decide how many of them stay before and after such a
+        token. So the whole span becomes placeholders, and the text's own embedding is one row among the others.
         """
         first, end = self.span
         return end - first - sum(self.runs) if self.reduces and not self.per_run else 0
 
     @cached_property
     def rows(self) -> int:
-        """How many rows the model returns."""
+        """Number of rows that the model returns."""
         return sum(self.keep) + self.between
 
     def reduced(self) -> list[int]:
@@ -144,8 +144,8 @@ class Plan:
         setting: Setting, tokens: Sequence[int], embeds: Sequence[bool] | None, per_run: bool, frames: int = 1,
         behind: int = 0,
     ) -> Plan:  # fmt: skip
-        """frames: of a video; 1 for an image. behind: tokens that follow its last frame. Raises OptionError for frames
-        that cannot be told but have to be."""
+        """Make the plan of an item. frames: number of frames of a video; 1 for an image. behind: tokens that follow the
+        last frame. Raises OptionError if the setting needs the frames' tokens and these cannot be determined."""
         embeds = [True] * len(tokens) if embeds is None else embeds
         whole = Plan(setting, tuple(tokens), tuple(bool(embed) for embed in embeds), per_run)
         if compares_frames(setting.method):
@@ -173,7 +173,7 @@ class Plan:
 
 
 def _by_frame(setting: Setting) -> bool:
-    """Whether every frame of a video has a budget for itself."""
+    """Return True if every frame of a video has a budget of its own."""
     return setting.per == "frame" or merges_in_tower(setting.method)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Original positions where a model has one axis of them: which models may, and what vLLM has to be told.
+"""Original positions in models with one axis of them: a check of the model, and the changed config.
 
-vLLM counts the tokens of a prompt that are there, and lets a model say otherwise with M-RoPE alone. M-RoPE of which the
-first axis has all frequencies is RoPE, so a model with RoPE is declared as such a one.
+vLLM numbers the tokens that a prompt holds, and only a model with M-RoPE may set other positions. M-RoPE whose first
+axis has all frequencies equals RoPE, so we declare a model with RoPE as one with such an M-RoPE.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INSTEAD = "leave positions out, and kept tokens are counted anew"
 
 
 def original_positions(model_config: Any) -> bool:
-    """Whether this model has one axis of positions, and kept tokens stand where they stood in the full prompt."""
+    """Return True if this model has one axis of positions and kept tokens keep those of the full prompt."""
     return getattr(model_config.multimodal_config, _MARK, False)
 
 
@@ -34,8 +34,8 @@ def longest(model_config: Any) -> int:
 
 
 def arrange(positions: str | None, model_config: Any, family: Family, in_llm: bool) -> None:
-    """Make ready for a server's `positions` (see `Offer`): nothing is to do but for original ones in a model with one
-    axis. Raises UnsupportedSetupError where they would not be exact, and OptionError where the others cannot be had."""
+    """Prepare the model's config for a server's `positions` (see `Offer`); only original ones in a model with one axis
+    change it. Raise UnsupportedSetupError if they would not be exact, OptionError if the model cannot renumber."""
     if family.vllm.mrope or in_llm:
         if positions == "renumbered":
             why = f"with {IN_LLM}" if in_llm else f"in {model_config.architecture}, which has M-RoPE"

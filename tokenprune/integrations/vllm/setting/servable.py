@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which methods vLLM can serve: those that declare nothing against it (`tokenprune.abilities`) and pass a trial run."""
+"""The methods that vLLM can serve: `tokenprune.abilities` allows them, and they pass a trial run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def servable(in_llm: bool = False) -> list[str]:
     return [name for name in available_methods() if _is_served(method_class(name), in_llm)]
 
 
-# To know it each method is run, and the answer to a refused request names all of them: the front end is not to run them
-# each time.
+# The check runs each method, and the answer to a refused request names all of them: without a cache the front end would
+# run them each time.
 @lru_cache(maxsize=1024)
 def _is_served(cls: type[Method], in_llm: bool) -> bool:
     method = cls()
@@ -38,7 +38,7 @@ def _is_served(cls: type[Method], in_llm: bool) -> bool:
 
 
 def _failure(method: Method, in_llm: bool) -> str | None:
-    """Return what is wrong with what a method makes of a small example, None for nothing."""
+    """Return the reason why a method fails on a small example, or None if it passes."""
     if method.site is Site.PRE_ENCODER or isinstance(method, (EncoderMethod, UnitDropper)):
         return None  # these see pixels, or the tower
     from tokenprune.integrations.vllm.selection import before_llm

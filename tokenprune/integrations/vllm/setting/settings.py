@@ -29,13 +29,13 @@ Files = tuple[tuple[str, str, str], ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """What to do with an item.
+    """The reduction of an item.
 
     method, keep:  acts on the features of the encoder, in the encoder, or (`in_llm`) in the language model; None if all
                    tokens stay.
     pixels, share: acts on an image before the encoder (see front/pixels.py); None if images stay as they are.
     per:           "image", or "frame" if every frame of a video has `keep` for itself (see `Budget`).
-    in_llm:        whether `method` acts inside the language model, and leaves the prompt as it is.
+    in_llm:        True if `method` acts inside the language model, and leaves the prompt as it is.
     files:         options of `method` that were given as files: name, path and digest of the content.
     """
 
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def removes_nothing(self) -> bool:
-        """Whether every feature of the encoder stays in the prompt."""
+        """True if every feature of the encoder stays in the prompt."""
         return self.method is None or self.in_llm or Budget.of_checked(self.keep).is_identity()
 
     def without_method(self) -> Setting:
@@ -91,20 +91,20 @@ class Setting:
 
     @property
     def whole_keep(self) -> float | int:
-        """What its methods keep together: a share, or a number of tokens."""
+        """The share, or the number of tokens, that both methods together keep."""
         return self.keep if isinstance(self.keep, int) else round(self.share * self.keep, 4)
 
     def cache_key(self) -> dict[str, Any]:
-        """What has to be part of a cache key of whatever was made under this setting."""
+        """Return the entries by which a cache key tells this setting from others."""
         return {"algorithm": ALGORITHM} | self.as_dict() | {name: digest for name, _, digest in self.files}
 
     def count(self, tokens: int) -> int:
-        """How many of `tokens` features of the encoder stay in the prompt: a function of integers, the same in every
-        process."""
+        """Return how many of `tokens` features of the encoder stay in the prompt: a function of integers, the same in
+        every process."""
         return tokens if self.removes_nothing else self.wanted(tokens)
 
     def wanted(self, tokens: int) -> int:
-        """How many of `tokens` visual tokens the method is to keep."""
+        """Return how many of `tokens` visual tokens the method has to keep."""
         (wanted,) = Budget.of_checked(self.keep).resolve([tokens], layer=0, shape=None, text_tokens=0)
         return min(tokens, max(1, self.method.budget(tokens, wanted)))
 
@@ -206,6 +206,6 @@ def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[M
 
 
 def _written(method: Method, files: Files) -> dict[str, Any]:
-    """A method and its options as a setting holds them."""
+    """Return a method and its options as a setting holds them."""
     options = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
     return {"method": method.name} | options | {name: path for name, path, _ in files}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long it takes to choose tokens, told to the process that answers at /metrics, and to the log."""
+"""Time spent on choosing tokens, reported to the process that answers at /metrics, and to the log."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SIZE = 4096  # bytes of the file, so that one write replaces all that was there
 
 
 class Clock:
-    """Adds up seconds by method, into a file of this process, and logs each selection where the server logs.
+    """Add up seconds by method in a file of this process, and log each selection if the server logs.
 
-    Waits for no GPU: what was put on its stream is timed there, and told when a later call finds it done.
+    It never waits for the GPU: events on the stream time the selection, and a later call reports it once it is done.
 
-    folder: where the front end looks for such files (see front/metrics.py); None, or one that this machine does not
-    have: nothing is added up. log: whether to log. Without either nothing is timed.
+    folder: where the front end looks for such files (see front/metrics.py). With None, or a folder that this machine
+    does not have, nothing is added up. log: True to log. Without either nothing is timed.
     """
 
     def __init__(self, folder: str | None, log: bool = False) -> None:
@@ -36,8 +36,8 @@ class Clock:
 
     @classmethod
     def of(cls, vllm_config: Any) -> Clock:
-        """Return the clock of a worker of a server with a setting. Of workers that share a model, each of which chooses
-        the same, the first one speaks."""
+        """Return the clock of a worker of a server with a setting. Workers that share a model choose the same tokens,
+        so only the first one reports."""
         from tokenprune.integrations.vllm.setting.configuration import SECONDS, offered
 
         if vllm_config.parallel_config.rank != 0:
@@ -47,7 +47,7 @@ class Clock:
 
     @contextmanager
     def timing(self, method: str, device: torch.device, **item: Any) -> Iterator[None]:
-        """Time what runs within, for one image or video. item: what else the log says of it."""
+        """Time the selection of one image or video within the context. item: further fields of the log line."""
         item = {"method": method} | item
         if self._path is None and not self._log:
             yield

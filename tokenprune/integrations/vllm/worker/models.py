@@ -33,14 +33,14 @@ from tokenprune.integrations.vllm.worker.tower_merging import merging, stretches
 from tokenprune.integrations.vllm.worker.unit_dropping import UnitDrop, dropping
 from tokenprune.integrations.vllm.worker.weights import mapper
 
-# What the models' own rules of positions read of an item.
+# Fields of an item that the models' own rules of positions read.
 _SHAPES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 # Names under which a model gets how many tiles each image has.
 _TILES = ("num_patches", "image_num_patches")
 
 
 class ReducingModel:
-    """Mixed into a model class of vLLM. Of a server without a setting, nothing changes."""
+    """Mixed into a model class of vLLM. Without a tokenprune setting the model behaves as before."""
 
     tokenprune_family: Family
 
@@ -101,27 +101,30 @@ class ReducingModel:
                 raise PlaceholderMismatchError(f"the tower left {merged.left} tokens where the prompt has {wanted}")
         reduced = []
         for index, (plan, rows) in enumerate(zip(plans, outputs, strict=False)):
-            told, rows = None, rows.reshape(-1, rows.shape[-1])
-            if plan.reduces and reads_tower(plan.setting.method):
-                told = self.tokenprune_tower.encoded(plan.setting.method, seen, index, outputs, kwargs, modality)
-            elif kept is not None:
-                told = kept[index]
-            elif plan.kept is not None:
-                told = plan.mask.to(rows.device)
-            item = _item(kwargs, index)
-            if plan.reduces:
-                log = {"modality": modality, "tokens_in": sum(plan.counts), "tokens_out": sum(plan.keep)}
-                with self.tokenprune_clock.timing(plan.setting.method.name, rows.device, keep=plan.setting.keep, **log):
-                    reduced.append(self._reduce(plan, rows, modality, item, told))
-            else:
+            rows, item = rows.reshape(-1, rows.shape[-1]), _item(kwargs, index)
+            if not plan.reduces:
                 reduced.append(self._reduce(plan, rows, modality, item))
+                continue
+            method, stays, encoded = plan.setting.method, None, None
+            if reads_tower(method):
+                encoded = self.tokenprune_tower.encoded(method, seen, index, outputs, kwargs, modality)
+            elif kept is not None:
+                stays = kept[index]
+            elif plan.kept is not None:
+                stays = plan.mask.to(rows.device)
+            log = {"modality": modality, "tokens_in": sum(plan.counts), "tokens_out": sum(plan.keep)}
+            with self.tokenprune_clock.timing(method.name, rows.device, keep=plan.setting.keep, **log):
+                reduced.append(self._reduce(plan, rows, modality, item, stays, encoded))
         return reduced
 
     def _reduce(
-        self, plan: Plan, rows: Tensor, modality: str, item: Mapping[str, Any], told: Encoded | Tensor | None = None
-    ) -> Tensor:
-        """Return the rows for one item's place in the prompt. rows: `[n, W]`, all that the encoder made of it. told: by
-        the vision tower, for a method that reads its attention; or bool `[n]`, which stay, for one that merges there.
+        self, plan: Plan, rows: Tensor, modality: str, item: Mapping[str, Any], kept: Tensor | None = None,
+        encoded: Encoded | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the rows for one item's place in the prompt.
+
+        rows: `[n, W]`, the encoder's output for the item. kept: bool `[n]`, rows that stay, if they were chosen in the
+        vision tower or before it. encoded: observables of the tower, for a method that reads them.
         """
         if rows.shape[0] != sum(plan.counts):
             raise PlaceholderMismatchError(
@@ -129,15 +132,16 @@ class ReducingModel:
             )
         stays = torch.tensor(plan.embeds, device=rows.device)
         if plan.reduces:
-            kept = told
-            if not isinstance(told, Tensor):
+            if kept is None:
                 segments = segments_of(
                     plan.counts, self._grid(item, modality), modality, rows.device, self._image_grid,
                     plan.frame_sizes(self.tokenprune_family.after_frames),
                 )  # fmt: skip
                 decoder = self.get_language_model()
                 norm = getattr(getattr(decoder, "model", decoder), "norm", None)
-                kept, rows = choose(plan.setting.method, rows, self.tokenprune_width, segments, plan.keep, norm, told)
+                kept, rows = choose(
+                    plan.setting.method, rows, self.tokenprune_width, segments, plan.keep, norm, encoded
+                )
             first, end = plan.span
             within = torch.arange(len(plan.tokens), device=rows.device)
             text = ~stays & (within >= first) & (within < end) if plan.between else torch.zeros_like(stays)
@@ -175,7 +179,7 @@ class ReducingModel:
         return image_grid(family, count, self.config, whole_image=not family.vllm.per_run)
 
     def _placed(self, plan: Plan, rows: Tensor, places: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
-        """Tell the rows where they stand in the full prompt, for a runner that asks for it."""
+        """Add columns with the rows' positions in the full prompt, if the runner sets positions."""
         raise NotImplementedError
 
     def recompute_mrope_positions(
@@ -194,8 +198,10 @@ class ReducingModel:
     def _place(
         self, tokens: Any, embeddings: Sequence[Tensor], known: Tensor, computed: int
     ) -> tuple[Sequence[Tensor], Tensor, int]:
-        """Take off the embeddings what `_placed` told; see `positions.place`. known: positions so far. computed: tokens
-        of the prompt that are read."""
+        """Remove the columns that `_placed` added to the embeddings, and set the positions; see `positions.place`.
+
+        known: positions so far. computed: tokens of the prompt that were processed before.
+        """
         raise NotImplementedError
 
     def get_encoder_cudagraph_config(self) -> Any:
@@ -205,8 +211,8 @@ class ReducingModel:
 
 
 class ReducingLineModel(ReducingModel):
-    """For models with one axis of positions, which vLLM counts itself unless original ones are asked for. Then it takes
-    the model for one with M-RoPE."""
+    """For models with one axis of positions. vLLM counts these itself, unless the setting asks for original ones: then
+    it treats the model as one with M-RoPE."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -261,11 +267,11 @@ class ReducingMropeModel(ReducingModel):
 
 def _check_span(last: int) -> None:
     if last >= 256**2:
-        raise TokenPruneError(f"an item spans {last} positions; at most {256**2} can be told")
+        raise TokenPruneError(f"an item spans {last} positions; at most {256**2} fit into its embeddings")
 
 
 def _part(value: Any, kwargs: Mapping[str, Any], modality: str, start: int, end: int) -> Any:
-    """Return of an argument of `embed_multimodal` what belongs to the items from `start` to `end` (exclusive)."""
+    """Return the part of an argument of `embed_multimodal` for the items from `start` to `end` (exclusive)."""
     if isinstance(value, Tensor) and not value.ndim:
         return value  # it is the same for all
     sizes = next((kwargs[name] for name in (f"{modality}_grid_thw", *_TILES) if kwargs.get(name) is not None), None)
@@ -276,7 +282,7 @@ def _part(value: Any, kwargs: Mapping[str, Any], modality: str, start: int, end:
 
 
 def _item(kwargs: Mapping[str, Any], index: int) -> MultiModalKwargsItem:
-    """The shapes of one item of a batch."""
+    """Return the shapes of one item of a batch."""
     field = MultiModalBatchedField()
     present = [key for key in _SHAPES if kwargs.get(key) is not None]
     return MultiModalKwargsItem({key: MultiModalFieldElem(data=kwargs[key][index], field=field) for key in present})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: what vLLM's model runner has to know. Done when a model is made, so other processes load no runner."""
+"""Worker: changes to vLLM's model runner. They are made with the model, so other processes load no runner."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def chunks(items: list[tuple[str, Any]], limit: int) -> Iterator[list[tuple[str,
 
 
 def _heed_switch(runner: Any) -> None:
-    """The CPU runner loads models in a way of its own, and leaves out that they may change positions."""
+    """Set the switch for changed positions in the CPU runner, which loads models in its own way and leaves it out."""
     original = runner._gather_mm_embeddings
     if hasattr(original, "__wrapped__"):
         return

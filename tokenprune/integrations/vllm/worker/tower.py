@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the vision tower shows of the patches, for methods that need "encoder_attention" or another observable of it.
+"""Observables of the vision tower, for methods that need "encoder_attention" or another one of its patches.
 
-vLLM's towers use fused attention, which returns no weights. Its input is queries and keys as they enter the attention
-(after rotary embedding), so a hook there makes the observables of them, in chunks of rows; the tower's
-own work is left alone. The rest (which block is meant, what a token is made of) is code of the Hugging Face side.
+vLLM's towers use fused attention, which returns no weights. Its input is queries and keys after the rotary embedding,
+so a hook there computes the observables of them, in chunks of rows. The tower's own work does not change. The block
+to read, and the patches of a token, come from code shared with the Hugging Face side.
 """
 
 from __future__ import annotations
