@@ -29,7 +29,7 @@ def tell(event: str, **fields: Any) -> None:
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     line = {"time": now, "event": event} | fields
     extra = {"tokenprune": line}
-    record = logger.makeRecord(NAME, logging.INFO, __file__, 0, json.dumps(line), None, None, "tell", extra)
+    record = logger.makeRecord(NAME, logging.INFO, __file__, 0, json.dumps(line), (), None, "tell", extra)
     (logger if logger.hasHandlers() else _stderr()).handle(record)
 
 

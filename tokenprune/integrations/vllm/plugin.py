@@ -65,7 +65,7 @@ def _wrap(owner: type, name: str, after: Any) -> None:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         return after(original(self, *args, **kwargs), self, *args, **kwargs)
 
-    wrapper._tokenprune = True
+    wrapper._tokenprune = True  # type: ignore[attr-defined]
     setattr(owner, name, wrapper)
 
 
@@ -138,7 +138,8 @@ def _with_reduction(processor: Any, registry: Any, *_: Any, **__: Any) -> Any:
 
     try:
         # The class of the object, because vLLM lets a function choose it. It lives with its engine: nothing undoes it.
-        swap_class(processor, reducing_class(type(processor)))
+        kind: Any = type(processor)
+        swap_class(processor, reducing_class(kind))
     except TypeError:  # a processor built in another way, of a model that we do not serve
         if configured(processor.info.ctx.model_config) is not None:
             raise

@@ -95,7 +95,7 @@ class _OfWorkers(Collector):
         return []
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        sums = {name: Sums() for name in SUMS}
+        sums: dict[str, Sums[tuple[str, str]]] = {name: Sums() for name in SUMS}
         for folder, model in self.folders:
             for file in folder.iterdir() if folder.is_dir() else ():
                 try:

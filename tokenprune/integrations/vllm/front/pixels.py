@@ -11,6 +11,7 @@ from typing import Any
 from vllm.multimodal.parse import ImageProcessorItems
 from vllm.multimodal.processing import BaseProcessingInfo
 
+from tokenprune.base import ResizeMethod
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.integrations.shared.resizing import Resizer
@@ -44,8 +45,8 @@ class Shrinker:
     def shrink(self, items: Any) -> Mapping[str, object]:
         """Put smaller images in the place of `items["image"]`, and return the keyword arguments that the model's
         processor needs to leave them as they are."""
-        name = self.setting.pixels.name
-        if self.setting.pixels.videos and items.get("video"):
+        name = self._method.name
+        if self._method.videos and items.get("video"):
             raise OptionError(
                 f"{name} makes the frames of videos smaller too, which this server does not: leave them as they are, "
                 f'{{"method": "{name}", "videos": false}}, or use a method that acts on the features, such as uniform'
@@ -64,7 +65,9 @@ class Shrinker:
         patch = self._patch()
         originals = images.get_all()
         smaller, changed = patch.change(originals, options)
-        count, read = rule_for(patch.processor).count, Reader(patch.processor, options)
+        rule = rule_for(patch.processor)
+        assert rule is not None  # `_patch` refuses processors without one
+        count, read = rule.count, Reader(patch.processor, options)
         full = [count(read, size.height, size.width, 1) for size in map(images.get_image_size, range(len(images)))]
         items["image"] = SmallerImages(images, smaller, full)
         if changed == options:
@@ -79,8 +82,13 @@ class Shrinker:
         """Raise OptionError or BudgetError if the model cannot do what the setting says."""
         self._patch()
 
+    @property
+    def _method(self) -> ResizeMethod:
+        assert isinstance(self.setting.pixels, ResizeMethod)
+        return self.setting.pixels
+
     def _patch(self) -> Resizer:
-        method, processor = self.setting.pixels, self.info.get_hf_processor(**self.kwargs)
+        method, processor = self._method, self.info.get_hf_processor(**self.kwargs)
         rule = rule_for(processor)
         if rule is None or rule.resizing != "input":
             image_processor = type(processor.image_processor).__name__

@@ -33,6 +33,7 @@ from tokenprune.integrations.vllm.setting.position_checks import longest, origin
 from tokenprune.integrations.vllm.setting.settings import KEY, Setting
 from tokenprune.integrations.vllm.setting.tower_items import check_items
 from tokenprune.integrations.vllm.setting.towers import check_reachable, drops_units, merges_in_tower, tiles_of
+from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.view.registry import compares_frames
 
 # How an item is put into the prompt, and the field that says what is written.
@@ -84,7 +85,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
         model_config = self.info.ctx.model_config
         for name in () if configured(model_config) is None else offered(model_config).profiles:
             setting = self._setting({KEY: {PROFILE: name}})
-            if setting.pixels is not None:
+            if setting is not None and setting.pixels is not None:
                 Shrinker(setting, self.info, {}).check()
 
     def _get_mm_hashes(self, inputs: Any) -> Any:
@@ -142,7 +143,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
             frames = _frames(mm_items, out_mm_kwargs, index) if asked else 1
             config = self.info.ctx.model_config.hf_config
             if merges and not asked:
-                frames = tiles_of(own.method, config, len(content.full) if embeds is None else sum(embeds))
+                frames = tiles_of(_merger(own), config, len(content.full) if embeds is None else sum(embeds))
             plan = Plan.make(own, content.full, embeds, family.vllm.per_run, frames, family.after_video)
             if merges:
                 check_reachable(own, config, plan.counts, update.modality == "video")
@@ -200,12 +201,13 @@ class ReducingProcessor(BaseMultiModalProcessor):
         _written.set(items)
         try:
             setting, what = self._setting(inputs.hf_processor_mm_kwargs), "input"
+            assert setting is not None  # the server has one
             # Before images are read.
             if family_of(model_config).vllm.mrope and not setting.is_off:
                 counts, config = inputs.mm_data_items.get_all_counts(), self.info.get_hf_config()
                 _check_placeholders(inputs.prompt, counts, config, not setting.removes_nothing)
             if reads_tower(setting.method) or merges_in_tower(setting.method):
-                check_items(setting.method, setting, inputs.mm_data_items, self.info)
+                check_items(setting.acting, setting, inputs.mm_data_items, self.info)
             made = super().apply(inputs, *args, **kwargs)
         except TokenPruneError as error:
             metrics.refused(model_config, error, what)
@@ -230,6 +232,11 @@ def _log(profile: str, setting: Setting, counts: Mapping[str, int], items: list[
         tokens_in=sum(one.before for one in items),
         tokens_out=sum(one.after for one in items),
     )
+
+
+def _merger(setting: Setting) -> EncoderMethod:
+    assert isinstance(setting.method, EncoderMethod)
+    return setting.method
 
 
 def _frames(mm_items: Any, out_mm_kwargs: Any, index: int) -> int:
@@ -271,4 +278,5 @@ def _check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config:
 @cache
 def reducing_class(base: type[BaseMultiModalProcessor]) -> type[BaseMultiModalProcessor]:
     """Return `base` with ReducingProcessor mixed in, under the same name."""
-    return type(base)(base.__name__, (ReducingProcessor, base), {"__module__": base.__module__})
+    kind: Any = type(base)
+    return kind(base.__name__, (ReducingProcessor, base), {"__module__": base.__module__})

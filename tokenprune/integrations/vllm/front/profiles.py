@@ -94,7 +94,7 @@ def attach(offer: Offer) -> None:
         start(self, *args, **kwargs)
         load_of(self.renderer).engine = weakref.ref(self)
 
-    preprocess_chat._tokenprune = True
+    preprocess_chat._tokenprune = True  # type: ignore[attr-defined]
     OnlineRenderer.preprocess_chat, AsyncLLM.__init__ = preprocess_chat, init
     for serving in (PoolingBaseServing, ServingTokens):
         serving._check_model = _without_profiles(serving._check_model)

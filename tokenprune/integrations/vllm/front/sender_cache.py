@@ -81,7 +81,7 @@ def _following(start: Any) -> Any:
         if configured(self.vllm_config.model_config) is not None:
             _follow(self.renderer.mm_processor_cache, self.engine_core)
 
-    init._tokenprune_sender = True
+    init._tokenprune_sender = True  # type: ignore[attr-defined]
     return init
 
 

@@ -14,6 +14,7 @@ from vllm.multimodal.processing import BaseProcessingInfo
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, PlaceholderMismatchError
 from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.sites.units import UnitDropper
 
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
@@ -26,7 +27,8 @@ def kept_units(
     item: what the model's processor made of it. kwargs: the request's `mm_processor_kwargs`, without ours.
     Raises OptionError for an item that brings embeddings.
     """
-    method, found = setting.method, item.get(_PIXELS[modality])
+    method, found = setting.acting, item.get(_PIXELS[modality])
+    assert isinstance(method, UnitDropper)
     if found is None or found.data is None:
         raise OptionError(
             f"{method.name} looks at pixels, and this request brings embeddings: pass images, or switch it off for the "
@@ -44,8 +46,7 @@ def kept_units(
 
 
 def _most(setting: Setting, count: int) -> int:
-    (most,) = Budget.of_checked(setting.keep).resolve([count], layer=0, shape=None, text_tokens=0)
-    return max(1, most)
+    return max(1, Budget.of_checked(setting.keep).resolve_keep(count))
 
 
 def _colours(pixels: Tensor, modality: str, info: BaseProcessingInfo, kwargs: Mapping[str, object]) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
+from tokenprune.base import Pruner
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.in_llm import limits
@@ -38,7 +39,8 @@ def check_request(params: Any) -> None:
     """Raise RefusedRequestError if log-probabilities of the prompt are asked for. params: a request, or its sampling
     parameters."""
     if getattr(params, "prompt_logprobs", None) is not None:
-        raise RefusedRequestError(
+        refused: Any = RefusedRequestError  # vLLM's error takes the parameter
+        raise refused(
             f"{IN_LLM} takes tokens of the prompt out before the last layer, so they have no log-probabilities: leave "
             "prompt_logprobs (or echo with logprobs) out",
             parameter="prompt_logprobs",
@@ -55,11 +57,12 @@ def attach(model: Any, vllm_config: Any) -> Any:
     from tokenprune.integrations.vllm.in_llm import runner
     from tokenprune.integrations.vllm.in_llm.reducer import Reducer, decoder_of
 
-    decoder = decoder_of(model)
+    decoder, method = decoder_of(model), setting.acting
+    assert isinstance(method, Pruner)
     limits.check_layers(decoder)
     if free_kv:
         from tokenprune.integrations.vllm.in_llm.kv_cache import split
 
-        split(decoder, setting.method.cut_layer)
+        split(decoder, method.cut_layer)
     runner.install()
-    return runner.InLLM(model, Reducer(decoder, setting.method), vllm_config.cache_config.enable_prefix_caching)
+    return runner.InLLM(model, Reducer(decoder, method), vllm_config.cache_config.enable_prefix_caching)

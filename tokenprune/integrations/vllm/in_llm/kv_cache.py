@@ -19,7 +19,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -157,7 +156,7 @@ class Holdings:
             _gaps.reset(before)
 
 
-def split(decoder: nn.Module, layer: int) -> None:
+def split(decoder: Any, layer: int) -> None:
     """Worker: let each layer of a decoder declare its side of a cut at the input of `layer`."""
     for number, one in enumerate(decoder.layers):
         attention = one.self_attn.attn

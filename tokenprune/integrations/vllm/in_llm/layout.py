@@ -178,9 +178,9 @@ def lay_out(shares: Sequence[Share], width: int, block_size: int, aligned: bool)
     queries = np.array([share.queries for share in shares], dtype=np.int64)
     columns = np.tile(np.arange(width, dtype=np.int64), (len(shares), 1))
     if aligned:
-        for row, share in enumerate(shares):
+        for request, share in enumerate(shares):
             for first, blocks in _blocks_out(itertools.chain(share.gone, share.cut), block_size):
-                columns[row, first:] += blocks
+                columns[request, first:] += blocks
     ends = queries.cumsum()
     row = np.repeat(np.arange(len(shares)), queries)
     place = np.arange(int(queries.sum())) - np.repeat(ends - queries, queries) + before[row]

@@ -72,9 +72,10 @@ KV_HOOKS = {
 def check_engine(vllm_config: Any, setting: Setting, free_kv: bool = False) -> None:
     """Raise UnsupportedSetupError with every option that does not fit, and what to change."""
     model_config = vllm_config.model_config
-    abilities.check(setting.method, family_of(model_config), Backend.VLLM_IN_LLM)
-    problems = [*_of_engine(vllm_config), *_of_batches(vllm_config, setting.method)]
-    problems += _of_layer(model_config, setting.method.cut_layer)
+    method = setting.acting
+    abilities.check(method, family_of(model_config), Backend.VLLM_IN_LLM)
+    problems = [*_of_engine(vllm_config), *_of_batches(vllm_config, method)]
+    problems += _of_layer(model_config, method.cut_layer)
     if free_kv:
         problems += _of_groups(vllm_config)
     if problems:

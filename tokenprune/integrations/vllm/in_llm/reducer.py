@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import Method
+from tokenprune.base import Pruner
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.vllm.in_llm.layout import Piece, Share
 from tokenprune.integrations.vllm.selection.before_llm import Grid
@@ -59,13 +59,13 @@ class Step:
 class Reducer:
     """Cuts at the input of one decoder layer."""
 
-    def __init__(self, decoder: nn.Module, method: Method) -> None:
+    def __init__(self, decoder: Any, method: Pruner) -> None:
         self.method = method
         self.decoder = decoder
         self.whole = not method.prefix_cache_safe
         self.step: Step | None = None
         layers = list(decoder.layers)
-        self.attention: nn.Module = layers[method.cut_layer - 1].self_attn.attn
+        self.attention: Any = layers[method.cut_layer - 1].self_attn.attn
         # The layers that see fewer tokens, by the names under which vLLM keeps what belongs to their attention.
         self.names = {layer.self_attn.attn.layer_name for layer in layers[method.cut_layer :]}
         if observables_of(method.needs, Where.LAYER_BEFORE):
@@ -111,7 +111,7 @@ class Reducer:
             segments = segments_of(places, ordinals, modalities, cut.grids, device)
             # The last token of a prompt stays, as on the Hugging Face side: the answer begins there.
             last = None if cut.share.prompt is None else cut.share.prompt - 1 - cut.share.computed
-            keep = choose(self.method, segments, [piece.keep for piece in pieces], self._seen(cut, state), last)
+            keep = choose(self.method, segments, [piece.keep for piece in pieces], self._seen(step, cut, state), last)
             gone = cut.start + segments.position[segments.mask & ~keep]
             stays[gone] = False
         step.attended = step.entered = None
@@ -134,13 +134,13 @@ class Reducer:
 
     # -- what a method sees
 
-    def _seen(self, cut: Cut, state: Tensor) -> Seen:
+    def _seen(self, step: Step, cut: Cut, state: Tensor) -> Seen:
         rows = slice(cut.start, cut.end)
         observed = None
-        if self.step.attended is not None:
-            query, key, value = (self._heads(one[rows]) for one in self.step.attended)
+        if step.attended is not None:
+            query, key, value = (self._heads(one[rows]) for one in step.attended)
             observed = Observation(query, key, None, self.attention.impl.scale, value=value)
-        entered = None if self.step.entered is None else LayerInput(self.step.entered[None, rows])
+        entered = None if step.entered is None else LayerInput(step.entered[None, rows])
         width = cut.end - cut.start
         visual = [
             place - cut.share.computed

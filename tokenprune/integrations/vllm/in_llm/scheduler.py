@@ -13,8 +13,10 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.vllm.setting.configuration import configured, offered
 from tokenprune.integrations.vllm.setting.settings import Setting
 
+_Scheduler: Any = object  # one of vLLM's follows in the classes below
 
-class WholeImages:
+
+class WholeImages(_Scheduler):
     """Mixed into vLLM's schedulers. Outside a server with the reduction inside the model it is not loaded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

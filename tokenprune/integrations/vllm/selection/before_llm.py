@@ -152,7 +152,9 @@ def probe(method: Pruner) -> None:
     for counts, share in (([16], 0.25), ([9, 5], 0.6)):
         rows = torch.randn(sum(counts), 8, generator=generator)
         keep = [min(n, max(1, method.budget(n, max(1, round(n * share))))) for n in counts]
-        frames = [[n // 2] * 2 for n in counts]  # what an odd number leaves over is behind the last one
+        frames: list[list[int] | None] = [
+            [n // 2] * 2 for n in counts
+        ]  # what an odd number leaves over is behind the last one
         modality = "video" if compares_frames(method) else "image"
         segments = segments_of(counts, None, modality, rows.device, frames=frames)
         choose(method, rows, 8, segments, keep, encoded=_made_up(method, counts))

@@ -17,7 +17,7 @@ from tokenprune.integrations.shared.row_ends import keep_row_ends
 from tokenprune.integrations.vllm.selection.before_llm import Grid, Norm, exact_keep
 from tokenprune.view.observable import Backend
 from tokenprune.view.registry import not_served, served_by
-from tokenprune.view.segments import LayerInput, Segments, VisualView
+from tokenprune.view.segments import LayerInput, SeenAttention, Segments, VisualView
 from tokenprune.view.source import Readable, TokenSource
 from tokenprune.view.tokens import VisualTokens
 
@@ -28,7 +28,7 @@ class Seen(TokenSource):
 
     hidden: `[1, W, D]`. observed: query, key and value of the layer before, if the method needs them. whole: True for a
     whole prompt; only then is the text after an image known, and may be read. visual: positions of all visual tokens.
-    entered: the input of the layer before, if the method needs it.
+    layer_input: of the layer before, if the method needs it.
     """
 
     hidden: Tensor
@@ -37,7 +37,7 @@ class Seen(TokenSource):
     observed: Observation | None
     whole: bool
     visual: list[int] = field(default_factory=list)
-    entered: LayerInput | None = None
+    layer_input: LayerInput | None = None
 
     def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
         if seen.whole:
@@ -48,12 +48,12 @@ class Seen(TokenSource):
         return self.norm(hidden)
 
     @property
-    def before(self) -> Observation:
+    def before(self) -> SeenAttention:
         return super().before if self.observed is None else self.observed
 
     @property
     def input_before(self) -> LayerInput:
-        return super().input_before if self.entered is None else self.entered
+        return super().input_before if self.layer_input is None else self.layer_input
 
     def last_slot(self) -> Tensor:
         return torch.tensor([[self.width - 1]], device=self.hidden.device)

@@ -186,10 +186,11 @@ def _min_keep(given: Mapping[str, Any]) -> float | None:
 
 
 def _methods(given: Mapping[str, Any]) -> tuple[str, ...] | None:
-    names = given.get("methods")
+    names: Any = given.get("methods")
     if "methods" not in given:
         return None
-    _check(isinstance(names, list) and 0 < len(names) <= _MOST, "methods", f"a list of methods, not {short(names)}")
+    known = isinstance(names, list) and 0 < len(names) <= _MOST
+    _check(known, "methods", f"a list of methods, not {short(names)}")
     return tuple(method_class(name).name for name in names)
 
 

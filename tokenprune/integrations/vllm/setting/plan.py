@@ -60,13 +60,16 @@ class Plan:
         """Rows of the encoder's output in each segment, the pieces that have a budget each."""
         if self.per_run:
             return self.runs
-        return frame_counts(sum(self.runs), self.frames if _by_frame(self.setting) else 1)
+        counts = frame_counts(sum(self.runs), self.frames if _by_frame(self.setting) else 1)
+        assert counts is not None  # `make` refuses frames that do not split
+        return counts
 
     def frame_sizes(self, behind: int | None) -> list[list[int] | None]:
         """Return how many tokens each frame of each segment has, None where that is not known. behind: tokens of a
         video that follow its last frame."""
-        compared = compares_frames(self.setting.method) and behind is not None
-        return [tokens_per_frame(count, self.frames, behind) if compared else None for count in self.counts]
+        if behind is None or not compares_frames(self.setting.method):
+            return [None] * len(self.counts)
+        return [tokens_per_frame(count, self.frames, behind) for count in self.counts]
 
     @cached_property
     def keep(self) -> list[int]:
@@ -165,7 +168,7 @@ class Plan:
         count = sum(self.runs)
         if tokens_per_frame(count, frames, behind) is None:
             raise OptionError(
-                f"{self.setting.method.name} compares the frames of a video, and the {count} tokens of this one do not "
+                f"{self.setting.acting.name} compares the frames of a video, and the {count} tokens of this one do not "
                 f"split into {frames} frames: let the processor sample no frames of its own, or use a method that "
                 "compares none, such as divprune"
             )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from tokenprune.base import Method, Site
+from tokenprune.base import Method, ResizeMethod, Site
 from tokenprune.budget import Budget, as_json
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.files import File
@@ -59,6 +59,12 @@ class Setting:
         return _parsed(tuple(_text(layer) for layer in layers), trusted)
 
     @property
+    def acting(self) -> Method:
+        """The `method` of a setting that has one."""
+        assert self.method is not None
+        return self.method
+
+    @property
     def is_off(self) -> bool:
         """True for `{"off": true}`."""
         return self.method is None and self.pixels is None
@@ -105,8 +111,8 @@ class Setting:
 
     def wanted(self, tokens: int) -> int:
         """Return how many of `tokens` visual tokens the method has to keep."""
-        (wanted,) = Budget.of_checked(self.keep).resolve([tokens], layer=0, shape=None, text_tokens=0)
-        return min(tokens, max(1, self.method.budget(tokens, wanted)))
+        wanted = Budget.of_checked(self.keep).resolve_keep(tokens)
+        return min(tokens, max(1, self.acting.budget(tokens, wanted)))
 
 
 def check_override(server: Setting, request: Setting) -> None:
@@ -162,21 +168,23 @@ def _checked(layer: Layer) -> Setting:
         if isinstance(one, dict) and set(one) not in ({"keep"}, {"tokens"}):
             raise _no_number(one)
     budgets = layer.budgets()
-    steps = [_step(*one, in_llm) for one in zip(methods, budgets, layer.entries, strict=True)]
+    steps = [_step(*one, in_llm) for one in zip(methods, budgets, layer.entries or (), strict=True)]
     check_places(methods)
     pixels = [step for step in steps if step[0].site is Site.PRE_ENCODER]
     others = [step for step in steps if step[0].site is not Site.PRE_ENCODER]
     if len(others) > 1:
         raise OptionError(f"{KEY}: one method can act behind an image's pixels, not {len(others)}: leave one out")
-    method, keep, files = (others or [(None, 1.0, ())])[0]
+    nothing: tuple[Method | None, float | int, Files] = (None, 1.0, ())
+    method, keep, files = others[0] if others else nothing
+    shrinker, share, _ = pixels[0] if pixels else nothing
     if per == "frame" and method is not None and method.site is not Site.PRE_LLM:
         raise OptionError(f'{KEY}: per="frame" goes with methods that act on the features, not with {method.name}')
-    if per == "frame" and compares_frames(method):
+    if per == "frame" and method is not None and compares_frames(method):
         raise BudgetError(
             f"{KEY}: {method.name} compares the frames of a video, so the whole video has one budget: leave out "
             'per="frame"'
         )
-    return Setting(method, keep, *(pixels or [(None, 1.0)])[0][:2], per, in_llm, files)
+    return Setting(method, keep, shrinker, share, per, in_llm, files)
 
 
 def _no_number(keep: Any) -> BudgetError:
@@ -200,6 +208,7 @@ def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[M
     if method.site is Site.PRE_ENCODER:
         if isinstance(keep, int):
             raise BudgetError(f"{method.name} takes keep as a share (a float), not {keep}")
+        assert isinstance(method, ResizeMethod)  # `check_method` refuses others
         method.check_keep(keep)
     read = {name: value for name, value in entry.options.items() if isinstance(value, File)}
     return method, keep, tuple((name, str(file), file.digest) for name, file in read.items())

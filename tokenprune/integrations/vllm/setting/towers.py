@@ -72,7 +72,9 @@ def check_tower(setting: Any, model_config: Any) -> None:
     elif isinstance(method, EncoderMethod):
         if not setting.removes_nothing:
             tower = served_tower(method, config)
-            method.check_served(row_of(config).merging, str(model_config.dtype).removeprefix("torch."), tower.blocks)
+            method.check_served(
+                row_of(config).merging or "", str(model_config.dtype).removeprefix("torch."), tower.blocks
+            )
             method.plan(Budget.of_checked(setting.keep), tower)
     else:
         _check_blocks(method, config)
@@ -81,7 +83,7 @@ def check_tower(setting: Any, model_config: Any) -> None:
 def check_whole(method: Method, model_config: Any) -> None:
     """Raise UnsupportedSetupError if a call's images are not all encoded on each device."""
     if model_config.multimodal_config.mm_encoder_tp_mode == "data":
-        options = without_tower(method, json.dumps)
+        options = without_tower(method, json.dumps) if isinstance(method, Pruner) else ""
         less = f", or {method.name} with {options}" if options else ""
         raise UnsupportedSetupError(
             f'{method.name} looks into the vision tower, whose images --mm-encoder-tp-mode "data" spreads over '
@@ -111,7 +113,7 @@ class ServedTower(encoder.Tower):
     claimed: Fingerprint | None = None
 
     @cached_property
-    def fingerprint(self) -> Fingerprint | None:
+    def fingerprint(self) -> Fingerprint | None:  # type: ignore[override]  # None: not compared
         return self.claimed
 
 

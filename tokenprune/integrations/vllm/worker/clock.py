@@ -59,9 +59,9 @@ class Clock:
             self._running.append((item, start, end))
             self._collect()
         else:
-            start = time.perf_counter()
+            began = time.perf_counter()
             yield
-            self._add(item, time.perf_counter() - start)
+            self._add(item, time.perf_counter() - began)
 
     def _collect(self) -> None:
         while self._running and self._running[0][2].query():

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
-from tokenprune.abilities import reads_tower
+from tokenprune.base import Pruner
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
 from tokenprune.families import Family
 from tokenprune.integrations.shared.patch_grid import image_grid
-from tokenprune.integrations.shared.tower_scores import Encoded
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
 from tokenprune.integrations.vllm.setting.configuration import check_engine, configured, in_llm
 from tokenprune.integrations.vllm.setting.plan import MODALITIES, Plan, field_name
@@ -29,8 +28,8 @@ from tokenprune.integrations.vllm.worker.clock import Clock
 from tokenprune.integrations.vllm.worker.rope import prepare_decoder
 from tokenprune.integrations.vllm.worker.runner import prepare_runner
 from tokenprune.integrations.vllm.worker.tower import TowerReader
-from tokenprune.integrations.vllm.worker.tower_merging import merging, stretches, tower_merger
-from tokenprune.integrations.vllm.worker.unit_dropping import UnitDrop, dropping
+from tokenprune.integrations.vllm.worker.tower_merging import stretches
+from tokenprune.integrations.vllm.worker.tower_reducers import TowerResult, tower_reducer
 from tokenprune.integrations.vllm.worker.weights import mapper
 
 # Fields of an item that the models' own rules of positions read.
@@ -39,7 +38,10 @@ _SHAPES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 _TILES = ("num_patches", "image_num_patches")
 
 
-class ReducingModel:
+_Model: Any = object  # vLLM's class of the model follows it in `reducing_class`
+
+
+class ReducingModel(_Model):
     """Mixed into a model class of vLLM. Without a tokenprune setting the model behaves as before."""
 
     tokenprune_family: Family
@@ -59,7 +61,7 @@ class ReducingModel:
             self.tokenprune_in_llm = attach(self, vllm_config)
         self.tokenprune_width = vllm_config.model_config.hf_text_config.hidden_size
 
-    def embed_multimodal(self, **kwargs: object) -> Any:
+    def embed_multimodal(self, **kwargs: Any) -> Any:
         encoded = {modality: kwargs.pop(field_name(modality), None) for modality in MODALITIES}
         if not self.tokenprune_active:
             return super().embed_multimodal(**kwargs)
@@ -79,52 +81,28 @@ class ReducingModel:
 
         embed: the model's own `embed_multimodal`.
         """
-        readers = [plan.setting.method for plan in plans if plan.reduces and reads_tower(plan.setting.method)]
-        seen, merged = {}, None
-        if plans and merging(plans[0]):
-            with tower_merger(self, plans[0].setting.method, plans[0].setting.keep) as merged:
-                outputs = embed(**kwargs)
-        elif plans and dropping(plans[0]):
-            with UnitDrop(self.visual, plans):
-                outputs = embed(**kwargs)
-        elif readers:
-            with self.tokenprune_tower.reading(readers, kwargs, modality) as seen:
-                outputs = embed(**kwargs)
-        else:
-            outputs = embed(**kwargs)
-        if len(outputs) and len(plans) != len(outputs):
-            raise PlaceholderMismatchError(f"{len(outputs)} items came with {len(plans)} plans")
-        kept = None
-        if merged is not None:
-            kept = merged.kept.split([rows.numel() // rows.shape[-1] for rows in outputs])
-            if merged.left != (wanted := sum(sum(plan.keep) for plan in plans)):
-                raise PlaceholderMismatchError(f"the tower left {merged.left} tokens where the prompt has {wanted}")
+        tower = tower_reducer(self, plans, kwargs, modality)
+        with tower.running():
+            features = embed(**kwargs)
+        if len(features) and len(plans) != len(features):
+            raise PlaceholderMismatchError(f"{len(features)} items came with {len(plans)} plans")
         reduced = []
-        for index, (plan, rows) in enumerate(zip(plans, outputs, strict=False)):
+        results = tower.results(features)
+        for index, (plan, rows, result) in enumerate(zip(plans, features, results, strict=False)):
             rows, item = rows.reshape(-1, rows.shape[-1]), _item(kwargs, index)
             if not plan.reduces:
-                reduced.append(self._reduce(plan, rows, modality, item))
+                reduced.append(self._reduce(plan, rows, modality, item, result))
                 continue
-            method, stays, encoded = plan.setting.method, None, None
-            if reads_tower(method):
-                encoded = self.tokenprune_tower.encoded(method, seen, index, outputs, kwargs, modality)
-            elif kept is not None:
-                stays = kept[index]
-            elif plan.kept is not None:
-                stays = plan.mask.to(rows.device)
             log = {"modality": modality, "tokens_in": sum(plan.counts), "tokens_out": sum(plan.keep)}
-            with self.tokenprune_clock.timing(method.name, rows.device, keep=plan.setting.keep, **log):
-                reduced.append(self._reduce(plan, rows, modality, item, stays, encoded))
+            name, keep = plan.setting.acting.name, plan.setting.keep
+            with self.tokenprune_clock.timing(name, rows.device, keep=keep, **log):
+                reduced.append(self._reduce(plan, rows, modality, item, result))
         return reduced
 
-    def _reduce(
-        self, plan: Plan, rows: Tensor, modality: str, item: Mapping[str, Any], kept: Tensor | None = None,
-        encoded: Encoded | None = None,
-    ) -> Tensor:  # fmt: skip
+    def _reduce(self, plan: Plan, rows: Tensor, modality: str, item: Mapping[str, Any], result: TowerResult) -> Tensor:
         """Return the rows for one item's place in the prompt.
 
-        rows: `[n, W]`, the encoder's output for the item. kept: bool `[n]`, rows that stay, if they were chosen in the
-        vision tower or before it. encoded: observables of the tower, for a method that reads them.
+        rows: `[n, W]`, the encoder's features of the item. result: the vision tower's, which a plan that reduces reads.
         """
         if rows.shape[0] != sum(plan.counts):
             raise PlaceholderMismatchError(
@@ -132,16 +110,17 @@ class ReducingModel:
             )
         stays = torch.tensor(plan.embeds, device=rows.device)
         if plan.reduces:
+            kept = result.kept
             if kept is None:
+                method = plan.setting.method
+                assert isinstance(method, Pruner)
                 segments = segments_of(
                     plan.counts, self._grid(item, modality), modality, rows.device, self._image_grid,
                     plan.frame_sizes(self.tokenprune_family.after_frames),
                 )  # fmt: skip
                 decoder = self.get_language_model()
                 norm = getattr(getattr(decoder, "model", decoder), "norm", None)
-                kept, rows = choose(
-                    plan.setting.method, rows, self.tokenprune_width, segments, plan.keep, norm, encoded
-                )
+                kept, rows = choose(method, rows, self.tokenprune_width, segments, plan.keep, norm, result.encoded)
             first, end = plan.span
             within = torch.arange(len(plan.tokens), device=rows.device)
             text = ~stays & (within >= first) & (within < end) if plan.between else torch.zeros_like(stays)

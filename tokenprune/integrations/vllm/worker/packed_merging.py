@@ -33,14 +33,14 @@ class PackedTowerMerger(Attachable):
     many these are.
     """
 
-    def __init__(self, model: nn.Module, method: EncoderMethod, keep: float | int) -> None:
+    def __init__(self, model: Any, method: EncoderMethod, keep: float | int) -> None:
         super().__init__()
         self.tower, self.attentions = model.visual, attentions_of(model)
         self.method, self.keep, self.shape = method, keep, served_tower(method, model.config)
-        self.heads = self.tower.num_heads
+        self.heads: int = self.tower.num_heads
         self.kept: Tensor | None = None
         self.left = 0
-        self._state: Packed | None = None
+        self._packed: Packed | None = None
         self._order: Tensor | None = None
         self._width = 0  # of the features that enter the language model
 
@@ -65,10 +65,15 @@ class PackedTowerMerger(Attachable):
             self._order = known.get("window_index")  # Qwen2.5-VL: units stand window by window
             grids = torch.as_tensor(grid_thw).tolist()
             device, unit = known["rotary_pos_emb_cos"].device, self.tower.spatial_merge_size**2
-            self._state = Packed.of(grids, unit, self.keep, self._plan, device)
+            self._packed = Packed.of(grids, unit, self.keep, self._plan, device)
             return known
 
         return describe
+
+    @property
+    def _state(self) -> Packed:
+        assert self._packed is not None  # `_describe` makes it, before the first block
+        return self._packed
 
     def _plan(self, count: int, keep: float | int) -> list[Matcher | None]:
         return self.method.plan(Budget.of_checked(keep), self.shape.of(count))
@@ -97,7 +102,7 @@ class PackedTowerMerger(Attachable):
         return output
 
     def _attend(
-        self, attention: nn.Module, fused: Any, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor,
+        self, attention: Any, fused: Any, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor,
         **rest: Any,
     ) -> Tensor:  # fmt: skip
         bias = self._state.bias(query.dtype) if self.method.proportional else None
@@ -145,7 +150,7 @@ class PackedTowerMerger(Attachable):
     def _encode(self, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Note what is left, and let what became one at last have one feature for each of the deeper layers, too."""
         rows = forward(*args, **kwargs)
-        state, self._state = self._state, None
+        state, self._packed = self._state, None
         owners = state.owners_by_rows(self._order)
         firsts = [first_of_group(owner[None], len(state.owner))[0] for owner in owners]
         self.left += sum(state.left)

@@ -58,6 +58,13 @@ def within_item(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
     return positions - base
 
 
+def _plan(feature: MultiModalFeatureSpec) -> Plan:
+    plan = Plan.of_item(feature.data, feature.modality)
+    if plan is None:
+        raise PlaceholderMismatchError(f"an item ({feature.modality}) came without a plan")
+    return plan
+
+
 def _where(plan: Plan, offset: int) -> PlaceholderRange:
     """Return the place of an item's full text, for a rule that asks where its placeholders are."""
     embeds = None if all(plan.embeds) else torch.tensor(plan.embeds)
@@ -68,10 +75,11 @@ def of_prompt(rule: Rule, tokens: list[int], features: list[MultiModalFeatureSpe
     """Return the positions `[3, n]` of a reduced prompt and what to add to later places: the model's own rule is asked
     about the prompt as it would be in full. Kept tokens hold those of their item's first ones for the time being."""
     full: list[int] = []
-    moved, index = [], []
+    moved: list[MultiModalFeatureSpec] = []
+    index: list[int] = []
     done = 0
     for feature in sorted(features, key=lambda one: one.mm_position.offset):
-        plan = Plan.of_item(feature.data, feature.modality)
+        plan = _plan(feature)
         offset, length = feature.mm_position.offset, feature.mm_position.length
         index += range(len(full), len(full) + offset - done)
         full += tokens[done:offset]
@@ -99,7 +107,8 @@ def _written(plan: Plan) -> list[int]:
 
 def _first_of_each_run(plan: Plan) -> list[int]:
     """Places in the item's full text: of its text, and of as many placeholders of each run as stay of it."""
-    places, start, keep = [], 0, iter(plan.keep)
+    places: list[int] = []
+    start, keep = 0, iter(plan.keep)
     for embed, group in itertools.groupby(plan.embeds):
         length = len(list(group))
         places += range(start, start + (next(keep) if embed else length))
@@ -147,7 +156,7 @@ def of_line(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[T
     begins: list[int | None] = []
     full, done = 0, 0
     for feature in sorted(features, key=lambda one: one.mm_position.offset):
-        plan = Plan.of_item(feature.data, feature.modality)
+        plan = _plan(feature)
         text = feature.mm_position.offset - done
         positions += range(full, full + text)
         begins += [None] * text

@@ -25,7 +25,8 @@ def prepare_runner(vllm_config: Any) -> None:
     require_hooks(missing_hooks(loaded) + [f"{' and '.join(_RUNNERS)}"] * (not any(map(sys.modules.get, _RUNNERS))))
     limit = vllm_config.scheduler_config.max_num_encoder_input_tokens
     for name in _RUNNERS:
-        if (module := sys.modules.get(name)) is not None:
+        module: Any = sys.modules.get(name)
+        if module is not None:
             original = module.group_and_batch_mm_kwargs
             original = getattr(original, "__wrapped__", original)
             module.group_and_batch_mm_kwargs = in_small_batches(original, limit)

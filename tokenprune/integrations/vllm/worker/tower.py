@@ -35,10 +35,11 @@ class TowerReader:
     model: vLLM's. Raises UnsupportedSetupError where its tower is not built as expected.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        vision = model.config.vision_config
+    def __init__(self, model: Any) -> None:
+        vision, tower = model.config.vision_config, tower_of(model.config)
+        assert tower is not None  # `is_known` was asked
         self.served = PatchSource(model, model.config)
-        self.protected, self.depth = tower_of(model.config).class_tokens, depth_of(vision)
+        self.protected, self.depth = tower.class_tokens, depth_of(vision)
         self.heads = heads_of(vision)
         self._seen: Seen = {}  # of the call that runs
         self._lengths: list[int] | None = None
@@ -78,14 +79,15 @@ class TowerReader:
 
     def _place(self, scores: Tensor, index: int, outputs: Sequence[Tensor], kwargs: Mapping, modality: str) -> Any:
         """scores: `[rows of the tower, patches, C]` of all items."""
-        layout, packed, arguments = self.served.patch_layout, None, {}
+        layout, packed = self.served.patch_layout, None
+        arguments: dict[str, Any] = {}
         if layout == "runs":
             grids = _grids(kwargs, modality)
             sizes = [t * h * w for t, h, w in grids]
             own = scores[:, sum(sizes[:index]) : sum(sizes[: index + 1])]
             arguments[f"{modality}_grid_thw"] = [grids[index]]
         elif layout == "sized":
-            sizes = self._sequences(kwargs, modality)
+            sizes = self._sequences(kwargs, modality) or []
             own = scores[:, sum(sizes[:index]) : sum(sizes[: index + 1])]
             arguments["pixel_values"] = kwargs["pixel_values"][index][None]
         elif layout == "packed":
@@ -106,7 +108,8 @@ class TowerReader:
 
     def _packed(self, tiles: Tensor, size: Any) -> Packed:
         """Let the model put together numbers of features in place of features; see `PackRecorder`."""
-        model, numbers = self.served.base, numbered(*tiles.shape[:2], tiles.device)
+        model: Any = self.served.base
+        numbers = numbered(tiles.shape[0], tiles.shape[1], tiles.device)
         newline = newline_number(tiles.device)
         stand_in = SimpleNamespace(config=model.config, image_newline=newline)
         pack = type(model)._merge_image_patch_embeddings
@@ -126,7 +129,7 @@ class TowerReader:
     def _blocks(self, method: Pruner) -> Blocks:
         return blocks_read(method, self.depth, self.served.config)
 
-    def _look(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _look(self, index: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         if all(block != index for _, block in self._seen):
             return
         query, key = (kwargs[name] if name in kwargs else args[at] for at, name in enumerate(("query", "key")))
@@ -161,20 +164,20 @@ def _grids(kwargs: Mapping[str, Any], modality: str) -> list[tuple[int, int, int
     return [tuple(torch.as_tensor(one).tolist()) for one in kwargs[f"{modality}_grid_thw"]]
 
 
-def attentions_of(model: nn.Module) -> list[nn.Module]:
+def attentions_of(model: nn.Module) -> list[Any]:
     """Return the fused attention of each block of a model's tower, in order; none if the server takes no images."""
     return [attentions_in(block)[0] for block in blocks_of(model)]
 
 
-def attentions_in(block: nn.Module) -> list[nn.Module]:
+def attentions_in(block: nn.Module) -> list[Any]:
     from vllm.model_executor.layers.attention import MMEncoderAttention
 
     return [module for module in block.modules() if isinstance(module, MMEncoderAttention)]
 
 
-def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
+def blocks_of(model: nn.Module) -> Any:
     """Return the blocks of a model's tower, in order, each of which has one fused attention; none if the server takes
-    no images. What is returned is the list that the tower runs through."""
+    no images. It is the list, a ModuleList, that the tower runs through."""
     from vllm.model_executor.layers.attention import MMEncoderAttention
     from vllm.model_executor.models.utils import StageMissingLayer
 

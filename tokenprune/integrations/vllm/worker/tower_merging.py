@@ -48,7 +48,7 @@ def merging(plan: Plan) -> bool:
     return plan.reduces and merges_in_tower(plan.setting.method)
 
 
-def tower_merger(model: nn.Module, method: EncoderMethod, keep: float | int) -> TowerMerger | PackedTowerMerger:
+def tower_merger(model: Any, method: EncoderMethod, keep: float | int) -> TowerMerger | PackedTowerMerger:
     """Return what merges in the tower of vLLM's `model` while it is entered, and then has `kept`, which features stay
     of all items end to end."""
     return (PackedTowerMerger if model.tokenprune_family.units else TowerMerger)(model, method, keep)
@@ -61,18 +61,18 @@ class TowerMerger(Merger):
     many these are.
     """
 
-    def __init__(self, model: nn.Module, method: EncoderMethod, keep: float | int) -> None:
+    def __init__(self, model: Any, method: EncoderMethod, keep: float | int) -> None:
         layers = blocks_of(model)
         self.heads, self.attentions = heads_of(model.config.vision_config), attentions_of(model)
         self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
-        norm, scale = _NAMES.get(tower_kind(model.config), ("layer_norm2", ""))
+        norm, scale = _NAMES.get(tower_kind(model.config) or "", ("layer_norm2", ""))
         blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
         budget, tower = Budget.of_checked(keep), served_tower(method, model.config)
         super().__init__(method, budget, blocks, tower, units_of(model.config))
         self.kept: Tensor | None = None
         self.left = 0
         self._bias: Tensor | None = None
-        self._entered: torch.Size | None = None
+        self._entered = torch.Size()  # of what entered the merge of the block that runs
 
     def _attach(self) -> None:
         super()._attach()
@@ -87,9 +87,7 @@ class TowerMerger(Merger):
     def _with_bias(self, index: int, bias: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         self._bias = bias  # the block has no argument for it
 
-    def _attend(
-        self, index: int, attention: nn.Module, fused: Any, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
+    def _attend(self, index: int, attention: Any, fused: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (heads_first(x, attention.num_heads) for x in (query, key, value))
         self.note_keys(index, all_heads(k, self.heads))
         if self._bias is None:
@@ -107,12 +105,14 @@ class TowerMerger(Merger):
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         state = self.end()
+        assert state is not None  # the blocks ran
         owners = state.owners[-1]
+        left: list[int]
         if self.units is None:
             left = [count - self.shape.protected for count in state.left]
             first = first_of_group(owners[:, self.shape.protected :], owners.shape[1])
         else:
-            left, first = self.units.left(state.left), self.units.owners(owners)
+            left, first = self.units.left(state.left) or [], self.units.owners(owners)
         self.left += sum(left)
         self.kept = (first == torch.arange(first.shape[1], device=first.device)).flatten()
         return state.restore(output)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import Attachable
@@ -35,9 +35,10 @@ class UnitDrop(Attachable):
     plans: of the items of one call, in the order in which their patches stand in the tower's sequence.
     """
 
-    def __init__(self, tower: nn.Module, plans: Sequence[Plan]) -> None:
+    def __init__(self, tower: Any, plans: Sequence[Plan]) -> None:
         super().__init__()
-        self.tower, self.unit = tower, tower.spatial_merge_size**2  # patches that become one visual token
+        self.tower = tower
+        self.unit: int = tower.spatial_merge_size**2  # patches that become one visual token
         kept = [torch.ones(sum(plan.counts), dtype=torch.bool) if plan.kept is None else plan.mask for plan in plans]
         self.kept = torch.cat(kept)
 

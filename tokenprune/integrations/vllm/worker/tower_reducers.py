@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker: the four ways in which the vision tower treats the items of a call: it merges, drops units, is read, or runs
+as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from tokenprune.abilities import reads_tower
+from tokenprune.base import Pruner
+from tokenprune.errors import PlaceholderMismatchError
+from tokenprune.integrations.shared.tower_scores import Encoded
+from tokenprune.integrations.shared.tower_scores import Seen as BlockScores
+from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.worker.tower import TowerReader
+from tokenprune.integrations.vllm.worker.tower_merging import merging, tower_merger
+from tokenprune.integrations.vllm.worker.unit_dropping import UnitDrop, dropping
+from tokenprune.sites.encoder import EncoderMethod
+
+
+@dataclass(frozen=True)
+class TowerResult:
+    """The tower's contribution to an item beside its features; both None: the method sees the features alone.
+
+    kept: bool `[n]`, the rows that stay, if they were chosen in the tower or before it. encoded: observables of the
+    tower, for a method that reads them.
+    """
+
+    kept: Tensor | None = None
+    encoded: Encoded | None = None
+
+
+class TowerReducer(Protocol):
+    """Acts on the vision tower during one call of the model's `embed_multimodal`."""
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Return the context in which the model encodes."""
+
+    def results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
+        """Yield the result of each item. features: the model's, one entry for each item."""
+
+
+@dataclass(frozen=True)
+class PlainTower:
+    """Leaves the tower alone."""
+
+    plans: Sequence[Plan]
+
+    def running(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
+        return (TowerResult() for _ in self.plans)
+
+
+class MergingTower:
+    """Merges tokens in the tower. All plans have the same setting."""
+
+    def __init__(self, model: Any, plans: Sequence[Plan]) -> None:
+        method = plans[0].setting.method
+        assert isinstance(method, EncoderMethod)  # see `merging`
+        self.plans, self._merger = plans, tower_merger(model, method, plans[0].setting.keep)
+
+    def running(self) -> AbstractContextManager[Any]:
+        return self._merger
+
+    def results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
+        """Yield the rows that stay; raises PlaceholderMismatchError if the prompt has room for another number."""
+        kept = self._merger.kept
+        assert kept is not None  # the tower ran
+        wanted = sum(sum(plan.keep) for plan in self.plans)
+        if self._merger.left != wanted:
+            raise PlaceholderMismatchError(f"the tower left {self._merger.left} tokens where the prompt has {wanted}")
+        for piece in kept.split([rows.numel() // rows.shape[-1] for rows in features]):
+            yield TowerResult(kept=piece)
+
+
+@dataclass(frozen=True)
+class DroppingTower:
+    """Drops units of patches ahead of the tower's first block, as the plans say."""
+
+    tower: Any
+    plans: Sequence[Plan]
+
+    def running(self) -> AbstractContextManager[Any]:
+        return UnitDrop(self.tower, self.plans)
+
+    def results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
+        for plan, rows in zip(self.plans, features, strict=False):
+            yield TowerResult(kept=plan.mask.to(rows.device))
+
+
+class ReadTower:
+    """Reads observables of the tower for the plans whose methods need them. It runs as it is.
+
+    kwargs: arguments of `embed_multimodal`.
+    """
+
+    def __init__(self, reader: TowerReader, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str) -> None:
+        self.reader, self.plans, self.kwargs, self.modality = reader, plans, kwargs, modality
+        self._methods = [_reading_method(plan) for plan in plans]
+        self._seen: BlockScores = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        methods = [method for method in self._methods if method is not None]
+        with self.reader.reading(methods, self.kwargs, self.modality) as self._seen:
+            yield
+
+    def results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
+        for index, method in enumerate(self._methods):
+            if method is None:
+                yield TowerResult()
+            else:
+                encoded = self.reader.encoded(method, self._seen, index, features, self.kwargs, self.modality)
+                yield TowerResult(encoded=encoded)
+
+
+def _reading_method(plan: Plan) -> Pruner | None:
+    """Return the method of a plan that reads the tower; None if it reads nothing there."""
+    method = plan.setting.method
+    if not plan.reduces or not reads_tower(method):
+        return None
+    assert isinstance(method, Pruner)
+    return method
+
+
+def tower_reducer(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str) -> TowerReducer:
+    """Return the reducer for plans that are treated alike in the tower of vLLM's `model` (see `stretches`).
+
+    kwargs: arguments of `embed_multimodal`.
+    """
+    if plans and merging(plans[0]):
+        return MergingTower(model, plans)
+    if plans and dropping(plans[0]):
+        return DroppingTower(model.visual, plans)
+    if any(_reading_method(plan) for plan in plans):
+        return ReadTower(model.tokenprune_tower, plans, kwargs, modality)
+    return PlainTower(plans)
