@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which method may act where: one answer for patch(), the vLLM plugin, `recommend`, the commands and the pages.
+"""The one answer to where a method may act, for patch(), the vLLM plugin, `recommend`, the commands and the pages.
 
-The facts stand in rows: of a family and its vision tower in `tokenprune.families`, of an observable in its own class
-(`where`, `backends`), of a cache in `transformers.py`. Here they become sentences. Engines add what only a loaded
-model, the configuration of a server or a request shows.
+The facts come from tables: of a family and its vision tower in `tokenprune.families`, of an observable in its own class
+(`where`, `backends`), of a cache in `transformers.py`. This package turns them into sentences. The engines add checks
+that need a loaded model, the configuration of a server, or a request.
 """
 
 from __future__ import annotations

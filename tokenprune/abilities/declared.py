@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method declares that keeps vLLM from serving it on any model."""
+"""Obstacles that a method itself declares, for which vLLM cannot serve it on any model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps a method from acting on a family in transformers, and with a kind of cache."""
+"""Obstacles to a method on a family in transformers, and with a kind of cache."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from tokenprune.families.refused import REFUSED, REFUSED_IN_VLLM
 from tokenprune.families.row import OLDEST, Family, Vllm
 from tokenprune.families.table import FAMILIES
-from tokenprune.families.towers import TOWERS, Tower, tower_kind, tower_of
+from tokenprune.families.towers import TOWERS, TowerRow, tower_kind, tower_of
 
 __all__ = [
     "FAMILIES",
@@ -17,7 +17,7 @@ __all__ = [
     "SUPPORTED",
     "TOWERS",
     "Family",
-    "Tower",
+    "TowerRow",
     "Vllm",
     "family_of",
     "tower_kind",

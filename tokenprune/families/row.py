@@ -115,7 +115,7 @@ class Family:
 
     @property
     def after_frames(self) -> int | None:
-        """How many tokens of a video follow its last frame; None where it is not known which tokens are a frame."""
+        """Number of a video's tokens after its last frame; None if the tokens of a frame are not known."""
         return self.after_video if self.videos == "frames" else None
 
     def layout(self, config: Any) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of each model type: one row a family, for both engines, closed forms, commands and pages.
+"""The table of families: one row for each model type, read by both engines, closed forms, commands and pages.
 
 A row with `in_transformers` has a tiny model in the test suite, on which cutting computes what masking computes. Other
 model types of transformers are tried with the common contract, unless `refused.py` names them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of each vision tower: one row a tower, by the model type of its config."""
+"""The table of vision towers: one row for each tower, by the model type of its config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Tower:
+class TowerRow:
     """A vision tower of transformers, of which vLLM has the same.
 
     name: the model type of its config. block: the class of its blocks, whose attention is read.
@@ -26,20 +26,20 @@ class Tower:
 TOWERS = {
     tower.name: tower
     for tower in (
-        Tower("clip_vision_model", "CLIPEncoderLayer", 1, "CLIPVisionModel"),
-        Tower("internvl_vision", "InternVLVisionLayer", 1, "InternVLVisionModel"),
-        Tower("siglip_vision_model", "SiglipEncoderLayer", merging="SiglipVisionModel"),
-        Tower("idefics3_vision", "Idefics3EncoderLayer", merging="Idefics3VisionTransformer"),
-        Tower("smolvlm_vision", "SmolVLMEncoderLayer", merging="SmolVLMVisionTransformer"),
-        Tower("qwen2_vl_vision", "Qwen2VLVisionBlock", merging="Qwen2VisionTransformerPretrainedModel"),
-        Tower("qwen2_5_vl_vision", "Qwen2_5_VLVisionBlock", merging="Qwen2_5_VisionTransformerPretrainedModel"),
-        Tower("qwen3_vl_vision", "Qwen3VLVisionBlock", merging="Qwen3VLVisionModel"),
-        Tower("qwen3_vl_moe_vision", "Qwen3VLMoeVisionBlock", merging="Qwen3VLMoeVisionModel"),
-        Tower("qwen3_5_vision", "Qwen3_5VisionBlock", merging="Qwen3_5VisionModel"),
-        Tower("qwen3_5_moe_vision", "Qwen3_5MoeVisionBlock", merging="Qwen3_5MoeVisionModel"),
-        Tower("glm4v_vision", "Glm4vVisionBlock"),
-        Tower("glm4v_moe_vision", "Glm4vMoeVisionBlock"),
-        Tower("pixtral", "PixtralAttentionLayer", gated=True),
+        TowerRow("clip_vision_model", "CLIPEncoderLayer", 1, "CLIPVisionModel"),
+        TowerRow("internvl_vision", "InternVLVisionLayer", 1, "InternVLVisionModel"),
+        TowerRow("siglip_vision_model", "SiglipEncoderLayer", merging="SiglipVisionModel"),
+        TowerRow("idefics3_vision", "Idefics3EncoderLayer", merging="Idefics3VisionTransformer"),
+        TowerRow("smolvlm_vision", "SmolVLMEncoderLayer", merging="SmolVLMVisionTransformer"),
+        TowerRow("qwen2_vl_vision", "Qwen2VLVisionBlock", merging="Qwen2VisionTransformerPretrainedModel"),
+        TowerRow("qwen2_5_vl_vision", "Qwen2_5_VLVisionBlock", merging="Qwen2_5_VisionTransformerPretrainedModel"),
+        TowerRow("qwen3_vl_vision", "Qwen3VLVisionBlock", merging="Qwen3VLVisionModel"),
+        TowerRow("qwen3_vl_moe_vision", "Qwen3VLMoeVisionBlock", merging="Qwen3VLMoeVisionModel"),
+        TowerRow("qwen3_5_vision", "Qwen3_5VisionBlock", merging="Qwen3_5VisionModel"),
+        TowerRow("qwen3_5_moe_vision", "Qwen3_5MoeVisionBlock", merging="Qwen3_5MoeVisionModel"),
+        TowerRow("glm4v_vision", "Glm4vVisionBlock"),
+        TowerRow("glm4v_moe_vision", "Glm4vMoeVisionBlock"),
+        TowerRow("pixtral", "PixtralAttentionLayer", gated=True),
     )
 }
 
@@ -49,6 +49,6 @@ def tower_kind(config: Any) -> str | None:
     return getattr(type(getattr(config, "vision_config", None)), "model_type", None)
 
 
-def tower_of(config: Any) -> Tower | None:
+def tower_of(config: Any) -> TowerRow | None:
     """Return the vision tower of a model's config, None for one that is not known."""
     return TOWERS.get(tower_kind(config) or "")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import UnsupportedModelError
-from tokenprune.families import TOWERS, Tower
+from tokenprune.families import TOWERS, TowerRow
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class TowerShape:
                 f"{', '.join(sorted(FAMILIES))}"
             )
         vision = config.vision_config
-        known = TOWERS.get(vision.model_type) or Tower(vision.model_type, "")
+        known = TOWERS.get(vision.model_type) or TowerRow(vision.model_type, "")
         hidden, unit = _hidden(vision), join.unit(config)
         if unit < 1:
             raise UnsupportedModelError(

@@ -13,7 +13,7 @@ from tokenprune.abilities import AFTER_THE_TOWER
 from tokenprune.base import Method, Pruner
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.families import TOWERS, Tower, family_of, tower_kind, tower_of
+from tokenprune.families import TOWERS, TowerRow, family_of, tower_kind, tower_of
 from tokenprune.integrations.shared.patch_grid import PatchSource, patches_of
 from tokenprune.integrations.shared.tower_scores import block_index, read_block, without_tower
 from tokenprune.integrations.shared.units import Units
@@ -42,7 +42,7 @@ def packs(config: Any) -> bool:
     return row.units and row.merges
 
 
-def row_of(config: Any) -> Tower:
+def row_of(config: Any) -> TowerRow:
     """Return the row of a tower; raises UnsupportedSetupError for one that is not known."""
     # Configs that vLLM has of its own name a packed tower otherwise than transformers does.
     found = (TOWERS.get(f"{config.model_type}_vision") if packs(config) else None) or tower_of(config)
