@@ -89,7 +89,7 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
 
 
 def _keep_in_step() -> None:
-    """Bring the cache of the front end in step with the engine's, where this vLLM has what it takes."""
+    """Keep the front end's cache in step with the engine's, if the installed vLLM has the hooks."""
     if problems := missing_hooks(SENDER_HOOKS):
         logger.warning(
             "after a request that is refused, the next one with its image may be answered with HTTP 500 once: this "

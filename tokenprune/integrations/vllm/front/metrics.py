@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters beside vLLM's own at /metrics, in the process that has the processor and answers there.
 
-What a label can say is bounded, whatever clients send: names of methods and profiles, and shares in hundredths.
+The number of labels is bounded, whatever clients send: names of methods and profiles, and shares in hundredths.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def chose(model_config: Any, profile: str) -> None:
 
 
 def refused(model_config: Any, error: Exception, what: str) -> None:
-    """Add a request that was refused, and log it where the server does. what: "setting" or "input", where the error
-    itself does not tell."""
+    """Add a request that was refused, and log it where the server does. what: "setting" or "input", the
+    reason if the error's class does not give one."""
     reason = "profile" if isinstance(error, ProfileError) else "limit" if isinstance(error, LimitError) else what
     _counter("tokenprune:refusals").labels(model_config.served_model_name, reason).inc()
     if offered(model_config).log:
@@ -86,7 +86,7 @@ def refused(model_config: Any, error: Exception, what: str) -> None:
 
 
 class _OfWorkers(Collector):
-    """Adds up what the workers wrote (see worker/clock.py), when it is asked for."""
+    """Adds up the workers' files (see worker/clock.py) each time metrics are read."""
 
     def __init__(self) -> None:
         self.folders: list[tuple[Path, str]] = []
@@ -120,7 +120,7 @@ def _of_workers() -> _OfWorkers:
 
 
 def listen(model_config: Any) -> None:
-    """Make a folder for what the workers of this model have to say; it goes when this process ends."""
+    """Make the folder in which this model's workers write their sums; it is removed when this process ends."""
     folder = tempfile.mkdtemp(dir=_own_folder())
     setattr(model_config.multimodal_config, SECONDS, folder)
     _of_workers().folders.append((Path(folder), model_config.served_model_name))
@@ -143,7 +143,7 @@ def _own_folder() -> str:
 
 
 def _remove_if_left(folder: Path) -> None:
-    """Remove a folder whose process no longer runs, which the system tells by the lock; not that of another user."""
+    """Remove a folder whose process no longer runs, so that its lock is free; never a folder of another user."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
     except OSError:

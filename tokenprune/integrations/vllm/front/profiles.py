@@ -42,10 +42,10 @@ _LOAD = f"{KEY}_load"
 
 @dataclass
 class Load:
-    """Requests that one of the server's front ends has: being written out, and in the engine, running or waiting."""
+    """Requests of one of the server's front ends: being rendered, and in the engine, running or waiting."""
 
     rendering: int = 0
-    engine: Any = None  # a weak reference, so that whoever drops the engine ends it
+    engine: Any = None  # a weak reference, which does not keep the engine alive
 
     @property
     def in_flight(self) -> int:
@@ -61,8 +61,8 @@ def load_of(renderer: Any) -> Load:
 
 
 def attach(offer: Offer) -> None:
-    """Let requests choose a profile, from now on. Raises UnsupportedSetupError if there are profiles, and
-    this vLLM lacks what it takes."""
+    """Let requests choose a profile from now on. Raise UnsupportedSetupError if there are profiles, but the installed
+    vLLM lacks the hooks."""
     if problems := missing_hooks(HOOKS):
         if offer.names:
             require_hooks(problems)
@@ -184,9 +184,9 @@ def _named(model: str | None, offer: Offer, served: str) -> str | None:
 
 
 def choose(asked: Any, offer: Offer, model: str | None, served: str, in_flight: int) -> Any:
-    """Return what stands for a request under our key, once its profile is in it; empty if it chooses nothing.
+    """Return the value of our key for a request, with its profile; empty if it chooses nothing.
 
-    asked: what the request itself says there. model: the name under which it asks for the model. served: the model's
+    asked: the request's own value. model: the model name that it asks for. served: the model's
     first name. in_flight: how many other requests there are. Raises ProfileError.
     """
     if not isinstance(asked, Mapping):

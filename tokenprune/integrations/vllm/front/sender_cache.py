@@ -64,8 +64,8 @@ class SenderCache(LruKeyReplicatedSenderCache):
 
 
 def keep_in_step() -> None:
-    """Let engines that are made from now on tell their front end's cache what was sent. A server without a setting
-    stays what it is."""
+    """Make each new engine note in its front end's cache the images that were sent. A server without a setting behaves
+    as before."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -86,7 +86,8 @@ def _following(start: Any) -> Any:
 
 
 def _follow(cache: Any, client: Any) -> None:
-    """cache: the front end's; one of another kind sends images whole, or shares them. client: of the engine."""
+    """Note sent images in the front end's `cache`; caches of other kinds send images whole, or share them. client: of
+    the engine."""
     if type(cache) is not LruKeyReplicatedSenderCache:
         return
     swap_class(cache, SenderCache)

@@ -124,7 +124,7 @@ class Offer:
         raise ProfileError(f"{KEY}: this server has no profile {short(name)}; {there}, and {DEFAULT}")
 
     def setting(self, asked: Any = _NOTHING) -> Setting:
-        """Return the setting in force for what a request says under our key, if anything.
+        """Return the setting in force for a request. asked: the request's value of our key.
 
         Raises ProfileError, LimitError, OptionError, UnknownMethodError or BudgetError, which are ValueErrors.
         """
@@ -142,7 +142,7 @@ class Offer:
         return setting
 
     def label(self, asked: Any) -> str:
-        """Return what metrics call the choice of a request: a profile's name, or "request" for a setting of its own."""
+        """Return the label of a request in metrics: a profile's name, or "request" for a setting of its own."""
         if not asked:
             return DEFAULT
         return asked[PROFILE] if set(asked) == {PROFILE} else REQUEST

@@ -22,7 +22,7 @@ from tokenprune.integrations.vllm.setting.towers import merges_in_tower
 from tokenprune.view.frames import frame_counts, tokens_per_frame
 from tokenprune.view.registry import compares_frames
 
-# Of what a prompt may hold beside text, these lose tokens; anything else (audio) is left alone.
+# Items of these modalities lose tokens; others (audio) do not.
 MODALITIES = ("image", "video")
 
 
@@ -123,7 +123,7 @@ class Plan:
     # -- on its way from process to process
 
     def encode(self) -> Tensor:
-        """Return the plan as bytes in a tensor, the one kind of thing that travels with an item."""
+        """Return the plan as bytes in a tensor: only tensors travel with an item."""
         pairs = zip(self.tokens, self.embeds, strict=True)
         lengths = [[token, int(embed), len(list(group))] for (token, embed), group in itertools.groupby(pairs)]
         content = {"setting": self.setting.as_dict(), "tokens": lengths, "per_run": self.per_run, "frames": self.frames}
@@ -181,7 +181,7 @@ def _by_frame(setting: Setting) -> bool:
 
 
 def _size(plan: Plan) -> int:
-    """About how many bytes a decoded plan takes, with the list of its runs."""
+    """Return roughly the bytes of a decoded plan, with the list of its runs."""
     return 1024 + 72 * len(plan.tokens)
 
 

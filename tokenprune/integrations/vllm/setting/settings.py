@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The setting `{"method": ..., "keep": ..., option: ...}` or `{"off": true}`: where it stands, what it may hold."""
+"""The setting `{"method": ..., "keep": ..., option: ...}` or `{"off": true}`: its form and its checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokenprune.view.registry import compares_frames
 
 __all__ = ["IN_LLM", "KEY", "Setting", "check_method", "check_override", "servable"]
 
-# Raise it whenever the same setting begins to keep other tokens: it is part of every cache key.
+# Part of every cache key. Raise it whenever the same setting begins to keep other tokens.
 ALGORITHM = 1
 _LONGEST = 2048  # characters of a setting as JSON
 Files = tuple[tuple[str, str, str], ...]
@@ -89,8 +89,7 @@ class Setting:
         return (methods[0] | {"keep": keeps[0]} if len(methods) == 1 else {"method": methods, "keep": keeps}) | scope
 
     def label(self) -> tuple[str, str]:
-        """Return what metrics call it: its methods and the share it keeps in hundredths, of which there is a bounded
-        number."""
+        """Return its labels in metrics: the methods, and the kept share in hundredths, a bounded number of values."""
         used = "+".join(step.name for step in (self.pixels, self.method) if step is not None)
         share = "tokens" if isinstance(self.keep, int) else f"{round(self.whole_keep, 2):g}"
         return used or "off", share
@@ -140,7 +139,7 @@ def _text(layer: Any) -> str:
     return text
 
 
-# A request is looked at several times, and requests are much alike. Exceptions are not kept, and no lock is held.
+# Each request is parsed several times, and many are alike. Exceptions are not cached, and no lock is held.
 @lru_cache(maxsize=256)
 def _parsed(layers: tuple[str, ...], trusted: bool) -> Setting:
     merged: Layer | None = None
@@ -152,12 +151,12 @@ def _parsed(layers: tuple[str, ...], trusted: bool) -> Setting:
     return Setting() if merged is None or merged.off else _checked(merged.with_files(_file))
 
 
-# What a server reads, it reads once: its setting means the same as long as it runs. Only its own files come here.
+# A server reads each of its own files once, so its setting means the same as long as it runs.
 _file = lru_cache(maxsize=64)(File.read)
 
 
 def _checked(layer: Layer) -> Setting:
-    """Return what a whole setting says; raises OptionError or BudgetError if vLLM cannot serve it."""
+    """Return the `Setting` of a whole layer; raises OptionError or BudgetError if vLLM cannot serve it."""
     per, in_llm, count = layer.per or "image", bool(layer.in_llm), len(layer.names)
     if per not in ("image", "frame"):
         raise OptionError(f'{KEY}: per must be "image" or "frame", not {short(per)}')

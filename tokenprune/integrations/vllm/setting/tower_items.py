@@ -14,8 +14,8 @@ from tokenprune.view.registry import compares_frames
 
 
 def check_items(method: Method, setting: Any, items: Any, info: Any) -> None:
-    """Raise OptionError for images and videos of a prompt whose tokens cannot be traced to patches, or of which less
-    would be kept than a method that traces them has to keep.
+    """Raise OptionError if an item's tokens cannot be traced to patches, or if fewer would be kept than a method that
+    traces them needs.
 
     setting: the `Setting` that names the method. items: vLLM's `MultiModalDataItems`. info: its `ProcessingInfo`.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vision tower as the config of a served model describes it, and what that leaves of a setting that acts there."""
+"""Facts about a served model's vision tower, read from its config, and checks of settings that act there."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def heads_of(vision: Any) -> int:
 
 
 def check_tower(setting: Any, model_config: Any) -> None:
-    """Raise OptionError, BudgetError or UnsupportedSetupError for what a model that can be served with the method of
-    `setting` does not allow: blocks that there are not, budgets, and images that are spread over devices."""
+    """Raise OptionError, BudgetError or UnsupportedSetupError if a model's tower does not allow a setting: it lacks a
+    block, cannot reach the budget, or spreads its images over devices."""
     method, config = setting.method, model_config.hf_config
     check_whole(method, model_config)
     if isinstance(method, UnitDropper):
@@ -118,7 +118,7 @@ class ServedTower(encoder.Tower):
 
 
 def served_tower(method: EncoderMethod, config: Any) -> ServedTower:
-    """Return what `method` gets to know of the tower of a model with this config."""
+    """Return the facts about a model's tower that `method` may read, from the model's config."""
     vision = config.vision_config
     depth = depth_of(vision)
     if packs(config):
@@ -137,13 +137,13 @@ def units_of(config: Any) -> Units | None:
 
 
 def tiles_of(method: EncoderMethod, config: Any, count: int) -> int:
-    """Return how many rows of the tower an image of so many visual tokens is made of; 1 where it has no rows."""
+    """Return how many rows of the tower an image of `count` visual tokens takes; 1 for a tower without rows."""
     return 1 if packs(config) else max(1, count // served_tower(method, config).patches)
 
 
 def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: bool) -> None:
-    """Raise BudgetError for an image of so many visual tokens, or a video of so many in each frame, of which merging in
-    the tower cannot leave what `setting` says; OptionError where that is a number of tokens of a video."""
+    """Raise BudgetError if merging in the tower cannot reach the budget of `setting`, and OptionError for a budget in
+    tokens of a video. counts: visual tokens of an image, or of each frame of a video."""
     if not packs(config):
         return  # all images are alike, and looked at when the server starts
     if video and isinstance(setting.keep, int):

@@ -77,7 +77,7 @@ class ReducingModel(_Model):
         return tuple(rows)
 
     def _embed(self, embed: Any, plans: list[Plan], kwargs: dict[str, Any], modality: str) -> list[Tensor]:
-        """Return the rows for the places of items in the prompt that are merged alike in the tower, if at all.
+        """Return the rows for the prompt's places of items that the tower treats alike.
 
         embed: the model's own `embed_multimodal`.
         """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merging inside the vision towers of Qwen2-VL to Qwen3.5, which lay the patches of a call's images end to end.
 
-What merges, and how, is `integrations.shared.packed_merging`, as on the Hugging Face side. Here is what stands around
-vLLM's blocks: a block gets borders and rotary places of the units that are left, its second norm the merged patches,
+`integrations.shared.packed_merging` does the merging, as on the Hugging Face side. This module wraps vLLM's blocks: a
+block gets borders and rotary places of the units that are left, its second norm the merged patches,
 and the merger's output the length that the model cuts it by. Fused attention takes no bias, so proportional attention
-behind the first merge is PyTorch's, piece by piece. All is put on for one call, and gone after it.
+behind the first merge is PyTorch's, piece by piece. Everything is attached for one call only.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class PackedTowerMerger(Attachable):
         return output if state.output is None else state.output
 
     def _note_keys(self, index: int, forward: Any, x: Tensor) -> Any:
-        """Keys before the rotary embedding: what is compared is content, not place."""
+        """Note the keys before the rotary embedding, so that units are compared by content, not by place."""
         output = forward(x)
         if self._state.merges_in(index):
             attention, qkv = self.tower.blocks[index].attn, output[0] if isinstance(output, tuple) else output
@@ -138,17 +138,17 @@ class PackedTowerMerger(Attachable):
         return output.new_zeros(1)  # for the block to add to the patches before the merge
 
     def _show(self, forward: Any, x: Tensor) -> Tensor:
-        """Return features for a deeper layer: for each unit that entered those of what it is part of by now."""
+        """Return features for a deeper layer: each unit that entered gets those of the unit it is part of so far."""
         return forward(x)[self._state.owner]
 
     def _leave(self, forward: Any, x: Tensor) -> Tensor:
-        """Return for each unit that entered the row of the one that it is part of."""
+        """Return the merger's rows: each unit that entered gets the row of the unit it is part of."""
         rows = forward(x)[self._state.owner]
         self._width = rows.shape[1]
         return rows
 
     def _encode(self, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Note what is left, and let what became one at last have one feature for each of the deeper layers, too."""
+        """Note the units that are left, and average the features for deeper layers over each merged unit."""
         rows = forward(*args, **kwargs)
         state, self._packed = self._state, None
         owners = state.owners_by_rows(self._order)

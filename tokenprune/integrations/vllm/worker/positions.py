@@ -72,8 +72,11 @@ def _where(plan: Plan, offset: int) -> PlaceholderRange:
 
 
 def of_prompt(rule: Rule, tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[Tensor, int]:
-    """Return the positions `[3, n]` of a reduced prompt and what to add to later places: the model's own rule is asked
-    about the prompt as it would be in full. Kept tokens hold those of their item's first ones for the time being."""
+    """Return the positions `[3, n]` of a reduced prompt, and the number to add to later places.
+
+    They follow from the model's own rule for the full prompt. Until `place` runs, kept tokens have the positions of
+    their item's first tokens.
+    """
     full: list[int] = []
     moved: list[MultiModalFeatureSpec] = []
     index: list[int] = []
@@ -94,8 +97,8 @@ def of_prompt(rule: Rule, tokens: list[int], features: list[MultiModalFeatureSpe
 
 
 def _written(plan: Plan) -> list[int]:
-    """Return the places in an item's full text that what is written for it holds for the time being: text its own, and
-    as many placeholders as stay those of the first ones."""
+    """Return the places, in an item's full text, of the tokens written for it until `place` runs: text has its own
+    place, and the kept placeholders have those of the first ones."""
     if not plan.reduces:
         return list(range(len(plan.tokens)))
     if plan.per_run:
@@ -106,7 +109,7 @@ def _written(plan: Plan) -> list[int]:
 
 
 def _first_of_each_run(plan: Plan) -> list[int]:
-    """Places in the item's full text: of its text, and of as many placeholders of each run as stay of it."""
+    """Return the places of its text and of each run's first placeholders, as many as stay, in an item's full text."""
     places: list[int] = []
     start, keep = 0, iter(plan.keep)
     for embed, group in itertools.groupby(plan.embeds):
@@ -119,8 +122,8 @@ def _first_of_each_run(plan: Plan) -> list[int]:
 def place(
     tokens: Any, embeddings: Sequence[Tensor], positions: Tensor, computed: int, placeholders: list[int]
 ) -> tuple[list[Tensor], Tensor, int]:
-    """Take the columns off `embeddings`, which belong to the first placeholders at or behind place `computed`, and
-    write the positions that they hold. Returns embeddings, positions and what to add to later places."""
+    """Remove the columns of `embeddings` and write the positions that they hold. The embeddings belong to the first
+    placeholders from place `computed` on. Return embeddings, positions and the number to add to later places."""
     delta = int(positions.max()) + 1 - positions.shape[1]
     if not embeddings:
         return [], positions, delta

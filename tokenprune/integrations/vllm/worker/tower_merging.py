@@ -3,7 +3,7 @@
 
 The blocks' own forward runs, with the hooks of `integrations.shared.block_merging` around it, so merged tokens cost
 neither MLP nor attention in what is left of the tower. Fused attention takes no bias, so while tokens are merged
-proportionally, or rows are padded, the blocks attend by PyTorch's. Hooks are attached for one call, and gone after it.
+proportionally, or rows are padded, the blocks attend by PyTorch's. Everything is attached for one call only.
 
 An image or tile is one row of its tower, all of one size, and its visual tokens are the row's patches (LLaVA-1.5) or
 squares of them (pixel shuffle and pooling: Idefics3, SmolVLM, InternVL, Gemma 3), which then merge as wholes; so their
@@ -37,7 +37,7 @@ _NAMES = {"internvl_vision": ("layernorm_after", "lambda_2")}
 
 
 def stretches(plans: Sequence[Plan]) -> list[tuple[int, int]]:
-    """Cut the plans of a call where what is done in the tower changes: (start, end) of each piece, at least one."""
+    """Split a call's plans into pieces that the tower treats alike; return (start, end) of each, at least one."""
     pieces, start = [], 0
     for _, group in groupby(plans, key=lambda plan: plan.setting.as_dict() if merging(plan) else dropping(plan)):
         pieces.append((start, start := start + len(list(group))))
@@ -49,8 +49,8 @@ def merging(plan: Plan) -> bool:
 
 
 def tower_merger(model: Any, method: EncoderMethod, keep: float | int) -> TowerMerger | PackedTowerMerger:
-    """Return what merges in the tower of vLLM's `model` while it is entered, and then has `kept`, which features stay
-    of all items end to end."""
+    """Return the merger for the tower of vLLM's `model`, a context in which the model encodes. Afterwards its `kept`
+    holds the rows that stay, of all items end to end."""
     return (PackedTowerMerger if model.tokenprune_family.units else TowerMerger)(model, method, keep)
 
 

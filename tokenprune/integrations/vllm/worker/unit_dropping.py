@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker: drop units of patches ahead of the first block of towers that pack the patches of all images into one
-sequence. Which ones, the front end decided by their pixels; see front/units.py.
+sequence. The front end chose the units by their pixels; see front/units.py.
 
 All patches are embedded, and the places of the full grid computed; then the tower goes on with those of the kept units.
 What attends to itself (an image, a frame, a window) shrinks to what is left of it. The tower's result gets back the
-length that the model cuts it by, with zeros at dropped units. All is put on for one call, and gone after it.
+length that the model cuts it by, with zeros at dropped units. Everything is attached for one call only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.vllm.setting.plan import Plan
 
-# Of what a tower knows of its sequence, what has a row for each patch.
+# Entries of a tower's metadata with a row for each patch.
 _OF_PATCHES = ("pos_embeds", "rotary_pos_emb_cos", "rotary_pos_emb_sin")
 # Borders of what attends to itself, and the length of the longest, under the names that towers give them.
 _BORDERS = {"cu_seqlens": ("max_seqlen", "max_seqlen_full"), "cu_window_seqlens": ("max_seqlen_window",)}
@@ -30,7 +30,7 @@ def dropping(plan: Plan) -> bool:
 
 
 class UnitDrop(Attachable):
-    """Has `tower` see the kept units alone between `attach` and `detach`.
+    """Restricts `tower` to the kept units between `attach` and `detach`.
 
     plans: of the items of one call, in the order in which their patches stand in the tower's sequence.
     """
@@ -65,7 +65,7 @@ class UnitDrop(Attachable):
         return describe
 
     def _shrunk(self, known: dict[str, Any]) -> dict[str, Any]:
-        """Return what the tower knows of its sequence, for the kept units of it."""
+        """Return the tower's metadata of its sequence for the kept units. known: that of all units."""
         check_lengths(known, "units cannot be dropped ahead of")
         window = known.get("window_index")  # Qwen2.5-VL: units stand window by window
         in_order = self.kept if window is None else self.kept[window.cpu()]
