@@ -66,7 +66,7 @@ class Merging:
 
     @property
     def padded(self) -> bool:
-        """Whether the rows differ in length."""
+        """True if the rows differ in length."""
         return len(set(self.left)) > 1
 
     def bias(self, proportional: bool, dtype: torch.dtype) -> Tensor | None:
@@ -148,12 +148,12 @@ class Merger(Attachable):
         return states().pop(self, None)
 
     def plan(self, count: int) -> list[Matcher | None]:
-        """What finds the merge of each block, for `count` tokens that enter."""
+        """Return the matcher of each block, for `count` tokens that enter; None where a block merges nothing."""
         tower = self.shape if count == self.shape.tokens else self.shape.of(count)
         return self.method.plan(self.budget, tower)
 
     def plan_of(self, rows: int, count: int) -> list[Matcher | None]:
-        """The plan of a forward with `rows` images, of each of which `count` tokens enter."""
+        """Return the plan of a forward with `rows` images, of each of which `count` tokens enter."""
         return self.plan(count if self.units is None else self.units.count(count))
 
     # -- hooks
@@ -205,7 +205,7 @@ class Merger(Attachable):
         if state.keys is None:
             raise UnsupportedSetupError(f"{self.method.name}: block {index} of the tower showed no attention keys")
         with torch.no_grad():
-            merge = self._find(match, state)
+            merge = self._find(match, state.keys, state)
         state.keys = None
         if merge is None:
             return None
@@ -221,12 +221,12 @@ class Merger(Attachable):
         state.left = merge.left or [merge.keep.shape[1]] * len(state.left)
         return (state.merged, *args[1:])
 
-    def _find(self, match: Matcher, state: Merging) -> Merge | None:
-        """Return the merge of the block whose keys were noted."""
+    def _find(self, match: Matcher, noted: Tensor, state: Merging) -> Merge | None:
+        """Return the merge of the block whose keys, or what else matchers read, were `noted`."""
         left = state.left if state.padded else None
         if self.method.reads:
-            return match(state.keys, left)
-        keys = state.keys.float().mean(dim=1)
+            return match(noted, left)
+        keys = noted.float().mean(dim=1)
         if self.units is None:
             return match(keys, left)
         order = None if state.ordered else self.units.order(keys.shape[1], keys.device)

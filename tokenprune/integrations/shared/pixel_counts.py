@@ -19,7 +19,7 @@ class PixelCounts:
         self._calls: tuple[tuple[int, int], ...] = ()
 
     def note(self, made: int, full: int) -> None:
-        """A call made images of `made` visual tokens in all, which would have been `full` without the method."""
+        """Remember a call whose images make `made` visual tokens in all, and `full` without the method."""
         self._calls = (*self._calls[1 - _CALLS :], (made, full))
 
     def full(self, rows: Sequence[int]) -> int | None:
@@ -33,10 +33,10 @@ class PixelCounts:
             own = rows[::copies]
             if rows == [count for count in own for _ in range(copies)] and (found := self._find(sum(own))) is not None:
                 return copies * found
-        found_each = [self._find(count) for count in rows]
-        return None if None in found_each else sum(found_each)
+        found_each = [found for count in rows if (found := self._find(count)) is not None]
+        return sum(found_each) if len(found_each) == len(rows) else None
 
     def _find(self, made: int) -> int | None:
-        """Images of several sizes may make as many tokens: then nobody knows."""
+        """Return the full count of the calls of `made` tokens; None if there are none, or they differ in it."""
         full = {full for known, full in self._calls if known == made}
         return full.pop() if len(full) == 1 else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from tokenprune.integrations.shared.attachable import give_back_class, swap_clas
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache.decode_state import DecodeState
 
-    _Base = Cache  # mixins are put in front of a cache's class
+    _Base: TypeAlias = Cache  # mixins are put in front of a cache's class
 else:
     _Base = object
 
@@ -117,7 +117,8 @@ class _ReducedMixin(_Base):
         self.tokenprune_reduction.map_rows(lambda slots: slots[indices.to(slots.device)])
 
     def _refuse_quantized(self, wish: str) -> None:
-        """transformers would do so with the last tokens alone, those that are not quantized yet."""
+        """Raise UnsupportedSetupError for a quantized cache, of which transformers changes the last tokens only: those
+        that are not quantized yet."""
         if any(is_quantized(layer) for layer in self.layers):
             raise UnsupportedSetupError(
                 f"cannot {wish} a quantized cache, of which transformers changes the last tokens only; use a dynamic "
@@ -165,7 +166,7 @@ def reduction_of(cache: Cache | None) -> Reduction | None:
 def attach(cache: Any, reduction: Reduction) -> None:
     """Make `cache` report logical lengths from now on."""
     if not isinstance(cache, _ReducedMixin):
-        swap_class(cache, _reduced_class(type(cache)))
+        swap_class(cache, _reduced_class(cache.__class__))
     cache.tokenprune_reduction = reduction
 
 

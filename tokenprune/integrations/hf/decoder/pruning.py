@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from tokenprune.base import Selection
+from tokenprune.base import Pruner, Selection
 from tokenprune.integrations.hf.attention.observer import Seen
 from tokenprune.integrations.hf.decoder.carry import Carries, carry_of
 from tokenprune.integrations.hf.decoder.kept_inputs import release
@@ -16,6 +17,7 @@ from tokenprune.integrations.hf.decoder.method_inputs import Sources
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.forward.stats import note_cut
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
 from tokenprune.integrations.shared.row_ends import keep_row_ends
@@ -36,7 +38,7 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     seen = adapter.seen(call.extras, step.layer, hidden)
     tokens = VisualTokens(segments, keep, Sources(call, seen, adapter, step.method.needs, carry))
     with torch.no_grad():
-        selection = step.method.select(tokens)
+        selection = cast(Pruner, step.method).select(tokens)
     call.state.pop(Seen)
     release(call, step.layer)
     return apply(call, step, selection, hidden, adapter)
@@ -74,7 +76,7 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
     call.segments = keep_segments(segments, left, counts)
     if (carries := call.state.get(Carries)) is not None:
         carries.follow(left)
-    call.report.cut(call, step, selection, segments)
+    note_cut(call, step, selection, segments)
     return gather_tokens(hidden, slots, 1)
 
 

@@ -26,6 +26,7 @@ from tokenprune.integrations.hf.decoder.checks import check_arguments, reruns_la
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged
+from tokenprune.integrations.hf.forward.stats import note_unmerging
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
 from tokenprune.ops.transfer import to_device
@@ -76,12 +77,16 @@ class Unmerged:
     def of(
         selection: Selection, segments: Segments, batch: int, length: int, padding: Tensor | None = None
     ) -> Unmerged:
-        """selection: which visual tokens of `segments` stay, and into which the others were merged. padding: bool
-        `[B, L]`, on the host."""
+        """Return the state before the first layer.
+
+        selection: the visual tokens of `segments` that stay, and the ones into which the others were merged.
+        padding: bool `[B, L]`, on the host.
+        """
         device = segments.position.device
         places = torch.arange(length, device=device)
         first = places.repeat(batch, 1)
         rows, real = segments.row_index.expand_as(segments.position), segments.mask
+        assert selection.assign is not None and selection.counts is not None  # of a merge in the tower
         target = segments.position.gather(1, selection.assign.clamp(min=0))
         # Padding is written to a scratch entry at the end.
         first = torch.cat([first, first[:, :1]], dim=1)
@@ -170,7 +175,7 @@ class VirtualUnmerging(Part):
         batch, length = inputs.embeds.shape[:2]
         segments = call.segments.to(merged.selection.keep.device)
         unmerged = Unmerged.of(merged.selection, segments, batch, length, call.host.padding_to_drop)
-        call.report.unmerge(call, merged, unmerged.layout)
+        note_unmerging(call, merged, unmerged.layout)
         call.state.put(unmerged)
 
     # -- hooks

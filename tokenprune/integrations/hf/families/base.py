@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How model families hand images to their decoder. One adapter covers the common contract; a quirk is an override
-here.
+"""The adapter for model families that hand images to their decoder in the common way; exceptions override its members.
 
 The common contract of transformers (>= 5.0): `get_image_features` -> placeholders in `input_ids` -> `masked_scatter`
 into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., position_ids=..., past_key_values=...)`.
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +34,6 @@ _POINTWISE = {"mlp", "moe"}
 
 class Adapter(PatchSource):
     """The common contract; it serves every model type that no other adapter names in `families`."""
-
-    base: Any  # modules of transformers, whose attributes have no types
-    decoder: Any
 
     families: tuple[str, ...] = ()
 
@@ -146,7 +142,7 @@ class Adapter(PatchSource):
 
     @property
     def decoder_names(self) -> tuple[str, ...]:
-        """Where the decoder may be in the module that merges images into text."""
+        """Paths at which the decoder may be in the module that merges images into text."""
         return self.row.decoder_names
 
     @property
@@ -165,13 +161,13 @@ class Adapter(PatchSource):
         return self.row.layer_tokens
 
     @property
-    def resizing(self) -> str | None:
-        """How methods that act on pixels can make fewer tokens: see `Family.resizing`."""
+    def resizing(self) -> Literal["input", "target"] | None:
+        """The way in which methods on pixels make fewer tokens: see `Family.resizing`."""
         return self.row.resizing
 
     @property
     def features_per_image(self) -> bool:
-        """Whether a list of features from the encoder has one entry per image."""
+        """True if a list of features from the encoder has one entry per image."""
         return self.row.features_per_image
 
     @property
@@ -181,7 +177,7 @@ class Adapter(PatchSource):
 
     @property
     def tells_frames(self) -> bool:
-        """Whether it is known which tokens of a video are a frame (`video_frames`, `behind_video`)."""
+        """True if it is known which tokens of a video make up each frame (`video_frames`, `behind_video`)."""
         return self.row.videos == "frames"
 
     @property
@@ -201,6 +197,7 @@ class Adapter(PatchSource):
         ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
         if ids is not None:
             return {modality: ids == token for modality, token in self.placeholders.items()}
+        assert embeds is not None  # the decoder's forward asks for one of the two
         table = self.base.get_input_embeddings()
         tokens = {m: to_device([token], embeds.device) for m, token in self.placeholders.items()}
         return {m: (embeds == table(token)).all(-1) for m, token in tokens.items()}
@@ -291,7 +288,7 @@ class Adapter(PatchSource):
         return hidden
 
     def unflatten(self, flat: Tensor, like: Tensor) -> Tensor:
-        """The reverse of `flatten`, after a cut. like: what `flatten` was given."""
+        """Undo `flatten` after a cut. like: the input of `flatten`."""
         return flat
 
     def seen(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
@@ -302,7 +299,7 @@ class Adapter(PatchSource):
 
     @property
     def static_caches(self) -> bool:
-        """Whether tokens can be left out of a static cache: of keys that each layer keeps for itself."""
+        """True if tokens can be left out of a static cache: each layer must keep keys of its own."""
         own_keys = type(self).key_count is Adapter.key_count and type(self).cached_keys is Adapter.cached_keys
         kinds = getattr(self.text_config, "layer_types", None) or ()
         return own_keys and not self.stateful and not any("chunked" in kind for kind in kinds)

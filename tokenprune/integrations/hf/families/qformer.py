@@ -49,7 +49,9 @@ class QFormerAdapter(Adapter):
         self.learned_positions = text.model_type == "opt"
         if self.learned_positions:
             self.decoder_names, self.norm_name = ("language_model.model.decoder",), "final_layer_norm"
-        self.outer, decoder = super()._find(model)
+        outer: Any
+        outer, decoder = super()._find(model)
+        self.outer = outer
         return self.outer.language_model, decoder
 
     @property
@@ -101,7 +103,7 @@ class QFormerAdapter(Adapter):
 
 @dataclass
 class Prompt:
-    """What the model's `forward` or `generate` was called with.
+    """The arguments of the current call of the model's `forward` or `generate`.
 
     features: the last output of its projection, `[images or frames, queries, D]`.
     """
@@ -125,7 +127,7 @@ class PromptsAhead(Part):
         self._parameters = list(inspect.signature(self.outer.forward).parameters)
 
     def current_prompt(self) -> Prompt | None:
-        """The prompt that this thread's call of the model has."""
+        """Return the prompt of this thread's call of the model; None outside of one."""
         return states().get(self)
 
     def _attach(self) -> None:

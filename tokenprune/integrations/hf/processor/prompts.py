@@ -35,7 +35,8 @@ class Prompt:
 
         Blanks between two images go with one of them; words between images stay.
         """
-        parts, between = [self.texts[0]], []
+        parts = [self.texts[0]]
+        between: list[str] = []
         for number, mark in enumerate(self.marks):
             if number in kept:
                 words = [text for text in between if text.strip()]
@@ -49,7 +50,7 @@ class Prompt:
 
     @property
     def question(self) -> str:
-        """What stands behind the last image."""
+        """The text after the last image."""
         return self.texts[-1]
 
 
@@ -102,7 +103,7 @@ class PromptReader:
 
 
 def is_nested(images: Any) -> bool:
-    """Whether images come as one list for each prompt."""
+    """Return True if images come as one list for each prompt."""
     return isinstance(images, (list, tuple)) and any(isinstance(row, (list, tuple)) for row in images)
 
 
