@@ -6,8 +6,9 @@ python dev/equal_answers.py compare OLD.json [--checkout OTHER]     # exits with
 python dev/equal_answers.py compare OLD.json --only 'llava/.*fastv' # cells whose names hold a regular expression
 
 A cell is one setting on one batch (dev/equal_cells.py): digests of the logits of prefill and of each step, the tokens
-written, the statistics and the kept positions; or the class of the error that the setting raises, and its message, of
-which another wording is told but is no difference. These two files serve commits whose modules have other names. Bits
+written, the statistics and the kept positions; or the class of the error that the setting raises, and its message, and
+another wording of that is listed, not counted as a difference. These two files serve commits whose modules have other
+names. Bits
 are compared: record and compare on one machine.
 """
 

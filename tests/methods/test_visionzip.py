@@ -21,9 +21,9 @@ def select(tokens: VisualTokens, **options: Any) -> Selection:
     return tokenprune.method("visionzip", **options).select(tokens)
 
 
-@pytest.mark.parametrize(("keep", "context"), [(64, 10), (192, 30), (320, 50)])
-def test_the_papers_numbers_of_contextual_tokens(keep: int, context: int) -> None:
-    into = select(tower_tokens([([(24, 24)], 0)], [keep])).assign[0].tolist()
+@pytest.mark.parametrize(("grid", "keep", "context"), [((24, 24), 64, 10), ((24, 24), 192, 30), ((48, 60), 320, 50)])
+def test_the_papers_numbers_of_contextual_tokens(grid: tuple[int, int], keep: int, context: int) -> None:
+    into = select(tower_tokens([([grid], 0)], [keep])).assign[0].tolist()
     assert len({to for i, to in enumerate(into) if to not in (i, -1)}) == context
 
 

@@ -46,7 +46,7 @@ class Fake:
         assert set(numbers) <= self.answered(candidate), "looks at answers that were not given"
         return self.answers[candidate][list(numbers)]
 
-    def knows(self, candidate: Candidate | None, chunk: Sequence[int]) -> bool:
+    def is_cached(self, candidate: Candidate | None, chunk: Sequence[int]) -> bool:
         return {(candidate, number) for number in chunk} <= set(self.asked)
 
     def cost(self, candidate: Candidate) -> dict[str, Any]:
