@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,12 +21,6 @@ WORDS = (
     (r"\breads_less\b", "fallback_options"),
     (r"\.without\((unknown|missing)\b", "fallback_hint("),
 )
-# Folders that are not rewritten yet, with how many openings and words they may have: a count may only fall.
-LEFT = {
-    "tokenprune/integrations/hf": (73, 32),
-    "tokenprune/integrations/shared": (16, 7),
-    "tokenprune/calibration": (3, 0),
-}
 # Names of two classes that are not apart yet; leaves with the second class.
 SHARED = {
     "Cut", "EncoderAttention", "Entry", "Kept", "Layout", "Load", "Packed", "Piece", "Plan", "Prompt", "Seen", "Step",
@@ -52,28 +45,23 @@ def words(source: str) -> Iterator[tuple[int, str]]:
                 yield number, f"{found[0]!r}; use {instead}"
 
 
-def check(find: Callable[[str], Iterator[tuple[int, str]]], column: int) -> None:
-    """Fail for what is found outside of the folders of LEFT, and in those for more than they may have."""
-    found: list[str] = []
-    counts: Counter[str | None] = Counter()
-    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        name = path.relative_to(ROOT).as_posix()
-        folder = next((one for one in LEFT if name.startswith(one + "/")), None)
-        for line, text in find(path.read_text()):
-            if folder is None:
-                found.append(f"{name}:{line}: {text}")
-            counts[folder] += 1
-    found += [f"{folder}: {counts[folder]}, at most {LEFT[folder][column]}" for folder in LEFT
-              if counts[folder] > LEFT[folder][column]]  # fmt: skip
+def check(find: Callable[[str], Iterator[tuple[int, str]]]) -> None:
+    """Fail for what is found in the packages."""
+    found = [
+        f"{path.relative_to(ROOT).as_posix()}:{line}: {text}"
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for line, text in find(path.read_text())
+    ]
     assert not found, "\n".join(found)
 
 
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
-    check(openings, 0)
+    check(openings)
 
 
 def test_words_of_our_own_do_not_come_back() -> None:
-    check(words, 1)
+    check(words)
 
 
 def test_a_name_means_one_class() -> None:

@@ -65,7 +65,7 @@ def merges_per_block(tower: Tower, left: int, schedule: str) -> list[int]:
 
     schedule: "constant" (what is over goes to the first blocks), "linear" (falling to 0) or "reverse_linear". What a
     block cannot merge, because it merges at most half of its tokens, goes to the others in the same proportions. Blocks
-    whose output nobody reads merge nothing. Raises BudgetError for fewer patches than halving in each block leaves.
+    whose output is not read merge nothing. Raises BudgetError for fewer patches than halving in each block leaves.
     """
     wanted, blocks = tower.patches - left, tower.read
     most_of_all = tower.tokens * blocks**2  # every block that takes part is asked for more than it can

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every part of a patch does: put hooks on a model, and take all of them away again."""
+"""The base of all parts of a patch: they put hooks on a model, and take all of them away again."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ _WRAPPED = "_tokenprune_wrapped"
 
 @dataclass(eq=False)
 class _Wrapper:
-    """What one part put before a method. found: what was there before; own: whether that was the instance's own."""
+    """A wrapper that one part put around a method. found: the value before it; own: True if that was the instance's
+    own."""
 
     make: Callable[[Any], Any]
     found: Any
@@ -153,23 +154,23 @@ def swap_class(instance: Any, cls: type) -> Callable[[], None]:
 
 def give_back_class(instance: Any, found: type, put: type) -> None:
     """Make `instance`, which was made one of `put`, one of the class `found` again."""
-    # Whoever changed the class since, to one that is not made of ours, has the say.
+    # If another library replaced the class after us, leave it alone.
     if isinstance(instance, put):
         instance.__class__ = found
 
 
 def hidden_states(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a block or layer of transformers is called with first."""
+    """Return the first argument of a block or layer of transformers, its hidden states."""
     return args[0] if args else kwargs["hidden_states"]
 
 
 def with_hidden_states(hidden: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return the arguments of such a call with others in their place."""
+    """Return the arguments of such a call with `hidden` in the place of its hidden states."""
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
 def with_output(change: Callable[[Any], Any], output: Any) -> Any:
-    """Return what a block, a layer or a decoder gave with `change` applied to its hidden states."""
+    """Return the output of a block, a layer or a decoder with `change` applied to its hidden states."""
     if isinstance(output, tuple):
         return (change(output[0]), *output[1:])
     if hasattr(output, "last_hidden_state"):
@@ -179,9 +180,9 @@ def with_output(change: Callable[[Any], Any], output: Any) -> Any:
 
 
 def states() -> MutableMapping[Any, Any]:
-    """What each part knows of the forward that this thread is in: parts are shared by threads.
+    """Return the state of each part in this thread's forward; threads share the parts.
 
-    It ends with its part: another one may later get the same id.
+    A state ends with its part, since another part may later get the same id.
     """
     return _thread.__dict__.setdefault("states", WeakKeyDictionary())
 

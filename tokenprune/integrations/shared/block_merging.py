@@ -66,7 +66,7 @@ class Merging:
 
     @property
     def padded(self) -> bool:
-        """Whether the rows differ in length."""
+        """True if the rows differ in length."""
         return len(set(self.left)) > 1
 
     def bias(self, proportional: bool, dtype: torch.dtype) -> Tensor | None:
@@ -148,12 +148,12 @@ class Merger(Attachable):
         return states().pop(self, None)
 
     def plan(self, count: int) -> list[Matcher | None]:
-        """What finds the merge of each block, for `count` tokens that enter."""
+        """Return the matcher of each block, for `count` tokens that enter; None where a block merges nothing."""
         tower = self.shape if count == self.shape.tokens else self.shape.of(count)
         return self.method.plan(self.budget, tower)
 
     def plan_of(self, rows: int, count: int) -> list[Matcher | None]:
-        """The plan of a forward with `rows` images, of each of which `count` tokens enter."""
+        """Return the plan of a forward with `rows` images, of each of which `count` tokens enter."""
         return self.plan(count if self.units is None else self.units.count(count))
 
     # -- hooks

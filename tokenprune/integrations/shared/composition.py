@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where methods act that are composed: in which order, and that no two are in each other's way."""
+"""The order in which composed methods act, and the check that no two act at the same place."""
 
 from __future__ import annotations
 

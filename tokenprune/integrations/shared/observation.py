@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one call of an attention function saw, and what can be computed of it, in any engine."""
+"""Queries and keys of one call of an attention function, and values computed of them, in any engine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Join = Callable[[Tensor], Tensor]
 
 @dataclass
 class Observation:
-    """What one attention call saw, after rotary embedding and cache update.
+    """Queries and keys of one attention call, after rotary embedding and cache update.
 
     query: `[B, H, Q, Dh]`; key: `[B, Hkv, K, Dh]`; value: `[B, Hkv, K, Dv]`, if it was read; mask: as handed to the
-    attention function; scaling: factor before softmax; causal: what no mask means; starts: where packed sequences begin
-    and end, if several share one axis; join: brings the heads of all processes together, if this one has a part of
-    them. What follows is of all heads.
+    attention function; scaling: factor before softmax; causal: the meaning of no mask; starts: borders of packed
+    sequences, if several share one axis; join: brings the heads of all processes together, if this one has a part of
+    them. The methods return values of all heads.
     """
 
     query: Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each feature of a tower's tiles ended up, for models that crop, reorder and set apart what they hand on."""
+"""The final place of each feature of a tower's tiles, for models that crop, reorder and separate features."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ class Packed:
         self.images, self.tokens = images, tokens
 
     def follow(self, groups: Tensor, packed: Tensor) -> Tensor:
-        """groups: long `[tiles, tokens]`, first of each feature's group in its tile; packed: one image's numbers."""
+        """Return long `[features]`, the first feature of each feature's group in an image as it was packed.
+
+        groups: long `[tiles, tokens]`, first of each feature's group in its tile. packed: the image's numbers.
+        """
         ids = to_device(self.numbers(packed), groups.device)
         tile, token = ids // self.tokens, ids % self.tokens
         places = torch.arange(len(ids), device=ids.device)

@@ -84,7 +84,7 @@ class Packed:
         self.owners.append(self.owner)
 
     def merges_in(self, index: int) -> bool:
-        """Whether units may merge in the block at `index`."""
+        """Return True if units may merge in the block at `index`."""
         return any(plan[index] for _, plan in self.plans)
 
     def lengths(self, ends: Tensor) -> Tensor:

@@ -35,12 +35,12 @@ class PatchSource:
 
     @property
     def patch_layout(self) -> str | None:
-        """How patches of the vision tower become visual tokens, see `Family.patches`; None if this is not known."""
+        """The way in which patches of the tower become visual tokens, see `Family.patches`; None if it is not known."""
         return self.row.layout(self.config)
 
     @property
     def unit_side(self) -> int:
-        """How many patches of the tower's grid, on a side of a square, become one visual token; 1 if each does."""
+        """Side of the square of patches that becomes one visual token; 1 if each patch does."""
         return self.row.side(self.config)
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:

@@ -19,7 +19,7 @@ class PixelCounts:
         self._calls: tuple[tuple[int, int], ...] = ()
 
     def note(self, made: int, full: int) -> None:
-        """A call made images of `made` visual tokens in all, which would have been `full` without the method."""
+        """Remember a call whose images make `made` visual tokens in all, and `full` without the method."""
         self._calls = (*self._calls[1 - _CALLS :], (made, full))
 
     def full(self, rows: Sequence[int]) -> int | None:
@@ -37,6 +37,6 @@ class PixelCounts:
         return None if None in found_each else sum(found_each)
 
     def _find(self, made: int) -> int | None:
-        """Images of several sizes may make as many tokens: then nobody knows."""
+        """Return the full count of the calls of `made` tokens; None if there are none, or they differ in it."""
         full = {full for known, full in self._calls if known == made}
         return full.pop() if len(full) == 1 else None

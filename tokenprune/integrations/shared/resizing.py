@@ -181,8 +181,8 @@ class Resizer:
 
 
 def token_grid(rows: int, columns: int, share: float) -> tuple[int, int]:
-    """The grid whose tokens are closest to the share of `rows * columns`, its shape off by less than a token on the
-    shorter side."""
+    """Return the grid whose tokens are closest to the share of `rows * columns`, its shape off by less than a token on
+    the shorter side."""
     if share >= 1:
         return rows, columns
     wanted, ideal = max(1.0, rows * columns * share), rows / columns
@@ -196,13 +196,13 @@ def token_grid(rows: int, columns: int, share: float) -> tuple[int, int]:
 
 
 def _patches(side: int, share: float) -> int:
-    """The number whose square is closest to the share of `side ** 2`."""
+    """Return the number whose square is closest to the share of `side ** 2`."""
     wanted = side**2 * share
     return min(range(1, side + 1), key=lambda patches: abs(patches**2 - wanted))
 
 
 def _scaled(image: InputImage, share: float) -> tuple[int, int]:
-    """The size with the same shape whose tokens are closest to the share; the largest of several."""
+    """Return the size with the same shape whose tokens are closest to the share; the largest of several."""
     height, width = image.size
     if share >= 1:
         return height, width

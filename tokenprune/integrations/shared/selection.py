@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a method's `Selection` in any engine: it is checked, and tokens are merged by it."""
+"""Check a method's `Selection`, and merge tokens by it, in any engine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tokenprune.view.segments import Segments
 
 
 def validate_selection(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, list[int]]:
-    """Return the selection's `keep`, and how many of each segment that are.
+    """Return the selection's `keep`, and how many tokens of each segment it keeps.
 
-    A method that says so itself is believed where asking would let the host wait for the device, and asked nothing
-    else either; the other values are checked (`checked_keep`).
+    On a device, counts that the method states are used as they are, and values go unchecked: a check would let the
+    host wait for the device. Otherwise tokens are counted, and values are checked (`checked_keep`).
     """
-    told = selection.counts if isinstance(selection, Selection) else None
-    if told is not None and segments.mask.device.type != "cpu":
-        keep, counts = checked_form(selection, segments, method), list(told)
+    stated = selection.counts if isinstance(selection, Selection) else None
+    if stated is not None and segments.mask.device.type != "cpu":
+        keep, counts = checked_form(selection, segments, method), list(stated)
     else:
         keep, valid = _with_validity(selection, segments, method)
         *counts, fine = torch.cat([keep.sum(1), valid.view(1)]).tolist()  # one question for both
@@ -31,8 +31,10 @@ def validate_selection(selection: Selection, segments: Segments, method: Method)
             f"{method.name}.select() keeps nothing of an image: keep at least one token "
             "of each, or declare least = 0 in the method"
         )
-    if told is not None and list(told) != counts:
-        raise TokenPruneError(f"{method.name}.select(): counts says {told}, but keep holds {counts}: leave out counts")
+    if stated is not None and list(stated) != counts:
+        raise TokenPruneError(
+            f"{method.name}.select(): counts says {stated}, but keep holds {counts}: leave out counts"
+        )
     return keep, counts
 
 
@@ -65,7 +67,7 @@ def checked_form(selection: Selection, segments: Segments, method: Method) -> Te
 
 
 def _with_validity(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, Tensor]:
-    """The selection's `keep`, and whether its `assign` leads to tokens that are kept (bool `[]`)."""
+    """Return the selection's `keep`, and bool `[]`, True if its `assign` leads to tokens that are kept."""
     keep = checked_form(selection, segments, method)
     if selection.assign is None:
         return keep, torch.ones((), dtype=torch.bool, device=keep.device)

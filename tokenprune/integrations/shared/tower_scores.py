@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What blocks of a vision tower say of patches, and of the visual tokens that these become."""
+"""Scores that blocks of a vision tower give to patches, and to the visual tokens that these become."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Heads = Callable[["Tensor"], "Tensor"]
 
 @dataclass(frozen=True)
 class Encoded:
-    """What was read of visual tokens, all images of a call end to end.
+    """Values read of visual tokens, all images of a call end to end.
 
     values: `[tokens, C]`, float32, by name of the observable, with the layer that a method named if it is read by
     layer.

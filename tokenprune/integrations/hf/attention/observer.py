@@ -60,7 +60,7 @@ class _Taps(list["Tap"]):
         self.join = heads_of_all_ranks(module)
 
     def original(self) -> Callable:
-        """The attention function that the module would use, looked up anew: it may have been changed after the
+        """Return the attention function that the module would use, looked up anew: it may have changed after the
         patch."""
         for cls in type(self.module).__mro__:
             eager = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
@@ -132,7 +132,7 @@ def observed_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *dropout: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The attention function of an observed module: hand queries and keys on, then do what the original does.
+    """Hand queries and keys to the taps of an observed module, then call its own attention function.
 
     dropout: its rate comes by position where another library (kvpress) wraps all attention functions.
     """

@@ -117,7 +117,8 @@ class _ReducedMixin(_Base):
         self.tokenprune_reduction.map_rows(lambda slots: slots[indices.to(slots.device)])
 
     def _refuse_quantized(self, wish: str) -> None:
-        """transformers would do so with the last tokens alone, those that are not quantized yet."""
+        """Raise UnsupportedSetupError for a quantized cache, of which transformers changes the last tokens only: those
+        that are not quantized yet."""
         if any(is_quantized(layer) for layer in self.layers):
             raise UnsupportedSetupError(
                 f"cannot {wish} a quantized cache, of which transformers changes the last tokens only; use a dynamic "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoder can be cut with: checks before a model is patched, and before anything is cut in a call."""
+"""Check the set-ups in which a decoder can be cut: before a model is patched, and before anything is cut in a call."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ def check_static_call(steps: Iterable[Step], adapter: Adapter, in_blocks: bool) 
 
 
 def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedSetupError if the decoder got an argument with an entry for each token that nobody would cut."""
+    """Raise UnsupportedSetupError if the decoder got an argument with an entry for each token that its adapter does not
+    cut."""
     shape = kwargs["inputs_embeds"].shape[:2]
     for name, value in kwargs.items():
         per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == shape
@@ -153,13 +154,15 @@ def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
 
 
 def reruns_layers(decoder: nn.Module) -> bool:
-    """Whether the backward pass will run the decoder's layers again (gradient checkpointing)."""
+    """Return True if the backward pass will run the decoder's layers again (gradient checkpointing)."""
     return decoder.training and getattr(decoder, "gradient_checkpointing", False)
 
 
 def reruns_hooks(decoder: nn.Module) -> bool:
-    """Whether it will run the hooks of these layers again too: later versions than transformers 5.19 checkpoint a
-    layer's `forward`, and its hooks stay outside."""
+    """Return True if the backward pass will run the hooks of these layers again, too.
+
+    Versions of transformers after 5.19 checkpoint a layer's `forward` and leave its hooks outside.
+    """
     inside = "__call__" in GradientCheckpointingLayer.__dict__
     return reruns_layers(decoder) and (
         inside or not all(isinstance(layer, GradientCheckpointingLayer) for layer in decoder.layers)

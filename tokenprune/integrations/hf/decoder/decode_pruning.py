@@ -98,7 +98,7 @@ def check(method: Any, others: int) -> None:
 
 
 def check_setup(method: DecodeMethod, config: Any, batch: int) -> None:
-    """Raise UnsupportedSetupError where rows of different lengths could not be told apart in a sliding window."""
+    """Raise UnsupportedSetupError where a sliding window hides how long each row is."""
     sliding = any(layer >= method.layer for layer in sliding_layers(config))
     if method.mode == "evict" and sliding and batch > 1 and "flash" in config._attn_implementation:
         raise UnsupportedSetupError(

@@ -76,8 +76,11 @@ class Unmerged:
     def of(
         selection: Selection, segments: Segments, batch: int, length: int, padding: Tensor | None = None
     ) -> Unmerged:
-        """selection: which visual tokens of `segments` stay, and into which the others were merged. padding: bool
-        `[B, L]`, on the host."""
+        """Return the state before the first layer.
+
+        selection: the visual tokens of `segments` that stay, and the ones into which the others were merged.
+        padding: bool `[B, L]`, on the host.
+        """
         device = segments.position.device
         places = torch.arange(length, device=device)
         first = places.repeat(batch, 1)

@@ -39,7 +39,7 @@ class Kept:
 
     @property
     def intact(self) -> bool:
-        """True if nobody wrote to its tensors since."""
+        """True if its tensors were not written to since."""
         return self._versions == self._seen()
 
     def _seen(self) -> list[int]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How model families hand images to their decoder: `base` has the common contract, the other files what differs.
+"""Adapters to model families: `base` has the common contract, the other files have the exceptions.
 
-The adapters, which import transformers, come with the first of the names below; `table` needs none of them.
+The adapters import transformers, so they load with the first use of a name below.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How model families hand images to their decoder. One adapter covers the common contract; a quirk is an override
-here.
+"""The adapter for model families that hand images to their decoder in the common way; exceptions override its members.
 
 The common contract of transformers (>= 5.0): `get_image_features` -> placeholders in `input_ids` -> `masked_scatter`
 into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., position_ids=..., past_key_values=...)`.
@@ -146,7 +145,7 @@ class Adapter(PatchSource):
 
     @property
     def decoder_names(self) -> tuple[str, ...]:
-        """Where the decoder may be in the module that merges images into text."""
+        """Paths at which the decoder may be in the module that merges images into text."""
         return self.row.decoder_names
 
     @property
@@ -166,12 +165,12 @@ class Adapter(PatchSource):
 
     @property
     def resizing(self) -> str | None:
-        """How methods that act on pixels can make fewer tokens: see `Family.resizing`."""
+        """The way in which methods on pixels make fewer tokens: see `Family.resizing`."""
         return self.row.resizing
 
     @property
     def features_per_image(self) -> bool:
-        """Whether a list of features from the encoder has one entry per image."""
+        """True if a list of features from the encoder has one entry per image."""
         return self.row.features_per_image
 
     @property
@@ -181,7 +180,7 @@ class Adapter(PatchSource):
 
     @property
     def tells_frames(self) -> bool:
-        """Whether it is known which tokens of a video are a frame (`video_frames`, `behind_video`)."""
+        """True if it is known which tokens of a video make up each frame (`video_frames`, `behind_video`)."""
         return self.row.videos == "frames"
 
     @property
@@ -291,7 +290,7 @@ class Adapter(PatchSource):
         return hidden
 
     def unflatten(self, flat: Tensor, like: Tensor) -> Tensor:
-        """The reverse of `flatten`, after a cut. like: what `flatten` was given."""
+        """Undo `flatten` after a cut. like: the input of `flatten`."""
         return flat
 
     def seen(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
@@ -302,7 +301,7 @@ class Adapter(PatchSource):
 
     @property
     def static_caches(self) -> bool:
-        """Whether tokens can be left out of a static cache: of keys that each layer keeps for itself."""
+        """True if tokens can be left out of a static cache: each layer must keep keys of its own."""
         own_keys = type(self).key_count is Adapter.key_count and type(self).cached_keys is Adapter.cached_keys
         kinds = getattr(self.text_config, "layer_types", None) or ()
         return own_keys and not self.stateful and not any("chunked" in kind for kind in kinds)

@@ -101,7 +101,7 @@ class QFormerAdapter(Adapter):
 
 @dataclass
 class Prompt:
-    """What the model's `forward` or `generate` was called with.
+    """The arguments of the current call of the model's `forward` or `generate`.
 
     features: the last output of its projection, `[images or frames, queries, D]`.
     """
@@ -125,7 +125,7 @@ class PromptsAhead(Part):
         self._parameters = list(inspect.signature(self.outer.forward).parameters)
 
     def current_prompt(self) -> Prompt | None:
-        """The prompt that this thread's call of the model has."""
+        """Return the prompt of this thread's call of the model; None outside of one."""
         return states().get(self)
 
     def _attach(self) -> None:

@@ -31,7 +31,7 @@ class SharedKeysAdapter(Adapter):
         return keys.shape[-2]
 
     def _source(self, layer: int) -> Any:
-        """The key of `shared_kv_states` that a layer reads."""
+        """Return the key of `shared_kv_states` that a layer reads."""
         return self.attention_of(layer).layer_type
 
     @property

@@ -51,7 +51,7 @@ class OnHost:
     """A call's tokens, as far as the host knows them.
 
     masks: bool `[B, L]` for each modality, where its placeholders are. padding: bool `[B, L]`, or None if the caller
-    told of none. ids: long `[B, L]`, or None where they are not known or nobody reads them.
+    passed no mask. ids: long `[B, L]`, or None where they are not known or no part reads them.
     """
 
     masks: dict[str, Tensor]
@@ -142,7 +142,7 @@ class Call:
     # -- the prompt
 
     def padding(self, length: int) -> Tensor | None:
-        """bool `[B, length]`, True at padding among the call's tokens, or None if the caller told of none."""
+        """bool `[B, length]`, True at padding among the call's tokens, or None if the caller passed no mask."""
         return self.cached.padding(self.arguments.get("attention_mask"), length)
 
     def read_to_host(self, masks: dict[str, Tensor], with_ids: bool) -> None:
@@ -182,7 +182,7 @@ class Call:
     # -- which tokens a layer holds
 
     def cuts_at(self, layer: int) -> bool:
-        """True if a method chooses which tokens leave at the input of `layer` (0: at the decoder's entry)."""
+        """Return True if a method chooses which tokens leave at the input of `layer` (0: at the decoder's entry)."""
         return layer in self.cuts and len(self.segments) > 0
 
     def starts_group(self, layer: int) -> bool:

@@ -53,7 +53,7 @@ class Merged:
         return self.selection.keep.sum(1).tolist() if known is None else known
 
 
-# What a cut is to leave of each segment, told the step, how many tokens of each arrive, and how many its budget wants.
+# Returns the tokens of each segment that a step keeps, given those that arrive and those that its budget wants.
 AtLeast = Callable[[Step, Sequence[int], Sequence[int]], list[int]]
 
 
@@ -75,8 +75,8 @@ class Plan:
     Lists have an entry for each segment of the prompt, 0 where it is withdrawn.
 
     rows, ordinals: see `Segments`. text: of each row, its tokens that are not visual. arrived: the tokens that
-    reach the first stage. at_least: may have a cut keep more tokens than its budget says. stages: what is known ahead;
-    a method may keep another number than it is asked for, and a later one is then told by `stage`.
+    reach the first stage. at_least: may have a cut keep more tokens than its budget says. stages: the stages as
+    planned. A method may keep another number than its budget says; `stage` then plans the later ones anew.
     """
 
     shape: DecoderShape

@@ -57,7 +57,7 @@ class Report:
         self.stats.overhead_ms = (self.stats.overhead_ms or 0.0) + 1000 * seconds
 
     def cut(self, call: Call, step: Any, selection: Selection, before: Segments) -> None:
-        """A cut was made; `call` holds the state after it."""
+        """Record a cut; `call` holds the state after it."""
         self._note(call, call.layout, call.segments.counts, step, selection, before)
 
     def unmerge(self, call: Call, merged: Merged, layout: Layout) -> None:
@@ -121,8 +121,10 @@ class Report:
         )
 
     def _attention(self, row: int, widths: Sequence[int], whole: int) -> list[float]:
-        """The share of causal attention's pairs that each layer computes for a row; above 1 where attention runs over
-        more tokens than the layer's weights."""
+        """Return the share of causal attention's pairs that each layer computes for a row.
+
+        It is above 1 where attention runs over more tokens than the layer's weights.
+        """
         if self.whole_attention:
             return [(whole / max(1, width)) ** 2 for width in widths]
         full = [max(1, width * (width + 1) // 2) for width in widths]
@@ -165,7 +167,7 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> 
         return
     mask = call.arguments.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != call.past + length:
-        mask = None  # nobody tells of padding
+        mask = None  # padding is not known
     seen = []
     for index, slots, size in held:
         positions = torch.arange(call.past + length).expand(rows, -1)
@@ -209,7 +211,7 @@ def _slots_of(cache: Any, index: int, layer: Any, full: int) -> int:
 
 
 def _filled_layers(cache: Any) -> list[tuple[int, Any]]:
-    """The layers of a cache that hold keys, with their numbers."""
+    """Return (index, layer) of the layers of a cache that hold keys."""
     layers = enumerate(getattr(cache, "layers", []))
     return [(index, layer) for index, layer in layers if slots_handed_out(layer)]
 

@@ -68,7 +68,7 @@ def guard_for(
             continue
         floors = {kind: guard.floors.get(kind, table.of(method.name, kind)) for kind in KINDS}
         share = share_of(budget)
-        # Several methods take tokens from each other: only alone can a share be told to be enough.
+        # Several methods take tokens from each other: a share is known to be enough only for a method alone.
         if len(methods) > 1 or share is None or share < max(floors.values()):
             watched.append(Watched.of(method, budget, floors, len(adapter.decoder.layers)))
     return GuardPart(adapter, guard, watched, table, tokenizer_of(processor)) if watched else None
@@ -86,7 +86,8 @@ def tokenizer_of(processor: Any) -> Any:
 
 
 def check_processor(processor: Any, guard: Guard, methods: Sequence[Method]) -> None:
-    """Raise OptionError for a processor that the guard cannot read prompts with. With the guard off nobody reads it."""
+    """Raise OptionError for a processor that the guard cannot read prompts with. With the guard off it is not
+    read."""
     names = ", ".join(method.name for method in methods)
     if guard.mode != "off" and tokenizer_of(processor) is None:
         raise OptionError(
@@ -123,7 +124,7 @@ class GuardPart(Part):
         logger.info("%s", self.line)
 
     def _here(self) -> dict[str, Any]:
-        """What this thread waits for: a look at images that are being encoded, a verdict that was not said yet."""
+        """Return this thread's pending results: the looks at images being encoded, and a verdict not reported yet."""
         return states().setdefault(self, {})
 
     # -- images
@@ -162,7 +163,7 @@ class GuardPart(Part):
             self._say(verdict)
 
     def _read(self, call: Call) -> dict[int, tuple[str, ...]] | None:
-        """The kinds of question of each row; None if prompts cannot be read."""
+        """Return the kinds of question of each row; None if prompts cannot be read."""
         if self.tokenizer is None or call.host.ids is None:
             return None
         text = call.host.real & ~call.host.visual

@@ -72,9 +72,9 @@ def _of_patches(adapter: Adapter, pixels: Tensor, sizes: Any) -> AsyncValues | N
 
 @dataclass(frozen=True)
 class SegmentLooks:
-    """How much each segment's images look like text.
+    """The likeness of each segment's images to text.
 
-    parts: for each segment, for each piece of image in it, where its values are: (looks, their indices).
+    parts: (looks, indices of its values in them) for each piece of image, of each segment.
     """
 
     parts: list[list[tuple[AsyncValues, Sequence[int]]]]
@@ -83,7 +83,7 @@ class SegmentLooks:
         return all(late.ready() for late in {id(one[0]): one[0] for parts in self.parts for one in parts}.values())
 
     def read(self) -> list[float | None]:
-        """The most of each segment's pieces, None where none was looked at; waits for what has not arrived."""
+        """Return the largest value of each segment's pieces, None where it has none; wait for values on their way."""
         values = {id(late): late.read() for parts in self.parts for late, _ in parts}
         shares = [[_mean([values[id(late)][at] for at in which]) for late, which in parts] for parts in self.parts]
         return [max(of_segment, default=None) for of_segment in shares]

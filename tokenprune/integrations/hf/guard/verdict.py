@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the guard finds of one call: which of its images are left fewer tokens than was measured to be enough."""
+"""The guard's verdict on one call: the images that are left fewer tokens than was measured to be enough."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenprune.statistics import Guarded
 
 
 def share_of(budget: Budget, count: int | None = None) -> float | None:
-    """Return the share of an image's `count` tokens that a budget asks for; None where that is not told by them."""
+    """Return the share of an image's `count` tokens that a budget asks for; None if that is not known."""
     if isinstance(budget.keep, numbers.Integral):
         return None if count is None else min(1.0, int(budget.keep) / count)
     return budget.keep

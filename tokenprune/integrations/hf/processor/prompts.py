@@ -49,7 +49,7 @@ class Prompt:
 
     @property
     def question(self) -> str:
-        """What stands behind the last image."""
+        """The text after the last image."""
         return self.texts[-1]
 
 
@@ -102,7 +102,7 @@ class PromptReader:
 
 
 def is_nested(images: Any) -> bool:
-    """Whether images come as one list for each prompt."""
+    """Return True if images come as one list for each prompt."""
     return isinstance(images, (list, tuple)) and any(isinstance(row, (list, tuple)) for row in images)
 
 

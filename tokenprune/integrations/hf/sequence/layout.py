@@ -35,7 +35,7 @@ class Layout:
 
     @staticmethod
     def full(batch: int, length: int, device: torch.device, counts: list[int] | None = None) -> Layout:
-        """Return the layout of a call from which nothing left. counts: see the class; all of them where not told."""
+        """Return the layout of a call from which nothing left. counts: see the class; None: all tokens."""
         index = torch.arange(length, device=device).expand(batch, length)
         return Layout(index, None, length, [length] * batch if counts is None else counts)
 

@@ -43,7 +43,7 @@ class MaskFunction:
         """Return `[B, 1, Q, K]`, bool (True = may attend) or additive float; None where the attention function needs
         none to be causal.
 
-        queries: long `[B, Q]`, keys: long `[B, K]`, their places; -1 = an empty slot, which nobody sees. whole: whether
+        queries: long `[B, Q]`, keys: long `[B, K]`, their places; -1 = an empty slot, hidden from all. whole: whether
         it is known that the keys are the queries, and none is empty or padding.
         """
         queries, real = queries.to(keys.device), None

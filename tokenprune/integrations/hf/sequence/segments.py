@@ -47,7 +47,7 @@ def feature_counts(output: Any) -> list[int] | None:
 
 
 def feature_total(output: Any) -> int | None:
-    """Return how many features an encoder's output holds in all, or None if it cannot be told."""
+    """Return how many features an encoder's output holds in all, or None if that is not known."""
     counts = feature_counts(output)
     if counts is not None:
         return sum(counts)
@@ -82,7 +82,7 @@ def find_segments(
     row's number and the (first, last + 1) of its runs how many each image consists of; None: one.
     grid_of: tells of an image's number of tokens its grid, where nothing else does. behind_video: tokens of a video
     that follow its last frame.
-    Raises UnsupportedSetupError for a video whose frames cannot be told.
+    Raises UnsupportedSetupError for a video whose frames are not known.
     """
     pieces: list[Piece] = []
     for modality, mask in masks.items():

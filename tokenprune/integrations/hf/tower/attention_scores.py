@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the vision tower shows, brought to the visual tokens that the patches become.
+"""Observables of the vision tower, brought from its patches to the visual tokens that these become.
 
-Queries and keys of the wanted blocks are read as they reach the attention function (after rotary embedding, once), and
-observables are made of them without an attention map (see kernels/attention.py), for any back end. They travel with the
-tower's output, since `generate` encodes images before any forward.
+A hook reads queries and keys of the named blocks as they reach the attention function (after rotary embedding, once).
+The observables are computed of them without an attention map (see kernels/attention.py), for any back end. They travel
+with the tower's output, since `generate` encodes images before any forward.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class EncoderAttention(Part):
                 state.seen[name, index].append(find_observable(name).of_features(features, self.protected))
         open_record(output).attention = state.seen
 
-    # -- behind the tower
+    # -- after the tower
 
     def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         """Images were encoded: leave what was read of their visual tokens in the record on `output`."""
@@ -143,7 +143,7 @@ class _Reading:
 
 
 class EncodedTokens:
-    """What the tower shows of a call's visual tokens."""
+    """Observables of the tower for a call's visual tokens."""
 
     def __init__(self, call: Call, device: torch.device) -> None:
         # For each position of the prompt the number of its visual token, over all modalities.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all merging inside vision towers has in common: what becomes of the merged tokens behind the tower.
+"""The base of all merging inside vision towers: the way of the merged tokens from the tower to the decoder.
 
-The tower gives back what it always does, a feature for each patch: those of a merged token are all the same. Which
-these are travels with the tower's output (`generate` encodes images before any forward). At the decoder's entry one
-visual token of each group is kept, the first.
+The tower returns a feature for each patch, as always; the patches of a merged token have the same one. The groups
+travel with the tower's output, since `generate` encodes images before any forward. At the decoder's entry the first
+visual token of each group is kept.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tokenprune.view.segments import Segments
 
 
 class TowerPatch(Merger, Part):
-    """What all merging inside a tower has in common: its tokens' provenance reaches the decoder's entry.
+    """Base of all merging inside a tower: it brings the provenance of merged tokens to the decoder's entry.
 
-    As the tower ends, a subclass says by `leave_tokens` what became of its tokens; behind it, `groups_of` says which
-    features are one. Both are kept in the `EncoderRecord` of the output.
+    As the tower ends, a subclass calls `leave_tokens` with the owner of each token. After the tower, `groups_of`
+    returns which features are one. Both are kept in the `EncoderRecord` of the output.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TowerPatch(Merger, Part):
 
     @property
     def uneven(self) -> bool:
-        """Whether some rows may be left with fewer tokens than others, so that these are padded."""
+        """True if some rows may be left with fewer tokens than others, and are then padded."""
         return self.method.ragged
 
     def check_bias(self, config: Any) -> None:

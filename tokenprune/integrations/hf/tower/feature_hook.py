@@ -35,7 +35,7 @@ class FeatureRecorder:
         arguments = self.__signature__.bind(*args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
         output = self.encode(arguments, partial(self._run, args, kwargs))
-        # An output that was kept passed by who stands beneath and notes what outputs were made from.
+        # A cached output skips the wrapped encoder, so record its inputs here.
         note = getattr(self.original, "note", None)
         return output if note is None else note(output, args, kwargs)
 

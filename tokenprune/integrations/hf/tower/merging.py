@@ -2,7 +2,7 @@
 """Merging inside towers whose images have rows of their own (CLIP, SigLIP and their like, InternVL); see base.py for
 what lies behind.
 
-Where a square of patches becomes one visual token behind the tower (`PatchSource.unit_side`), such units merge as
+Where a square of patches becomes one visual token after the tower (`PatchSource.unit_side`), such units merge as
 wholes, patch by patch (units.py).
 """
 
@@ -121,7 +121,7 @@ class EncoderPatch(TowerPatch):
         return state.added
 
     def _note_masked(self, state: Merging, observation: Observation) -> None:
-        """What the tower masks has no size: it weighs nothing in what it merges into, and stays masked."""
+        """Give masked patches the size 0: they weigh nothing in a mean, and stay masked."""
         if observation.mask.ndim != 4:
             raise UnsupportedSetupError(
                 f"{self.method.name}: some patches of these images are padding, and attention of this kind takes no "
@@ -157,7 +157,7 @@ class EncoderPatch(TowerPatch):
         self.leave_tokens(output, owners, [sum(rows) for rows in state.counts])
         return output
 
-    # -- behind the tower
+    # -- after the tower
 
     def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor]:
         asked = arguments.get("vision_feature_layer")

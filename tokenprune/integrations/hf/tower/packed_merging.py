@@ -80,7 +80,7 @@ class PackedTowerPatch(TowerPatch):
         return Budget.of_checked(keep), self.shape.of(count)
 
     def _enter_merger(self, module: nn.Module, args: tuple) -> tuple | None:
-        """What reads the blocks' output gets the full grid."""
+        """Hand the full grid to a merger, which reads the blocks' output."""
         state = self.state()
         return None if state is None else (state.restore(args[0], state.owner), *args[1:])
 
@@ -101,7 +101,7 @@ class PackedTowerPatch(TowerPatch):
             output.deepstack_features = [mean_of_groups(x, torch.cat(owners)) for x in features]
         return output
 
-    # -- behind the tower
+    # -- after the tower
 
     def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor] | None:
         owners = record_of(output).owners
@@ -130,14 +130,14 @@ class PackedTowerPatch(TowerPatch):
         return args, kwargs | changed
 
     def _note_qkv(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
-        """Keys before the rotary embedding: what is compared is content, not place."""
+        """Keep the keys before the rotary embedding, so that units are compared by content and not by place."""
         state = self.state()
         if state is not None and state.merges_in(index):
             heads = self.tower.blocks[index].attn.num_heads
             state.keys = output.view(len(output), 3, heads, -1)[:, 1].float().mean(1)
 
     def _bias(self, observation: Any) -> Tensor | None:
-        """The logarithm of the units' sizes, for the next piece that attends to itself."""
+        """Return the logarithm of the units' sizes, for the next piece that attends to itself."""
         state = self.state()
         if state is None or state.size is None:
             return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that were encoded before are not encoded again: what `patch(..., feature_cache=...)` does.
+"""Reuse the features of images that were encoded before: `patch(..., feature_cache=...)`.
 
-What is kept is the encoder's output, ahead of any choice of tokens and of the question, with what methods read in the
-tower on it. So every method chooses as if the tower had run.
+The cache keeps the encoder's output, before any choice of tokens, with the observables that methods read in the tower.
+So every method chooses as if the tower had run.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class FeatureReuse(Part):
         return OfImage.joined([known[key] for key in keys])
 
     def _modules(self) -> list[nn.Module]:
-        """All that images may pass through: what is no part of the decoder."""
+        """Return all modules outside of the decoder: images may pass through each of them."""
         base, decoder = self.adapter.base, self.adapter.decoder
         inside = set() if base is decoder else set(decoder.modules())
         return [one for one in base.modules() if one not in inside]
@@ -165,11 +165,11 @@ def _rows_of(arguments: dict[str, Any], images: Sequence[dict[str, slice]]) -> d
 
 
 def _can_be_kept(output: Any) -> bool:
-    """Whether it is no tuple, which carries no record, and gradients do not go through it."""
+    """Return True if `output` is an object, which can carry a record, and no gradients go through it."""
     return hasattr(output, "pooler_output") and not asks_for_gradients(tensors_of(output))
 
 
 def _stream(modules: Sequence[nn.Module]) -> int:
-    """What is made on one stream of a GPU is not there yet on another."""
+    """Return the GPU stream of `modules`, part of the key: features made on one stream may not be ready on another."""
     device = next((one.device for module in modules for one in module._parameters.values() if one is not None), None)
     return torch.cuda.current_stream(device).cuda_stream if device is not None and device.type == "cuda" else 0

@@ -78,8 +78,8 @@ class TilePatch(EncoderPatch):
         ]
 
     def _cropped(self, count: int, share: float) -> int:
-        """How many of a tile's cropped patches are to be left: the same share as of the others, if blocks that halve
-        can reach it."""
+        """Return how many of a tile's cropped patches to leave: the share of the others, or as near as halving blocks
+        come."""
         least = count
         for _ in range(self.shape.read):
             least -= most(least)

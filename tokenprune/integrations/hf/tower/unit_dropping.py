@@ -52,8 +52,8 @@ class Dropped:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What is about to be encoded: (frames, height, width) in units of each image or video; None: it is not known."""
+class Announced:
+    """The images about to be encoded: (frames, height, width) in units of each image or video; None: not known."""
 
     grids: list[tuple[int, int, int]] | None
 
@@ -95,7 +95,7 @@ class UnitDrop(Part):
 
     def before_encode(self, modality: str, arguments: dict[str, Any]) -> None:
         # GLM's towers are handed each frame of a video as an image of its own.
-        states()[self] = Told(self.adapter.grids(modality, arguments))
+        states()[self] = Announced(self.adapter.grids(modality, arguments))
 
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         pixels = hidden_states(args, kwargs).detach()
@@ -115,8 +115,8 @@ class UnitDrop(Part):
     def _grids(self, patches: int, of_tower: Any) -> list[tuple[int, int, int]]:
         """Return (frames, height, width) in units of each image or video. of_tower: what the tower gets, in
         patches."""
-        told = states().pop(self, None)
-        grids = told.grids if isinstance(told, Told) else None
+        announced = states().pop(self, None)
+        grids = announced.grids if isinstance(announced, Announced) else None
         if grids is not None and sum(map(math.prod, grids)) * self.unit == patches:
             return grids
         side = self.tower.spatial_merge_size
@@ -189,7 +189,7 @@ class UnitDrop(Part):
         record.kept, record.block_tokens = state.kept, [count * self.unit] * len(self.tower.blocks)
         return output
 
-    # -- behind the tower
+    # -- after the tower
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         if not call.has_images:
