@@ -12,7 +12,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step, plan_cuts
-from tokenprune.integrations.hf.forward.stats import Report
+from tokenprune.integrations.hf.forward.report import Report
 from tokenprune.integrations.hf.sequence.segments import RunsPerImage, find_segments
 from tokenprune.shapes.decoder import DecoderShape
 

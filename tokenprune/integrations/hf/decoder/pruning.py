@@ -16,6 +16,7 @@ from tokenprune.integrations.hf.decoder.method_inputs import Sources
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.forward.stats import note_cut
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
 from tokenprune.integrations.shared.row_ends import keep_row_ends
@@ -74,7 +75,7 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
     call.segments = keep_segments(segments, left, counts)
     if (carries := call.state.get(Carries)) is not None:
         carries.follow(left)
-    call.report.cut(call, step, selection, segments)
+    note_cut(call, step, selection, segments)
     return gather_tokens(hidden, slots, 1)
 
 

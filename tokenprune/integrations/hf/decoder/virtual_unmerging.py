@@ -26,6 +26,7 @@ from tokenprune.integrations.hf.decoder.checks import check_arguments, reruns_la
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged
+from tokenprune.integrations.hf.forward.stats import note_unmerging
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
 from tokenprune.ops.transfer import to_device
@@ -173,7 +174,7 @@ class VirtualUnmerging(Part):
         batch, length = inputs.embeds.shape[:2]
         segments = call.segments.to(merged.selection.keep.device)
         unmerged = Unmerged.of(merged.selection, segments, batch, length, call.host.padding_to_drop)
-        call.report.unmerge(call, merged, unmerged.layout)
+        note_unmerging(call, merged, unmerged.layout)
         call.state.put(unmerged)
 
     # -- hooks

@@ -18,7 +18,7 @@ from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.plan import Plan
-    from tokenprune.integrations.hf.forward.stats import Report
+    from tokenprune.integrations.hf.forward.report import Report
 
 T = TypeVar("T")
 

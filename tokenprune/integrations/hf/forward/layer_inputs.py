@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,21 @@ from tokenprune.integrations.shared.attachable import hidden_states
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache.decode_state import DecodeState
-    from tokenprune.integrations.hf.families import Adapter
 
 T = TypeVar("T")
+
+
+class LayerFacts(Protocol):
+    """Facts about the layers of a decoder; see `Adapter`, which has them."""
+
+    @property
+    def stateful(self) -> Collection[int]: ...
+
+    @property
+    def attention(self) -> str: ...
+
+    @property
+    def layer_tokens(self) -> Mapping[str | int, int]: ...
 
 
 def columns_for(
@@ -93,7 +105,7 @@ class LayerInputs:
     # -- arguments of a layer
 
     def arguments(
-        self, layer: int, args: tuple, kwargs: dict[str, Any], adapter: Adapter, keys: KeySpan | None
+        self, layer: int, args: tuple, kwargs: dict[str, Any], adapter: LayerFacts, keys: KeySpan | None
     ) -> tuple[tuple, dict[str, Any]]:
         """Return the arguments of `layer` for its tokens; the hidden states among them are in the group's layout
         already. keys: which of `columns` the layer attends to; None: it needs no mask."""

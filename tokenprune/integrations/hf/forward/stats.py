@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects what a forward of a patched model removed, and turns it into `Stats`."""
+"""Statistics of a forward of a patched model: its `Report`, and the state of its cache, become `Stats`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,120 +14,54 @@ from tokenprune.base import Selection
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out, stored_bytes
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from tokenprune.integrations.hf.cache.static_cache import StaticReduction, is_static
-from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.statistics import Cut, Removal, Stats
+from tokenprune.statistics import Cut, Stats
 from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
-    from tokenprune.integrations.hf.forward.plan import Merged
+    from tokenprune.integrations.hf.forward.plan import Merged, Step
     from tokenprune.integrations.hf.sequence.layout import Layout
 
 
-@dataclass(frozen=True)
-class _Group:
-    """The decoder layers from `first` on see the same tokens: visual ones over the whole batch, all tokens of each row,
-    and the slots that a row has; cut: whether that is by a cut."""
-
-    first: int
-    visual: int
-    tokens: list[int]
-    width: int
-    cut: bool = True
+def note_cut(call: Call, step: Step, selection: Selection, before: Segments) -> None:
+    """Record a cut; `call` holds the state after it."""
+    _note(call, call.layout, call.segments.counts, step, selection, before)
 
 
-class Report:
-    """The removals of one forward; belongs to its call, and becomes the model's `Stats` when the decoder is done. What
-    costs time, or would ask the device, is left to whoever asks for the statistics (`Stats.finalize`).
+def note_unmerging(call: Call, merged: Merged, layout: Layout) -> None:
+    """Record tokens that the tower merged and that stay one for the decoder's weights, which run on those of `layout`,
+    but not for its attention and cache."""
+    call.report.whole_attention = True
+    _note(call, layout, merged.counts, merged.step, merged.selection, call.segments)
 
-    segments: the visual tokens that reach the decoder; tokens: of each row, padding left out; length: slots of a row of
-    the decoder's input.
-    """
 
-    def __init__(self, shape: DecoderShape, segments: Segments, tokens: list[int], length: int, record: bool) -> None:
-        self.shape, self.tokens, self.length, self.record = shape, tokens, length, record
-        self.stats = Stats(visual_tokens_in=sum(segments.counts))
-        self.groups = [_Group(0, sum(segments.counts), tokens, length, cut=False)]
-        self.whole_attention = False
-        # Of layers whose attention goes in blocks: pairs of query and key of each row.
-        self.pairs: dict[int, list[int]] = {}
+def _note(call: Call, layout: Layout, counts: list[int], step: Step, selection: Selection, before: Segments) -> None:
+    call.report.note(step, layout, before, counts)
+    if call.report.record:
+        call.report.stats.defer(_cut_record(call, layout, step, selection, before))
 
-    def add_time(self, seconds: float) -> None:
-        self.stats.overhead_ms = (self.stats.overhead_ms or 0.0) + 1000 * seconds
 
-    def cut(self, call: Call, step: Any, selection: Selection, before: Segments) -> None:
-        """Record a cut; `call` holds the state after it."""
-        self._note(call, call.layout, call.segments.counts, step, selection, before)
+def _finish(call: Call, cache: Any) -> Stats:
+    """Return the `Stats` of a call with images; `cache` holds what the decoder cached, None if it cached nothing."""
+    report = call.report
+    note_bytes(report.stats, call, cache, report.length, len(report.tokens))
+    report.stats.defer(report.add_closed_forms)
+    if call.active and (ends := call.host.visual_ends):
+        report.stats.defer(partial(_note_lost_ends, call.layout, ends))
+    return report.stats
 
-    def unmerge(self, call: Call, merged: Merged, layout: Layout) -> None:
-        """Tokens that the tower merged stay one for the decoder's weights, which run on those of `layout`, but not for
-        its attention and cache."""
-        self.whole_attention = True
-        self._note(call, layout, merged.counts, merged.step, merged.selection, call.segments)
 
-    def _note(
-        self, call: Call, layout: Layout, counts: list[int], step: Any, selection: Selection, before: Segments
-    ) -> None:
-        was, now = sum(before.counts), sum(counts)
-        self.stats.removals.append(Removal(step.method.site, step.layer, step.method.name, was, now))
-        group = _Group(step.layer, now, layout.counts, layout.width)
-        self.groups = [*(group for group in self.groups if group.first < step.layer), group]
-        if self.record:
-            self.stats.defer(_cut_record(call, layout, step, selection, before))
-
-    def finish(self, call: Call, cache: Any) -> Stats:
-        """Return the `Stats`; `cache` holds what the decoder cached, None if it cached nothing."""
-        note_bytes(self.stats, call, cache, self.length, len(self.tokens))
-        self.stats.defer(self._closed_forms)
-        if call.active and (ends := call.host.visual_ends):
-            self.stats.defer(partial(_note_lost_ends, call.layout, ends))
-        return self.stats
-
-    def cached_tokens(self, call: Call, layer: int, slots: int) -> int:
-        """Return how many tokens the last `slots` slots of the rows hold after this forward, if the cache was empty
-        before."""
-        group = next(group for group in reversed(self.groups) if group.first <= layer)
-        if group.cut and not self.whole_attention:
-            return sum(min(slots, tokens) for tokens in group.tokens)  # at the right end of each row
-        padding = call.host.padding_to_drop
-        if padding is None:
-            return min(slots, self.length) * len(self.tokens)
-        return int((~padding[:, -slots:]).sum())
-
-    def _closed_forms(self, stats: Stats) -> None:
-        layers = self.shape.layers
-        ends = [group.first for group in self.groups[1:]] + [layers]
-        per_layer = [group for group, end in zip(self.groups, ends, strict=True) for _ in range(end - group.first)]
-        stats.visual_tokens_per_layer = [group.visual for group in per_layer]
-        stats.visual_tokens_out = stats.visual_tokens_per_layer[-1]
-        stats.keep_ratio = stats.visual_tokens_out / stats.visual_tokens_in
-
-        rows = list(zip(*(group.tokens for group in per_layer), strict=True))
-        stats.width_per_layer = [group.width for group in per_layer]
-        slots = len(rows) * sum(stats.width_per_layer)
-        stats.padding_share = 1 - sum(map(sum, rows)) / slots
-        stats.prefill_flops = self._flops([stats.width_per_layer] * len(rows), [self.length] * len(rows))
-        stats.prefill_flops_full = len(rows) * self.shape.prefill_flops([self.length] * layers)
-        stats.prefill_flops_ratio = stats.prefill_flops / stats.prefill_flops_full
-        whole = sum(self.shape.prefill_flops([tokens] * layers) for tokens in self.tokens)
-        stats.prefill_flops_ratio_tokens = self._flops(rows, self.tokens) / whole
-
-    def _flops(self, rows: Sequence[Sequence[int]], whole: list[int]) -> float:
-        """FLOPs of rows with so many tokens in each layer; whole: those that each row came with."""
-        return sum(
-            self.shape.prefill_flops(list(row), self._attention(index, row, tokens))
-            for index, (row, tokens) in enumerate(zip(rows, whole, strict=True))
-        )
-
-    def _attention(self, row: int, widths: Sequence[int], whole: int) -> list[float]:
-        """Return the share of causal attention's pairs that each layer computes for a row.
-
-        It is above 1 where attention runs over more tokens than the layer's weights.
-        """
-        if self.whole_attention:
-            return [(whole / max(1, width)) ** 2 for width in widths]
-        full = [max(1, width * (width + 1) // 2) for width in widths]
-        return [self.pairs[layer][row] / all_ if layer in self.pairs else 1.0 for layer, all_ in enumerate(full)]
+def _cached_tokens(call: Call, layer: int, slots: int) -> int:
+    """Return how many tokens the last `slots` slots of the rows hold after this forward, if the cache was empty
+    before."""
+    report = call.report
+    group = report.group_of(layer)
+    if group.cut and not report.whole_attention:
+        return sum(min(slots, tokens) for tokens in group.tokens)  # at the right end of each row
+    padding = call.host.padding_to_drop
+    if padding is None:
+        return min(slots, report.length) * len(report.tokens)
+    return int((~padding[:, -slots:]).sum())
 
 
 def _note_lost_ends(layout: Layout, ends: list[tuple[int, int]], stats: Stats) -> None:
@@ -143,9 +76,9 @@ def _note_lost_ends(layout: Layout, ends: list[tuple[int, int]], stats: Stats) -
 
 def stats_after(call: Call, cache: Any) -> Stats | None:
     """Return the statistics after a call: its own where it has images, else those of the prefill that its cache
-    continues; None where there are neither. cache: see `Report.finish`."""
+    continues; None where there are neither. cache: see `_finish`."""
     if call.has_images:
-        return call.report.finish(call, cache)
+        return _finish(call, cache)
     if (decode := call.cached.decode) is None:
         return None
     note_bytes(decode.stats, call, cache, call.layout.length, len(decode.visual))
@@ -162,7 +95,7 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> 
     held = [(index, slots_handed_out(layer), stored_bytes(layer)) for index, layer in _filled_layers(cache)]
     if call.has_images and not call.past:
         stats.kv_bytes_tokens = sum(
-            size * call.report.cached_tokens(call, index, slots) // (rows * slots) for index, slots, size in held
+            size * _cached_tokens(call, index, slots) // (rows * slots) for index, slots, size in held
         )
         return
     mask = call.arguments.get("attention_mask")
@@ -217,7 +150,7 @@ def _filled_layers(cache: Any) -> list[tuple[int, Any]]:
 
 
 def _cut_record(
-    call: Call, layout: Layout, step: Any, selection: Selection, before: Segments
+    call: Call, layout: Layout, step: Step, selection: Selection, before: Segments
 ) -> Callable[[Stats], None]:
     """Return a function that adds a `Cut` to the statistics; until then nothing is read of the device."""
     positions = layout.positions()
