@@ -80,6 +80,7 @@ class Fitter:
     def run(self, subject: Model, samples: Samples, out: Path, step: Callable[[str, int, int], None]) -> Any:
         """Return what the method's `fit` returns, which writes `out`. step: gets a label, the samples done, and all."""
         progress = partial(_tell, step, f"fit {self.name}", len(samples))
+        assert self.cls.fit is not None  # see `__init__`
         return self.cls.fit(subject.model, samples, out, progress=progress, **self.options)
 
     def _value(self, option: str, text: str | bool) -> Any:
@@ -102,7 +103,10 @@ def fittable() -> list[str]:
 
 def fit_options(name: str) -> dict[str, tuple[Any, Any]]:
     """Return the type and the default of each option of a method's `fit`: its keyword arguments."""
-    fit = inspect.unwrap(method_class(name).fit)
+    own = method_class(name).fit
+    if own is None:
+        raise OptionError(f"{name!r} is no method that is fitted: use one of {', '.join(fittable())}")
+    fit = inspect.unwrap(own)
     found = {
         one.name: one
         for one in inspect.signature(fit).parameters.values()

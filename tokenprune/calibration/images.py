@@ -25,10 +25,12 @@ class ImageFiles:
 
     def __init__(self, images: str | Path | Iterable[Any]) -> None:
         self.digest: str | None = None
-        self.items: Iterable[Any] = images
+        self.items: Iterable[Any]
         if isinstance(images, (str, Path)):
             self.items = _files(Path(images))
-        elif not isinstance(images, Iterable):
+        elif isinstance(images, Iterable):
+            self.items = images
+        else:
             raise OptionError(f"images={images!r} must be a folder, or paths, PIL images or tensors")
         self.total = len(self.items) if isinstance(self.items, Sized) else 0
         if isinstance(self.items, Sized) and not self.total:

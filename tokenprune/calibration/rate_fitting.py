@@ -14,6 +14,7 @@ from transformers import LogitsProcessor
 
 from tokenprune.api import is_patched, patched
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
+from tokenprune.integrations.hf.cache.decode_state import DecodeState
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.methods.decode.dyrate import DyRate
@@ -121,17 +122,19 @@ def _label(
     answer = full.sequences[:, full.sequences.shape[1] - len(full.logits) :]
     wanted = torch.stack(full.logits[1:], 1).float().log_softmax(-1)
     labels = torch.zeros(wanted.shape[:2], dtype=torch.long, device=wanted.device)
+    state: DecodeState | None = None
     for number, method in enumerate(methods):
         with patched(model, method, keep=keep, guard="off"):
             forced = model.generate(**sample, **options, logits_processor=[_Forced(answer)])
         reduction = reduction_of(forced.past_key_values)
-        if reduction is None or reduction.decode is None:
+        state = None if reduction is None else reduction.decode
+        if state is None:
             return none, none  # no image, or one so small that `keep` keeps all of it
         got = torch.stack(forced.logits[1:], 1).float().log_softmax(-1)
         near = (wanted.exp() * (wanted - got)).nan_to_num(0.0).sum(-1) <= divergence
         labels[near] = number
+    assert state is not None  # there is a method for each rate
     # The layers that are observed keep every token: the masses are the same under each rate.
-    state = reduction.decode
     rows = (state.start < state.visual).to(labels.device)
     used = rows[:, None] & ~_ended(answer, model.generation_config.eos_token_id)
     return state.masses[:, 1:][used.to(state.masses.device)].cpu(), labels[used].cpu()

@@ -69,6 +69,7 @@ def calibrate(
     calibrators = [Calibrator(schedule=schedule) for _ in keeps]
     parts = [_part(model, one, share) for one, share in zip(calibrators, keeps, strict=True)]
     tower = parts[0].shape
+    assert tower.module is not None  # engines give it
     source, pixels = ImageFiles(images), _pixels(parts[0], model, processor)
     settings = {"keeps": keeps, "schedule": schedule, "batch_size": batch_size}
     state = State.start(out, source, tower, settings, resume)
@@ -93,8 +94,8 @@ def calibrate(
         model.train(training)
     if not state.images:
         raise OptionError("images is empty: calibration takes images like those that the model will see")
-    values = state.sums / state.batches
-    result = Thresholds(dict(zip(keeps, values.float(), strict=True)), tower.fingerprint, state.images, settings)
+    means = state.sums / state.batches
+    result = Thresholds(dict(zip(keeps, means.float(), strict=True)), tower.fingerprint, state.images, settings)
     if out is not None:
         result.save(out)
         state.remove()
@@ -152,8 +153,9 @@ def _part(model: Any, calibrator: Calibrator, keep: float) -> Merger:
 
 
 def _pixels(part: Merger, model: Any, processor: Any) -> Pixels:
-    packed = hasattr(part.shape.module, "spatial_merge_size")
-    return (PackedPixels if packed else Pixels)(model, part.shape.module, processor)
+    module = part.shape.module
+    assert module is not None  # engines give it
+    return (PackedPixels if hasattr(module, "spatial_merge_size") else Pixels)(model, module, processor)
 
 
 @contextmanager

@@ -69,8 +69,8 @@ class Apart:
         into = torch.arange(width + 1, device=keys.device).repeat(rows, 1)
         before = list(counts)
         for kind in self.kinds:
-            if kind.plan[index] is not None:
-                self._match(kind, kind.plan[index], keys, into, counts)
+            if (matcher := kind.plan[index]) is not None:
+                self._match(kind, matcher, keys, into, counts)
         if counts == before:
             return None
         return self._merge(into[:, :-1], before, counts)

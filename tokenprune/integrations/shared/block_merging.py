@@ -205,7 +205,7 @@ class Merger(Attachable):
         if state.keys is None:
             raise UnsupportedSetupError(f"{self.method.name}: block {index} of the tower showed no attention keys")
         with torch.no_grad():
-            merge = self._find(match, state)
+            merge = self._find(match, state.keys, state)
         state.keys = None
         if merge is None:
             return None
@@ -221,12 +221,12 @@ class Merger(Attachable):
         state.left = merge.left or [merge.keep.shape[1]] * len(state.left)
         return (state.merged, *args[1:])
 
-    def _find(self, match: Matcher, state: Merging) -> Merge | None:
-        """Return the merge of the block whose keys were noted."""
+    def _find(self, match: Matcher, noted: Tensor, state: Merging) -> Merge | None:
+        """Return the merge of the block whose keys, or what else matchers read, were `noted`."""
         left = state.left if state.padded else None
         if self.method.reads:
-            return match(state.keys, left)
-        keys = state.keys.float().mean(dim=1)
+            return match(noted, left)
+        keys = noted.float().mean(dim=1)
         if self.units is None:
             return match(keys, left)
         order = None if state.ordered else self.units.order(keys.shape[1], keys.device)

@@ -138,19 +138,21 @@ class Packed:
 
     def _match(self, index: int) -> Tensor | None:
         """Return for each unit left the place of the one that it joins; None if none does."""
+        assert self.keys is not None  # see `merge`
         metric = self.keys.view(len(self.kept), -1)
         starts = [sum(self.left[:frame]) for frame in range(len(self.left))]
         into = torch.arange(len(metric) + 1, device=metric.device)
         merges = False
         for frames, plan in self.plans:
-            if plan[index] is None:
+            matcher = plan[index]
+            if matcher is None:
                 continue
             counts = [self.left[frame] for frame in frames]
             ragged = min(counts) < max(counts)
             places = torch.arange(max(counts), device=metric.device)
             rows = to_device([starts[frame] for frame in frames], metric.device)[:, None] + places
             # What lies behind a shorter frame is padding to the matcher, whatever it holds.
-            merge = plan[index](metric[rows.clamp(max=len(metric) - 1)], counts if ragged else None)
+            merge = matcher(metric[rows.clamp(max=len(metric) - 1)], counts if ragged else None)
             if merge is None:
                 continue
             merges = True

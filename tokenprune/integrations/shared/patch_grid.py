@@ -177,12 +177,12 @@ def _runs(source: PatchSource, grids: list[tuple[int, int, int]] | None, scores:
     if grids is None or sum(map(math.prod, grids)) * size != len(scores):
         return None
     tokens = scores.view(-1, size, scores.shape[-1]).mean(1)
-    cells, start = [], 0
+    of_images, start = [], 0
     for frames, height, width in grids:
-        cells.append(_grid_cells(frames, height, width, size, scores.device))
-        cells[-1][:, 0] += start  # frames of all images are numbered through
+        of_images.append(_grid_cells(frames, height, width, size, scores.device))
+        of_images[-1][:, 0] += start  # frames of all images are numbered through
         start += frames
-    cells = torch.cat(cells)
+    cells = torch.cat(of_images)
     window = getattr(vision, "window_size", None)
     if window and getattr(vision, "fullatt_block_indexes", None) is not None:
         # Inside the tower tokens stand window by window; each window, and each token in it, in raster order.

@@ -33,8 +33,8 @@ class PixelCounts:
             own = rows[::copies]
             if rows == [count for count in own for _ in range(copies)] and (found := self._find(sum(own))) is not None:
                 return copies * found
-        found_each = [self._find(count) for count in rows]
-        return None if None in found_each else sum(found_each)
+        found_each = [found for count in rows if (found := self._find(count)) is not None]
+        return sum(found_each) if len(found_each) == len(rows) else None
 
     def _find(self, made: int) -> int | None:
         """Return the full count of the calls of `made` tokens; None if there are none, or they differ in it."""

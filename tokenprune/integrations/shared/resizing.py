@@ -6,15 +6,18 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from tokenprune.base import Method
+from tokenprune.base import ResizeMethod
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
 from tokenprune.shapes.token_counts import Reader, countable_processors, image_processor_of, rule_for
 from tokenprune.view.images import InputImage, collect
+
+# `Rule.grid`.
+Grid = Callable[[Reader, int, int], tuple[int, int, int, int, int]]
 
 
 class Resizer:
@@ -28,7 +31,7 @@ class Resizer:
     Raises OptionError without a processor, BudgetError for a budget that is no share, UnsupportedSetupError for None.
     """
 
-    def __init__(self, method: Method, budget: Budget, processor: Any, adapter: Any = None) -> None:
+    def __init__(self, method: ResizeMethod, budget: Budget, processor: Any, adapter: Any = None) -> None:
         self.method, self.budget, self.adapter, self.processor = method, budget, adapter, processor
         self.image_processor = image_processor_of(processor)
         self.identity = budget.is_identity()
@@ -99,25 +102,24 @@ class Resizer:
         if self.identity:
             return images, kwargs
         read = Reader(self.processor, kwargs)
-        counted = self.rule.count if self.rule else None
-        left = iter(questions)
+        rule, left = self.rule, iter(questions)
 
         def make(image: Any, prompt: int, companions: int) -> InputImage:
-            count = counted and (lambda height, width: counted(read, height, width, companions))
+            count = None if rule is None else lambda height, width: rule.count(read, height, width, companions)
             return InputImage(image, kwargs.get("input_data_format"), prompt, companions, count, next(left, ""))
 
         found, rebuild = collect(self.image_processor.fetch_images(images), make)
         if not found:
             return images, kwargs
-        shares = self.method.shares(found, float(self.budget.keep), self.budget.per)
+        shares = self.method.shares(found, self.share, self.budget.per)
         if self.resizing == "target":
             # Images of a call are stacked, so they have one size.
             share = 1.0 if max(shares) >= 1 else sum(shares) / len(shares)
             kwargs = kwargs | self._target(read, share)
             self._note(found, [one.size for one in found], kwargs)
             return images, kwargs
-        if self.rule is not None and self.rule.grid is not None:
-            sizes, size = self._on_grid(read, found, shares)
+        if rule is not None and rule.grid is not None:
+            sizes, size = _on_grid(rule.grid, read, found, shares)
             kwargs = {name: value for name, value in kwargs.items() if name not in ("min_pixels", "max_pixels")}
             kwargs["size"] = size
         else:
@@ -129,24 +131,9 @@ class Resizer:
         """Remember how many tokens `images` make with `sizes` and settings `kwargs`, and would have made."""
         if self.rule is None:
             return
-        read = Reader(self.processor, kwargs)
-        made = [self.rule.count(read, *size, one.companions) for one, size in zip(images, sizes, strict=True)]
+        rule, read = self.rule, Reader(self.processor, kwargs)
+        made = [rule.count(read, *size, one.companions) for one, size in zip(images, sizes, strict=True)]
         self.counts.note(sum(made), sum(image.tokens for image in images))
-
-    def _on_grid(
-        self, read: Reader, images: list[InputImage], shares: list[float]
-    ) -> tuple[list[tuple[int, int]], dict]:
-        """Sizes in whole tokens, which the processor then leaves alone."""
-        sizes = []
-        for image, share in zip(images, shares, strict=True):
-            height, width = image.size
-            rows, columns, factor, least, most = self.rule.grid(read, height, width)
-            # An image of full size is left to the processor, unless it is only made that large by the lower limit,
-            # which has to go: what becomes of an image must not depend on the others in the call.
-            left = share >= 1 and round(height / factor) * round(width / factor) * factor**2 >= least
-            small = token_grid(rows, columns, share)
-            sizes.append(image.size if left else (small[0] * factor, small[1] * factor))
-        return sizes, {"shortest_edge": min(least, factor**2), "longest_edge": most}
 
     def _target(self, read: Reader, share: float) -> dict[str, Any]:
         if read("do_resize") is False:
@@ -165,6 +152,12 @@ class Resizer:
     def _patch(self) -> int:
         return self.adapter.config.vision_config.patch_size
 
+    @property
+    def share(self) -> float:
+        """The share of the tokens to keep."""
+        assert self.budget.keep is not None  # see `_check`
+        return float(self.budget.keep)
+
     def check_tower_pixels(self, height: int, width: int) -> bool:
         """Return whether the tower has to interpolate its positions for pixels of this size; raises
         UnsupportedSetupError for pixels of full size that ought to be smaller."""
@@ -172,12 +165,28 @@ class Resizer:
         if (height, width) != (full, full):
             return True
         patches = full // self._patch
-        if not self.method.by_content and _patches(patches, float(self.budget.keep)) < patches:
+        if not self.method.by_content and _patches(patches, self.share) < patches:
             raise UnsupportedSetupError(
                 f"{self.method.name}: these pixels have the full size: make them with the processor that was given to "
                 "patch()"
             )
         return False
+
+
+def _on_grid(
+    grid: Grid, read: Reader, images: list[InputImage], shares: list[float]
+) -> tuple[list[tuple[int, int]], dict]:
+    """Return sizes in whole tokens, which the processor then leaves alone, and its setting `size` for them."""
+    sizes = []
+    for image, share in zip(images, shares, strict=True):
+        height, width = image.size
+        rows, columns, factor, least, most = grid(read, height, width)
+        # An image of full size is left to the processor, unless it is only made that large by the lower limit,
+        # which has to go: what becomes of an image must not depend on the others in the call.
+        left = share >= 1 and round(height / factor) * round(width / factor) * factor**2 >= least
+        small = token_grid(rows, columns, share)
+        sizes.append(image.size if left else (small[0] * factor, small[1] * factor))
+    return sizes, {"shortest_edge": min(least, factor**2), "longest_edge": most}
 
 
 def token_grid(rows: int, columns: int, share: float) -> tuple[int, int]:
@@ -206,13 +215,18 @@ def _scaled(image: InputImage, share: float) -> tuple[int, int]:
     height, width = image.size
     if share >= 1:
         return height, width
-    if image.count is None:
-        return tuple(max(1, round(side * math.sqrt(share))) for side in (height, width))
+
+    def shrunk(factor: float) -> tuple[int, int]:
+        return max(1, round(height * factor)), max(1, round(width * factor))
+
+    count = image.count
+    if count is None:
+        return shrunk(math.sqrt(share))
     wanted = share * image.tokens
 
     def at(power: float) -> tuple[float, float, tuple[int, int]]:
-        size = tuple(max(1, round(side * 2**-power)) for side in (height, width))
-        return abs(image.count(*size) - wanted), power, size
+        size = shrunk(math.pow(2, -power))
+        return abs(count(*size) - wanted), power, size
 
     # Counts go in steps, which are not quite monotone: look at all octaves coarsely, then finely around the best.
     octaves = math.ceil(math.log2(max(height, width)))

@@ -85,9 +85,11 @@ def merge_tokens(features: Tensor, selection: Selection, segments: Segments, pla
     flat = features.reshape(-1, features.shape[-1])
     nowhere = len(flat)
     weight = torch.ones_like(places, dtype=torch.float32) if selection.weight is None else selection.weight.float()
-    absorbed = segments.mask & (selection.assign >= 0)
-    itself = absorbed & (selection.assign == torch.arange(places.shape[1], device=places.device))
+    assign = selection.assign
+    assert assign is not None  # without it nothing merges
+    absorbed = segments.mask & (assign >= 0)
+    itself = absorbed & (assign == torch.arange(places.shape[1], device=places.device))
     own = weight.new_zeros(nowhere + 1).scatter(0, torch.where(itself, places, nowhere).flatten(), weight.flatten())
-    into = places.gather(1, selection.assign.clamp(min=0))
+    into = places.gather(1, assign.clamp(min=0))
     target = torch.where(absorbed & ~itself, into, nowhere)
     return join(flat, None, own[:-1], places.flatten(), target.flatten(), weight.flatten()).view_as(features)

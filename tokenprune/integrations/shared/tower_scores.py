@@ -6,14 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from tokenprune.base import Pruner
 from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.patch_grid import Placed
-from tokenprune.view.observable import TowerOutput, Where
+from tokenprune.view.observable import TowerBlock, TowerOutput, Where
 from tokenprune.view.registry import find_observable, observables_of
 from tokenprune.view.segments import Patches
 
@@ -58,7 +58,8 @@ def as_patches(cells: Tensor, mask: Tensor, tiles: int) -> Patches:
     numbered from 0."""
     tile = cells[..., 0].masked_fill(~mask, -1)
     first = tile.masked_fill(tile < 0, torch.iinfo(torch.long).max).amin(1, keepdim=True)
-    return Patches(torch.where(tile < 0, -1, tile - first), *cells[..., 1:].unbind(-1), tiles)
+    row, column, height, width, size = cells[..., 1:].unbind(-1)
+    return Patches(torch.where(tile < 0, -1, tile - first), row, column, height, width, size, tiles)
 
 
 def blocks_read(method: Pruner, depth: int, config: Any) -> Blocks:
@@ -69,7 +70,7 @@ def blocks_read(method: Pruner, depth: int, config: Any) -> Blocks:
     """
     layers = {layer: block_index(method, layer, depth, config) for layer in method.encoder_layers}
     names = [one.name for one in observables_of(method.needs, Where.TOWER_BLOCK)]
-    found = {(name, layer): block for name in names for layer, block in layers.items()}
+    found: Blocks = {(name, layer): block for name in names for layer, block in layers.items()}
     outputs = [one for one in observables_of(method.needs, Where.TOWER) if isinstance(one, TowerOutput)]
     found |= {(one.name,): OUTPUT for one in outputs}
     return found or {("patches",): read_block(config, depth)}
@@ -98,13 +99,18 @@ def empty(blocks: Blocks) -> Seen:
     return {(key[0], block): [] for key, block in blocks.items()}
 
 
+def block_observable(name: str) -> TowerBlock:
+    """Return the observable of a tower's block that is registered under `name`."""
+    return cast(TowerBlock, find_observable(name))
+
+
 def take_patches(seen: Seen, block: int, observation: Observation, protected: int, heads: Heads = lambda x: x) -> None:
     """Add to `seen` what its observables of a block say of patches. protected: class tokens in front of them. heads:
     brings `[rows, H, ...]` of all devices together."""
     for name, index in seen:
         if index == block:
             with torch.no_grad():
-                found = heads(find_observable(name).of_patches(observation, protected))
+                found = heads(block_observable(name).of_patches(observation, protected))
             found = found.transpose(1, 2).float()
             seen[name, index].append(found if found.ndim == 3 else found.flatten(2))
 

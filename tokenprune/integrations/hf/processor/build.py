@@ -17,4 +17,6 @@ def patch_for(
 ) -> PixelPatch | ViewPatch:
     """Return the part of a patch that makes `processor` do what `method` says; raises as `PixelPatch` and `ViewPatch`
     do."""
-    return (ViewPatch if isinstance(method, ImageChooser) else PixelPatch)(method, budget, processor, adapter)
+    if isinstance(method, ImageChooser):
+        return ViewPatch(method, budget, processor, adapter)
+    return PixelPatch(method, budget, processor, adapter)

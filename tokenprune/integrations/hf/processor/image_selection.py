@@ -17,7 +17,7 @@ from tokenprune.integrations.hf.processor.marker import MARK, refuse_second_patc
 from tokenprune.integrations.hf.processor.prompts import PromptReader, intercepted, is_nested
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
-from tokenprune.shapes.token_counts import Reader, rule_for
+from tokenprune.shapes.token_counts import Reader, Rule, rule_for
 from tokenprune.view.images import InputImage
 
 
@@ -58,7 +58,7 @@ class ViewPatch(Attachable):
         left = [[row[number] for number in chosen] for row, chosen in zip(rows, kept, strict=True)]
         # An image that is still an address is not fetched only to be counted.
         if self.rule is not None and not any(isinstance(image, str) for row in rows for image in row):
-            self.counts.note(self._tokens(left), self._tokens(rows))
+            self.counts.note(self._tokens(self.rule, left), self._tokens(self.rule, rows))
         if all(len(chosen) == len(row) for chosen, row in zip(kept, rows, strict=True)):
             return images, text
         written = [prompt.keeping(chosen) for prompt, chosen in zip(prompts, kept, strict=True)]
@@ -67,13 +67,14 @@ class ViewPatch(Attachable):
             written[0] if isinstance(text, str) else written,
         )
 
-    def _tokens(self, rows: list[list[Any]]) -> int:
+    def _tokens(self, rule: Rule, rows: list[list[Any]]) -> int:
         """Return how many visual tokens the processor makes of the images of each prompt, all together."""
         read = Reader(self.processor)
-        return sum(self.rule.count(read, *InputImage(image).size, len(row)) for row in rows for image in row)
+        return sum(rule.count(read, *InputImage(image).size, len(row)) for row in rows for image in row)
 
     def _most(self, count: int) -> int:
         keep = self.budget.keep
         if isinstance(keep, numbers.Integral):
             return min(int(keep), count)
+        assert keep is not None  # see `__init__`
         return max(1, math.floor(count * keep + 1e-9))

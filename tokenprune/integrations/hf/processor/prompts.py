@@ -35,7 +35,8 @@ class Prompt:
 
         Blanks between two images go with one of them; words between images stay.
         """
-        parts, between = [self.texts[0]], []
+        parts = [self.texts[0]]
+        between: list[str] = []
         for number, mark in enumerate(self.marks):
             if number in kept:
                 words = [text for text in between if text.strip()]

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -58,10 +59,11 @@ class PixelPatch(Attachable):
             return
         method, videos = self.resizer.method, getattr(self.processor, "video_processor", None)
         if method.videos and videos is not None:
-            self.swap_class(videos, smaller_videos(type(videos), method.name, float(self.resizer.budget.keep)))
+            self.swap_class(videos, smaller_videos(type(videos), method.name, self.resizer.share))
         if self.prompts is not None:
-            self.swap_class(self.processor, intercepted(self.processor, self._around, {}))
+            self.swap_class(self.processor, intercepted(self.processor, partial(self._around, self.prompts), {}))
         if self.resizer.resizing == "target":
+            assert self.adapter is not None  # see `Resizer`
             tower = self.adapter.base.vision_tower
             self.hook(tower.register_forward_pre_hook, self._interpolate, with_kwargs=True)
 
@@ -69,10 +71,10 @@ class PixelPatch(Attachable):
         return f"{self.resizer.method.name} ({self.resizer.budget})"
 
     @contextmanager
-    def _around(self, images: Any, text: Any) -> Iterator[tuple[Any, Any]]:
-        prompts = self.prompts.prompts(text)
-        rows = self.prompts.rows(images, prompts)
-        questions = [self.prompts.question(prompt) for prompt, row in zip(prompts, rows, strict=True) for _ in row]
+    def _around(self, reader: PromptReader, images: Any, text: Any) -> Iterator[tuple[Any, Any]]:
+        prompts = reader.prompts(text)
+        rows = reader.rows(images, prompts)
+        questions = [reader.question(prompt) for prompt, row in zip(prompts, rows, strict=True) for _ in row]
         token = _QUESTIONS.set(questions)
         try:
             yield images, text

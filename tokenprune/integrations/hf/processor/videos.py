@@ -11,7 +11,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.resizing import token_grid
 
 
-def smaller_videos(before: type, name: str, share: float) -> type:
+def smaller_videos(before: Any, name: str, share: float) -> type:
     """Return the class of a video processor that makes frames of `share` of the tokens that `before` makes.
 
     before: one that resizes by `resize(videos=, size=, resample=, factor=)`, as Qwen's do, whose tokens are `factor`
