@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import cache_utils, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -38,8 +38,8 @@ CROP_REMOVES = "tokens_to_remove" in inspect.signature(cache_utils.Cache.crop).p
 RESET_EMPTIES = "reset" in vars(cache_utils.DynamicLayer)
 
 
-def attention_function(name: str, eager: Callable) -> Callable:
-    """Return the attention function of an implementation's name; `eager` is the model's own."""
+def attention_function(name: str, eager: Any) -> Callable:
+    """Return the attention function of an implementation's name; `eager` is the model's own, None if it has none."""
     if hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface"):
         return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     return eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]  # 5.0
@@ -68,7 +68,7 @@ def write_mask(q_length: int, q_offset: int, device: Any, **places: Any) -> Tens
     return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**places | given)
 
 
-def window_order(tower: nn.Module, grids: Tensor) -> Tensor:
+def window_order(tower: Any, grids: Tensor) -> Tensor:
     """Return long `[N]`, the units of all images in the order in which a tower of windows lines them up."""
     if hasattr(tower, "get_window_index"):  # up to 5.9
         return tower.get_window_index(grids)[0]

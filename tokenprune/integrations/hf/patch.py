@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from tokenprune.base import Method, Site
+from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.guard.settings import Guard
@@ -39,6 +39,7 @@ from tokenprune.integrations.hf.tower.reuse import FeatureReuse
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
 from tokenprune.integrations.shared.composition import check_places, composition_key
 from tokenprune.sites.decode import DecodeMethod
+from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import Where
 from tokenprune.view.registry import observables_of
@@ -89,25 +90,31 @@ def _parts(
     parts: list[Part] = []
     for step in stages:
         method, budget = step.method, step.budget
-        match method.site:
-            case Site.PRE_ENCODER:
+        match method:
+            case ResizeMethod() | ImageChooser():
                 pixels.append(patch_for(method, budget, processor, adapter))
-            case Site.IN_ENCODER if not method.is_identity(budget) and isinstance(method, UnitDropper):
+            case UnitDropper() | EncoderMethod() if method.is_identity(budget):
+                pass
+            case UnitDropper():
                 parts.append(UnitDrop(adapter, method, budget, processor))
-            case Site.IN_ENCODER if not method.is_identity(budget):
+            case EncoderMethod():
                 parts.append(tower_patch(adapter, method, budget))
                 if (form := form_of(method)) != "off":
                     parts.append(VirtualUnmerging(adapter, form))
-            case Site.ATTENTION:
+            case AttentionPattern():
                 parts.append(BlockAttention(adapter, method, budget, acting))
-            case Site.PRE_LLM | Site.IN_LLM | Site.DECODE:
+            case Pruner():
                 steps.append(step)
     if processor is not None and not pixels and not any(isinstance(part, UnitDrop) for part in parts):
         check_processor(processor, guard, methods)
     check_steps(steps, adapter)
     # A method that will not cut needs to see nothing.
     cutting = [step.method for step in steps if step.acts]
-    readers = [method for method in cutting if observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)]
+    readers = [
+        method
+        for method in cutting
+        if isinstance(method, Pruner) and observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)
+    ]
     if readers:
         if merging := [part.method for part in parts if isinstance(part, (TowerPatch, UnitDrop))]:
             ahead = "ahead of it" if isinstance(merging[0], UnitDropper) else "on the way"

@@ -19,7 +19,7 @@ class Attachable:
     as a context, a part is attached within."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def attach(self) -> None:
         """Install all hooks; on any error those already installed are removed again."""
@@ -44,7 +44,7 @@ class Attachable:
     def _attach(self) -> None:
         raise NotImplementedError
 
-    def on_detach(self, undo: Callable[[], None]) -> None:
+    def on_detach(self, undo: Callable[[], object]) -> None:
         """Have `undo` called by `detach`."""
         self._undo.append(undo)
 

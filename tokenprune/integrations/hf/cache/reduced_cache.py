@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from tokenprune.integrations.shared.attachable import give_back_class, swap_clas
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache.decode_state import DecodeState
 
-    _Base = Cache  # mixins are put in front of a cache's class
+    _Base: TypeAlias = Cache  # mixins are put in front of a cache's class
 else:
     _Base = object
 
@@ -166,7 +166,7 @@ def reduction_of(cache: Cache | None) -> Reduction | None:
 def attach(cache: Any, reduction: Reduction) -> None:
     """Make `cache` report logical lengths from now on."""
     if not isinstance(cache, _ReducedMixin):
-        swap_class(cache, _reduced_class(type(cache)))
+        swap_class(cache, _reduced_class(cache.__class__))
     cache.tokenprune_reduction = reduction
 
 

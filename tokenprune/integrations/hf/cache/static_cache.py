@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.shared.attachable import give_back_class, swap_class
 
 if TYPE_CHECKING:
-    _Base = Cache  # the mixin is put in front of a cache's class
+    _Base: TypeAlias = Cache  # the mixin is put in front of a cache's class
 else:
     _Base = object
 
@@ -100,7 +100,7 @@ def _reduced_class(cls: type[Cache]) -> type[Cache]:
 def attach(cache: Any, reduction: StaticReduction) -> None:
     """Make `cache` report logical lengths from now on."""
     if not isinstance(cache, ReducedStaticMixin):
-        swap_class(cache, _reduced_class(type(cache)))
+        swap_class(cache, _reduced_class(cache.__class__))
     cache.tokenprune_reduction = reduction
 
 

@@ -176,8 +176,8 @@ class BlockAttention(Part):
             visual = Visual.of(modality, position[:count], number)
             if visual is None:
                 rows[row] = "it is not known which tokens of its video are a frame: pass pixels to the patched model"
-            elif isinstance(rows[row], list):
-                rows[row].append(visual)
+            elif isinstance(of_row := rows[row], list):
+                of_row.append(visual)
         return rows
 
     # -- in each layer

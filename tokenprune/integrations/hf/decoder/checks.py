@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -19,6 +19,7 @@ from tokenprune.integrations.hf.cache.static_cache import check_static, is_stati
 from tokenprune.integrations.hf.decoder import decode_pruning as decoding
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import Where
@@ -43,9 +44,10 @@ def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:
     """Raise an error of ours for a method that may not act on this family; see `tokenprune.abilities`."""
     facts = adapter.facts
     for step in steps:
-        in_tower = isinstance(step.method, (EncoderMethod, UnitDropper))
-        acts = not step.method.is_identity(step.budget) if in_tower else step.acts
-        abilities.check(step.method, facts, acts=acts)
+        method, acts = step.method, step.acts
+        if isinstance(method, (EncoderMethod, UnitDropper)):
+            acts = not method.is_identity(step.budget)
+        abilities.check(method, facts, acts=acts)
 
 
 def check_steps(steps: list[Step], adapter: Adapter) -> None:
@@ -108,7 +110,7 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
             check_static(cache, int(cache.get_seq_length()))
             check_static_call(steps, adapter, in_blocks)
     for step in steps:
-        if step.method.site is Site.DECODE:
+        if isinstance(step.method, DecodeMethod):
             decoding.check_setup(step.method, adapter.text_config, len(kwargs["inputs_embeds"]))
             if isinstance(cache, Cache):
                 decoding.check_cache(step.method, cache)
@@ -153,12 +155,12 @@ def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
             )
 
 
-def reruns_layers(decoder: nn.Module) -> bool:
+def reruns_layers(decoder: Any) -> bool:
     """Return True if the backward pass will run the decoder's layers again (gradient checkpointing)."""
     return decoder.training and getattr(decoder, "gradient_checkpointing", False)
 
 
-def reruns_hooks(decoder: nn.Module) -> bool:
+def reruns_hooks(decoder: Any) -> bool:
     """Return True if the backward pass will run the hooks of these layers again, too.
 
     Versions of transformers after 5.19 checkpoint a layer's `forward` and leave its hooks outside.

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from tokenprune.base import Selection
+from tokenprune.base import Pruner, Selection
 from tokenprune.integrations.hf.attention.observer import Seen
 from tokenprune.integrations.hf.decoder.carry import Carries, carry_of
 from tokenprune.integrations.hf.decoder.kept_inputs import release
@@ -37,7 +38,7 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     seen = adapter.seen(call.extras, step.layer, hidden)
     tokens = VisualTokens(segments, keep, Sources(call, seen, adapter, step.method.needs, carry))
     with torch.no_grad():
-        selection = step.method.select(tokens)
+        selection = cast(Pruner, step.method).select(tokens)
     call.state.pop(Seen)
     release(call, step.layer)
     return apply(call, step, selection, hidden, adapter)

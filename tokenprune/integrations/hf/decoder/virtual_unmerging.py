@@ -86,6 +86,7 @@ class Unmerged:
         places = torch.arange(length, device=device)
         first = places.repeat(batch, 1)
         rows, real = segments.row_index.expand_as(segments.position), segments.mask
+        assert selection.assign is not None and selection.counts is not None  # of a merge in the tower
         target = segments.position.gather(1, selection.assign.clamp(min=0))
         # Padding is written to a scratch entry at the end.
         first = torch.cat([first, first[:, :1]], dim=1)

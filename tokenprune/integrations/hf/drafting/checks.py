@@ -82,7 +82,8 @@ def check_pair(model: nn.Module, draft: nn.Module) -> None:
 
 def _differences(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, value, value) of what decides the number of an image's tokens, where two configs differ."""
-    pairs = [("", one, other), ("vision_config.", *(getattr(x, "vision_config", None) for x in (one, other)))]
+    pairs: list[tuple[str, Any, Any]] = [("", one, other)]
+    pairs.append(("vision_config.", getattr(one, "vision_config", None), getattr(other, "vision_config", None)))
     for where, left, right in pairs:
         for name in _GEOMETRY:
             values = getattr(left, name, None), getattr(right, name, None)

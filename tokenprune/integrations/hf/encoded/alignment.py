@@ -48,7 +48,7 @@ def align_per_image(known: Sequence[T], rows: Sequence[int]) -> list[T | None]:
     if copies and not rest:
         left = iter(known)
         firsts = {row: list(islice(left, rows.count(row))) for row in dict.fromkeys(rows) if row % copies == 0}
-        found = [one for row in dict.fromkeys(rows) for one in firsts.get(row - row % copies, [])]
+        found: list[T | None] = [one for row in dict.fromkeys(rows) for one in firsts.get(row - row % copies, [])]
         if len(found) == len(rows):
             return found
     return [None] * len(rows)

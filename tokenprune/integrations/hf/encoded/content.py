@@ -76,8 +76,6 @@ class Weights:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Weights) and self._seen == other._seen
 
-    __hash__ = None
-
 
 def _tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     held = (chain(module._parameters.values(), module._buffers.values()) for module in modules)

@@ -14,8 +14,11 @@ from tokenprune.statistics import FeatureCacheCounts
 class Entry(Protocol):
     """One value under a key. intact: True if it still holds what was put there."""
 
-    bytes: int
-    intact: bool
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def intact(self) -> bool: ...
 
 
 class FeatureCache:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from tokenprune.guard.images import JoinedValues
+from tokenprune.guard.images import AsyncValues, JoinedValues
 from tokenprune.integrations.hf.encoded.record import KEY, EncoderRecord, record_of
 from tokenprune.integrations.shared.patch_grid import Placed
 from tokenprune.integrations.shared.tower_scores import Encoded
@@ -97,9 +97,9 @@ class OfImage(Kept):
             for kind, part in zip(first.containers, parts, strict=True)
         ]
         if first.record.encoded is not None:
-            record = replace(record, encoded=_joined([one.record.encoded for one in images]))
+            record = replace(record, encoded=_joined(cast(list[Encoded], [one.record.encoded for one in images])))
         if first.record.looks is not None:
-            record = replace(record, looks=JoinedValues([one.record.looks for one in images]))
+            record = replace(record, looks=JoinedValues(cast(list[AsyncValues], [one.record.looks for one in images])))
         values = {"pooler_output": features} | ({"deepstack_features": depths} if depths else {})
         return _output(first.kind, values, record)
 
@@ -124,7 +124,7 @@ def _split(encoded: Encoded | None, counts: list[int]) -> list[Encoded | None] |
     placed = encoded.placed
     if len(placed.cells) != sum(counts):
         return None
-    made = []
+    made: list[Encoded | None] = []
     for number, cells in enumerate(placed.cells.split(counts)):
         values = {key: _alone(value.split(counts)[number]) for key, value in encoded.values.items()}
         tiles = cells[cells[:, 0] >= 0, 0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,6 @@ _POINTWISE = {"mlp", "moe"}
 
 class Adapter(PatchSource):
     """The common contract; it serves every model type that no other adapter names in `families`."""
-
-    base: Any  # modules of transformers, whose attributes have no types
-    decoder: Any
 
     families: tuple[str, ...] = ()
 
@@ -164,7 +161,7 @@ class Adapter(PatchSource):
         return self.row.layer_tokens
 
     @property
-    def resizing(self) -> str | None:
+    def resizing(self) -> Literal["input", "target"] | None:
         """The way in which methods on pixels make fewer tokens: see `Family.resizing`."""
         return self.row.resizing
 
@@ -197,10 +194,10 @@ class Adapter(PatchSource):
     def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
         """Return a bool `[B, L]` mask of placeholders for each modality. `call`: arguments of the base model's
         forward."""
-        ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
+        ids = call.get("input_ids")
         if ids is not None:
             return {modality: ids == token for modality, token in self.placeholders.items()}
-        table = self.base.get_input_embeddings()
+        embeds, table = call["inputs_embeds"], self.base.get_input_embeddings()
         tokens = {m: to_device([token], embeds.device) for m, token in self.placeholders.items()}
         return {m: (embeds == table(token)).all(-1) for m, token in tokens.items()}
 

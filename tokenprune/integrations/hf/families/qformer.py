@@ -49,7 +49,9 @@ class QFormerAdapter(Adapter):
         self.learned_positions = text.model_type == "opt"
         if self.learned_positions:
             self.decoder_names, self.norm_name = ("language_model.model.decoder",), "final_layer_norm"
-        self.outer, decoder = super()._find(model)
+        outer: Any
+        outer, decoder = super()._find(model)
+        self.outer = outer
         return self.outer.language_model, decoder
 
     @property

@@ -102,12 +102,12 @@ class QueryScales(Part):
 
     def _attach(self) -> None:
         for layer in range(len(self.adapter.decoder.layers)):
-            attention = self.adapter.attention_of(layer)
+            attention: Any = self.adapter.attention_of(layer)
             if not attention.use_rope:
                 # Queries are linear in their scale, and nothing else is done to them in these layers.
                 self.hook_in_call(attention.q_proj.register_forward_hook, partial(self._rescale, attention))
 
-    def _rescale(self, attention: nn.Module, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+    def _rescale(self, attention: Any, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         call = self.current()
         if call is None or not call.active or (call.layout.width == call.layout.length and call.layout.valid is None):
             return None
@@ -206,7 +206,8 @@ class LatentAdapter(Adapter):
         return None if sizes is None else [(1, h // height, w // width) for _, h, w in sizes.tolist()]
 
     def cached_keys(self, layer: int, cache: Any) -> Tensor:
-        return self.attention_of(layer).expand_kv(keys_of(cache, layer), values_of(cache, layer))[0]
+        attention: Any = self.attention_of(layer)
+        return attention.expand_kv(keys_of(cache, layer), values_of(cache, layer))[0]
 
 
 @register_adapter

@@ -95,12 +95,12 @@ def _mean(values: list[float]) -> float:
 
 def looks_of_segments(call: Call, adapter: Adapter) -> SegmentLooks:
     """Match what was seen of a call's images with its segments."""
-    pieces = []  # (row, first position, its looks)
+    pieces: list[tuple[int, int, list[tuple[AsyncValues, Sequence[int]]]]] = []  # (row, first position, its looks)
     for modality, output in call.outputs.items():
         mask, looks = call.host.masks[modality], record_of(output).looks
         known = output if adapter.features_per_image else None
         for row, columns, which in _matched(modality, mask, output, known, looks, adapter.step_within_image):
-            pieces.append((row, int(columns[0]), [] if which is None else [(looks, which)]))
+            pieces.append((row, int(columns[0]), [] if which is None or looks is None else [(looks, which)]))
     pieces.sort(key=lambda piece: piece[:2])
     rows = call.segments.row
     if [piece[0] for piece in pieces] == rows:

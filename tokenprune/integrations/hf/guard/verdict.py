@@ -46,8 +46,9 @@ class Watched:
         original = [count]
         for method, share in self.stages[kind]:
             if count and method.cut_layer <= layer:
-                about = dict(layer=method.cut_layer, shape=shape, text_tokens=0, original=original)
-                number = share.resolve([count], **about)[0]
+                (number,) = share.resolve(
+                    [count], layer=method.cut_layer, shape=shape, text_tokens=0, original=original
+                )
                 count = allowed(method, count, number)
         return count
 

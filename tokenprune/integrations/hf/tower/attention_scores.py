@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from tokenprune.integrations.shared.tower_scores import (
     without_tower,
 )
 from tokenprune.ops.transfer import to_device
+from tokenprune.view.observable import TowerOutput
 from tokenprune.view.registry import find_observable
 from tokenprune.view.segments import Patches, Segments
 
@@ -71,7 +72,7 @@ class EncoderAttention(Part):
         for method in methods:
             self.blocks |= blocks_read(method, len(blocks), adapter.config)
         for index in set(self.blocks.values()) - {OUTPUT}:
-            Observer(self.attentions[index], self._record)  # raises what cannot be observed
+            Observer(self.attentions[index], partial(self._record, index))  # raises what cannot be observed
 
     # -- inside the tower
 
@@ -110,7 +111,8 @@ class EncoderAttention(Part):
             if index == OUTPUT:
                 features = tower_features(output, self.adapter.config).detach().float()
                 features = features if features.ndim == 3 else features[None]
-                state.seen[name, index].append(find_observable(name).of_features(features, self.protected))
+                observable = cast(TowerOutput, find_observable(name))
+                state.seen[name, index].append(observable.of_features(features, self.protected))
         open_record(output).attention = state.seen
 
     # -- after the tower
@@ -148,7 +150,7 @@ class EncodedTokens:
     def __init__(self, call: Call, device: torch.device) -> None:
         # For each position of the prompt the number of its visual token, over all modalities.
         self.device, self.parts, start = device, [], 0
-        self.index = None
+        self.index: Tensor | None = None
         for modality, output in call.outputs.items():
             encoded, mask = record_of(output).encoded, call.host.masks[modality]
             if encoded is None:
@@ -178,6 +180,7 @@ class EncodedTokens:
         return as_patches(cells[self._tokens(segments)], segments.mask, sum(part.placed.tiles for part in self.parts))
 
     def _tokens(self, segments: Segments) -> Tensor:
+        assert self.index is not None  # visual tokens come from an encoder
         return self.index[segments.row_index, segments.position]
 
 

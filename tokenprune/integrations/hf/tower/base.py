@@ -91,12 +91,13 @@ class TowerPatch(Merger, Part):
 
     def select(self, call: Call, segments: Segments) -> Selection | None:
         """Return which of a call's visual tokens stay, one of each group; None where nothing was merged."""
+        groups: dict[str, list[Tensor]] = {}
         for modality, output in call.outputs.items():
-            if record_of(output).groups is None:
+            if (of_images := record_of(output).groups) is None:
                 raise UnsupportedSetupError(
                     f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
                 )
-        groups = {modality: record_of(output).groups for modality, output in call.outputs.items()}
+            groups[modality] = of_images
         return keep_one_per_group(segments, call.host.masks, groups, merges=not self.method.reads)
 
     def counts(self, call: Call) -> list[int]:

@@ -18,7 +18,9 @@ def find_blocks(adapter: Adapter, known: Collection[str]) -> tuple[nn.Module, nn
     among the names in `known`."""
     for attribute in _TOWERS:
         tower = getattr(adapter.base, attribute, None)
-        for module in tower.modules() if tower is not None else ():
+        if tower is None:
+            continue
+        for module in tower.modules():
             for blocks in (getattr(module, which, None) for which in _LISTS):
                 if isinstance(blocks, nn.ModuleList) and blocks and all(type(x).__name__ in known for x in blocks):
                     return tower, module, list(blocks)

@@ -28,9 +28,9 @@ from tokenprune.integrations.shared.block_merging import Block, Merging
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
 from tokenprune.integrations.shared.patch_grid import patches_of
+from tokenprune.integrations.shared.tower_scores import block_observable
 from tokenprune.integrations.shared.units import Units
 from tokenprune.sites.encoder import EncoderMethod, Tower
-from tokenprune.view.registry import find_observable
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class EncoderPatch(TowerPatch):
         self.tower, self.encoder, layers = found
         self.layer = _read_layer(adapter, name)
         read = self.layer if self.layer >= 0 else len(layers) + 1 + self.layer
-        kind = _KINDS[type(layers[0]).__name__]
+        block = _KINDS[type(layers[0]).__name__]
         blocks = [
-            Block(layer, getattr(layer, kind.norm), getattr(layer, kind.end), scale=kind.scale) for layer in layers
+            Block(layer, getattr(layer, block.norm), getattr(layer, block.end), scale=block.scale) for layer in layers
         ]
-        tokens, side = patches_of(adapter.config.vision_config) + kind.protected, adapter.unit_side
-        shape, units = Tower(tokens, kind.protected, len(layers), read, self.tower), None
+        tokens, side = patches_of(adapter.config.vision_config) + block.protected, adapter.unit_side
+        shape, units = Tower(tokens, block.protected, len(layers), read, self.tower), None
         if side > 1:
-            units = Units(side, kind.protected)
+            units = Units(side, block.protected)
             shape = Tower(units.count(tokens), 0, len(layers), read, self.tower, units.size)
         super().__init__(adapter, method, budget, blocks, shape, units)
         self.observers = [
@@ -112,17 +112,17 @@ class EncoderPatch(TowerPatch):
                 padding = padding.expand(-1, -1, observation.query.shape[2], -1)
             seen = observation if padding is None else replace(observation, mask=padding, causal=False)
             with torch.no_grad():
-                shown = find_observable(self.method.reads).of_patches(seen, self.shape.protected)
+                shown = block_observable(self.method.reads).of_patches(seen, self.shape.protected)
             self.note_keys(index, shown.float())
         else:
             self.note_keys(index, observation.key)
         if index == 0 and observation.mask is not None:
-            self._note_masked(state, observation)
+            self._note_masked(state, observation, observation.mask)
         return state.added
 
-    def _note_masked(self, state: Merging, observation: Observation) -> None:
+    def _note_masked(self, state: Merging, observation: Observation, mask: Tensor) -> None:
         """Give masked patches the size 0: they weigh nothing in a mean, and stay masked."""
-        if observation.mask.ndim != 4:
+        if mask.ndim != 4:
             raise UnsupportedSetupError(
                 f"{self.method.name}: some patches of these images are padding, and attention of this kind takes no "
                 'mask that merging could change; load the model with attn_implementation={"vision_config": "sdpa", ...}'
@@ -143,12 +143,15 @@ class EncoderPatch(TowerPatch):
         self.end()
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        return with_output(self.state().restore, output)
+        state = self.state()
+        assert state is not None  # the first block made it
+        return with_output(state.restore, output)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
         state = self.end()
         if isinstance(output, tuple):
             raise UnsupportedSetupError(f"{self.method.name}: the tower must return an output object; use return_dict")
+        assert state is not None  # see `_leave_encoder`
         if output.hidden_states is not None:
             restored = [None if x is None else state.restore(x, i) for i, x in enumerate(output.hidden_states)]
             output.hidden_states = tuple(restored)
@@ -166,7 +169,7 @@ class EncoderPatch(TowerPatch):
                 f"{self.method.name} was set up for the config's vision_feature_layer={self.layer}, not for {asked}"
             )
         owners, groups = record_of(output).owners, None
-        if modality == "image" and owners is not None:
+        if modality == "image" and isinstance(owners, Tensor):
             groups = feature_groups(owners, output.pooler_output, self.shape.protected)
         if groups is None:
             raise UnsupportedSetupError(

@@ -71,7 +71,12 @@ class PackedTowerPatch(TowerPatch):
         grids = (kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]).tolist()
         pixels, weight = args[0] if args else kwargs["hidden_states"], next(self.tower.merger.parameters())
         device = pixels.device if weight.is_meta else weight.device  # that of offloaded weights is not known yet
+        assert self.budget.keep is not None  # see `Merger`
         states()[self] = Packed.of(grids, self.unit, self.budget.keep, self._plan_of_frame, device)
+
+    def packed(self) -> Packed | None:
+        """Return this thread's state, which is another than that of towers whose images have rows of their own."""
+        return states().get(self)
 
     def _plan_of_frame(self, count: int, keep: float | int) -> list[Matcher | None]:
         return self.method.plan(*self._asked(count, keep))
@@ -81,13 +86,15 @@ class PackedTowerPatch(TowerPatch):
 
     def _enter_merger(self, module: nn.Module, args: tuple) -> tuple | None:
         """Hand the full grid to a merger, which reads the blocks' output."""
-        state = self.state()
+        state = self.packed()
         return None if state is None else (state.restore(args[0], state.owner), *args[1:])
 
     def _leave_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        state = self.end()
+        state = self.packed()
+        self.end()
         if isinstance(output, tuple):
             raise UnsupportedSetupError(f"{self.method.name}: the tower must return an output object; use return_dict")
+        assert state is not None  # see `_enter_tower`
         output.last_hidden_state = state.restore(output.last_hidden_state, state.owner)
         if getattr(output, "hidden_states", None) is not None:
             stages = zip(output.hidden_states, [*state.owners, state.owner], strict=True)
@@ -113,7 +120,7 @@ class PackedTowerPatch(TowerPatch):
     # -- hooks of the blocks
 
     def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        state = self.state()
+        state = self.packed()
         if state is None:
             return None
         check_checkpointing(module)
@@ -121,7 +128,7 @@ class PackedTowerPatch(TowerPatch):
         if state.size is None:
             return None
         lengths = state.lengths(kwargs["cu_seqlens"])
-        changed = {"cu_seqlens": lengths}
+        changed: dict[str, Any] = {"cu_seqlens": lengths}
         if kwargs.get("max_seqlen") is not None:
             longest = lengths.diff().max()
             changed["max_seqlen"] = longest if isinstance(kwargs["max_seqlen"], Tensor) else int(longest)
@@ -131,14 +138,14 @@ class PackedTowerPatch(TowerPatch):
 
     def _note_qkv(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
         """Keep the keys before the rotary embedding, so that units are compared by content and not by place."""
-        state = self.state()
+        state = self.packed()
         if state is not None and state.merges_in(index):
             heads = self.tower.blocks[index].attn.num_heads
             state.keys = output.view(len(output), 3, heads, -1)[:, 1].float().mean(1)
 
     def _bias(self, observation: Any) -> Tensor | None:
         """Return the logarithm of the units' sizes, for the next piece that attends to itself."""
-        state = self.state()
+        state = self.packed()
         if state is None or state.size is None:
             return None
         width = observation.key.shape[2]
@@ -149,7 +156,7 @@ class PackedTowerPatch(TowerPatch):
         return bias[None, None, None, :].expand(1, 1, width, width)
 
     def _merge(self, index: int, module: nn.Module, args: tuple) -> tuple | None:
-        state = self.state()
+        state = self.packed()
         if state is None or state.keys is None:
             return None
         state.merged = state.merge(index, args[0])

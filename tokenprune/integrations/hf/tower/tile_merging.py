@@ -64,7 +64,7 @@ class TilePatch(EncoderPatch):
         shown = torch.zeros(last + 1 - first, packed.tokens, dtype=torch.bool)
         shown.view(-1)[patches - first * packed.tokens] = True
         counts = shown.sum(1).tolist()
-        wanted = self.budget.resolve([len(ids)], layer=0, shape=None, text_tokens=0)[0] - int((ids < 0).sum())
+        wanted = self.budget.resolve_keep(len(ids)) - int((ids < 0).sum())
         if wanted < sum(map(bool, counts)):
             raise BudgetError(
                 f"{self.method.name}: {self.budget.short()} of an image of {len(ids)} tokens leaves {max(0, wanted)} "

@@ -137,17 +137,19 @@ class UnitDrop(Part):
 
     def _enter_block(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         state = states().get(self)
-        if not isinstance(state, Dropped) or state.places is None:  # a block that checkpointing runs again, or all stay
-            return None
+        if not isinstance(state, Dropped) or (places := state.places) is None:
+            return None  # a block that checkpointing runs again, or all units stay
         check_checkpointing(module)
         hidden = hidden_states(args, kwargs)
         if len(hidden) == state.units * self.unit:  # the first block
-            args, kwargs = with_hidden_states(self._cut(state, hidden), args, kwargs)
+            args, kwargs = with_hidden_states(self._cut(places, hidden), args, kwargs)
         changed = dict(kwargs)
         for name in ("cu_seqlens", "position_embeddings"):
             value = kwargs[name]
             if id(value) not in state.memo:
-                made = self._pieces(state, value) if name == "cu_seqlens" else tuple(self._cut(state, x) for x in value)
+                made = (
+                    self._pieces(places, value) if name == "cu_seqlens" else tuple(self._cut(places, x) for x in value)
+                )
                 state.memo[id(value)] = value, made
             changed[name] = state.memo[id(value)][1]
         if (longest := kwargs.get("max_seqlen")) is not None:
@@ -155,36 +157,38 @@ class UnitDrop(Part):
             changed["max_seqlen"] = found if isinstance(longest, Tensor) else int(found)
         return args, changed
 
-    def _cut(self, state: Dropped, x: Tensor) -> Tensor:
+    def _cut(self, places: Tensor, x: Tensor) -> Tensor:
         """`[N * unit, D]` -> `[n * unit, D]`"""
-        return x.view(-1, self.unit, x.shape[-1])[to_device(state.places, x.device)].flatten(0, 1)
+        return x.view(-1, self.unit, x.shape[-1])[to_device(places, x.device)].flatten(0, 1)
 
-    def _pieces(self, state: Dropped, ends: Tensor) -> Tensor:
+    def _pieces(self, places: Tensor, ends: Tensor) -> Tensor:
         """Return the borders of the pieces that attend to themselves, in patches of kept units; pieces of which all
         units went disappear. ends: those for all units."""
-        left = torch.searchsorted(state.places, ends.cpu() // self.unit)  # kept units before each border
+        left = torch.searchsorted(places, ends.cpu() // self.unit)  # kept units before each border
         return to_device((left * self.unit).unique_consecutive().to(ends.dtype), ends.device)
 
     def _leave_merger(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         state = states().get(self)
-        return self._full(state, output) if isinstance(state, Dropped) and state.places is not None else None
+        if not isinstance(state, Dropped) or state.places is None:
+            return None
+        return self._full(state.units, state.places, output)
 
-    def _full(self, state: Dropped, x: Tensor) -> Tensor:
+    def _full(self, units: int, places: Tensor, x: Tensor) -> Tensor:
         """`[n, D]` -> `[N, D]`, or `[n * unit, D]` -> `[N * unit, D]`, with zeros at dropped units."""
-        size = {len(state.places): 1, len(state.places) * self.unit: self.unit}.get(len(x))
+        size = {len(places): 1, len(places) * self.unit: self.unit}.get(len(x))
         if size is None:  # it is full, like what enters the first block
             return x
-        full = x.new_zeros(state.units, size, x.shape[-1])
-        return full.index_copy(0, to_device(state.places, x.device), x.view(-1, size, x.shape[-1])).flatten(0, 1)
+        full = x.new_zeros(units, size, x.shape[-1])
+        return full.index_copy(0, to_device(places, x.device), x.view(-1, size, x.shape[-1])).flatten(0, 1)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
         state = states().pop(self)
         if isinstance(output, tuple):
             raise UnsupportedSetupError(f"{self.method.name}: the tower must return an output object; use return_dict")
-        if state.places is not None:
-            output.last_hidden_state = self._full(state, output.last_hidden_state)
+        if (places := state.places) is not None:
+            output.last_hidden_state = self._full(state.units, places, output.last_hidden_state)
             if getattr(output, "hidden_states", None) is not None:
-                output.hidden_states = tuple(self._full(state, x) for x in output.hidden_states)
+                output.hidden_states = tuple(self._full(state.units, places, x) for x in output.hidden_states)
         record, count = open_record(output), sum(int(kept.sum()) for kept in state.kept)
         record.kept, record.block_tokens = state.kept, [count * self.unit] * len(self.tower.blocks)
         return output
@@ -195,26 +199,28 @@ class UnitDrop(Part):
         if not call.has_images:
             return
         records = {modality: record_of(output) for modality, output in call.outputs.items()}
+        kept: dict[str, list[Tensor]] = {}
         for modality, record in records.items():
             if record.kept is None:
                 raise UnsupportedSetupError(
                     f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
                 )
+            kept[modality] = record.kept
         counts = [record.block_tokens for record in records.values()]
         call.report.stats.encoder_tokens_per_layer = [sum(of_block) for of_block in zip(*counts, strict=True)]
-        if all(bool(image.all()) for record in records.values() for image in record.kept):
+        if all(bool(image.all()) for of_images in kept.values() for image in of_images):
             return
         stays = torch.ones_like(call.host.visual)
-        for modality, record in records.items():
-            kept, mask = torch.cat(record.kept), call.host.masks[modality]
-            numbers = placeholder_to_feature(modality, mask, len(kept))
-            stays[mask] = kept[numbers[mask]]
+        for modality, of_images in kept.items():
+            left, mask = torch.cat(of_images), call.host.masks[modality]
+            numbers = placeholder_to_feature(modality, mask, len(left))
+            stays[mask] = left[numbers[mask]]
         segments = call.segments.to(inputs.embeds.device)
         found = to_device(stays, segments.mask.device)[segments.row_index, segments.position] & segments.mask
         call.state.put(Merged(self.step, Selection(found, counts=found.sum(1).tolist())))
 
 
-def _tower_of(adapter: Adapter, name: str) -> nn.Module:
+def _tower_of(adapter: Adapter, name: str) -> Any:
     """Return the tower of packed patches; raises UnsupportedSetupError where there is none."""
     family = adapter.config.model_type
     for attribute in ("visual", "vision_model"):
