@@ -29,7 +29,7 @@ _QUESTION = "Describe this image."
 _GIVEN = ("model", "samples", "out", "progress")  # arguments of every `fit`, which are no options
 
 
-class Samples:
+class FitSamples:
     """Hold images with a question each, and iterate over the model's arguments for them.
 
     images: paths, or PIL images where they were drawn. processor: of the model.
@@ -65,19 +65,19 @@ class Fitter:
         """The file that is written where the user names none: it is called as the method's option for it."""
         return Path(f"{next(iter(sorted(file_options(self.cls))), self.name)}.safetensors")
 
-    def samples(self, subject: Model, images: Path | None, question: str | None, limit: int | None) -> Samples:
+    def samples(self, subject: Model, images: Path | None, question: str | None, limit: int | None) -> FitSamples:
         """Return what to fit on: images of a folder, or drawn scenes. question, limit: None for the method's own."""
         limit, question = limit or self.cls.fit_limit, question or self.cls.fit_question
         if images is not None:
             found = list(islice(ImageFiles(images), limit))
-            return Samples(subject, found, [question or _QUESTION] * len(found))
+            return FitSamples(subject, found, [question or _QUESTION] * len(found))
         if limit is None:
             raise OptionError(f"{self.name} is fitted on images like yours: name a folder with --images, or say how "
                               "many scenes to draw with --limit")  # fmt: skip
         scenes = list(_scenes(limit))
-        return Samples(subject, [scene for scene, _ in scenes], [question or own for _, own in scenes])
+        return FitSamples(subject, [scene for scene, _ in scenes], [question or own for _, own in scenes])
 
-    def run(self, subject: Model, samples: Samples, out: Path, step: Callable[[str, int, int], None]) -> Any:
+    def run(self, subject: Model, samples: FitSamples, out: Path, step: Callable[[str, int, int], None]) -> Any:
         """Return what the method's `fit` returns, which writes `out`. step: gets a label, the samples done, and all."""
         progress = partial(_tell, step, f"fit {self.name}", len(samples))
         assert self.cls.fit is not None  # see `__init__`

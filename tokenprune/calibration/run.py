@@ -22,7 +22,7 @@ from tokenprune.integrations.shared.block_merging import Merger
 from tokenprune.methods.encoder.thresholds import Thresholds
 
 if TYPE_CHECKING:
-    from tokenprune.calibration.fitting import Samples
+    from tokenprune.calibration.fitting import FitSamples
 
 Step = Callable[[str, int, int], None]
 
@@ -104,7 +104,7 @@ def calibrate(
 
 def fit_dymu(
     model: Any,
-    samples: Samples,
+    samples: FitSamples,
     out: str | Path | None = None,
     *,
     keep: float | Sequence[float] = 0.25,

@@ -194,10 +194,11 @@ class Adapter(PatchSource):
     def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
         """Return a bool `[B, L]` mask of placeholders for each modality. `call`: arguments of the base model's
         forward."""
-        ids = call.get("input_ids")
+        ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
         if ids is not None:
             return {modality: ids == token for modality, token in self.placeholders.items()}
-        embeds, table = call["inputs_embeds"], self.base.get_input_embeddings()
+        assert embeds is not None  # the decoder's forward asks for one of the two
+        table = self.base.get_input_embeddings()
         tokens = {m: to_device([token], embeds.device) for m, token in self.placeholders.items()}
         return {m: (embeds == table(token)).all(-1) for m, token in tokens.items()}
 
