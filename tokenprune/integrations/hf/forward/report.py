@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Group:
-    """The decoder layers from `first` on see the same tokens: visual ones over the whole batch, all tokens of each row,
-    and the slots that a row has; cut: whether that is by a cut."""
+class LayerGroup:
+    """Decoder layers, from `first` on, that hold the same tokens.
+
+    visual: visual tokens of the whole batch. tokens: all tokens of each row. width: slots of a row. cut: True if a cut
+    made the group.
+    """
 
     first: int
     visual: int
@@ -29,8 +32,10 @@ class Group:
 
 
 class Report:
-    """The removals of one forward; belongs to its call, and becomes the model's `Stats` when the decoder is done. What
-    costs time, or would ask the device, is left to whoever asks for the statistics (`Stats.finalize`).
+    """The removals of one forward, which become the model's `Stats` when the decoder is done.
+
+    Values that cost time, or make the host wait for the device, are computed when the statistics are read
+    (`Stats.finalize`).
 
     segments: the visual tokens that reach the decoder; tokens: of each row, padding left out; length: slots of a row of
     the decoder's input.
@@ -39,7 +44,7 @@ class Report:
     def __init__(self, shape: DecoderShape, segments: Segments, tokens: list[int], length: int, record: bool) -> None:
         self.shape, self.tokens, self.length, self.record = shape, tokens, length, record
         self.stats = Stats(visual_tokens_in=sum(segments.counts))
-        self.groups = [Group(0, sum(segments.counts), tokens, length, cut=False)]
+        self.groups = [LayerGroup(0, sum(segments.counts), tokens, length, cut=False)]
         self.whole_attention = False
         # Of layers whose attention goes in blocks: pairs of query and key of each row.
         self.pairs: dict[int, list[int]] = {}
@@ -54,10 +59,10 @@ class Report:
         """
         was, now = sum(before.counts), sum(counts)
         self.stats.removals.append(Removal(step.method.site, step.layer, step.method.name, was, now))
-        group = Group(step.layer, now, layout.counts, layout.width)
+        group = LayerGroup(step.layer, now, layout.counts, layout.width)
         self.groups = [*(group for group in self.groups if group.first < step.layer), group]
 
-    def group_of(self, layer: int) -> Group:
+    def group_of(self, layer: int) -> LayerGroup:
         """Return the group that `layer` belongs to, of those recorded so far."""
         return next(group for group in reversed(self.groups) if group.first <= layer)
 
