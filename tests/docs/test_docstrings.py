@@ -46,10 +46,11 @@ def words(source: str) -> Iterator[tuple[int, str]]:
 
 
 def check(find: Callable[[str], Iterator[tuple[int, str]]]) -> None:
-    """Fail for what is found in a module of the packages."""
+    """Fail for what is found in the packages."""
     found = [
         f"{path.relative_to(ROOT).as_posix()}:{line}: {text}"
-        for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
         for line, text in find(path.read_text())
     ]
     assert not found, "\n".join(found)
