@@ -8,8 +8,7 @@ python dev/equal_answers.py compare OLD.json --only 'llava/.*fastv' # cells whos
 A cell is one setting on one batch (dev/equal_cells.py): digests of the logits of prefill and of each step, the tokens
 written, the statistics and the kept positions; or the class of the error that the setting raises, and its message, and
 another wording of that is listed, not counted as a difference. These two files serve commits whose modules have other
-names. Bits
-are compared: record and compare on one machine.
+names. Bits are compared: record and compare on one machine.
 """
 
 from __future__ import annotations
