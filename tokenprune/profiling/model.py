@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,6 @@ import transformers
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tokenprune import __version__
 from tokenprune.errors import DataError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.profiling.media import BadRow, check_sizes
@@ -150,7 +150,7 @@ class Model:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "tokenprune": __version__,
+            "tokenprune": sys.modules["tokenprune"].__version__,  # an import of it would close a circle
         }
 
 

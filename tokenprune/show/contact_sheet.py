@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image
 from transformers.utils import logging
 
-import tokenprune
+from tokenprune.api import stats as stats_of
+from tokenprune.base import Site
 from tokenprune.errors import OptionError
 from tokenprune.profiling.model import Model
 from tokenprune.profiling.patched import patched_by
@@ -21,6 +22,7 @@ from tokenprune.show import draw
 from tokenprune.show.grids import Grid, grids_of
 from tokenprune.show.token_scores import placed_scores, watched_scores
 from tokenprune.spelling import methods_of
+from tokenprune.statistics import Stats
 
 _GAP = 6  # pixels between frames
 
@@ -77,7 +79,7 @@ class PromptView:
     kept: np.ndarray
     groups: np.ndarray
     answer: str = ""
-    stats: tokenprune.Stats | None = None
+    stats: Stats | None = None
     scores: np.ndarray | None = None  # float, of all tokens, where a method ranks them by one; NaN: has none
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
@@ -147,7 +149,7 @@ def seen_under(
         inputs = asked(subject, frames, question, video, labels)
         grids = grids_of(subject, inputs, len(frames), video)
         (answer,) = subject.generate(inputs)
-        stats = tokenprune.stats(subject.model)
+        stats = stats_of(subject.model)
     kept, groups = draw.patches(subject, inputs, stats)
     scores = placed_scores(subject, inputs, stats, found)
     # A model that merges frames in time has fewer of them: each shows its first.
@@ -162,7 +164,7 @@ def seen_under(
 def as_video(subject: Model, method: str) -> bool:
     """Return True if a model gets several images as a video: if it takes one, and no method of the setting acts on
     pixels."""
-    pixels = any(one.site is tokenprune.Site.PRE_ENCODER for one in methods_of(method))
+    pixels = any(one.site is Site.PRE_ENCODER for one in methods_of(method))
     return takes_video(subject) and not pixels
 
 

@@ -12,11 +12,11 @@ import torch
 from einops import rearrange
 from PIL import Image, ImageDraw
 
-import tokenprune
 from tokenprune.base import ImageChooser, Method
 from tokenprune.config import read_config
 from tokenprune.errors import OptionError
 from tokenprune.profiling.model import Model
+from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import ESCALATE
 
 CELL = 32  # pixels of a patch in the drawing
@@ -40,7 +40,7 @@ def check_drawable(setting: dict[str, Any]) -> list[Method]:
     return methods
 
 
-def patches(subject: Model, inputs: dict[str, Any], stats: tokenprune.Stats) -> tuple[np.ndarray, np.ndarray]:
+def patches(subject: Model, inputs: dict[str, Any], stats: Stats) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each visual token of the one prompt, whether it is kept (bool) and its group (int).
 
     A kept token and what was merged into it share a number; a token that was dropped has -1.

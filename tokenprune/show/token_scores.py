@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-import tokenprune
 from tokenprune.api import attachment_of
 from tokenprune.base import Pruner
 from tokenprune.profiling.model import Model
+from tokenprune.statistics import Stats
 
 Found = dict[str, tuple[Tensor, Tensor]]  # by method: the scores of its first choice, `[S, N]`, and the mask of tokens
 
@@ -44,7 +44,7 @@ def _watched(method: Pruner, found: Found) -> Callable[[Any], Tensor]:
     return score
 
 
-def placed_scores(subject: Model, inputs: dict[str, Any], stats: tokenprune.Stats, found: Found) -> np.ndarray | None:
+def placed_scores(subject: Model, inputs: dict[str, Any], stats: Stats, found: Found) -> np.ndarray | None:
     """Return the scores of the last method that has some, for each visual token of the one prompt, float; NaN for those
     that had left before. None where no method ranks by a score, or where its tokens cannot be placed."""
     (mask,) = (mask for mask in subject.adapter.visual_mask(inputs).values() if mask.any())
