@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -63,22 +63,22 @@ def cells(checkout: Path, wanted: Callable[[str], Any]) -> Iterator[tuple[str, C
 
 def computed(checkout: Path, only: str) -> dict[str, Cell]:
     """Return the cells whose names hold `only`; tell of the progress on stderr."""
-    found, begin, told = {}, time.monotonic(), ""
+    found, begin, shown = {}, time.monotonic(), ""
     for name, cell in cells(checkout, re.compile(only).search):
         found[name] = json.loads(json.dumps(cell))
-        if told != (told := name.rpartition("/")[0]):
-            print(f"{time.monotonic() - begin:5.0f} s {len(found):5} cells, {told}", file=sys.stderr, flush=True)
+        if shown != (shown := name.rpartition("/")[0]):
+            print(f"{time.monotonic() - begin:5.0f} s {len(found):5} cells, {shown}", file=sys.stderr, flush=True)
     print(f"{time.monotonic() - begin:5.0f} s {len(found):5} cells", file=sys.stderr)
     return found
 
 
-def compare(old: dict[str, Cell], new: dict[str, Cell]) -> bool:
-    """Print how cells compare, and return whether all are equal."""
+def compare(old: dict[str, Cell], new: dict[str, Cell], but: Collection[str] = ()) -> bool:
+    """Print how cells compare, and return True if all are equal. but: statistics that are not compared."""
     counts, different, words = Counter(), [], []
     for name in sorted(old.keys() | new.keys()):
         one, other = ({**side.get(name, {})} for side in (old, new))
         messages = [cell.pop("message", "") for cell in (one, other)]
-        parts = [part for part in one | other if one.get(part) != other.get(part)]
+        parts = [part for part in one | other if one.get(part) != other.get(part) and part.split()[-1] not in but]
         kind = "gone" if not other else "new" if not one else "different" if parts else "equal"
         counts[name.split("/")[0], kind] += 1
         counts["all", kind] += 1
@@ -103,6 +103,7 @@ def main() -> int:
         one.add_argument("file", type=Path)
         one.add_argument("--checkout", type=Path, default=Path(__file__).resolve().parent.parent)
         one.add_argument("--only", default="", help="a regular expression that names of cells have to hold")
+    one.add_argument("--but", default="", help="statistics that are not compared, with commas between them")
     asked = parser.parse_args()
     checkout = asked.checkout.resolve()
     zoos = [file.parent for file in checkout.glob("tests/**/zoo.py")]
@@ -122,7 +123,7 @@ def main() -> int:
     if record["machine"] != machine:
         print(f"recorded with {record['machine']}, here are {machine}: bits may differ", file=sys.stderr)
     old = {name: cell for name, cell in record["cells"].items() if re.search(asked.only, name)}
-    return 0 if compare(old, computed(checkout, asked.only)) else 1
+    return 0 if compare(old, computed(checkout, asked.only), asked.but.split(",")) else 1
 
 
 if __name__ == "__main__":
