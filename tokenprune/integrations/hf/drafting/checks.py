@@ -80,10 +80,10 @@ def check_pair(model: nn.Module, draft: nn.Module) -> None:
         )
 
 
-def _differences(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+def _differences(ours: Any, theirs: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, value, value) of what decides the number of an image's tokens, where two configs differ."""
-    pairs: list[tuple[str, Any, Any]] = [("", one, other)]
-    pairs.append(("vision_config.", getattr(one, "vision_config", None), getattr(other, "vision_config", None)))
+    pairs: list[tuple[str, Any, Any]] = [("", ours, theirs)]
+    pairs.append(("vision_config.", getattr(ours, "vision_config", None), getattr(theirs, "vision_config", None)))
     for where, left, right in pairs:
         for name in _GEOMETRY:
             values = getattr(left, name, None), getattr(right, name, None)
