@@ -74,5 +74,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError("No module named 'decord'")
 
     monkeypatch.setattr(MODEL_REGISTRY_V2, "get_model_class", fail)
-    with pytest.raises(TokenPruneError, match=r"'decord'.*tokenprune-vlm\[lmms-eval\]"):
+    with pytest.raises(TokenPruneError, match=r"'decord'.*tokenprune-bench\[lmms-eval\]"):
         integration.load("llava_hf", method="dart")

@@ -128,7 +128,7 @@ def _base_class(base: str | None, force_simple: bool) -> type:
         hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
         raise OptionError(f"base={base} is no model of lmms-eval: {hint}{_WORK}")
     resolved = MODEL_REGISTRY_V2.resolve(base, force_simple)
-    if resolved.class_path.startswith(("lmms_eval.", "tokenprune.")) and resolved.model_id not in BASES:
+    if resolved.class_path.startswith(("lmms_eval.", "tokenprune_bench.")) and resolved.model_id not in BASES:
         raise UnsupportedModelError(
             f"base={base} does not answer with a model of transformers that we support; {_WORK}"
         )
