@@ -137,8 +137,8 @@ def main() -> None:
             low, *_, high = statistics.quantiles(ratios, n=5)
             middle, least = statistics.median, min(patched)
             figures.append((middle(before), middle(patched), least, middle(ratios), *list(calls.values())[::-1]))
-            told = "{:10.2f}{:9.2f}{:8.2f}{:8.3f}" + f" ({low:.3f}-{high:.3f}) " + "{:7}{:11}"
-            print(f"{method:10}{'old' if worker is old else 'new':5}" + told.format(*figures[-1]), flush=True)
+            row = "{:10.2f}{:9.2f}{:8.2f}{:8.3f}" + f" ({low:.3f}-{high:.3f}) " + "{:7}{:11}"
+            print(f"{method:10}{'old' if worker is old else 'new':5}" + row.format(*figures[-1]), flush=True)
         last = "{:10.3f}{:9.3f}{:8.3f}{:8.3f}" + " " * 16 + "{:7.3f}{:11.3f}"
         print(f"{'':5}new / old " + last.format(*(b / a for a, b in zip(*figures, strict=True))), flush=True)
     for worker in workers:

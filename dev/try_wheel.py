@@ -139,7 +139,7 @@ def try_lists(env: Environment) -> None:
 
 
 def try_alone(env: Environment) -> None:
-    """What is missing is said in one line."""
+    """Check that a missing package is named in one line."""
     for name, package in {"bench": BENCH, "recommend": BENCH, "demo": "tokenprune-demo"}.items():
         done = subprocess.run(
             list(map(str, env.command("tokenprune", name))),

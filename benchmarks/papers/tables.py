@@ -180,7 +180,7 @@ def others() -> Table:
 
 
 def runs() -> Table:
-    """What each setting of a method with published numbers keeps."""
+    """Return the kept share of each setting of a method with published numbers."""
     lines, shown = [], _with_published_numbers()
     for one in (one for one in settings() if one.method in shown):
         given = " ".join(f"`{name}={value}`" for name, value in one.given.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method may answer: a wrong selection and a wrong score are refused, what ranks is taken."""
+"""Answers of methods: a wrong selection and a wrong score are refused, what ranks is taken."""
 
 from __future__ import annotations
 

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
 import tokenprune
 from tests.api.test_cli import call, refused
-from tokenprune import OptionError, Pruner, registry
+from tokenprune import OptionError, Pruner, cli, registry
 from tokenprune.calibration.fitting import fit_options, fittable
 
 seen: dict[str, Any] = {}
@@ -126,3 +127,9 @@ def test_dymu_takes_drawn_scenes_as_well(tmp_path: Path) -> None:
     assert "keep 0.5: " in said and "calibrated on 2 images" in said
     thresholds = tokenprune.Thresholds.load(out)
     assert thresholds.keeps == [0.5] and thresholds.images == 2
+
+
+def test_a_folder_that_is_absent_is_named_before_the_model_is_loaded(tmp_path: Path) -> None:
+    arguments = ["fit", "fitprune", "--model", str(tmp_path / "no_model"), "--images", str(tmp_path / "no_images")]
+    done = CliRunner().invoke(cli.app, [*arguments, "--out", str(tmp_path / "made.safetensors")])
+    assert done.exit_code == 2 and "no_images' is no folder" in done.stderr

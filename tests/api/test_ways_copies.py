@@ -63,7 +63,7 @@ def test_nothing_of_a_patch_is_saved(method: str, name: str, tmp_path) -> None:
 
 
 def _spread(model: nn.Module) -> None:
-    """What device_map does: hooks that move what comes in, on the model as a whole and on each part."""
+    """Hooks of device_map that move what comes in, on the model as a whole and on each part."""
     from accelerate import dispatch_model
 
     heads = [name for name, _ in model.named_children() if name != "model"]

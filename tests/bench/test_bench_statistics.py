@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of a method against another: the bootstrap, right and wrong answers, hard questions."""
+"""Comparisons of two methods: the bootstrap, right and wrong answers, hard questions."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ def fit(
 ) -> None:
     """Fit a method to a model, on images without labels. Options of the method's own follow: --keep 0.5,0.25"""
     from tokenprune.calibration.fitting import Fitter, check_out, fittable, listed
+    from tokenprune.calibration.images import ImageFiles
 
     console = get_console()
     if name is None:
@@ -46,6 +47,8 @@ def fit(
     fitter = Fitter(name, _options(context.args))
     out = fitter.out if out is None else out
     check_out(out)
+    if images is not None:
+        ImageFiles(images)  # a folder that cannot be read is named before the model is loaded
     subject = load_model(model, device, threads, dtype, suffix="")
     samples = fitter.samples(subject, images, question, limit)
     with show_progress() as step:
