@@ -55,6 +55,8 @@ PAGES = {
 MADE: dict[str, Callable[[], str]] = {
     "index": docs.index,
     "observables": docs.observables,
+    "served": docs.served,
+    "not-served": docs.not_served,
     "house": lambda: house.table(house.in_numbers()),
 }
 MARKER = re.compile(r"^<!-- made: ([\w-]+) -->$", re.MULTILINE)

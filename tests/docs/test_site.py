@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 import tokenprune
+from tokenprune.families import REFUSED_IN_VLLM, SERVED
 
 ROOT = Path(__file__).parents[2]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
@@ -125,6 +126,9 @@ def test_a_marker_becomes_what_is_made_of_the_code(hooks: Any) -> None:
     seen = set(tokenprune.available_observables()) - {"hidden", "normed"}
     assert all(made.count(f"\n| `{name}` |") == 1 for name in seen)
     assert "| **all of tokenprune** |" in page_of(hooks, "architecture.md", "# A\n\n<!-- made: house -->\n")
+    served = page_of(hooks, "serving.md", (ROOT / "docs/serving.md").read_text())
+    assert all(served.count(f"| `{name}` |") == 1 for name in SERVED)
+    assert all(f"`{name}`" in served and f"| {reason} |" in served for name, reason in REFUSED_IN_VLLM.items())
     with pytest.raises(KeyError, match="nothing"):
         page_of(hooks, "faq.md", "<!-- made: nothing -->")
 
