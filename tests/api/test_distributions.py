@@ -105,6 +105,7 @@ def test_the_benchmark_imports_the_demo_for_types_alone() -> None:
         ("app", BENCH),
         ("demo", DEMO),
         ("profile", DEMO),
+        ("fit fitprune --model absent", DEMO),  # before the model is loaded
     ],
 )
 def test_a_command_of_another_package_says_what_to_install(arguments: str, install: str) -> None:
