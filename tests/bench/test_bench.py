@@ -220,7 +220,7 @@ def test_costs_are_taken_against_the_unpatched_image(run: list[dict[str, Any]]) 
         assert stats[name]["visual_tokens_out"] == 8 * 64
         # Measured on the unpatched model's cache here, and worked out by the engine there.
         assert stats[name]["kv_bytes_full"] == full["kv_bytes"]
-    # The image is a quarter of the tokens, whether cut before or behind the vision tower.
+    # The image is a quarter of the tokens, whether cut before or after the vision tower.
     assert stats["downsample"]["kv_bytes"] == stats["pool"]["kv_bytes"]
     assert stats["downsample"]["prefill_flops_ratio"] == pytest.approx(stats["pool"]["prefill_flops_ratio"])
     assert stats["fastv"]["visual_tokens_average"] == pytest.approx(8 * (2 * 256 + 4 * 64) / 6)

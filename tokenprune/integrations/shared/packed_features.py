@@ -90,7 +90,7 @@ class Packed:
         if not torch.equal(packed[:, 1], _check(ids.double())):
             raise UnsupportedSetupError(
                 "this image has so many tiles that the model interpolates its features, so that none of them is a "
-                "patch of the tower; use a smaller image, or a method that acts behind the tower"
+                "patch of the tower; use a smaller image, or a method that acts after the tower"
             )
         return ids
 

@@ -110,7 +110,7 @@ def place(
     if placed is None:
         raise UnsupportedSetupError(
             f"the {modality} features of this {source.config.model_type!r} do not tell which patches of the vision "
-            "tower they were made of; leave them out of the prompt, or use a method that acts behind the tower"
+            "tower they were made of; leave them out of the prompt, or use a method that acts after the tower"
         )
     return placed
 

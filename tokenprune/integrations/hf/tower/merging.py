@@ -174,7 +174,7 @@ class EncoderPatch(TowerPatch):
         if groups is None:
             raise UnsupportedSetupError(
                 f"{self.method.name}: the {modality} features of {self.adapter.config.model_type!r} do not tell which "
-                "patches they were made of; leave them out of the prompt, or use a method that acts behind the tower"
+                "patches they were made of; leave them out of the prompt, or use a method that acts after the tower"
             )
         return groups
 
