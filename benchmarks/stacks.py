@@ -116,7 +116,7 @@ def best_of(group: str, tuner: Tuner, max_drop: float, tries: int) -> tuple[Tria
 def record(group: str, found: tuple[Trial, float, float], times: dict[str, Any], asked: int) -> dict[str, Any]:
     trial, drop, bound = found
     return {
-        "group": group, "setting": trial.candidate.setting, "asked": asked, "drop": drop, "drop_below": bound,
+        "group": group, "setting": trial.candidate.as_dict(), "asked": asked, "drop": drop, "drop_below": bound,
         "work": trial.expected("work"), **times,
     }  # fmt: skip
 
@@ -226,7 +226,7 @@ def main() -> None:
                repeats=args.repeats, max_drop=args.max_drop, weights=subject.weights, seed=args.seed)
     ]  # fmt: skip
     lines += [
-        {"trial": one.candidate.setting, "search": one.search, "drop": one.drop, "state": one.state, **one.predicted}
+        {"trial": one.candidate.as_dict(), "search": one.search, "drop": one.drop, "state": one.state, **one.predicted}
         for one in tuner.trials
     ]
     for group in GROUPS:
@@ -234,7 +234,7 @@ def main() -> None:
         if found is None:
             console.print(f"{group}: nothing was asked", markup=False)
             continue
-        lines.append(record(group, found, timed(subject, asked, found[0].candidate.setting, args), len(asked)))
+        lines.append(record(group, found, timed(subject, asked, found[0].candidate, args), len(asked)))
         lines[0]["unpatched"] = float(panel.scores(None, [*tuner.search, *tuner.held_out]).mean())
         write(path, lines)
     shown = table(path)

@@ -15,7 +15,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.in_llm.layout import Held, Piece, Share, kept, lay_out
 from tokenprune.integrations.vllm.in_llm.scheduler import WholeImages, before_images
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 BLOCK, WIDTH = 4, 40
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
@@ -131,14 +131,14 @@ def test_how_many_stay() -> None:
     for block in (16, 32):
         for count in range(1, 200):
             for keep in (0.1, 0.25, 0.6, 1.0, 5):
-                setting = Setting.of(DART | {"keep": keep})
+                setting = ServedSetting.of(DART | {"keep": keep})
                 wanted = setting.wanted(count)
                 expected = count
                 while expected - block >= max(wanted, block):
                     expected -= block
                 assert kept(setting, count, block) == expected
                 assert kept(setting, count, None) == wanted
-    assert kept(Setting.of({"off": True}), 100, 16) == 100
+    assert kept(ServedSetting.of({"off": True}), 100, 16) == 100
 
 
 def test_a_image_in_parts_is_an_error() -> None:

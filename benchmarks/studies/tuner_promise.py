@@ -33,8 +33,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
 from make_heldout import ANSWERS, one_of_each
 from tokenprune.profiling.model import load
+from tokenprune.setting import Setting
 from tokenprune_bench.lines import Lines, read_lines
-from tokenprune_bench.tuning import Candidate, Evaluator, Promise, Tuner, grid
+from tokenprune_bench.tuning import Evaluator, Promise, Tuner, grid
 from tokenprune_bench.tuning.betting import upper_bound
 from tokenprune_demo.scenes import draw_scene, load_photos
 
@@ -113,7 +114,7 @@ def tune(args: argparse.Namespace, subject: Any, seed: int) -> dict[str, Any]:
     return {
         "record": "tuning",
         "seed": seed,
-        "setting": choice and choice.candidate.setting,
+        "setting": choice and choice.candidate.as_dict(),
         "prefill_flops_ratio": choice and choice.cost["prefill_flops_ratio"],
         "held_out": {"questions": found.held_out, "drop": choice and choice.drop, "below": choice and choice.bound},
         "search": found.search,
@@ -125,7 +126,7 @@ def tune(args: argparse.Namespace, subject: Any, seed: int) -> dict[str, Any]:
 def measure(args: argparse.Namespace, subject: Any, setting: dict[str, Any] | None) -> dict[str, Any]:
     """The fresh questions, unpatched or under a setting: one 0 or 1 a question."""
     panel, numbers = Evaluator(subject, draw(args.fresh, FRESH_SEED)), range(len(ANSWERS) * args.fresh)
-    candidate = None if setting is None else Candidate.of(setting)
+    candidate = None if setting is None else Setting.of(setting)
     for first in range(0, len(numbers), CHUNK):
         panel.ask(candidate, numbers[first : first + CHUNK])
     right = "".join(str(int(score)) for score in panel.scores(candidate, numbers))

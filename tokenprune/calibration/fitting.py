@@ -16,10 +16,9 @@ from PIL import Image
 
 from tokenprune.calibration.images import ImageFiles, read_image
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.options import fits, in_words
+from tokenprune.options import file_options, fits, in_words
 from tokenprune.profiling.model import Model
 from tokenprune.registry import available_methods, method_class
-from tokenprune.setting import file_options
 from tokenprune.spelling import value_of
 from tokenprune.startup import require
 

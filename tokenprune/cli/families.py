@@ -62,11 +62,10 @@ def _answers(text: str) -> Iterator[_Shown]:
     defer_torch()
     from tokenprune.base import Site
     from tokenprune.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
-    from tokenprune.setting import IN_LLM
-    from tokenprune.spelling import methods_of
+    from tokenprune.setting import IN_LLM, Setting
     from tokenprune.view.observable import Backend
 
-    methods = methods_of(text)
+    methods = Setting.from_spec(text).methods
     columns = (f"may {text} act?", "families")
     refused = "no, as no method may: `tokenprune families` says why", ", ".join(sorted(REFUSED))
     yield "transformers", columns, [*_by_answer(methods, SUPPORTED, Backend.HF), refused]

@@ -189,14 +189,15 @@ def _answer(
     except TokenPruneError as error:
         raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
     drawings = [
-        gr.Image(value=one.drawing, label=f"{one.spelling}, keep {one.keep_in_words}", visible=True) for one in asked
+        gr.Image(value=one.drawing, label=f"{one.setting.spec}, keep {one.keep_in_words}", visible=True)
+        for one in asked
     ]
     drawings += [gr.Image(value=None, visible=False)] * (2 - len(asked))
     name = subject.name.partition(" ")[0]
     lines = [
         snippets.python(*(one.setting for one in asked)),
         "\n# or\n".join(snippets.vllm(one.setting) for one in asked),
-        "\n".join(snippets.bench(one.spelling, one.keep, name) for one in asked),
+        "\n".join(snippets.bench(one.setting, name) for one in asked),
     ]
     return [_table(question, asked, note), *drawings, _layers(asked), *lines]
 
@@ -221,7 +222,7 @@ def _table(question: str, asked: Sequence[Asked], note: str | None) -> str:
     for one in asked:
         stats, tokens = one.seen.stats, f"{one.tokens} → {one.kept}"
         average, first = round(stats.visual_tokens_average), f"{_ms(one.ttft, '')}, ×{one.faster:.2f}"
-        label = f"{one.spelling} {one.keep_in_words}"
+        label = f"{one.setting.spec} {one.keep_in_words}"
         rows.append((label, one.seen.answer, tokens, average, _size(stats.kv_bytes), first))
     warnings = [*([note] if note else []), *_warnings(asked)]
     cells = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
@@ -235,8 +236,8 @@ def _warnings(asked: Sequence[Asked]) -> list[str]:
     said = [busy] if busy else []
     for one in asked:
         if one.faster < 1:
-            said.append(f"{one.spelling} is not faster here: choosing costs what is saved, as with few tokens")
-        said += [f"{one.spelling}: {text}" for text in one.seen.stats.notes]
+            said.append(f"{one.setting.spec} is not faster here: choosing costs what is saved, as with few tokens")
+        said += [f"{one.setting.spec}: {text}" for text in one.seen.stats.notes]
     return said
 
 
@@ -252,7 +253,7 @@ def _layers(asked: Sequence[Asked]) -> str:
             for number, count in enumerate(layers)
         )
         parts.append(
-            f"<p>{html.escape(one.spelling)}: visual tokens in layers 0 to {len(layers) - 1}: "
+            f"<p>{html.escape(one.setting.spec)}: visual tokens in layers 0 to {len(layers) - 1}: "
             f'{", ".join(map(str, layers))}</p><div style="display:flex;align-items:flex-end;height:50px">{bars}</div>'
         )
     return "".join(parts)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.vllm.setting.plan import Plan
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Piece:
         return len(self.places) - self.keep
 
 
-def kept(setting: Setting, count: int, block: int | None) -> int:
+def kept(setting: ServedSetting, count: int, block: int | None) -> int:
     """Return how many of `count` visual tokens go on after the cut.
 
     block: size of the blocks of which an item loses whole ones, or None to keep exactly what the setting asks for. At
