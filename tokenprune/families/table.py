@@ -341,4 +341,7 @@ _OF_VLLM = (
     Family("kimi_vl", in_transformers=False, vllm=Vllm("KimiVLForConditionalGeneration", "Kimi-VL")),
 )
 
+# Model types of decoders that read positions in RoPE alone, and in every layer.
+ROPE_DECODERS = ("aria_text", "gemma", "llama", "mistral", "qwen2", "qwen3")
+
 FAMILIES: dict[str, Family] = {row.name: row for row in (*_EVERY_METHOD, *_PLAIN, *_SPECIAL, *_OF_VLLM)}
