@@ -245,11 +245,15 @@ def test_show_takes_as_many_frames_as_the_context_holds(
 
 def test_frames_that_fit_are_chosen_evenly_from_the_whole_video(subject: Model, video: Path) -> None:
     """Not from those that were chosen before."""
-    frames, left_out = contact_sheet.fitting(subject, lambda most: read_frames([video], most), 20, "?", "dart")
+    frames, left_out = contact_sheet.fitting(
+        subject, lambda most: read_frames([video], most), 20, "?", Setting.from_spec("dart")
+    )
     assert "7 of the 20 frames" in left_out
     for one, other in zip(frames, read_frames([video], 7), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    frames, left_out = contact_sheet.fitting(subject, lambda most: read_frames([video], most), 3, "?", "dart")
+    frames, left_out = contact_sheet.fitting(
+        subject, lambda most: read_frames([video], most), 3, "?", Setting.from_spec("dart")
+    )
     assert len(frames) == 3 and left_out is None
 
 

@@ -73,14 +73,15 @@ def compare(
     subject: Model,
     images: Sequence[Image.Image],
     question: str,
-    methods: Sequence[str],
+    methods: Sequence[str | Setting],
     keep: float,
     step: Callable[[int, int, str], None] = lambda done, total, label: None,
 ) -> list[Asked]:
     """Ask about images, or the frames of a video, unpatched and under each setting, and time both in turn.
 
-    methods: settings on one line, such as "divprune+fastv". step: called before each part with how many are done, of
-    how many, and what comes. Raises OptionError for what cannot be asked, and what `patch` and the processor raise.
+    methods: settings, or texts on one line such as "divprune+fastv". step: called before each part with how many are
+    done, of how many, and what comes. Raises OptionError for what cannot be asked, and what `patch` and the processor
+    raise.
     """
     if not images:
         raise OptionError("there is no image: drop one, or take one of the examples")
@@ -88,7 +89,7 @@ def compare(
         raise OptionError("there is no question: ask one")
     if len(question) > LONGEST:
         raise OptionError(f"a question of {len(question)} characters is too long: {LONGEST} at most")
-    settings = [checked(text, keep) for text in methods]
+    settings = [one if isinstance(one, Setting) else checked(one, keep) for one in methods]
     if not settings:
         raise OptionError("there is no method: choose one")
     total = 1 + 2 * len(settings)

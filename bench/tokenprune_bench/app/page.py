@@ -27,6 +27,7 @@ from tokenprune_bench.own_questions import demo
 # Not needed before the model is there: these import transformers' models, which takes seconds.
 if TYPE_CHECKING:
     from tokenprune.profiling.model import Model
+    from tokenprune.setting import Setting
     from tokenprune_bench.app.comparison import Asked
 
 FIRST, SECOND, KEEP = "divprune", "fastv", 0.25
@@ -176,16 +177,17 @@ def _answer(
     try:
         subject = loading.get()
         # Not before: while another thread imports transformers for the model, this would meet half of it.
-        from tokenprune_bench.app.comparison import compare
+        from tokenprune_bench.app.comparison import checked, compare
 
-        images, note = _seen(subject, image, file, question, methods)
+        settings = [checked(text, keep) for text in methods]
+        images, note = _seen(subject, image, file, question, settings)
         pace = Pace()
 
         def step(done: int, total: int, label: str) -> None:
             left = pace.left(done, total)
             progress((done, total), desc=f"{label}, {left}" if left else label)
 
-        asked = compare(subject, images, question, methods, keep, step)
+        asked = compare(subject, images, question, settings, keep, step)
     except TokenPruneError as error:
         raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
     drawings = [
@@ -203,14 +205,14 @@ def _answer(
 
 
 def _seen(
-    subject: Model, image: Image.Image | None, file: str | None, question: str, methods: Sequence[str]
+    subject: Model, image: Image.Image | None, file: str | None, question: str, settings: Sequence[Setting]
 ) -> tuple[list[Image.Image], str | None]:
     """Return the image, or frames of the file that fit into the model's context; and how many did not, in words."""
-    if not file or not methods:
+    if not file or not settings:
         return ([] if image is None else [image.convert("RGB")]), None
     from tokenprune.show import contact_sheet
 
-    return contact_sheet.fitting(subject, partial(read_frames, [Path(file)]), FRAMES, question, methods[0])
+    return contact_sheet.fitting(subject, partial(read_frames, [Path(file)]), FRAMES, question, settings[0])
 
 
 def _table(question: str, asked: Sequence[Asked], note: str | None) -> str:
