@@ -147,30 +147,33 @@ def kind_of(method: str) -> tuple[Any, ...]:
 def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
     """Remove from `items` most variants of tests that are run for methods on families of zoo.py; return them.
 
-    Each method of `FAST_METHODS` stays on every family; in a test without these the first by name does. Each other
-    method stays on one of `FEW_FAMILIES`: on another one in another test, so that it meets all of them; and the first
-    of each kind by name on all of them.
+    Each method of `FAST_METHODS` stays on every family; in a test without these the first by name does. The first of
+    each kind by name stays on all of `FEW_FAMILIES`. Of each other method one variant stays, on one of them; in another
+    test another one, so that it meets all families and values.
     """
     known = set(tokenprune.available_methods())
-    groups: dict[str, list[tuple[pytest.Item, str, str]]] = defaultdict(list)
+    groups: dict[str, dict[str, dict[str, list[pytest.Item]]]] = defaultdict(lambda: defaultdict(dict))
     for item in items:
         methods, families = names_in(item) & known, names_in(item) & zoo.FAMILIES.keys()
         if len(methods) == 1 and len(families) == 1:
-            groups[item.nodeid.partition("[")[0]].append((item, methods.pop(), families.pop()))
-    gone = set()
+            on = groups[item.nodeid.partition("[")[0]][methods.pop()]
+            on.setdefault(families.pop(), []).append(item)
+    gone: set[pytest.Item] = set()
     for test, group in groups.items():
         first: dict[Any, str] = {}
-        on: dict[str, set[str]] = defaultdict(set)
-        for _, method, family in group:
-            on[method].add(family)
-        for method in sorted(on, key=lambda name: (name not in FAST_METHODS, name)):
+        for method in sorted(group, key=lambda name: (name not in FAST_METHODS, name)):
             first.setdefault(kind_of(method), method)
-        everywhere = FAST_METHODS.keys() & on.keys() or {min(on)}
-        for item, method, family in group:
-            few = sorted(on[method] & FEW_FAMILIES.keys()) or sorted(on[method])
-            turn = few[crc32(f"{test} {method}".encode()) % len(few)]
-            if method not in everywhere and family != turn and (method not in first.values() or family not in few):
-                gone.add(item)
+        everywhere = FAST_METHODS.keys() & group.keys() or {min(group)}
+        for method in group.keys() - everywhere:
+            on = group[method]
+            few = sorted(on.keys() & FEW_FAMILIES.keys()) or sorted(on)
+            turn = crc32(f"{test} {method}".encode())
+            if method in first.values():
+                left = {item for family in few for item in on[family]}
+            else:
+                variants = on[few[turn % len(few)]]
+                left = {variants[turn // len(few) % len(variants)]}
+            gone |= {item for variants in on.values() for item in variants} - left
     items[:] = [item for item in items if item not in gone]
     return list(gone)
 
