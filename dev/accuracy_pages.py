@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def link(path: Path, up: str = "") -> str:
 
 def summary() -> str:
     """The benchmark of the first model in short: accuracy of each method at each keep, and how many tokens that is."""
-    results = _results(BENCH)
+    results = results_of(BENCH)
     keeps = sorted({row.keep for row in results.rows if row.site is not None}, reverse=True)
     by_place = {(row.method, row.keep): row for row in results.rows}
     lines = ["| method | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |", "|---" * (1 + len(keeps)) + "|"]
@@ -48,7 +49,7 @@ def resized() -> str:
     """What smaller images cost on both models."""
     lost = {}
     for path in (FAIR, BENCH):
-        results = _results(path)
+        results = results_of(path)
         row = next(row for row in results.rows if (row.method, row.keep) == ("downsample", 0.5))
         lost[path] = 100 * (results.baseline.overall.value - row.overall.value)
     return (
@@ -101,13 +102,13 @@ def plot() -> bytes:
     """Return the image of accuracy against tokens, a PNG."""
     from tokenprune_bench.report.png import plot_png
 
-    return plot_png(_results(BENCH))
+    return plot_png(results_of(BENCH))
 
 
 def _tables(path: Path) -> str:
     from tokenprune_bench.tables import tables, to_markdown
 
-    parts = [to_markdown(table).strip() for table in tables(_results(path))]
+    parts = [to_markdown(table).strip() for table in tables(results_of(path))]
     return "\n\n".join([*parts, f"Raw data: {link(path, '../')}, written by `tokenprune bench --json`."])
 
 
@@ -119,8 +120,15 @@ def _cell(row: Any) -> str:
     return f"{100 * row.overall.value:.1f} @{row.tokens_average:.0f} {' '.join(marks)}".strip()
 
 
-def _results(path: Path) -> Any:
+def results_of(path: Path) -> Any:
+    """Return the summary of a raw file, without the times that were taken under load: answers do not depend on it."""
+    path = path.resolve()
+    return _summary(path, path.stat().st_mtime_ns)
+
+
+@cache
+def _summary(path: Path, written: int) -> Any:
+    """Many sentences read one file, and its intervals take seconds."""
     from tokenprune_bench.results import read_records, summarise
 
-    # Answers do not depend on the load; times taken under one are left out.
     return summarise([{**one, "timing": None} if rows.is_loaded(one) else one for one in read_records(path)])

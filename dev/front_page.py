@@ -10,6 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import accuracy_pages  # noqa: E402
 import rows  # noqa: E402
 import which_method  # noqa: E402
 
@@ -18,9 +19,7 @@ RESULTS = ROOT / "benchmarks/results"
 
 def accuracy(method: str, keep: float | None) -> Any:
     """The row of the shipped benchmark; `keep` None is that of the unpatched model."""
-    from tokenprune_bench.results import read_records, summarise
-
-    results = summarise(read_records(RESULTS / "bench.jsonl"))
+    results = accuracy_pages.results_of(RESULTS / "bench.jsonl")
     if keep is None:
         return results.baseline
     return next(row for row in results.rows if (row.method, row.keep) == (method, keep))

@@ -126,7 +126,7 @@ def test_a_number_about_choosing_comes_from_the_raw_file(tmp_path: Path, monkeyp
 def test_times_of_the_shipped_benchmark_are_of_quiet_rows() -> None:
     pages = readme.accuracy_pages
     for path in (pages.BENCH, pages.FAIR, pages.VIDEOS):
-        shown = {(row.method, row.keep) for row in pages._results(path).rows if row.timing}
+        shown = {(row.method, row.keep) for row in pages.results_of(path).rows if row.timing}
         _, records = rows.read(path)
         taken = [one for one in records if one.get("timing")]
         assert shown == {(one["method"], one["keep"]) for one in taken if not rows.is_loaded(one)}

@@ -31,7 +31,7 @@ from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.guard.part import check_processor, guard_for
 from tokenprune.integrations.hf.processor.build import patch_for
 from tokenprune.integrations.hf.processor.full_counts import FullCounts
-from tokenprune.integrations.hf.tower.attention_scores import EncoderAttention
+from tokenprune.integrations.hf.tower.attention_scores import BlockReader
 from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.hf.tower.build import tower_patch
 from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
@@ -123,7 +123,7 @@ def _parts(
                 f"{readers[0].name} reads the attention of the vision tower's patches, and {merging[0].name} {what}: "
                 "use one of the two"
             )
-        parts.append(EncoderAttention(adapter, readers))
+        parts.append(BlockReader(adapter, readers))
     if any(compares_frames(step) for step in steps):
         merges = [part.method.name for part in parts if isinstance(part, (TowerPatch, UnitDrop))]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))

@@ -11,7 +11,7 @@ import torch
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.families import Family, family_of
-from tokenprune.integrations.shared.packed_features import Packed
+from tokenprune.integrations.shared.packed_features import PackedFeatures
 from tokenprune.ops.transfer import to_device
 from tokenprune.view.segments import square_grid
 
@@ -88,7 +88,7 @@ def place(
     arguments: dict[str, Any],
     total: int | None,
     scores: Tensor,
-    packed: Packed | None,
+    packed: PackedFeatures | None,
 ) -> Placed:
     """Bring scores of patches to the visual tokens that are made of them.
 
@@ -158,7 +158,9 @@ def _tiles(source: PatchSource, arguments: dict[str, Any], total: int | None, sc
     return Placed(mean.flatten(0, 1), cells.flatten(0, 1), rows)
 
 
-def _packed(source: PatchSource, arguments: dict[str, Any], scores: Tensor, packed: Packed | None) -> Placed | None:
+def _packed(
+    source: PatchSource, arguments: dict[str, Any], scores: Tensor, packed: PackedFeatures | None
+) -> Placed | None:
     tiles, patches, channels = scores.shape
     grid = _patch_grid(source, arguments, patches)
     if packed is None or packed.tokens != patches or grid is None:

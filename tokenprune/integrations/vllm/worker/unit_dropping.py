@@ -29,7 +29,7 @@ def dropping(plan: Plan) -> bool:
     return plan.kept is not None and plan.reduces
 
 
-class UnitDrop(Attachable):
+class UnitRestriction(Attachable):
     """Restricts `tower` to the kept units between `attach` and `detach`.
 
     plans: of the items of one call, in the order in which their patches stand in the tower's sequence.
