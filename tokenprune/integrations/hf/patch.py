@@ -41,7 +41,7 @@ from tokenprune.integrations.shared.composition import check_places, composition
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.sites.units import UnitDropper
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 
 
@@ -113,7 +113,7 @@ def _parts(
     readers = [
         method
         for method in cutting
-        if isinstance(method, Pruner) and observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)
+        if isinstance(method, Pruner) and observables_of(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
     ]
     if readers:
         if merging := [part.method for part in parts if isinstance(part, (TowerPatch, UnitDrop))]:
@@ -148,8 +148,8 @@ def _decoder_parts(adapter: Adapter, steps: Sequence[Step], record: bool) -> lis
     parts: list[Part] = [StaticSteps(adapter)]
     parts += [DecodePruning(adapter, step.method, record) for step in steps if isinstance(step.method, DecodeMethod)]
     needs = {need for step in steps for need in step.method.needs}
-    if observables_of(needs, Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.UNROTATED):
+    if observables_of(needs, ObservedAt.LAYER_BEFORE, ObservedAt.NEXT_LAYER, ObservedAt.UNROTATED):
         parts.append(LayerAttention(adapter, by_layer))
-    if observables_of(needs, Where.ENTRY, Where.INPUT_BEFORE, Where.UNROTATED, Where.OWN):
+    if observables_of(needs, ObservedAt.ENTRY, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED, ObservedAt.OWN):
         parts.append(KeptInputs(adapter, by_layer))
     return parts

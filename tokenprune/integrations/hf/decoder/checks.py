@@ -22,22 +22,28 @@ from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.sites.units import UnitDropper
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 
-_IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED, Where.OWN)
+_IN_LAYERS = (
+    ObservedAt.LAYER_BEFORE,
+    ObservedAt.NEXT_LAYER,
+    ObservedAt.INPUT_BEFORE,
+    ObservedAt.UNROTATED,
+    ObservedAt.OWN,
+)
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
 
 
 def reads_layer_before(method: Method) -> bool:
     """Return whether a method reads the attention of the decoder layer before its cut."""
-    return bool(observables_of(method.needs, Where.LAYER_BEFORE, Where.UNROTATED))
+    return bool(observables_of(method.needs, ObservedAt.LAYER_BEFORE, ObservedAt.UNROTATED))
 
 
 def reads_next_layer(method: Method) -> bool:
     """Return whether a method reads the attention that the decoder layer behind its cut would have."""
-    return bool(observables_of(method.needs, Where.NEXT_LAYER))
+    return bool(observables_of(method.needs, ObservedAt.NEXT_LAYER))
 
 
 def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:

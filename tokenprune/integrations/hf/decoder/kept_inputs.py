@@ -19,7 +19,7 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.integrations.shared.observation import Observation
-from tokenprune.view.observable import Recorder, Where
+from tokenprune.view.observable import ObservedAt, Recorder
 from tokenprune.view.registry import observables_of
 from tokenprune.view.segments import LayerInput
 
@@ -51,15 +51,15 @@ class KeptInputs(Part):
     def __init__(self, adapter: Adapter, steps: Mapping[int, Step]) -> None:
         super().__init__()
         self.adapter, self.steps = adapter, steps
-        self.entry = {layer for layer in self._readers(Where.ENTRY) if layer}
+        self.entry = {layer for layer in self._readers(ObservedAt.ENTRY) if layer}
 
-    def _readers(self, *where: Where) -> list[int]:
+    def _readers(self, *where: ObservedAt) -> list[int]:
         """Return the layers whose cuts read what is observed at `where`."""
         return sorted(layer for layer, step in self.steps.items() if observables_of(step.method.needs, *where))
 
     def _attach(self) -> None:
         for layer, step in self.steps.items():
-            for one in observables_of(step.method.needs, Where.OWN):
+            for one in observables_of(step.method.needs, ObservedAt.OWN):
                 recorder = one.attach(self.adapter, layer)
                 for number, module in enumerate(recorder.modules):
                     record = partial(self._record, layer, one.name, recorder, number)
@@ -97,7 +97,7 @@ def keep_input(
     call: Call, method: Method, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]
 ) -> None:  # fmt: skip
     """Keep what `layer` is called with in the current layout, as far as `method`, which cuts behind it, reads it."""
-    needed = observables_of(method.needs, Where.INPUT_BEFORE, Where.UNROTATED)
+    needed = observables_of(method.needs, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED)
     if not needed:
         return
     hidden = adapter.seen(call.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
@@ -111,7 +111,7 @@ def keep_input(
     turned = rotation and (rotation[0].expand(batch, -1, -1), rotation[1].expand(batch, -1, -1))
     inputs = call.state.get(Inputs) or call.state.put(Inputs())
     inputs.before = LayerInput(hidden, turned)
-    if rotation is not None and any(one.where is Where.UNROTATED for one in needed):
+    if rotation is not None and any(one.where is ObservedAt.UNROTATED for one in needed):
         inputs.unrotated = unrotated(call, adapter, layer, args, kwargs, rotation)
 
 
