@@ -106,7 +106,12 @@ def attach(cache: Any, reduction: StaticReduction) -> None:
 
 def is_static(cache: Any) -> bool:
     """Return whether a cache has slots for a number of tokens that is fixed."""
-    return any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", []))
+    return any(map(_has_slots, map(type, getattr(cache, "layers", ()))))
+
+
+@functools.cache
+def _has_slots(kind: type) -> bool:
+    return issubclass(kind, StaticLayer)  # abstract: an instance is looked up in Python each time
 
 
 def check_static(cache: Cache, past: int) -> None:
@@ -188,12 +193,6 @@ def end_turn(cache: Any) -> None:
     """Take the note of `begin_turn` back."""
     if isinstance(cache, ReducedStaticMixin):
         cache.tokenprune_reduction.in_turn = False
-
-
-def is_step(arguments: dict[str, Any]) -> bool:
-    """Return whether a decoder or layer that is called with `arguments` only goes on with a reduced static cache."""
-    cache = arguments.get("past_key_values")
-    return isinstance(cache, ReducedStaticMixin) and not cache.tokenprune_reduction.in_turn
 
 
 def step_mask(layer: int, arguments: dict[str, Any], width: int) -> Tensor:

@@ -95,6 +95,6 @@ def _mask_of_pairs(call: Call, mask: Any, arrived: LayerInputs, dtype: torch.dty
     def remaining(kind: str, mask: Any) -> Any:
         if kind in STATEFUL:
             return group.state_mask(mask)
-        return group.attention_mask(mask, keys, adapter.attention, dtype)
+        return group.attention_mask(mask, keys, adapter, dtype)
 
     return {kind: remaining(kind, one) for kind, one in mask.items()} if isinstance(mask, dict) else remaining("", mask)

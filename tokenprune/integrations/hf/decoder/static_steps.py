@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tokenprune.integrations.hf.cache.static_cache import begin_turn, end_turn, is_step, step_mask
+from tokenprune.integrations.hf.cache.static_cache import ReducedStaticMixin, begin_turn, end_turn, step_mask
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Part
@@ -35,7 +35,8 @@ class StaticSteps(Part):
 
 
 def _enter_layer(index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-    if not is_step(kwargs):
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, ReducedStaticMixin) or cache.tokenprune_reduction.in_turn:
         return None
     mask = step_mask(index, kwargs, hidden_states(args, kwargs).shape[-2])
     return args, kwargs | {"attention_mask": mask}
