@@ -17,7 +17,7 @@ import tokenprune
 from basics import pieces
 from oracle import close
 from tokenprune import OptionError, registry
-from tokenprune.integrations.hf.decoder.kept_inputs import Inputs
+from tokenprune.integrations.hf.decoder.method_inputs import Inputs
 from tokenprune.view import observable
 from tokenprune.view import registry as observable_registry
 from tokenprune.view.observable import ObservedAt

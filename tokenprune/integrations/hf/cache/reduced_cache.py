@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,7 +30,9 @@ from tokenprune.integrations.hf.cache.layer_storage import is_quantized, slots_h
 from tokenprune.integrations.shared.attachable import give_back_class, swap_class
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.cache.decode_state import DecodeState
+    from collections.abc import Callable
+
+    from tokenprune.statistics import Stats
 
     _Base: TypeAlias = Cache  # mixins are put in front of a cache's class
 else:
@@ -47,6 +49,31 @@ _KNOWN_LAYERS = {
 }
 
 
+class Remembered(Protocol):
+    """What a part that acts while decoding remembers on a cache. stats: of the prefill, which its steps go on. visual:
+    long `[B]`, the visual tokens of each row."""
+
+    stats: Stats
+    visual: Tensor
+
+    @property
+    def layer(self) -> int:
+        """The first layer from which on it hides tokens."""
+
+    @property
+    def has_hidden(self) -> bool:
+        """True if the cache holds tokens that its layers must not see."""
+
+    def hide(self, columns: Tensor) -> Tensor:
+        """Return the logical positions `[B, K]` of a layer's keys, -1 = those it must not see."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Follow a change of the cache's rows."""
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens that were taken back."""
+
+
 @dataclass
 class Reduction:
     """Logical positions that the layers of a cache hold.
@@ -59,7 +86,7 @@ class Reduction:
     length: int
     slots: list[tuple[int, Tensor]]
     ragged: bool
-    decode: DecodeState | None = None
+    decode: Remembered | None = None
 
     def of_layer(self, layer: int) -> Tensor:
         """long `[B, n]`: the slots of the group that `layer` belongs to."""

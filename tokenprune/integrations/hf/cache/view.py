@@ -12,9 +12,8 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.cache import reduced_cache, static_cache
-from tokenprune.integrations.hf.cache.decode_state import DecodeState
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
-from tokenprune.integrations.hf.cache.reduced_cache import Reduction, cached_tokens, reduction_of
+from tokenprune.integrations.hf.cache.reduced_cache import Reduction, Remembered, cached_tokens, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import (
     KeySpan,
     ReducedStaticMixin,
@@ -44,7 +43,7 @@ class CacheView:
     def __init__(self, cache: Cache | None) -> None:
         self.cache = cache
         self.reduction: Reduction | None = reduction_of(cache)
-        self.decode: DecodeState | None = None if self.reduction is None else self.reduction.decode
+        self.decode: Remembered | None = None if self.reduction is None else self.reduction.decode
 
     @cached_property
     def past(self) -> int:

@@ -25,7 +25,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.decoder.checks import check_call
 from tokenprune.integrations.hf.decoder.entry import cut_entry, mask_functions_of
 from tokenprune.integrations.hf.decoder.planner import Planner
-from tokenprune.integrations.hf.decoder.pruning import cut
+from tokenprune.integrations.hf.decoder.pruning import apply, choose
 from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
@@ -313,7 +313,11 @@ class Engine(Attachable):
         for part in self._at["before_layer"]:
             part.before_layer(call, index, args, kwargs)
         arrived, step = hidden_states(args, kwargs), self.steps[index]
-        hidden = cut(call, step, self.adapter.flatten(arrived), self.adapter)
+        hidden = self.adapter.flatten(arrived)
+        selection = choose(call, step, hidden, self.adapter)
+        for part in self._at["after_choice"]:
+            part.after_choice(call, step)
+        hidden = apply(call, step, selection, hidden, self.adapter)
         for part in self._at["after_cut"]:
             part.after_cut(call, step)
         call.report.add_time(time.perf_counter() - start)

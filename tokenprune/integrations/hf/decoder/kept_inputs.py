@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 
 from tokenprune.base import Method
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.decoder.method_inputs import Inputs
 from tokenprune.integrations.hf.decoder.probe import attention_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.view.observable import ObservedAt, Recorder
@@ -26,23 +25,6 @@ from tokenprune.view.segments import LayerInput
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
     from tokenprune.integrations.hf.forward.plan import Step
-
-
-@dataclass
-class Inputs:
-    """Everything that a call keeps for the cuts to come.
-
-    entry: `[B, W, D]`, what entered the decoder, and the layout of its slots; last: the layer of the last cut that
-    reads it. before: what the layer before the next cut was called with; unrotated: what its attention would see
-    without rotation; recorded: of each observable with a place of its own, the value of each module, None where it
-    did not run.
-    """
-
-    entry: tuple[Tensor, Layout] | None = None
-    last: int = 0
-    before: LayerInput | None = None
-    unrotated: Observation | None = None
-    recorded: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class KeptInputs(Part):
@@ -73,6 +55,12 @@ class KeptInputs(Part):
         if call.cuts_at(layer + 1):
             keep_input(call, self.steps[layer + 1].method, self.adapter, layer, args, kwargs)
 
+    def after_choice(self, call: Call, step: Step) -> None:
+        if (inputs := call.state.get(Inputs)) is not None:
+            inputs.before = inputs.unrotated = None
+            inputs.recorded.clear()
+            inputs.entry = inputs.entry if step.layer < inputs.last else None
+
     @torch.no_grad()
     def _record(
         self, layer: int, name: str, recorder: Recorder, number: int,
@@ -83,14 +71,6 @@ class KeptInputs(Part):
             inputs = call.state.get(Inputs) or call.state.put(Inputs())
             values = inputs.recorded.setdefault(name, [None] * len(recorder.modules))
             values[number] = recorder.read(args, kwargs, output)
-
-
-def release(call: Call, layer: int) -> None:
-    """Let go of what the cut at `layer` was the last to read."""
-    if (inputs := call.state.get(Inputs)) is not None:
-        inputs.before = inputs.unrotated = None
-        inputs.recorded.clear()
-        inputs.entry = inputs.entry if layer < inputs.last else None
 
 
 def keep_input(

@@ -41,6 +41,9 @@ class LayerAttention(Part):
             seen = call.state.get(Seen) or call.state.put(Seen())
             seen.behind = probe_layer(call, self.adapter, layer, args, kwargs)
 
+    def after_choice(self, call: Call, step: Step) -> None:
+        call.state.pop(Seen)
+
     def _observe(self, layer: int, observation: Observation) -> None:
         call = self.current()
         if call is None or not call.active:

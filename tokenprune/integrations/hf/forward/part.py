@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Moments of a call, named as the methods of `Part`, at which the engine asks those that act there alone.
 MOMENTS = (
     "before_encode", "after_encode", "on_features", "skips", "before_decoder", "raise_budget", "on_plan", "after_entry",
-    "before_layer", "after_cut", "on_layer", "after_call",
+    "before_layer", "after_choice", "after_cut", "on_layer", "after_call",
 )  # fmt: skip
 # Encodes images, with some of the encoder's arguments changed.
 Encode = Callable[[dict[str, Any]], Any]
@@ -94,6 +94,9 @@ class Part(Attachable):
     def before_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """React before `layer`, at whose input a step of the patch stands, whether it cuts in this call or not. args,
         kwargs: of the layer, for the tokens that arrive."""
+
+    def after_choice(self, call: Call, step: Step) -> None:
+        """React after the method of `step`, inside the decoder, chose: let go of what it has read."""
 
     def after_cut(self, call: Call, step: Step) -> None:
         """React after `step` cut tokens inside the decoder; `call` holds the state after it."""
