@@ -14,9 +14,9 @@ from transformers import LogitsProcessor
 
 from tokenprune.api import is_patched, patched
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
-from tokenprune.integrations.hf.cache.decode_state import DecodeState
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.parts.decode_state import DecodeState
 from tokenprune.methods.decode.dyrate import DyRate
 from tokenprune.methods.decode.rate_predictor import RatePredictor
 from tokenprune.shapes.fingerprint import fingerprint

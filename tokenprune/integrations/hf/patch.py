@@ -14,21 +14,21 @@ from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, Resi
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.guard.settings import Guard
-from tokenprune.integrations.hf.decoder.blockwise_attention import BlockAttention
-from tokenprune.integrations.hf.decoder.checks import check_abilities, check_steps
-from tokenprune.integrations.hf.decoder.decode_pruning import DecodePruning
-from tokenprune.integrations.hf.decoder.drafts import Drafts
+from tokenprune.integrations.hf.checks.decoder import check_abilities, check_steps
 from tokenprune.integrations.hf.decoder.engine import Engine
-from tokenprune.integrations.hf.decoder.kept_inputs import KeptInputs
-from tokenprune.integrations.hf.decoder.layer_attention import LayerAttention
-from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
-from tokenprune.integrations.hf.decoder.video_frames import VideoFrames, compares_frames
-from tokenprune.integrations.hf.decoder.virtual_unmerging import VirtualUnmerging, check_composition, form_of
 from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.guard.part import check_processor, guard_for
+from tokenprune.integrations.hf.parts.blockwise_attention import BlockAttention
+from tokenprune.integrations.hf.parts.decode_pruning import DecodePruning
+from tokenprune.integrations.hf.parts.drafts import Drafts
+from tokenprune.integrations.hf.parts.kept_inputs import KeptInputs
+from tokenprune.integrations.hf.parts.layer_attention import LayerAttention
+from tokenprune.integrations.hf.parts.static_steps import StaticSteps
+from tokenprune.integrations.hf.parts.video_frames import VideoFrames, compares_frames
+from tokenprune.integrations.hf.parts.virtual_unmerging import VirtualUnmerging, check_composition, form_of
 from tokenprune.integrations.hf.processor.build import patch_for
 from tokenprune.integrations.hf.processor.full_counts import FullCounts
 from tokenprune.integrations.hf.tower.attention_scores import EncoderAttention

@@ -22,7 +22,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.decoder.checks import check_call
+from tokenprune.integrations.hf.checks.decoder import check_call
 from tokenprune.integrations.hf.decoder.entry import cut_entry, mask_functions_of
 from tokenprune.integrations.hf.decoder.planner import Planner
 from tokenprune.integrations.hf.decoder.pruning import apply, choose
@@ -32,9 +32,9 @@ from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import MOMENTS, Encode, Part, acting
 from tokenprune.integrations.hf.forward.plan import Merged, Step
-from tokenprune.integrations.hf.forward.stats import stats_after
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
+from tokenprune.integrations.hf.statistics import stats_after
 from tokenprune.integrations.hf.tower.feature_hook import FeatureRecorder
 from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.attachable import Attachable, hidden_states, with_hidden_states, with_output

@@ -15,9 +15,9 @@ from tokenprune.integrations.hf.decoder.method_inputs import Sources
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.forward.stats import note_cut
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
+from tokenprune.integrations.hf.statistics import note_cut
 from tokenprune.integrations.shared.row_ends import keep_row_ends
 from tokenprune.integrations.shared.selection import merge_tokens, validate_selection
 from tokenprune.ops.transfer import to_device

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from tokenprune.integrations.hf.attention.observer import Seen
-from tokenprune.integrations.hf.cache.decode_state import DecodeState, gather_keys, right_align, sum_by_type
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
 from tokenprune.integrations.hf.decoder.method_inputs import Sources
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.parts.decode_state import DecodeState, gather_keys, right_align, sum_by_type
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.sites.decode import DecodeMethod, TokenType
 from tokenprune.view.segments import Segments

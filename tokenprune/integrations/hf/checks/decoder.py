@@ -16,7 +16,7 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache import reduced_cache as caches
 from tokenprune.integrations.hf.cache.static_cache import check_static, is_static
-from tokenprune.integrations.hf.decoder import decode_checks as decoding
+from tokenprune.integrations.hf.checks import decoding
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.sites.decode import DecodeMethod

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from tokenprune.integrations.hf.attention.observer import Observer, Seen
-from tokenprune.integrations.hf.decoder.checks import reads_layer_before, reads_next_layer
-from tokenprune.integrations.hf.decoder.decode_pruning import Decides
+from tokenprune.integrations.hf.checks.decoder import reads_layer_before, reads_next_layer
 from tokenprune.integrations.hf.decoder.probe import Probe, StopForward, probe_layer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.parts.decode_pruning import Decides
 from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.observation import Observation
 
