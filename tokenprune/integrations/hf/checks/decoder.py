@@ -14,9 +14,9 @@ from tokenprune import abilities
 from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache import reduced_cache as caches
-from tokenprune.integrations.hf.cache.static_cache import check_static, is_static
-from tokenprune.integrations.hf.checks import decoding
+from tokenprune.integrations.hf.cache.static_cache import is_static
+from tokenprune.integrations.hf.checks import caches, decoding
+from tokenprune.integrations.hf.checks.caches import check_static
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.sites.decode import DecodeMethod
