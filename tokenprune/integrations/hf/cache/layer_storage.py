@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +13,8 @@ from transformers.cache_utils import Cache
 
 from tokenprune.integrations.hf import compat
 
-
-@functools.cache
-def _quantizes(kind: type) -> bool:
-    return issubclass(kind, compat.QUANTIZED_LAYERS)  # abstract classes: an instance is looked up in Python each time
+# Of abstract classes, of which an instance would be looked up in Python each time.
+_quantizes: Callable[[type], bool] = functools.cache(lambda kind: issubclass(kind, compat.QUANTIZED_LAYERS))
 
 
 def is_quantized(layer: Any) -> bool:

@@ -166,7 +166,7 @@ class ReducedGrowing(Reduced):
 
 
 @functools.cache
-def _reduced_class(cls: type[Cache], kind: type[Reduced]) -> type[Cache]:
+def _reduced_class(cls: type[Cache], kind: type) -> type[Cache]:
     # The name stays, so that messages and `type(cache).__name__` checks keep reading as before.
     return type(cls.__name__, (kind, cls), {"_tokenprune_original": cls, "__module__": cls.__module__})
 
@@ -176,7 +176,7 @@ def reduction_of(cache: Cache | None) -> Reduction | None:
     return getattr(cache, "tokenprune_reduction", None)
 
 
-def attach(cache: Any, reduction: Reduction, kind: type[Reduced] = ReducedGrowing) -> None:
+def attach(cache: Any, reduction: Reduction, kind: type = ReducedGrowing) -> None:
     """Make `cache` report logical lengths from now on, in the way of `kind`."""
     if not isinstance(cache, Reduced):
         swap_class(cache, _reduced_class(cache.__class__, kind))
