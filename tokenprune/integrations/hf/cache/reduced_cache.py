@@ -33,7 +33,7 @@ else:
 
 
 class Remembered(Protocol):
-    """What a part that acts while decoding remembers on a cache. stats: of the prefill, which its steps go on. visual:
+    """State that a part which acts while decoding keeps on a cache. stats: of the prefill, which its steps go on. visual:
     long `[B]`, the visual tokens of each row."""
 
     stats: Stats
