@@ -33,8 +33,10 @@ else:
 
 
 class Remembered(Protocol):
-    """State that a part which acts while decoding keeps on a cache. stats: of the prefill, which its steps go on. visual:
-    long `[B]`, the visual tokens of each row."""
+    """State that a part which acts while decoding keeps on a cache.
+
+    stats: of the prefill, which its steps go on. visual: long `[B]`, the visual tokens of each row.
+    """
 
     stats: Stats
     visual: Tensor
