@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ class PatchSource:
     def __init__(self, base: nn.Module | None, config: Any) -> None:
         self.base, self.config = base, config
 
-    @property
+    @cached_property
     def row(self) -> Family:
         """The row of the model's type in the table of families."""
         return family_of(self.config.model_type)

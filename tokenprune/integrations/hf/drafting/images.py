@@ -19,10 +19,10 @@ from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.decoder.drafts import Drafts
 from tokenprune.integrations.hf.drafting.checks import writer
 from tokenprune.integrations.hf.encoded.record import KEY
 from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.parts.drafts import Drafts
 from tokenprune.integrations.hf.tower.attention_scores import BlockReader
 from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.hf.tower.feature_hook import FeatureRecorder

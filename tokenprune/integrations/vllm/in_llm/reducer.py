@@ -16,7 +16,7 @@ from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.vllm.in_llm.layout import Share, VisualPiece
 from tokenprune.integrations.vllm.selection.before_llm import Grid
 from tokenprune.integrations.vllm.selection.in_llm import RequestSource, choose, segments_of
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 from tokenprune.view.segments import LayerInput
 
@@ -68,9 +68,9 @@ class Reducer:
         self.attention: Any = layers[method.cut_layer - 1].self_attn.attn
         # The layers that see fewer tokens, by the names under which vLLM keeps what belongs to their attention.
         self.names = {layer.self_attn.attn.layer_name for layer in layers[method.cut_layer :]}
-        if observables_of(method.needs, Where.LAYER_BEFORE):
+        if observables_of(method.needs, ObservedAt.LAYER_BEFORE):
             self.attention.register_forward_pre_hook(self._observe)
-        if observables_of(method.needs, Where.INPUT_BEFORE):
+        if observables_of(method.needs, ObservedAt.INPUT_BEFORE):
             layers[method.cut_layer - 1].register_forward_pre_hook(self._keep_input)
         layers[method.cut_layer].register_forward_pre_hook(self._cut)
         for layer in layers[method.cut_layer + 1 :]:

@@ -16,17 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Seen
-from tokenprune.integrations.hf.cache.decode_state import DecodeState, gather_keys, right_align, sum_by_type
-from tokenprune.integrations.hf.cache.layer_storage import is_offloaded, is_quantized, slots_handed_out
+from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
 from tokenprune.integrations.hf.decoder.method_inputs import Sources
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.sequence.masks import sliding_layers
+from tokenprune.integrations.hf.parts.decode_state import DecodeState, gather_keys, right_align, sum_by_type
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.sites.decode import DecodeMethod, TokenType
 from tokenprune.view.segments import Segments
@@ -66,7 +63,7 @@ class DecodePruning(Part):
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         # Another patch than the one that made the cache leaves it as it is.
-        decode = call.cached.decode
+        decode = _state(call)
         if decode is not None and inputs.embeds.shape[1] == 1 and self.method == decode.method:
             call.state.put(Decides(decode.layer))
 
@@ -78,49 +75,22 @@ class DecodePruning(Part):
             query = Sources(call, hidden, self.adapter).last_slot()
             row = _row(call, query, call.past + call.layout.length)
             call.state.put(_Prefill(row, call.segments.to(hidden.device)))
-        elif call.state.get(Decides) is not None and call.cached.decode is not None:
-            _decide(call, call.cached.decode)
+        elif call.state.get(Decides) is not None and (state := _state(call)) is not None:
+            _decide(call, state)
 
     def after_cut(self, call: Call, step: Step) -> None:
         if (prefill := call.state.pop(_Prefill)) is not None:
             call.cached.decode = _begin(call, self.method, prefill.row, prefill.segments, self.record)
 
 
-# -- checks
-
-
-def check(method: Any, others: int) -> None:
-    """Raise OptionError if `method` cannot act while decoding in this model. others: methods of that site beside it."""
-    if not isinstance(method, DecodeMethod):
-        raise OptionError(f"{method.name}: a method at the site DECODE must derive from tokenprune.DecodeMethod")
-    if others:
-        raise OptionError(f"{method.name}: only one of the composed methods can act while decoding")
-
-
-def check_setup(method: DecodeMethod, config: Any, batch: int) -> None:
-    """Raise UnsupportedSetupError where a sliding window hides how long each row is."""
-    sliding = any(layer >= method.layer for layer in sliding_layers(config))
-    if method.mode == "evict" and sliding and batch > 1 and "flash" in config._attn_implementation:
-        raise UnsupportedSetupError(
-            f"{method.name}: mode='evict' with several rows, sliding-window layers and flash attention at once: flash "
-            "kernels cannot leave out single slots of a window; use mode='mask', one row at a time, or sdpa"
-        )
-
-
-def check_cache(method: DecodeMethod, cache: Cache) -> None:
-    """Raise UnsupportedSetupError where a method would take keys out of a cache that does not hold them as they are."""
-    if method.mode != "evict":
-        return
-    quantized = any(is_quantized(layer) for layer in cache.layers)
-    if quantized or is_offloaded(cache):
-        kind = "a quantized" if quantized else "an offloaded"
-        raise UnsupportedSetupError(
-            f"{method.name}: mode='evict' takes keys out of the cache while decoding, which cannot be done with {kind} "
-            "one; use mode='mask', which hides them, or a dynamic cache"
-        )
-
-
 # -- a call
+
+
+def _state(call: Call) -> DecodeState | None:
+    """Return what the call's cache remembers, None without a cut of such a method."""
+    decode = call.cached.decode
+    assert decode is None or isinstance(decode, DecodeState)  # nothing else is ever put there
+    return decode
 
 
 def _decide(call: Call, state: DecodeState) -> None:
@@ -152,7 +122,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     position, kept = _places(before, call.segments, visual)
     text = torch.where(visual.cumsum(1) > 0, int(TokenType.INS), int(TokenType.SYS))
     types = torch.where(visual, int(TokenType.IMG), text)
-    available, previous = kept, call.cached.decode
+    available, previous = kept, _state(call)
     if call.past:
         # All that came before belongs to the prompt now; images of earlier turns compete with the new ones.
         earlier = types.new_full((len(types), call.past), int(TokenType.SYS))

@@ -14,30 +14,36 @@ from tokenprune import abilities
 from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache import reduced_cache as caches
-from tokenprune.integrations.hf.cache.static_cache import check_static, is_static
-from tokenprune.integrations.hf.decoder import decode_pruning as decoding
+from tokenprune.integrations.hf.cache.static_cache import is_static
+from tokenprune.integrations.hf.checks import caches, decoding
+from tokenprune.integrations.hf.checks.caches import check_static
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.sites.units import UnitDropper
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 
-_IN_LAYERS = (Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.INPUT_BEFORE, Where.UNROTATED, Where.OWN)
+_IN_LAYERS = (
+    ObservedAt.LAYER_BEFORE,
+    ObservedAt.NEXT_LAYER,
+    ObservedAt.INPUT_BEFORE,
+    ObservedAt.UNROTATED,
+    ObservedAt.OWN,
+)
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
 
 
 def reads_layer_before(method: Method) -> bool:
     """Return whether a method reads the attention of the decoder layer before its cut."""
-    return bool(observables_of(method.needs, Where.LAYER_BEFORE, Where.UNROTATED))
+    return bool(observables_of(method.needs, ObservedAt.LAYER_BEFORE, ObservedAt.UNROTATED))
 
 
 def reads_next_layer(method: Method) -> bool:
     """Return whether a method reads the attention that the decoder layer behind its cut would have."""
-    return bool(observables_of(method.needs, Where.NEXT_LAYER))
+    return bool(observables_of(method.needs, ObservedAt.NEXT_LAYER))
 
 
 def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:

@@ -18,8 +18,9 @@ from tokenprune.statistics import Cut, Stats
 from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.context import Call, OnHost
     from tokenprune.integrations.hf.forward.plan import Merged, Step
+    from tokenprune.integrations.hf.forward.report import Report
     from tokenprune.integrations.hf.sequence.layout import Layout
 
 
@@ -51,14 +52,19 @@ def _finish(call: Call, cache: Any) -> Stats:
     return report.stats
 
 
-def _cached_tokens(call: Call, layer: int, slots: int) -> int:
+def _note_cached_tokens(report: Report, host: OnHost, rows: int, held: list[Held], stats: Stats) -> None:
+    stats.kv_bytes_tokens = sum(
+        size * _cached_tokens(report, host, index, slots) // (rows * slots) for index, slots, size, _ in held
+    )
+
+
+def _cached_tokens(report: Report, host: OnHost, layer: int, slots: int) -> int:
     """Return how many tokens the last `slots` slots of the rows hold after this forward, if the cache was empty
     before."""
-    report = call.report
     group = report.group_of(layer)
     if group.cut and not report.whole_attention:
         return sum(min(slots, tokens) for tokens in group.tokens)  # at the right end of each row
-    padding = call.host.padding_to_drop
+    padding = host.padding_to_drop
     if padding is None:
         return min(slots, report.length) * len(report.tokens)
     return int((~padding[:, -slots:]).sum())
@@ -91,18 +97,16 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> 
     Which slots are tokens the call's own report tells, where the cache was empty before; else only the device knows,
     and the question is left for whoever asks for the statistics.
     """
-    stats.kv_bytes, stats.kv_bytes_full = count_bytes(cache, call.past + length)
-    held = [(index, slots_handed_out(layer), stored_bytes(layer)) for index, layer in _filled_layers(cache)]
+    held = _held(cache, call.past + length)
+    stats.kv_bytes, stats.kv_bytes_full = _sums(held)
     if call.has_images and not call.past:
-        stats.kv_bytes_tokens = sum(
-            size * _cached_tokens(call, index, slots) // (rows * slots) for index, slots, size in held
-        )
+        stats.defer(partial(_note_cached_tokens, call.report, call.host, rows, held), "kv_bytes_tokens")
         return
     mask = call.arguments.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != call.past + length:
         mask = None  # padding is not known
     seen = []
-    for index, slots, size in held:
+    for index, slots, size, _ in held:
         positions = torch.arange(call.past + length).expand(rows, -1)
         if call.active:
             positions = call.group_of(index).columns
@@ -125,28 +129,32 @@ def _note_token_bytes(seen: list[tuple[int, Tensor]], mask: Tensor | None, stats
 def count_bytes(cache: Any, full: int) -> tuple[int, int]:
     """Return the bytes that the cache itself holds, closed forms would hide a cut that frees nothing; and what it would
     hold of `full` tokens."""
-    total, total_full = 0, 0
-    for index, layer in _filled_layers(cache):
-        size = stored_bytes(layer)
-        total += size
-        total_full += size * _slots_of(cache, index, layer, full) // slots_handed_out(layer)
-    return total, total_full
+    return _sums(_held(cache, full))
 
 
-def _slots_of(cache: Any, index: int, layer: Any, full: int) -> int:
-    """Return how many slots a layer would have for `full` tokens if none was removed."""
-    if is_static(cache):
-        reduction = reduction_of(cache)
-        made = reduction.full if isinstance(reduction, StaticReduction) else {}
-        return made.get(index, layer.max_cache_len)
-    window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
-    return min(full, window - 1) if window else full
+# A layer of a cache that holds keys: its index, its slots, their bytes, and the bytes if no token was removed.
+Held = tuple[int, int, int, int]
 
 
-def _filled_layers(cache: Any) -> list[tuple[int, Any]]:
-    """Return (index, layer) of the layers of a cache that hold keys."""
-    layers = enumerate(getattr(cache, "layers", []))
-    return [(index, layer) for index, layer in layers if slots_handed_out(layer)]
+def _held(cache: Any, full: int) -> list[Held]:
+    """Return what the layers of a cache hold. full: how many tokens it would hold if none was removed."""
+    static, reduction, found = is_static(cache), reduction_of(cache), []
+    made = reduction.full if isinstance(reduction, StaticReduction) else {}
+    for index, layer in enumerate(getattr(cache, "layers", ())):
+        if not (slots := slots_handed_out(layer)):
+            continue
+        size = stored_bytes(layer, slots)
+        if static:
+            whole = made.get(index, layer.max_cache_len)
+        else:
+            window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
+            whole = min(full, window - 1) if window else full
+        found.append((index, slots, size, size * whole // slots))
+    return found
+
+
+def _sums(held: list[Held]) -> tuple[int, int]:
+    return sum([size for _, _, size, _ in held]), sum([whole for _, _, _, whole in held])
 
 
 def _cut_record(

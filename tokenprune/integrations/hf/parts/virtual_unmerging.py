@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from tokenprune.base import Method, Selection, Site
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.hf.decoder.checks import check_arguments, reruns_layers
+from tokenprune.integrations.hf.checks.decoder import check_arguments, reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged
-from tokenprune.integrations.hf.forward.stats import note_unmerging
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
+from tokenprune.integrations.hf.statistics import note_unmerging
 from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
 from tokenprune.ops.transfer import to_device
 from tokenprune.sites.encoder import VTU_FORMS, EncoderMethod

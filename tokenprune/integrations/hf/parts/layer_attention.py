@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from tokenprune.integrations.hf.attention.observer import Observer, Seen
-from tokenprune.integrations.hf.decoder.checks import reads_layer_before, reads_next_layer
-from tokenprune.integrations.hf.decoder.decode_pruning import Decides
+from tokenprune.integrations.hf.checks.decoder import reads_layer_before, reads_next_layer
 from tokenprune.integrations.hf.decoder.probe import Probe, StopForward, probe_layer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.parts.decode_pruning import Decides
 from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.observation import Observation
 
@@ -40,6 +40,9 @@ class LayerAttention(Part):
         if layer in self.next and call.cuts_at(layer):
             seen = call.state.get(Seen) or call.state.put(Seen())
             seen.behind = probe_layer(call, self.adapter, layer, args, kwargs)
+
+    def after_choice(self, call: Call, step: Step) -> None:
+        call.state.pop(Seen)
 
     def _observe(self, layer: int, observation: Observation) -> None:
         call = self.current()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +12,13 @@ from torch import Tensor, nn
 
 from tokenprune.base import Method
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.decoder.method_inputs import Inputs
 from tokenprune.integrations.hf.decoder.probe import attention_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.integrations.shared.observation import Observation
-from tokenprune.view.observable import Recorder, Where
+from tokenprune.view.observable import ObservedAt, Recorder
 from tokenprune.view.registry import observables_of
 from tokenprune.view.segments import LayerInput
 
@@ -28,38 +27,21 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.plan import Step
 
 
-@dataclass
-class Inputs:
-    """Everything that a call keeps for the cuts to come.
-
-    entry: `[B, W, D]`, what entered the decoder, and the layout of its slots; last: the layer of the last cut that
-    reads it. before: what the layer before the next cut was called with; unrotated: what its attention would see
-    without rotation; recorded: of each observable with a place of its own, the value of each module, None where it
-    did not run.
-    """
-
-    entry: tuple[Tensor, Layout] | None = None
-    last: int = 0
-    before: LayerInput | None = None
-    unrotated: Observation | None = None
-    recorded: dict[str, list[Any]] = field(default_factory=dict)
-
-
 class KeptInputs(Part):
     """Keeps in `Inputs` what cuts to come will read. steps: the cuts, by layer."""
 
     def __init__(self, adapter: Adapter, steps: Mapping[int, Step]) -> None:
         super().__init__()
         self.adapter, self.steps = adapter, steps
-        self.entry = {layer for layer in self._readers(Where.ENTRY) if layer}
+        self.entry = {layer for layer in self._readers(ObservedAt.ENTRY) if layer}
 
-    def _readers(self, *where: Where) -> list[int]:
+    def _readers(self, *where: ObservedAt) -> list[int]:
         """Return the layers whose cuts read what is observed at `where`."""
         return sorted(layer for layer, step in self.steps.items() if observables_of(step.method.needs, *where))
 
     def _attach(self) -> None:
         for layer, step in self.steps.items():
-            for one in observables_of(step.method.needs, Where.OWN):
+            for one in observables_of(step.method.needs, ObservedAt.OWN):
                 recorder = one.attach(self.adapter, layer)
                 for number, module in enumerate(recorder.modules):
                     record = partial(self._record, layer, one.name, recorder, number)
@@ -73,6 +55,12 @@ class KeptInputs(Part):
         if call.cuts_at(layer + 1):
             keep_input(call, self.steps[layer + 1].method, self.adapter, layer, args, kwargs)
 
+    def after_choice(self, call: Call, step: Step) -> None:
+        if (inputs := call.state.get(Inputs)) is not None:
+            inputs.before = inputs.unrotated = None
+            inputs.recorded.clear()
+            inputs.entry = inputs.entry if step.layer < inputs.last else None
+
     @torch.no_grad()
     def _record(
         self, layer: int, name: str, recorder: Recorder, number: int,
@@ -85,19 +73,11 @@ class KeptInputs(Part):
             values[number] = recorder.read(args, kwargs, output)
 
 
-def release(call: Call, layer: int) -> None:
-    """Let go of what the cut at `layer` was the last to read."""
-    if (inputs := call.state.get(Inputs)) is not None:
-        inputs.before = inputs.unrotated = None
-        inputs.recorded.clear()
-        inputs.entry = inputs.entry if layer < inputs.last else None
-
-
 def keep_input(
     call: Call, method: Method, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]
 ) -> None:  # fmt: skip
     """Keep what `layer` is called with in the current layout, as far as `method`, which cuts behind it, reads it."""
-    needed = observables_of(method.needs, Where.INPUT_BEFORE, Where.UNROTATED)
+    needed = observables_of(method.needs, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED)
     if not needed:
         return
     hidden = adapter.seen(call.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
@@ -111,7 +91,7 @@ def keep_input(
     turned = rotation and (rotation[0].expand(batch, -1, -1), rotation[1].expand(batch, -1, -1))
     inputs = call.state.get(Inputs) or call.state.put(Inputs())
     inputs.before = LayerInput(hidden, turned)
-    if rotation is not None and any(one.where is Where.UNROTATED for one in needed):
+    if rotation is not None and any(one.where is ObservedAt.UNROTATED for one in needed):
         inputs.unrotated = unrotated(call, adapter, layer, args, kwargs, rotation)
 
 
