@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How methods and their options are written: on one line, and as what JSON can hold.
+"""The spelling of methods and their options: on one line, and as what JSON can hold.
 
 One line: "dart", "dart:pivot_text=0", "divprune+fastv:layer=3". An option follows its method behind a colon, the next
 ones behind commas; a plus puts a method on top of another (a stack, in which each acts at a place of its own). Lists of

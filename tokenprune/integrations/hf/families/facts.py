@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the table of families says of a model's type; an adapter of yours may say it as a class attribute."""
+"""Facts of a model's type in the table of families; an adapter of yours may say it as a class attribute."""
 
 from __future__ import annotations
 

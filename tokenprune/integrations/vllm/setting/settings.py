@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM serves an item with: a setting whose methods are known to be servable, apart by where they act."""
+"""A setting that vLLM serves an item with: one whose methods are known to be servable, apart by where they act."""
 
 from __future__ import annotations
 
