@@ -29,7 +29,8 @@ def main() -> None:
     example = load_heldout(limit=1, folder=subject.heldout)[0]
     FOLDER.mkdir(exist_ok=True)
     for method in methods:
-        drawing = side_by_side.show(subject, [example.image], example.question, [method], KEEP).pair(0)
+        setting = {"method": method, "keep": KEEP}
+        drawing = side_by_side.show(subject, [example.image], example.question, [setting]).pair(0)
         drawing.thumbnail((WIDTH, WIDTH))
         drawing.quantize(COLOURS).save(FOLDER / f"{method}.png", optimize=True)
 

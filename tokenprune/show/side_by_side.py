@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,28 +102,30 @@ def show(
     subject: Model,
     images: Sequence[Image.Image],
     question: str,
-    settings: Sequence[Setting],
+    settings: Sequence[Setting | Mapping[str, Any]],
     scores: bool = False,
     step: Callable[[str, int, int], None] = lambda label, done, total: None,
 ) -> Shown:
     """Ask once unpatched and once with each method, and draw what it keeps.
 
     images: one, or the frames of a video, or several of one prompt; a model that takes videos gets several as a video,
-    unless the method acts on pixels. settings: each with one keep for all of its methods. scores: draw a map of them,
+    unless the method acts on pixels. settings: as `patch(config=...)` takes them, each with one
+    keep for all of its methods. scores: draw a map of them,
     too, of methods that rank tokens by a score. step: called with a label, how many were asked, and of how many.
     Raises UnsupportedSetupError where the tokens of an image form no grid, OptionError for a method that chooses
     between images.
     """
     if not settings:
         raise OptionError("name at least one method to show")
-    for setting in settings:
+    asked = [Setting.of(one) for one in settings]
+    for setting in asked:
         draw.check_drawable(setting)
-    videos = [len(images) > 1 and contact_sheet.as_video(subject, one) for one in settings]
-    step("unpatched", 0, 1 + len(settings))
+    videos = [len(images) > 1 and contact_sheet.as_video(subject, one) for one in asked]
+    step("unpatched", 0, 1 + len(asked))
     full = contact_sheet.asked(subject, images, question, any(videos))
     (before,) = subject.generate(full)
     tokens = subject.visual_tokens(full)
-    single, several = len(images) == 1, len(settings) > 1 or scores
+    single, several = len(images) == 1, len(asked) > 1 or scores
     views = [image.convert("RGB") for image in images]
     notes: list[str] = []
     if not any(videos):
@@ -132,9 +134,9 @@ def show(
         views = [image.crop(box) if box else image for image, box in zip(views, boxes, strict=True)]
     panels: list[Panel] = []
     shown: list[PromptView] = []
-    for place, (setting, video) in enumerate(zip(settings, videos, strict=True)):
+    for place, (setting, video) in enumerate(zip(asked, videos, strict=True)):
         name = setting.spec
-        step(name, 1 + place, 1 + len(settings))
+        step(name, 1 + place, 1 + len(asked))
         seen = contact_sheet.seen_under(subject, images, question, setting, video)
         if not video:  # frames at their own resolution; of a video the model may have merged some in time
             seen = PromptView(views, seen.grids, seen.kept, seen.groups, seen.answer, seen.stats, seen.scores)
