@@ -234,19 +234,22 @@ def _not_reached(results: Results) -> str:
 
 
 def _settings(results: Results, targets: list[float]) -> str:
+    """Return the settings of the methods that are not simply given the target as their `keep`."""
     rows = {(row.method, row.keep): row for row in results.rows[1:]}
     header = ["method", *(f"at {100 * at:g} %" for at in targets)]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for name in dict.fromkeys(name for name, _ in rows):
-        cells = []
+        cells, plain = [], True
         for row in (rows.get((name, at)) for at in targets):
             said = ""
             if row is not None:
                 said = in_words(row.setting, row.stats["visual_tokens_per_layer"], row.stats["visual_tokens_in"])
+                plain = plain and said == f"keep={row.keep:g}"
                 said += f" ({100 * row.tokens_average / row.tokens_in:.1f} %)"
             cells.append(said)
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        if not plain:
+            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(["The other methods got the target as their `keep`.", "", *lines])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ FAIR = RESULTS / "all_methods-demo_qwen.jsonl"
 VIDEOS, SMALL_VIDEOS = RESULTS / "bench_videos.jsonl", RESULTS / "bench_small_videos.jsonl"
 VIEWS = RESULTS / "bench_views.jsonl"
 RANKS = RESULTS / "rank_agreement.jsonl"
+SHOWN = ("Accuracy by kind of question", "Controls, which must fail")  # beside the first table of each run
 
 
 def link(path: Path, up: str = "") -> str:
@@ -59,7 +61,7 @@ def resized() -> str:
 
 
 def bench() -> str:
-    """The tables of the first model in full."""
+    """The tables of the first model."""
     return _tables(BENCH)
 
 
@@ -105,10 +107,24 @@ def plot() -> bytes:
 
 
 def _tables(path: Path) -> str:
+    """Return the tables of cost, of kinds of questions and of controls, without columns that are empty; the others are
+    one command away."""
     from tokenprune_bench.tables import tables, to_markdown
 
-    parts = [to_markdown(table).strip() for table in tables(_results(path))]
-    return "\n\n".join([*parts, f"Raw data: {link(path, '../')}, written by `tokenprune bench --json`."])
+    first, *others = tables(_results(path))
+    made = [first, *(one for one in others if one.title in SHOWN)]
+    parts = [to_markdown(_filled_columns(one)).strip() for one in made]
+    name = path.relative_to(ROOT).as_posix()
+    left = [f"*{one.title}*" for one in others if one.title not in SHOWN]
+    more = f"{', '.join(left)}: `tokenprune report {name}` prints them." if left else ""
+    return "\n\n".join([*parts, f"{more} Raw data: {link(path, '../')}, written by `tokenprune bench --json`.".strip()])
+
+
+def _filled_columns(table: Any) -> Any:
+    """Return the table without the columns of which every cell is empty."""
+    used = [column for column in range(len(table.columns)) if any(row[column].text for row in table.rows)]
+    columns = tuple(table.columns[column] for column in used)
+    return replace(table, columns=columns, rows=[[row[column] for column in used] for row in table.rows])
 
 
 def _cell(row: Any) -> str:

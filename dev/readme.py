@@ -183,13 +183,18 @@ def _filled(page: str, parts: dict[str, str]) -> str:
 
 PAGES = {
     "README.md": {
-        "problem": front_page.problem,
-        "printed": front_page.printed,
+        "headline": front_page.headline,
         "choice": front_page.choice,
     },
-    "docs/guide/which-method.md": which_method.PARTS,
-    "docs/serving.md": serving_page.PARTS,
-    "docs/index.md": {"landing": landing_page.landing, "gallery": landing_page.gallery},
+    "docs/guide/which-method.md": {"which": which_method.tables},
+    "docs/advice-evidence.md": {"evidence": which_method.pieces, "rule": which_method.rule},
+    "docs/serving.md": {"serving": serving_page.serving},
+    "docs/serving-in-full.md": serving_page.IN_FULL,
+    "docs/index.md": {
+        "landing": landing_page.landing,
+        "headline": landing_page.headline,
+        "gallery": landing_page.gallery,
+    },
     "docs/recipes/documents.md": {"documents-recipe": recipe_numbers.documents},
     "docs/recipes/chat.md": {"chat-recipe": recipe_numbers.chat},
     "docs/recipes/long-video.md": {"video-recipe": recipe_numbers.video},
