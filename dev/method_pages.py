@@ -62,7 +62,9 @@ def row(name: str) -> str:
     titles = [f"questions about drawn {kind} right", "all tokens", *(f"{keep:.0%} of the {unit}" for keep in keeps)]
     cells = [f"`{name}`", f"{found['unpatched', 1.0]:.0%}", *(f"{found[name, keep]:.0%}" for keep in keeps)]
     table = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", f"| {' | '.join(cells)} |"]
-    return "\n".join(table) + f"\n\nMeasured with `demo_qwen`, a small model that ships: [all methods](../{page_of}.md)."
+    return (
+        "\n".join(table) + f"\n\nMeasured with `demo_qwen`, a small model that ships: [all methods](../{page_of}.md)."
+    )
 
 
 @cache

@@ -69,4 +69,3 @@ def _line(piece: Evidence) -> str:
 def rule() -> str:
     """Return how evidence is chosen and graded, as the docstring of advice.py says it."""
     return advice.__doc__.partition("\n\n")[2].strip()
-
