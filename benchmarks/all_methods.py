@@ -139,15 +139,15 @@ def written(text: str) -> str:
     """Return the page with its generated part as it has to be."""
     # The one that favours no method comes first.
     models = sorted(SHIPPED, key=lambda name: name != FAIR)
-    parts = [section(path) for path in map(results_file, models) if path.exists()]
+    parts = [section(results_file(name), name == FAIR) for name in models if results_file(name).exists()]
     made = "\n\n".join(parts)
     block = re.compile(r"(<!-- all:begin[^\n]*-->\n).*?(<!-- all:end -->)", re.DOTALL)
     return block.sub(lambda match: f"{match[1]}\n{made}\n\n{match[2]}", text)
 
 
-def section(path: Path) -> str:
-    """Return what the page says of one model: the table, the ranks beside the papers', what was not reached, and the
-    settings."""
+def section(path: Path, whole: bool = True) -> str:
+    """Return what the page says of one model: the table, the ranks beside the papers' and, if it is whole, what was not
+    reached, and the settings."""
     records = read_records(path)
     results = summarise(records)
     base, targets = results.baseline, list(dict.fromkeys(row.keep for row in results.rows[1:]))
@@ -164,7 +164,7 @@ def section(path: Path) -> str:
     )
     parts = [
         f"## {results.header['environment']['model']}", head, _table(results, targets), *_agreements(records, targets),
-        _not_reached(results), "### Settings", _settings(results, targets), source,
+        *([_not_reached(results), "### Settings", _settings(results, targets)] if whole else []), source,
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
 

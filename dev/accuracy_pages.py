@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,13 @@ def resized() -> str:
 
 
 def bench() -> str:
-    """The tables of the first model."""
-    return _tables(BENCH)
+    """The first model by kind of question; its accuracy and tokens are in the summary."""
+    return _tables(BENCH, first=False)
 
 
 def videos() -> str:
-    """Accuracy of methods on videos, by kind of question and by ground, evidence, and controls."""
-    return _tables(VIDEOS)
+    """Accuracy on large frames, of the kinds of questions that the model knows on them."""
+    return _tables(VIDEOS, first=False, kinds=("rare", "text", "still"))
 
 
 def small_videos() -> str:
@@ -106,25 +107,31 @@ def plot() -> bytes:
     return plot_png(_results(BENCH))
 
 
-def _tables(path: Path) -> str:
-    """Return the tables of cost, of kinds of questions and of controls, without columns that are empty; the others are
-    one command away."""
+def _tables(path: Path, first: bool = True, kinds: tuple[str, ...] = ()) -> str:
+    """Return the tables of kinds of questions and of controls, without columns that are empty; the others are one
+    command away. first: the table of costs and of accuracy overall, too. kinds: these kinds alone."""
     from tokenprune_bench.tables import tables, to_markdown
 
-    first, *others = tables(_results(path))
-    made = [first, *(one for one in others if one.title in SHOWN)]
+    costs, *others = tables(_results(path))
+    shown = [one for one in others if one.title in SHOWN and (first or one.title == SHOWN[0])]
+    made = [costs, *shown] if first else shown
+    if kinds:
+        made = [_columns(one, [name in ("method", "keep", *kinds) for name in one.columns]) for one in made]
     parts = [to_markdown(_filled_columns(one)).strip() for one in made]
     name = path.relative_to(ROOT).as_posix()
-    left = [f"*{one.title}*" for one in others if one.title not in SHOWN]
+    left = ["costs and accuracy overall"] * (not first) + [f"*{one.title}*" for one in others if one not in shown]
     more = f"{', '.join(left)}: `tokenprune report {name}` prints them." if left else ""
     return "\n\n".join([*parts, f"{more} Raw data: {link(path, '../')}, written by `tokenprune bench --json`.".strip()])
 
 
 def _filled_columns(table: Any) -> Any:
     """Return the table without the columns of which every cell is empty."""
-    used = [column for column in range(len(table.columns)) if any(row[column].text for row in table.rows)]
-    columns = tuple(table.columns[column] for column in used)
-    return replace(table, columns=columns, rows=[[row[column] for column in used] for row in table.rows])
+    return _columns(table, [any(row[place].text for row in table.rows) for place in range(len(table.columns))])
+
+
+def _columns(table: Any, taken: list[bool]) -> Any:
+    columns = tuple(compress(table.columns, taken))
+    return replace(table, columns=columns, rows=[list(compress(row, taken)) for row in table.rows])
 
 
 def _cell(row: Any) -> str:

@@ -7,7 +7,7 @@ import re
 
 SHOWN = 10
 # A table of Markdown at the margin: head, the line below it, and its rows. Tables that a script of the page sorts stay.
-_TABLE = re.compile(r"^(\|.*\n)(\|[ :|-]+\|\n)((?:\|.*(?:\n|\Z)){%d,})" % (SHOWN + 1), re.MULTILINE)
+_TABLE = re.compile(rf"^(\|.*\n)(\|[ :|-]+\|\n)((?:\|.*(?:\n|\Z)){{{SHOWN + 1},}})", re.MULTILINE)
 _SORTED = '<div id="board"'
 _FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 

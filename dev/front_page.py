@@ -17,6 +17,12 @@ from tokenprune_bench.recommend import advice  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 HEADLINE = RESULTS / "cpu/stacks.jsonl"  # what benchmarks/stacks.py found and timed
+ABOUT = {  # size and a remark of each model that the table may be about
+    "demo_qwen": (
+        "4.8 M parameters",
+        "These images are larger than most that it was trained on, which may be why smaller ones help it.",
+    ),
+}
 COMMON = ("general", "documents", "grounding", "video", "server")  # rows of the table of advice
 
 
@@ -78,11 +84,12 @@ def headline(up: str = "") -> str:
             f"| {right - 100 * one['drop']:.1f} % |"
         )
     model = first["environment"]["model"].partition(" ")[0]
+    size, remark = ABOUT[model]
     note = (
-        f"`{model}`, 4.8 M parameters, {header['questions']} questions about drawn images, on {_threads(header['threads'])}; "
-        "image processor and vision tower are in the time. Tokens are averaged over the decoder's layers. These images "
-        "are larger than most that it was trained on, which may be why smaller ones help it. Small models are no promise for "
-        f"large ones: [measure yours]({up}docs/bench.md). [Raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
+        f"`{model}`, {size}, {header['questions']} questions about drawn images, on {_threads(header['threads'])}; "
+        f"image processor and vision tower are in the time. Tokens are averaged over the decoder's layers. {remark} Small "
+        f"models are no promise for large ones: [measure yours]({up}docs/bench.md). "
+        f"[Raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
     )
     return "\n\n".join(["\n".join(lines), note])
 

@@ -38,14 +38,14 @@ def image(name: str) -> str:
     right = one["answer"].strip().lower() == asked["right"]
     answer = f"“{one['answer'].strip()}”" + ("" if right else f" (right: “{asked['right']}”)")
     said = (
-        f"What `{name}` keeps with `keep={one['keep']:g}`: {one['kept']} of {one['tokens']} tokens, after its last cut. "
-        f"Clear parts stay, dark ones are dropped, parts of one flat colour became one token. Asked “{asked['question']}”, "
-        f"the small model answers {answer}."
+        f"What `{name}` keeps with `keep={one['keep']:g}`: {one['kept']} of {one['tokens']} tokens, after its last "
+        "cut. Clear parts stay, dark ones are dropped, parts of one flat colour became one token. Asked "
+        f"“{asked['question']}”, the small model answers {answer}."
     )
     return (
         f'<figure class="kept {one["of"]}" markdown>\n\n![{shown}](../images/kept/{original}.webp) '
-        f"![What {name} keeps of it](../images/kept/{name}.webp)\n\n<figcaption markdown>\n\n{said}\n\n</figcaption>\n\n"
-        "</figure>"
+        f"![What {name} keeps of it](../images/kept/{name}.webp)\n\n"
+        f"<figcaption markdown>\n\n{said}\n\n</figcaption>\n\n</figure>"
     )
 
 

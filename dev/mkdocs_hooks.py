@@ -7,7 +7,8 @@ the raw data of the benchmarks, go into the site under files/.
 
 What follows from the code is made here and is in no file: `<!-- made: NAME -->` becomes the table of that name
 (`MADE`), a method's page gets its image, its numbers and its docstring (dev/method_pages.py), and `methods/*.md` in the
-navigation becomes every such page. Tables of more than ten rows are folded (dev/fold.py). So two changes that each add a method touch no line in common.
+navigation becomes every such page. So two changes that each add a method touch no line in common. Tables of more than
+ten rows are folded (dev/fold.py).
 """
 
 from __future__ import annotations
