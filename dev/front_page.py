@@ -87,8 +87,8 @@ def headline(up: str = "") -> str:
     size, remark = ABOUT[model]
     note = (
         f"`{model}`, {size}, {header['questions']} questions about drawn images, on {_threads(header['threads'])}; "
-        f"image processor and vision tower are in the time. Tokens are averaged over the decoder's layers. {remark} Small "
-        f"models are no promise for large ones: [measure yours]({up}docs/bench.md). "
+        f"image processor and vision tower are in the time. Tokens are averaged over the decoder's layers. {remark} "
+        f"Small models are no promise for large ones: [measure yours]({up}docs/bench.md). "
         f"[Raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
     )
     return "\n\n".join(["\n".join(lines), note])

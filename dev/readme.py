@@ -104,20 +104,19 @@ def video() -> str:
 def documents() -> str:
     """The table of methods at equal tokens on drawn documents, from its raw file."""
     from tokenprune_bench.significance import better_p, wilson
-    from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, LAYOUTS, TEXT_KINDS
+    from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, TEXT_KINDS
 
     header, *records = (json.loads(line) for line in DOCUMENTS.read_text().splitlines())
     results = [one for one in records if one["record"] == "result"]
     by_place = {(one["method"], one["level"]): one["right"] for one in results}
-    kinds, layouts = header["kinds"], header["layouts"]
+    kinds = header["kinds"]
 
     def share(right: str, where: list[bool]) -> str:
         chosen = [answer == "1" for answer, here in zip(right, where, strict=True) if here]
         return f"{100 * statistics.fmean(chosen):.0f}"
 
     groups = [[one in TEXT_KINDS for one in kinds], *([one == kind for one in kinds] for kind in DOCUMENT_KINDS)]
-    groups += [[one == layout for one in layouts] for layout in LAYOUTS]
-    titles = ["text", *(f"`{kind}`" for kind in DOCUMENT_KINDS), *(f"{layout}s" for layout in LAYOUTS)]
+    titles = ["text", *(f"`{kind}`" for kind in DOCUMENT_KINDS)]
     parts = []
     for level, said in (("all", "exact repetitions dropped"), ("half", "half as many tokens")):
         about = ("tokens in the tower", "in the decoder", "right, %", "95 %", *titles, "`pixelprune` better, p")

@@ -8,7 +8,7 @@ from tokenprune_bench.recommend import advice
 from tokenprune_bench.recommend.advice import Advice, Evidence
 
 UP = "../../"
-ELSEWHERE = 2  # pieces of evidence from elsewhere, of each row
+ELSEWHERE = 1  # pieces of evidence from elsewhere, of each row
 ASKED = ("general", "documents", "grounding", "counting", "video", "long-video")  # what is asked about
 
 
