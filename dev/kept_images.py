@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw what each method keeps of one and the same held-out photograph, for the methods' pages, with a shipped model.
 
-python dev/kept_images.py                # all methods: docs/images/kept/NAME.webp and kept.json
+python dev/kept_images.py                # all methods: docs/images/kept/NAME.webp and NAME.json
 python dev/kept_images.py dart fastv     # these alone; the others stay as they are
 
 Photograph and question were fixed before any method was drawn on them. Clear patches stay, dark ones are dropped, and
 those of one flat colour became one. A method gets a quarter of the tokens, or the smallest of KEEPS that it accepts on
 a decoder as shallow as this one. Methods that compare frames get one drawn video instead. The page of a method shows
-its image with what kept.json records (dev/method_pages.py).
+its image with what its record says (dev/method_pages.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs/images/kept"
-RECORD = FOLDER / "kept.json"
 NUMBER, KIND = 2, "word"  # the photograph, and which of its questions is asked
 KEEPS = (0.25, 0.4, 0.5, 0.75)
 SIDE, QUALITY = 320, 70
@@ -76,11 +75,6 @@ def main() -> None:
     photo, clip = photograph(), video()
     images, videos = load("demo_vlm"), load("demo_qwen")
     FOLDER.mkdir(exist_ok=True)
-    record = json.loads(RECORD.read_text()) if RECORD.is_file() else {"shown": {}}
-    record |= {
-        "image": {"question": photo.question, "right": photo.answer},
-        "video": {"question": clip.question, "right": clip.answer},
-    }
     for method in methods:
         is_video = "video" in tokenprune.method_info(method).cls.__module__.split(".")
         if is_video:
@@ -88,16 +82,17 @@ def main() -> None:
         else:  # what cannot act in the first model's tower may act in the second's
             found = drawn(images, [photo.image], photo.question, method)
             found = found or drawn(videos, [photo.image], photo.question, method)
+        for old in FOLDER.glob(f"{method}.*"):
+            old.unlink()
         if found is None:
-            record["shown"].pop(method, None)
             continue
         told, (before, after) = found
-        record["shown"][method] = {"of": "video" if is_video else "image", **told}
+        example, shown = (clip, "video") if is_video else (photo, "image")
+        record = {"question": example.question, "right": example.answer, "of": shown, **told}
+        (FOLDER / f"{method}.json").write_text(json.dumps(record, ensure_ascii=False) + "\n")
         save(before, "the-video" if is_video else "the-photograph")  # the same for all
         save(after, method)
         print(method, told)
-    record["shown"] = dict(sorted(record["shown"].items()))
-    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

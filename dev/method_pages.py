@@ -12,7 +12,7 @@ from typing import Any
 import docs
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT = ROOT / "docs/images/kept/kept.json"
+KEPT = ROOT / "docs/images/kept"
 RESULTS = ROOT / "benchmarks/results"
 IMAGES, VIDEOS = RESULTS / "all_methods-demo_qwen.jsonl", RESULTS / "bench_small_videos.jsonl"
 
@@ -28,19 +28,18 @@ def page(name: str, text: str) -> str:
 
 def image(name: str) -> str:
     """Return the figure of what the method keeps; nothing for a method that cannot be drawn."""
-    record = json.loads(KEPT.read_text())
-    one = record["shown"].get(name)
-    if one is None:
+    record = KEPT / f"{name}.json"
+    if not record.is_file():
         return ""
-    asked = record[one["of"]]
+    one = json.loads(record.read_text())
     original = "the-video" if one["of"] == "video" else "the-photograph"
     shown = "The frames of the video" if one["of"] == "video" else "The photograph"
-    right = one["answer"].strip().lower() == asked["right"]
-    answer = f"“{one['answer'].strip()}”" + ("" if right else f" (right: “{asked['right']}”)")
+    right = one["answer"].strip().lower() == one["right"]
+    answer = f"“{one['answer'].strip()}”" + ("" if right else f" (right: “{one['right']}”)")
     said = (
         f"What `{name}` keeps with `keep={one['keep']:g}`: {one['kept']} of {one['tokens']} tokens, after its last "
         "cut. Clear parts stay, dark ones are dropped, parts of one flat colour became one token. Asked "
-        f"“{asked['question']}”, the small model answers {answer}."
+        f"“{one['question']}”, the small model answers {answer}."
     )
     return (
         f'<figure class="kept {one["of"]}" markdown>\n\n![{shown}](../images/kept/{original}.webp) '
