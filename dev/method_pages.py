@@ -41,6 +41,8 @@ def image(name: str) -> str:
         "cut. Clear parts stay, dark ones are dropped, parts of one flat colour became one token. Asked "
         f"“{one['question']}”, the small model answers {answer}."
     )
+    if one["of"] == "video":
+        said += " It reads two frames as one, and one of the two is drawn."
     return (
         f'<figure class="kept {one["of"]}" markdown>\n\n![{shown}](../images/kept/{original}.webp) '
         f"![What {name} keeps of it](../images/kept/{name}.webp)\n\n"
@@ -51,7 +53,8 @@ def image(name: str) -> str:
 def row(name: str) -> str:
     """Return what the small model answers right with the method, as a table of one row; nothing where it was not
     measured."""
-    source, page_of = (IMAGES, "all-methods") if (name, 0.5) in _right(IMAGES) else (VIDEOS, "video-bench")
+    on_images = any(method == name for method, _ in _right(IMAGES))
+    source, page_of = (IMAGES, "all-methods") if on_images else (VIDEOS, "video-bench")
     found = _right(source)
     keeps = sorted({keep for method, keep in found if method == name}, reverse=True)
     if not keeps:

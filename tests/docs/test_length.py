@@ -98,4 +98,5 @@ def test_a_method_page_has_its_row_of_numbers() -> None:
     made = generator("method_pages")
     row = made.row("divprune")
     assert "| `divprune` | 86% | 84% | 76% | 68% |" in row  # benchmarks/results/all_methods-demo_qwen.jsonl
+    assert "| `pixelprune` | 86% | 41% |" in made.row("pixelprune")  # one target reached
     assert "(../video-bench.md)" in made.row("evs") and made.row("view_select") == ""
