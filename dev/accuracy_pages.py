@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import cache
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ FAIR = RESULTS / "all_methods-demo_qwen.jsonl"
 VIDEOS, SMALL_VIDEOS = RESULTS / "bench_videos.jsonl", RESULTS / "bench_small_videos.jsonl"
 VIEWS = RESULTS / "bench_views.jsonl"
 RANKS = RESULTS / "rank_agreement.jsonl"
+SHOWN = ("Accuracy by kind of question", "Controls, which must fail")  # beside the first table of each run
 
 
 def link(path: Path, up: str = "") -> str:
@@ -60,13 +63,13 @@ def resized() -> str:
 
 
 def bench() -> str:
-    """The tables of the first model in full."""
-    return _tables(BENCH)
+    """The first model by kind of question; its accuracy and tokens are in the summary."""
+    return _tables(BENCH, first=False)
 
 
 def videos() -> str:
-    """Accuracy of methods on videos, by kind of question and by ground, evidence, and controls."""
-    return _tables(VIDEOS)
+    """Accuracy on large frames, of the kinds of questions that the model knows on them."""
+    return _tables(VIDEOS, first=False, kinds=("rare", "text", "still"))
 
 
 def small_videos() -> str:
@@ -105,11 +108,31 @@ def plot() -> bytes:
     return plot_png(results_of(BENCH))
 
 
-def _tables(path: Path) -> str:
+def _tables(path: Path, first: bool = True, kinds: tuple[str, ...] = ()) -> str:
+    """Return the tables of kinds of questions and of controls, without columns that are empty; the others are one
+    command away. first: the table of costs and of accuracy overall, too. kinds: these kinds alone."""
     from tokenprune_bench.tables import tables, to_markdown
 
-    parts = [to_markdown(table).strip() for table in tables(results_of(path))]
-    return "\n\n".join([*parts, f"Raw data: {link(path, '../')}, written by `tokenprune bench --json`."])
+    costs, *others = tables(results_of(path))
+    shown = [one for one in others if one.title in SHOWN and (first or one.title == SHOWN[0])]
+    made = [costs, *shown] if first else shown
+    if kinds:
+        made = [_columns(one, [name in ("method", "keep", *kinds) for name in one.columns]) for one in made]
+    parts = [to_markdown(_filled_columns(one)).strip() for one in made]
+    name = path.relative_to(ROOT).as_posix()
+    left = ["costs and accuracy overall"] * (not first) + [f"*{one.title}*" for one in others if one not in shown]
+    more = f"{', '.join(left)}: `tokenprune report {name}` prints them." if left else ""
+    return "\n\n".join([*parts, f"{more} Raw data: {link(path, '../')}, written by `tokenprune bench --json`.".strip()])
+
+
+def _filled_columns(table: Any) -> Any:
+    """Return the table without the columns of which every cell is empty."""
+    return _columns(table, [any(row[place].text for row in table.rows) for place in range(len(table.columns))])
+
+
+def _columns(table: Any, taken: list[bool]) -> Any:
+    columns = tuple(compress(table.columns, taken))
+    return replace(table, columns=columns, rows=[list(compress(row, taken)) for row in table.rows])
 
 
 def _cell(row: Any) -> str:

@@ -92,12 +92,6 @@ def pages() -> list[Path]:
     return sorted(path for path in FOLDER.glob("*.md") if path.stem != "README")
 
 
-def with_head(name: str, text: str) -> str:
-    """Return the text of a page with the head of its method below its title."""
-    title, _, rest = text.partition("\n")
-    return f"{title}\n\n{head(name)}\n\n{rest.lstrip()}"
-
-
 def index() -> str:
     """Return the figure and the table of all methods, in the order in which data meets them."""
     lines = ["![Each method at its site](../images/sites-methods.svg)", ""]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/serving.md says of families and methods is what the plugin does."""
+"""What docs/serving-in-full.md says of families and methods is what the plugin does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenprune.families import SERVED
 from tokenprune.integrations.vllm.setting.towers import is_known
 from tokenprune.registry import build, method_class
 
-PAGE = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/serving-in-full.md").read_text()
 
 
 def section(title: str) -> list[list[str]]:
