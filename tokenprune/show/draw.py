@@ -93,7 +93,8 @@ def draw(
     wide, high = size or (width * cell, height * cell)
     rows, columns = np.arange(high) * height // high, np.arange(wide) * width // wide
     side = min(wide // width, high // height)
-    line, step = max(1, side // 24), max(4, side // 4)
+    # Few large patches need no thicker lines than many small ones.
+    line, step = max(1, min(side // 24, max(wide, high) // 200)), max(4, min(side // 4, max(wide, high) // 40))
 
     def spread(values: np.ndarray) -> np.ndarray:
         return values[rows][:, columns]
@@ -116,6 +117,15 @@ def draw(
         x, y = (2 * int(column) + 1) * wide // (2 * width), (2 * int(row) + 1) * high // (2 * height)
         pen.ellipse((x - dot, y - dot, x + dot, y + dot), fill=color_of(groups[row, column]))
     return drawn
+
+
+def sizes_of(frames: Sequence[Image.Image], side: int) -> list[tuple[int, int]]:
+    """Return the sizes of drawings of frames whose longer side is `side`."""
+    scales = [side / max(frame.size) for frame in frames]
+    return [
+        (max(1, round(frame.width * scale)), max(1, round(frame.height * scale)))
+        for frame, scale in zip(frames, scales, strict=True)
+    ]
 
 
 def _edges(labels: np.ndarray, line: int) -> np.ndarray:
