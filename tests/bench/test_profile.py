@@ -136,7 +136,11 @@ def test_bars_and_table_show_the_same_numbers_in_the_same_order() -> None:
     """Of runs whose stages take turns at being slow: medians of single stages would not add up."""
     made = _made_up()
     for side, factor in ((made.before, 1.0), (made.after, 0.7)):
-        stages = ({"tower": 60.04}, {"tower": 90.0, "prefill": 1.23}, {"prefill": 40.0, "selection": 0.0})
+        stages = (
+            {"tower": 60.04, "selection": 1.0},
+            {"tower": 90.0, "prefill": 1.23},
+            {"tower": 60.0, "prefill": 80.0},
+        )
         side.runs = [{name: factor * ms for name, ms in (dict.fromkeys(STAGES, 10.0) | one).items()} for one in stages]
     page = profile_page(made, 0.25)
     table = page[page.index("<tbody>") : page.index("</tbody>")]
@@ -151,8 +155,9 @@ def test_bars_and_table_show_the_same_numbers_in_the_same_order() -> None:
         assert sum(stages) == pytest.approx(total, abs=0.3)
     medians = [made.before.median(stage) for stage in FIRST_TOKEN]
     assert sum(medians) < sum(made.before.middle[stage] for stage in FIRST_TOKEN) - 10
+    assert made.before.middle["tower"] == 90
     made.before.runs.append(dict.fromkeys(STAGES, 0.1))  # of four the faster of the two in the middle
-    assert sum(made.before.middle[stage] for stage in FIRST_TOKEN) == pytest.approx(70)
+    assert sum(made.before.middle[stage] for stage in FIRST_TOKEN) == pytest.approx(91.04)
 
 
 def test_limits_are_those_of_the_closed_forms() -> None:

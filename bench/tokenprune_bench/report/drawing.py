@@ -219,14 +219,11 @@ def _whole(subject: Model, question: Any) -> tuple[Image.Image, int]:
     frames = list(question.video if question.is_video else question.images)
     labels = getattr(question, "labels", ())
     inputs = contact_sheet.asked(subject, frames, question.question, question.is_video, labels)
-    try:
-        frames = contact_sheet.seen_frames(subject, inputs, frames, question.is_video)[0]
-    except UnsupportedSetupError:
-        pass  # no grid: the methods are not drawn, and the images are shown as they are
+    with suppress(UnsupportedSetupError):  # no grid: the methods are not drawn, and the images are shown as they are
+        frames, _ = contact_sheet.seen_frames(subject, inputs, frames, question.is_video)
     sizes = draw.sizes_of(frames, _side(question))
-    return contact_sheet.row(
-        [one.resize(size) for one, size in zip(frames, sizes, strict=True)]
-    ), subject.visual_tokens(inputs)
+    shown = [frame.resize(size) for frame, size in zip(frames, sizes, strict=True)]
+    return contact_sheet.row(shown), subject.visual_tokens(inputs)
 
 
 def _look(subject: Model, question: Any, setting: Setting) -> tuple[Image.Image, int]:
