@@ -23,6 +23,7 @@ from tokenprune.workflows.two_pass import ESCALATE
 CELL = 32  # pixels of a patch in the drawing
 _DARK, _HATCH = 0.22, 64
 _BORDERS = (255, 255, 255), (0, 60, 160)  # of a dark patch, and of a light one
+_BOX = (255, 140, 0)
 CROPS = "its processor crops away"
 _CROP = 0.02  # of a side: less is rounding
 _LIGHT = 150  # mean brightness from which a patch is light
@@ -191,6 +192,19 @@ def cropped_away(image: Image.Image, box: tuple[int, int, int, int] | None) -> s
     sides = [f"{share:.0%} at the {side}" for side, share in cut if share >= _CROP]
     seen = f"the model sees {right - left} x {bottom - top} of the image's {width} x {height} pixels"
     return f"{CROPS} {' and '.join(sides)}: {seen}" if sides else ""
+
+
+def boxed(image: Image.Image, box: tuple[int, int, int, int], side: int = 280) -> Image.Image:
+    """Return the image, its longer side `side` pixels, dark but for the box, which has an outline."""
+    scale = side / max(image.size)
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    shown = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+    inside = tuple(round(edge * scale) for edge in box)
+    dark = shown.point(lambda value: int(value * _DARK) + _HATCH)
+    dark.paste(shown.crop(inside), inside[:2])
+    left, top, right, bottom = inside
+    ImageDraw.Draw(dark).rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), outline=_BOX, width=4)
+    return dark
 
 
 def seen_box(subject: Model, image: Image.Image) -> tuple[int, int, int, int] | None:
