@@ -14,7 +14,7 @@ from tokenprune.show import contact_sheet
 
 WIDTH, ANIMATED = 1440, 960  # pixels of a sheet, and of one that moves
 GAP, FRAME_GAP = 24, 6  # between drawings, and between frames of one drawing
-PAPER, INK, PALE = "white", "#202020", "#505050"
+PAPER, INK, PALE, EDGE = "white", "#202020", "#505050", "#909090"
 TALLEST = 1500  # pixels of a drawing
 _PHONE, _LEAST = 800, 13  # width to which a phone scales a sheet, and the letters that can be read then
 _RATIO = 0.9  # height of a sheet to its width, where there is a choice
@@ -63,7 +63,7 @@ def columns(number: int, ratio: float, width: int = WIDTH, most: int = _ACROSS) 
     def cost(across: int) -> float:
         down = math.ceil(number / across)
         high = down * ((width / across - GAP) * ratio + 6 * letters(width))
-        return abs(math.log(high / width / _RATIO)) + (across * down - number) / across
+        return abs(math.log(high / width / _RATIO)) + 1.5 * (across * down - number) / across
 
     return min(range(1, min(number, most) + 1), key=cost)
 
@@ -82,15 +82,8 @@ def sheet(
 ) -> Image.Image:
     """Return rows of panels with their captions, under lines of text. beside: an image right of those. None: an empty
     place. least: pixels of a caption, at least."""
-    panels = [one for line in rows for one in line if one is not None]
-    across = max(map(len, rows))
-    cell = (width - 2 * GAP - (across - 1) * GAP) // across
-    size = letters(width)
-    per_line = min(_per_line(panels, cell), max(one.frames for one in panels))
-    frame = (cell - (per_line - 1) * FRAME_GAP) // per_line
-    frame = max(1, min(frame, round(TALLEST / max(one.shape for one in panels))))
-    if per_line == 1 and frame < cell:  # tall images: no wide margins beside them
-        cell = max(frame, _NARROW * size // letters(WIDTH))
+    across, size = max(map(len, rows)), letters(width)
+    cell, frame, per_line = _places(rows, width)
     parts = []
     for line in rows:
         images = [None if one is None else strip(one.drawn(frame), per_line) for one in line]
@@ -101,10 +94,32 @@ def sheet(
         for place, (image, text) in enumerate(zip(images, texts, strict=True)):
             if image and text:
                 part.paste(image, (place * (cell + GAP), 0))
+                if per_line == 1:  # a white page on white paper needs an edge
+                    edge = place * (cell + GAP), 0, place * (cell + GAP) + image.width - 1, image.height - 1
+                    ImageDraw.Draw(part).rectangle(edge, outline=EDGE)
                 part.paste(text, (place * (cell + GAP), tall + size // 3))
         parts.append(part)
     whole = column([_head(head, parts[0].width, size, beside), *parts], GAP)
     return ImageOps.expand(whole, GAP, PAPER)
+
+
+def deepest(rows: Sequence[Sequence[Panel | None]], width: int = WIDTH) -> int:
+    """Return the height of the longest caption of a sheet."""
+    cell, _, _ = _places(rows, width)
+    return max(caption(one, cell, letters(width)).height for line in rows for one in line if one is not None)
+
+
+def _places(rows: Sequence[Sequence[Panel | None]], width: int) -> tuple[int, int, int]:
+    """Return the width of a panel, that of a frame, and how many frames stand in a line."""
+    panels = [one for line in rows for one in line if one is not None]
+    across = max(map(len, rows))
+    cell = (width - 2 * GAP - (across - 1) * GAP) // across
+    per_line = _per_line(panels, cell)
+    frame = (cell - (per_line - 1) * FRAME_GAP) // per_line
+    frame = max(1, min(frame, round(TALLEST / max(one.shape for one in panels))))
+    if per_line == 1 and frame < cell:  # tall images: no wide margins beside them
+        cell = max(frame, _NARROW * letters(width) // letters(WIDTH))
+    return cell, frame, per_line
 
 
 def caption(panel: Panel, width: int, size: int) -> Image.Image:
@@ -135,7 +150,12 @@ def wrapped(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width
         else:
             low = middle + 1
     lines = _filled(pieces, font, low)
-    return lines if len(lines) <= _MOST_LINES else [*lines[: _MOST_LINES - 1], f"{lines[_MOST_LINES - 1]} ..."]
+    if len(lines) <= _MOST_LINES:
+        return lines
+    last = lines[_MOST_LINES - 1]
+    while font.getlength(f"{last} ...") > width:
+        last = last[:-1]
+    return [*lines[: _MOST_LINES - 1], f"{last} ..."]
 
 
 def _pieces(word: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> list[str]:
@@ -192,7 +212,9 @@ def column(rows: Sequence[Image.Image], gap: int = FRAME_GAP) -> Image.Image:
 
 def _head(lines: Sequence[str], width: int, size: int, beside: Image.Image | None) -> Image.Image:
     """Return the text above a sheet, with an image on its right."""
-    own = width if beside is None else max(width // 2, width - beside.width - GAP)
+    if beside is not None:
+        beside = ImageOps.contain(beside, (width // 5, 6 * size))
+    own = width if beside is None else width - beside.width - GAP
     font = ImageFont.load_default(size)
     text = _text([(part, INK) for line in lines for part in wrapped(line, font, own)], own, size)
     if beside is None:
@@ -213,4 +235,16 @@ def _text(lines: Sequence[tuple[str, str]], width: int, size: int) -> Image.Imag
     return image
 
 
-__all__ = ["ANIMATED", "WIDTH", "Panel", "caption", "column", "columns", "letters", "sheet", "strip", "wrapped"]
+__all__ = [
+    "ANIMATED",
+    "WIDTH",
+    "Panel",
+    "caption",
+    "column",
+    "columns",
+    "deepest",
+    "letters",
+    "sheet",
+    "strip",
+    "wrapped",
+]

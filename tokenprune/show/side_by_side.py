@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -48,27 +48,47 @@ class Shown:
     @property
     def across(self) -> int:
         """Return the number of drawings side by side; those of several frames stand one below the other."""
-        if max(len(one.frames) for one in self.seen) > 1:
+        if max(panel.frames for panel in self.panels) > 1:
             return 1
-        return layout.columns(1 + len(self.seen), self.panels[0].shape)
+        maps = any(panel.scores for panel in self.panels)  # each stands under the drawing of its method
+        return layout.columns(len(self.columns), self.panels[0].shape * (1 + maps))
+
+    @property
+    def columns(self) -> list[list[Panel]]:
+        """Each drawing, with the map of scores that stands under it."""
+        columns: list[list[Panel]] = []
+        for panel in self.panels:
+            if panel.scores:
+                columns[-1].append(panel)
+            else:
+                columns.append([panel])
+        return columns
 
     def lines(self, across: int) -> list[list[Panel | None]]:
         """Return the panels line by line, a map of scores under the drawing of its own method; None: an empty place."""
-        columns: list[list[Panel | None]] = []
-        for panel in self.panels:
-            if panel.scores:
-                columns[-1][1] = panel
-            else:
-                columns.append([panel, None])
-        lines = []
-        for start in range(0, len(columns), across):
-            drawings, maps = map(list, zip(*columns[start : start + across], strict=True))
-            lines += [drawings, maps] if any(maps) else [drawings]
+        lines: list[list[Panel | None]] = []
+        for start in range(0, len(self.columns), across):
+            part = self.columns[start : start + across]
+            lines.append([column[0] for column in part])
+            if any(column[1:] for column in part):
+                lines.append([column[1] if column[1:] else None for column in part])
         return lines
 
-    def image(self, width: int = layout.WIDTH) -> Image.Image:
-        """Return all panels with their text as one image, `width` pixels wide; narrower where images are tall."""
-        return layout.sheet(self.caption, self.lines(self.across), width, self.cropped)
+    def image(self, width: int = layout.WIDTH, least: int = 0) -> Image.Image:
+        """Return all panels with their text as one image, `width` pixels wide; narrower where images are tall. least:
+        pixels of a caption, at least."""
+        return layout.sheet(self.caption, self.lines(self.across), width, self.cropped, least)
+
+    def of_settings(self, start: int, stop: int) -> Shown:
+        """Return what is shown of these settings alone."""
+        panels = [panel for column in self.columns[1 + start : 1 + stop] for panel in column]
+        return replace(self, panels=[self.panels[0], *panels], seen=self.seen[start:stop])
+
+    def of_frame(self, number: int) -> Shown:
+        """Return what is shown of one frame of a video, as the model has it."""
+        most = max(panel.frames for panel in self.panels)
+        panels = [panel.of_frame(number) for panel in self.panels]
+        return replace(self, caption=(*self.caption, f"frame {number + 1} of {most}"), panels=panels)
 
     def pair(self, number: int) -> Image.Image:
         """Return the unpatched panel and what the method `number` keeps, without text: side by side, of several frames
@@ -126,7 +146,7 @@ def show(
         sizes = [_size(frame, grid, single, several) for frame, grid in zip(seen.frames, seen.grids, strict=True)]
         if not panels:
             whole = [frame.resize(size) for frame, size in zip(seen.frames, sizes, strict=True)]
-            lines = f"{tokens} visual tokens", f"answer: {before}"
+            lines = f"{tokens} visual tokens", _said(before)
             panels.append(_panel(_strip(whole), "unpatched", lines, seen.frames, _plain(seen.frames)))
         said = keep_in_words(setting.keep, len(setting.names), int(seen.kept.sum()) / max(1, tokens))
         image, title = _strip(seen.drawings(0, sizes)), f"{name}, keep {said}"
@@ -194,7 +214,7 @@ def plot(
 
 def _about(seen: PromptView, tokens: int) -> tuple[str, ...]:
     average = f", {seen.stats.visual_tokens_average:.0f} on average over the layers" if seen.stats else ""
-    return f"{tokens} to {int(seen.kept.sum())} visual tokens{average}", f"answer: {seen.answer}"
+    return f"{tokens} to {int(seen.kept.sum())} visual tokens{average}", _said(seen.answer)
 
 
 def _size(frame: Image.Image, grid: tuple[int, int], single: bool, several: bool) -> tuple[int, int]:
@@ -204,6 +224,10 @@ def _size(frame: Image.Image, grid: tuple[int, int], single: bool, several: bool
     wanted = min(max(longest, SMALLEST if single else 0), largest)
     scale = max(wanted, 8 * max(grid)) / longest
     return max(1, round(frame.width * scale)), max(1, round(frame.height * scale))
+
+
+def _said(answer: str) -> str:
+    return f"answer: {answer.strip() or '(nothing)'}"
 
 
 def _panel(
