@@ -199,10 +199,9 @@ def boxed(image: Image.Image, box: tuple[int, int, int, int], side: int = 280) -
     scale = side / max(image.size)
     size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
     shown = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-    inside = tuple(round(edge * scale) for edge in box)
+    left, top, right, bottom = (round(edge * scale) for edge in box)
     dark = shown.point(lambda value: int(value * _DARK) + _HATCH)
-    dark.paste(shown.crop(inside), inside[:2])
-    left, top, right, bottom = inside
+    dark.paste(shown.crop((left, top, right, bottom)), (left, top))
     ImageDraw.Draw(dark).rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), outline=_BOX, width=4)
     return dark
 

@@ -131,8 +131,8 @@ def show(
     if not any(videos):
         boxes = [draw.seen_box(subject, image) for image in views]
         notes += list(dict.fromkeys(filter(None, map(draw.cropped_away, views, boxes))))
-        crops = [(image, box) for image, box in zip(views, boxes, strict=True) if draw.cropped_away(image, box)]
-        cropped = draw.boxed(*crops[0]) if crops else None
+        pairs = zip(views, boxes, strict=True)
+        cropped = next((draw.boxed(image, box) for image, box in pairs if box and draw.cropped_away(image, box)), None)
         views = [image.crop(box) if box else image for image, box in zip(views, boxes, strict=True)]
     panels: list[Panel] = []
     shown: list[PromptView] = []
@@ -146,16 +146,16 @@ def show(
         sizes = [_size(frame, grid, single, several) for frame, grid in zip(seen.frames, seen.grids, strict=True)]
         if not panels:
             whole = [frame.resize(size) for frame, size in zip(seen.frames, sizes, strict=True)]
-            lines = f"{tokens} visual tokens", _said(before)
-            panels.append(_panel(_strip(whole), "unpatched", lines, seen.frames, _plain(seen.frames)))
+            about = f"{tokens} visual tokens", _said(before)
+            panels.append(_panel(_strip(whole), "unpatched", about, seen.frames, _plain(seen.frames)))
         said = keep_in_words(setting.keep, len(setting.names), int(seen.kept.sum()) / max(1, tokens))
         image, title = _strip(seen.drawings(0, sizes)), f"{name}, keep {said}"
         panels.append(_panel(image, title, _about(seen, tokens), seen.frames, _kept(seen)))
         if scores and seen.scores is None:
             notes.append(f"{name} ranks no tokens by a score: there is no map of it")
         elif scores and seen.scores is not None:
-            heated, lines = _heat(seen), ("ranks, from dark (low) to yellow (high)",)
-            panels.append(_panel(_strip(heated(sizes)), f"{name}: scores", lines, seen.frames, heated, scores=True))
+            heated, scale = _heat(seen), ("ranks, from dark (low) to yellow (high)",)
+            panels.append(_panel(_strip(heated(sizes)), f"{name}: scores", scale, seen.frames, heated, scores=True))
     caption = subject.name, f"Q: {question}", *(note for note in notes if note.startswith(draw.CROPS))
     return Shown(caption, panels, shown, before, tokens, tuple(notes), cropped)
 
