@@ -137,18 +137,18 @@ def test_the_crop_is_named_and_drawn(subject: Model) -> None:
 # -- GIF
 
 
-def pictures(path: Path) -> list[np.ndarray]:
+def stills(path: Path) -> list[np.ndarray]:
     with Image.open(path) as image:
         assert image.format == "GIF" and image.info["loop"] == 0
         return [np.asarray(one.convert("RGB"), int) for one in ImageSequence.Iterator(image)]
 
 
 def test_a_gif_over_keep(tmp_path: Path) -> None:
-    """A picture for each keep, the same methods on each, and less and less is kept."""
+    """An image for each keep, the same methods on each, and less and less is kept."""
     white, out = tmp_path / "white.png", tmp_path / "keep.gif"
     Image.new("RGB", (224, 224), "white").save(white)
     said = call("show", white, "--methods", "uniform,divprune", "--gif", "keep", "--keep", "1.0,0.5,0.1", "--out", out)
-    found = pictures(out)
+    found = stills(out)
     assert len(found) == 3 and {one.shape[1] for one in found} == {layout.ANIMATED}
     dark = [int((one.max(-1) < 128).sum()) for one in found]
     assert dark[0] < dark[1] < dark[2]
@@ -157,7 +157,7 @@ def test_a_gif_over_keep(tmp_path: Path) -> None:
 
 
 def test_a_gif_over_the_frames_of_a_video(tmp_path: Path) -> None:
-    """One frame a picture, beside what is kept of it."""
+    """One frame an image, beside what is kept of it."""
     colors, out = [(220, 30, 30), (30, 200, 30), (30, 30, 220)], tmp_path / "frames.GIF"
     for number, color in enumerate(colors):
         Image.new("RGB", (64, 64), color).save(tmp_path / f"{number}.png")
@@ -166,7 +166,7 @@ def test_a_gif_over_the_frames_of_a_video(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / f"{number}.png").rename(folder / f"{number}.png")
     call("show", folder, "--methods", "uniform", "--gif", "frames", "--out", out)
-    found = pictures(out)
+    found = stills(out)
     assert len(found) == 3
     for color, image in zip(colors, found, strict=True):
         near = [int((np.abs(image - one).sum(-1) < 30).sum()) for one in colors]
@@ -176,7 +176,7 @@ def test_a_gif_over_the_frames_of_a_video(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (("--gif", "size"), "write keep (a picture for each keep) or frames"),
+        (("--gif", "size"), "write keep (an image for each keep) or frames"),
         (("--gif", "frames"), "needs a video or several images"),
         (("--gif", "keep", "--keep", "0.5"), "such as --keep 1.0,0.75"),
         (("--gif", "keep", "--keep", "1.5,0.5"), "keep=1.5 is no share"),
@@ -203,6 +203,13 @@ def test_frames_at_several_keeps_are_refused() -> None:
     animation.check_kind("keep", [1.0, 0.5], 1)
     with pytest.raises(OptionError, match="at one keep"):
         animation.check_kind("frames", [0.5, 0.25], 2)
+
+
+def test_a_video_of_one_frame_does_not_move(subject: Model) -> None:
+    shown = side_by_side.show(subject, [photo(64, 64, 0)], "?", [Setting.from_spec("uniform", 0.5)])
+    for kind in (animation.FRAMES, animation.KEEP):
+        with pytest.raises(OptionError, match="give it more"):
+            animation.stills(shown, kind, 1)
 
 
 def test_a_gif_that_cannot_be_written_is_said(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def show(
     with show_progress(lines=False) as step:
         shown = side_by_side.show(subject, images, question, wanted, scores, step)
     if gif is not None:
-        animation.save(animation.pictures(shown, gif, len(settings)), out)
+        animation.save(animation.stills(shown, gif, len(settings)), out)
     else:
         try:
             shown.image().save(out)

@@ -14,7 +14,7 @@ from tokenprune.show.side_by_side import Shown
 
 KEEP, FRAMES = "keep", "frames"
 KEEPS = "1.0,0.75,0.5,0.35,0.25,0.18,0.1"
-_STEP, _LAST = 900, 2500  # milliseconds of each picture, and of the last one
+_STEP, _LAST = 900, 2500  # milliseconds of each image, and of the last one
 
 
 def check_kind(kind: str, keeps: Sequence[float | int], frames: int) -> None:
@@ -23,7 +23,7 @@ def check_kind(kind: str, keeps: Sequence[float | int], frames: int) -> None:
     kind: over what it moves. keeps: that it would show. frames: of what is shown.
     """
     if kind not in (KEEP, FRAMES):
-        raise OptionError(f"--gif {kind!r}: write {KEEP} (a picture for each keep) or {FRAMES} (for each video frame)")
+        raise OptionError(f"--gif {kind!r}: write {KEEP} (an image for each keep) or {FRAMES} (for each video frame)")
     if kind == KEEP and len(set(keeps)) < 2:
         raise OptionError(f"--gif {KEEP} moves over several keeps: name them with commas, such as --keep {KEEPS}")
     if kind == FRAMES and len(set(keeps)) > 1:
@@ -32,20 +32,22 @@ def check_kind(kind: str, keeps: Sequence[float | int], frames: int) -> None:
         raise OptionError(f"--gif {FRAMES} needs a video or several images, and this is one image: use --gif {KEEP}")
 
 
-def pictures(shown: Shown, kind: str, methods: int) -> list[Image.Image]:
-    """Return the pictures of an animation, of one size. kind: see `check_kind`. methods: how many settings each picture
-    shows; those of the first keep come first."""
+def stills(shown: Shown, kind: str, methods: int) -> list[Image.Image]:
+    """Return the images of an animation, of one size. kind: see `check_kind`. methods: how many settings each image
+    shows; those of the first keep come first. Raises OptionError for a single image."""
     if kind == KEEP:
         parts = [shown.of_settings(start, start + methods) for start in range(0, len(shown.seen), methods)]
     else:
         parts = [shown.of_frame(number) for number in range(max(panel.frames for panel in shown.panels))]
+    if len(parts) < 2:
+        raise OptionError(f"the model has all frames as one: give it more (--frames), or use --gif {KEEP}")
     rows = [one.lines(one.across) for one in parts]
     least = max(layout.deepest(lines, layout.ANIMATED) for lines in rows)  # nothing jumps where a caption is longer
     return [one.image(layout.ANIMATED, least) for one in parts]
 
 
 def save(images: Sequence[Image.Image], out: Path) -> None:
-    """Write pictures as a GIF that goes on for ever; raises TokenPruneError where it cannot be written."""
+    """Write images as a GIF that goes on for ever; raises TokenPruneError where it cannot be written."""
     first, *rest = (image.quantize(256, dither=Image.Dither.NONE) for image in images)
     times = [_STEP] * len(rest) + [_LAST]
     try:
@@ -54,4 +56,4 @@ def save(images: Sequence[Image.Image], out: Path) -> None:
         raise TokenPruneError(f"cannot write {out}: {error}") from error
 
 
-__all__ = ["FRAMES", "KEEP", "KEEPS", "check_kind", "pictures", "save"]
+__all__ = ["FRAMES", "KEEP", "KEEPS", "check_kind", "save", "stills"]
