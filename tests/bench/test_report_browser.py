@@ -208,17 +208,23 @@ def test_rows_of_samples_are_even(browser: Any, tmp_path: Path, width: int, meth
 
 
 def test_a_verdict_of_none_takes_less_room(browser: Any, tmp_path: Path) -> None:
-    def height(lost: int, width: int) -> float:
+    def card(lost: int, width: int) -> tuple[float, str, str]:
         file = tmp_path / f"{lost}.html"
         file.write_text(make_page([made("", *RIVALS, result("some", 0.25, 100 - lost, 100 - lost))]))
         page = browser.new_page(viewport={"width": width, "height": 900})
         page.goto(file.as_uri())
-        (found, *_) = (one.bounding_box()["height"] for one in page.query_selector_all(".verdict"))
+        found = page.evaluate(
+            """(() => {
+              const card = document.querySelector(".verdict"), style = (part) => getComputedStyle(card.querySelector(part));
+              return [card.getBoundingClientRect().height, style(".taken").fontSize, style("dl").display];
+            })()"""
+        )
         page.close()
-        return found
+        return tuple(found)
 
     for width in (WIDE, NARROW):
-        assert height(20, width) < 0.6 * height(0, width)
+        (none, letters, facts), (best, _, _) = card(20, width), card(0, width)
+        assert none < 0.6 * best and (letters, facts) == ("16px", "block")
 
 
 def test_without_script_the_page_is_whole(browser: Any, page_file: Path) -> None:
