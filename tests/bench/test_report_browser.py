@@ -215,7 +215,8 @@ def test_a_verdict_of_none_takes_less_room(browser: Any, tmp_path: Path) -> None
         page.goto(file.as_uri())
         found = page.evaluate(
             """(() => {
-              const card = document.querySelector(".verdict"), style = (part) => getComputedStyle(card.querySelector(part));
+              const card = document.querySelector(".verdict");
+              const style = (part) => getComputedStyle(card.querySelector(part));
               return [card.getBoundingClientRect().height, style(".taken").fontSize, style("dl").display];
             })()"""
         )
