@@ -24,6 +24,7 @@ class Loading:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.lock = threading.Lock()  # a model is patched for everybody: held while one works with it
         self._subject: Model | None = None
         self._over = threading.Event()
 
