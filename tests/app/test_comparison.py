@@ -131,8 +131,10 @@ def test_who_waits_for_a_model_gets_it_or_hears_why() -> None:
     assert not loading.over
     loading.give("model")
     waiting.join()
-    loading.fail()  # at the end of the command; the model stays
-    assert heard == [loading.get()] == ["model"] and loading.over
+    assert loading.lock.acquire(blocking=False)
+    loading.lock.release()
+    loading.fail()  # at the end of the command; the model stays, and nobody works with it
+    assert heard == [loading.get()] == ["model"] and loading.over and loading.lock.locked()
     lost = Loading("lost")
     lost.fail()
     with pytest.raises(TokenPruneError, match="lost could not be loaded"):

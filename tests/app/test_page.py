@@ -17,6 +17,8 @@ from PIL import Image
 
 pytest.importorskip("gradio", reason="gradio makes the page: make test-app sets it up")
 
+import gradio as gr
+
 from tokenprune.errors import TokenPruneError
 from tokenprune.profiling.model import Model, load
 from tokenprune_bench.app.examples import Examples
@@ -24,6 +26,7 @@ from tokenprune_bench.app.handlers import Handlers
 from tokenprune_bench.app.loading import Loading, own_folder
 from tokenprune_bench.app.page import build, launch
 from tokenprune_bench.app.session import Session
+from tokenprune_demo.heldout import load_heldout
 
 PATIENCE = 120_000  # milliseconds
 
@@ -44,6 +47,7 @@ def served(loading: Loading) -> Iterator[str]:
         with pytest.raises(TokenPruneError, match="another --port"):
             launch(build(Loading("demo_vlm"), folder), "127.0.0.1", port, open_browser=False, block=False)
         yield f"http://127.0.0.1:{port}"
+        loading.fail()
         page.close()
 
 
@@ -111,6 +115,7 @@ def test_the_page_imports_no_transformers_before_the_model_is_there() -> None:
 from tokenprune_bench.app.handlers import Handlers
 from tokenprune_bench.app.loading import Loading
         from tokenprune_bench.app.session import Session
+from tokenprune_demo.heldout import load_heldout
 
         class Watched(Loading):
             def get(self):
@@ -132,7 +137,7 @@ def test_it_opens_with_an_example_that_was_asked(opened: Any) -> None:
     head = finished(opened, "fastv 0.25")
     assert "divprune 0.25: 4x fewer visual tokens, " in head and "answer" in head and "time" in head
     boxes = [one.bounding_box() for one in opened.locator(".tokenprune-row img").all()]
-    assert len(boxes) == 3 and len({(box["width"], box["height"]) for box in boxes}) == 1  # one scale
+    assert len(boxes) == 3 and len({(round(box["width"]), round(box["height"])) for box in boxes}) == 1  # one scale
     wide = opened.viewport_size["width"] > 1000
     assert len({box["y"] for box in boxes}) == (1 if wide else 2)
     assert opened.get_by_text("✓ right").count() + opened.get_by_text("✗ wrong").count() == 3
@@ -192,6 +197,17 @@ def test_the_slider_redraws_without_an_answer_until_it_is_released(opened: Any) 
     finished(opened, "divprune 0.3")
 
 
+def test_a_request_that_is_not_wanted_leaves_the_page_as_it_is(subject: Model) -> None:
+    loading, session = Loading("demo_qwen"), Session()
+    file = str(load_heldout(folder=subject.heldout, limit=1)[0].path)
+    asking = Handlers(loading, Examples()).compare(session, file, "what?", "divprune", "", 0.3)
+    assert "the model is loading" in next(asking)[0]
+    session.begin()
+    loading.give(subject)
+    assert list(asking) == [[gr.skip()] * 6] and session.at == {}
+    assert not loading.lock.locked()
+
+
 def test_the_slider_waits_for_no_model() -> None:
     loading = Loading("never there")
     do, session = Handlers(loading, Examples()), Session()
@@ -212,7 +228,7 @@ def test_an_address_sets_the_page_and_is_not_trusted(browser: Any, address: str)
     for wrong, said in (
         ("keep=7", "keep=7 in the address"),
         ("first=dymu:thresholds=/etc/passwd", "opens no files"),
-        ("first=<img src=x onerror=alert(1)>", "unknown method"),
+        ("first=<img src=x onerror=alert(1)>", "write methods and their options"),
         ("example=99", "there are 1 to"),
     ):
         page.goto(f"{address}/?{wrong}", timeout=PATIENCE)

@@ -31,7 +31,7 @@ FIRST, SECOND, KEEP, STEP = "divprune", "fastv", 0.25, 0.05
 FRAMES = 8  # of a video, evenly chosen
 PATIENCE = 10  # seconds that the page spends on drawing other keeps ahead of the slider
 _ABOUT = (
-    "See which visual tokens a method keeps of an image or a video, and what that does to the answer and the time. "
+    "Drop visual tokens, and see what that does to the answer and the time. "
     "Clear patches stay, dark ones are dropped, those of one colour are merged."
 )
 
@@ -116,7 +116,7 @@ class Handlers:
                 left = pace.left(place + 1, len(parts))
                 yield _all(subject, found, keep, ", ".join(filter(None, (parts[place], left))))
         except Superseded:
-            return
+            yield [gr.skip()] * 6  # a generator that ends without a value empties the page
         except TokenPruneError as error:
             raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
 

@@ -25,6 +25,7 @@
   document.addEventListener("drop", (event) => take(event, event.dataTransfer?.files), true);
   document.addEventListener("paste", (event) => take(event, event.clipboardData?.files), true);
   document.addEventListener("keyup", (event) => {
-    if (event.target.type === "range" && event.key !== "Tab") event.target.dispatchEvent(new PointerEvent("pointerup"));
+    if (event.target.type === "range" && event.key !== "Tab")
+      event.target.dispatchEvent(new PointerEvent("pointerup", { bubbles: true }));
   });
 }
