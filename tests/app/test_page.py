@@ -111,11 +111,8 @@ def test_the_page_imports_no_transformers_before_the_model_is_there() -> None:
         from tokenprune import TokenPruneError
         from tokenprune_bench.app import page
         from tokenprune_bench.app.examples import Examples
-        from tokenprune_bench.app.examples import Examples
-from tokenprune_bench.app.handlers import Handlers
-from tokenprune_bench.app.loading import Loading
+        from tokenprune_bench.app.loading import Loading
         from tokenprune_bench.app.session import Session
-from tokenprune_demo.heldout import load_heldout
 
         class Watched(Loading):
             def get(self):
