@@ -370,6 +370,7 @@ def test_no_question_about_a_circle_and_the_shipped_model_knows_drawings_only(tm
 
 
 def test_lines_of_python_to_copy_run_one_after_the_other() -> None:
+    from tokenprune.statistics import Stats
     from tokenprune_bench.app import snippets
     from tokenprune_bench.app.comparison import Asked
 
@@ -380,6 +381,5 @@ def test_lines_of_python_to_copy_run_one_after_the_other() -> None:
     exec(told, names)
     assert [method.name for method in tokenprune.api.attachment_of(model).methods] == ["downsample", "dart"]
     assert told.count("tokenprune.patch(") == 3 and snippets.python(settings[0]).count("\n") == 0
-    seen = type("Seen", (), {"kept": np.array([True] * 16 + [False] * 240)})
-    asked = Asked(Setting.from_spec("divprune+fastv", 0.25), seen, None, "", 256, {})
+    asked = Asked(Setting.from_spec("divprune+fastv", 0.25), 256, 16, b"", Stats())
     assert asked.keep_in_words == "0.25 each, 6.25 % in all"
