@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import calm_threads  # noqa: F401
 import typer
-from rank_agreement import agreement, answers, published_scores
+from rank_agreement import agreement, answers, images_of, published_scores
 
 from tokenprune.cli.common import ErrorGroup, get_console, show_progress
 from tokenprune.errors import OptionError, RunError
@@ -29,13 +29,13 @@ from tokenprune.shapes.model_config import SHIPPED
 from tokenprune_bench.equal_cost import in_words
 from tokenprune_bench.lines import Lines, read_lines
 from tokenprune_bench.results import UNPATCHED, Results, read_records, summarise
-from tokenprune_bench.significance import pooled_interval
+from tokenprune_bench.significance import LEVEL, better_p, holm, interleaved, pooled_interval
 from tokenprune_bench.suite import Bench, BenchPlan
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/all-methods.md"
-TARGETS = (0.5, 0.25, 0.11)
+BASELINES = {"random": "rnd", "uniform": "uni", "downsample": "down"}
 FAIR = "demo_qwen"
 # The published budget, of 576 tokens, that comes nearest to a target; at 0.5 nothing is published.
 PUBLISHED = {0.25: 128, 0.11: 64}
@@ -151,16 +151,16 @@ def section(path: Path, whole: bool = True) -> str:
     records = read_records(path)
     results = summarise(records)
     base, targets = results.baseline, list(dict.fromkeys(row.keep for row in results.rows[1:]))
-    share = base.overall
+    share, count = base.overall, len(set(images_of(records[0])))
     head = (
         f"Unpatched: {100 * share.value:.1f} % right [{100 * share.low:.0f}–{100 * share.high:.0f}] of "
-        f"{base.questions} questions on {base.questions // len(base.kinds)} images, {base.tokens_in:.0f} visual tokens "
+        f"{base.questions} questions on {count} images, {base.tokens_in:.0f} visual tokens "
         f"each, {len(base.stats['visual_tokens_per_layer'])} decoder layers."
     )
     source = (
         f"Raw data, with accuracy by kind: [{path.name}](../benchmarks/results/{path.name}), by `python "
         f"benchmarks/all_methods.py ask --model {path.stem.partition('-')[2]} --questions "
-        f"{base.questions // len(base.kinds)}`."
+        f"{count}`."
     )
     parts = [
         f"## {results.header['environment']['model']}", head, _table(results, targets), *_agreements(records, targets),
@@ -181,22 +181,38 @@ def _table(results: Results, targets: list[float]) -> str:
     theirs = {at: published_scores(names, budget) for at, budget in PUBLISHED.items() if at in targets}
     their_places = {at: ranks(scores) for at, scores in theirs.items()}
     # The best mean place first; who reached fewer targets stands among those by the ones that it reached.
+    marks = {at: marks_at(results, names, at) for at in targets}
     order = sorted(names, key=lambda name: (_mean([places[at][name] for at in targets if name in places[at]]), name))
     header = ["method", *(f"at {100 * at:g} %, rank" for at in targets)]
     header += [f"published at {PUBLISHED[at]} of 576, rank" for at in theirs]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for name in order:
-        cells = [_cell(rows.get((name, at)), places[at].get(name)) for at in targets]
+        cells = [_cell(rows.get((name, at)), places[at].get(name), marks[at].get(name, ())) for at in targets]
         cells += [f"{theirs[at][name]:.1f}, {their_places[at][name]}" if name in theirs[at] else "" for at in theirs]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _cell(row: Any, place: int | None) -> str:
+def marks_at(results: Results, names: Sequence[str], at: float) -> dict[str, list[str]]:
+    """Return the baselines that each method is not shown to beat at a target: one-sided McNemar tests, corrected by
+    Holm for all methods held against one baseline."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+    asked = {name: interleaved(results.answers[name, at].right) for name in names if (name, at) in results.answers}
+    for baseline, mark in BASELINES.items():
+        if baseline in asked:
+            p = {name: better_p(right, asked[baseline]) for name, right in asked.items() if name not in BASELINES}
+            for name, corrected in holm(p).items():
+                if corrected >= LEVEL:
+                    found[name].append(mark)
+    return found
+
+
+def _cell(row: Any, place: int | None, marks: Sequence[str]) -> str:
     if row is None:
         return ""
-    share, marks = row.overall, "".join(f" {mark}" for mark in row.marks)
-    return f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}], {place}{marks}"
+    share, loyal = row.overall, "" if row.loyalty is None else f", {100 * row.loyalty.value:.0f} same"
+    said = f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}], {place}{loyal}"
+    return f"{said} ≤{'/'.join(marks)}" if marks else said
 
 
 def _mean(places: list[int]) -> float:
@@ -205,13 +221,13 @@ def _mean(places: list[int]) -> float:
 
 def _agreements(records: list[dict[str, Any]], targets: list[float]) -> list[str]:
     """Kendall's tau between our order and the papers', at the targets that have a published order."""
-    told, per_image = [], len(records[0]["kinds"])
+    told, images = [], images_of(records[0])
     for at, budget in PUBLISHED.items():
         scores = answers(records, at)
         theirs = published_scores(list(scores), budget)
         if at not in targets or len(theirs) < 3:
             continue
-        one = agreement(scores, theirs, per_image)
+        one = agreement(scores, theirs, images)
         told.append(
             f"At {100 * at:g} %, beside the papers at {budget} of 576 tokens: Kendall's tau {one['tau']:.2f} "
             f"[{one['low']:.2f}, {one['high']:.2f}] over {len(theirs)} methods."
