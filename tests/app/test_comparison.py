@@ -58,7 +58,7 @@ def test_a_video_is_a_video(subject: Model) -> None:
     question = drawn_set("small-videos", 1).questions[-1]
     *_, last = stages(subject, Prompt(question.frames, question.question, ("vidcom2",)), 0.5)
     (one,) = last.asked
-    assert last.film and one.kept == one.tokens // 2
+    assert last.strips and one.kept == one.tokens // 2
     with Image.open(io.BytesIO(one.drawing)) as image:
         assert image.width > 2 * image.height  # a strip of frames
 

@@ -238,11 +238,11 @@ def test_an_address_sets_the_page_and_is_not_trusted(browser: Any, address: str)
 @pytest.mark.parametrize("opened", [WIDE], indirect=True)
 def test_a_video_is_dropped_on_the_page(opened: Any, tmp_path: Path) -> None:
     frames = [Image.new("RGB", (112, 112), (20 * number, 80, 120)) for number in range(8)]
-    frames[0].save(tmp_path / "film.gif", save_all=True, append_images=frames[1:], duration=200)
-    drop(opened, tmp_path / "film.gif", "image/gif")
-    opened.locator(".tokenprune-row.film").wait_for(timeout=PATIENCE)
+    frames[0].save(tmp_path / "video.gif", save_all=True, append_images=frames[1:], duration=200)
+    drop(opened, tmp_path / "video.gif", "image/gif")
+    opened.locator(".tokenprune-row.strips").wait_for(timeout=PATIENCE)
     finished(opened, "divprune 0.25")
-    tops = [one.bounding_box()["y"] for one in opened.locator(".film img").all()]
+    tops = [one.bounding_box()["y"] for one in opened.locator(".strips img").all()]
     assert len(set(tops)) == 3  # strips, one below the other
 
 
@@ -250,12 +250,12 @@ def test_a_model_without_video_says_so(browser: Any, tmp_path: Path) -> None:
     loading = Loading("demo_vlm")
     loading.give(load("demo_vlm", device="cpu"))
     frames = [Image.new("RGB", (112, 112), (20 * number, 80, 120)) for number in range(8)]
-    frames[0].save(tmp_path / "film.gif", save_all=True, append_images=frames[1:], duration=200)
+    frames[0].save(tmp_path / "video.gif", save_all=True, append_images=frames[1:], duration=200)
     with served(loading) as address:
         page = browser.new_page()
         page.goto(address, timeout=PATIENCE)
         finished(page, "divprune 0.25")
-        drop(page, tmp_path / "film.gif", "image/gif")
+        drop(page, tmp_path / "video.gif", "image/gif")
         page.get_by_text("takes no videos").wait_for(timeout=PATIENCE)
         page.close()
 

@@ -68,13 +68,13 @@ class Asked:
 @dataclass(frozen=True)
 class Comparison:
     """What is known so far. original: a JPEG of what the model sees. before: the unpatched answer, None: not yet known.
-    film: the drawings are strips of frames."""
+    strips: the drawings are strips of frames."""
 
     prompt: Prompt
     original: bytes
     tokens: int
     asked: tuple[Asked, ...]
-    film: bool
+    strips: bool
     notes: tuple[str, ...] = ()
     before: str | None = None
 
@@ -158,9 +158,9 @@ def _shown(
         )
         for setting, seen, panel in zip(settings, shown.seen, shown.kept_panels, strict=True)
     ]  # fmt: skip
-    film = max(len(seen.frames) for seen in shown.seen) > 1
+    strips = max(len(seen.frames) for seen in shown.seen) > 1
     original, before = _jpeg(shown.panels[0].image), shown.before if answered else None
-    return Comparison(prompt, original, shown.tokens, tuple(asked), film, shown.notes, before)
+    return Comparison(prompt, original, shown.tokens, tuple(asked), strips, shown.notes, before)
 
 
 def _jpeg(image: Image.Image) -> bytes:

@@ -42,11 +42,11 @@ class Examples:
             if one.kind not in kinds and all(one.path != other.file for other in found.listed):
                 kinds.add(one.kind)
                 found.listed.append(Example(one.path, one.question))
-        film = next(one for one in demo("drawn_sets").drawn_set("small-videos", 1).questions if one.kind == "change")
+        video = next(one for one in demo("drawn_sets").drawn_set("small-videos", 1).questions if one.kind == "change")
         file = folder / "drawn.gif"
-        film.frames[0].save(file, save_all=True, append_images=list(film.frames[1:]), duration=400, loop=0)
-        found._know(file, film)
-        found.listed.append(Example(file, film.question, video=True))
+        video.frames[0].save(file, save_all=True, append_images=list(video.frames[1:]), duration=400, loop=0)
+        found._know(file, video)
+        found.listed.append(Example(file, video.question, video=True))
         return found
 
     def answer(self, file: str | Path, question: str) -> str | None:

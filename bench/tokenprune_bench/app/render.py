@@ -45,7 +45,7 @@ def panels(found: Comparison) -> str:
         kept = f"{one.tokens} → {one.kept} visual tokens"
         time = "" if one.ttft is None else f"first token {_ms(one.ttft, '')}, unpatched {_ms(one.ttft, '_unpatched')}"
         cells.append(_panel(f"kept by {one.name}", one.name, one.drawing, kept, one.answer, right, time))
-    return f"<div class='tokenprune-row{' film' if found.film else ''}'>{''.join(cells)}</div>"
+    return f"<div class='tokenprune-row{' strips' if found.strips else ''}'>{''.join(cells)}</div>"
 
 
 def _panel(alt: str, title: str, image: bytes, tokens: str, answer: str | None, right: str | None, time: str) -> str:
