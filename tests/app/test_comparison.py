@@ -21,7 +21,7 @@ from tokenprune.profiling.model import Model, load
 from tokenprune.setting import Setting
 from tokenprune.show import side_by_side
 from tokenprune_bench.app import snippets
-from tokenprune_bench.app.comparison import Prompt, checked, kept, stages
+from tokenprune_bench.app.comparison import PagePrompt, checked, kept, stages
 from tokenprune_bench.app.loading import Loading, own_folder
 from tokenprune_bench.app.session import Session, Superseded
 from tokenprune_bench.app.snippets import LONGEST
@@ -36,7 +36,7 @@ def subject() -> Model:
 
 def test_what_is_kept_is_known_first_then_answers_then_times(subject: Model) -> None:
     asked = load_heldout(folder=subject.heldout, limit=1)[0]
-    prompt = Prompt([asked.image], asked.question, ("divprune", "tome+fastv"))
+    prompt = PagePrompt([asked.image], asked.question, ("divprune", "tome+fastv"))
     drawn, answered, half, whole = stages(subject, prompt, 0.5)
     assert [one.name for one in drawn.asked] == ["divprune 0.5", "tome+fastv 0.5 each, 25 % in all"]
     assert drawn.before is None and [one.answer for one in drawn.asked] == [None, None]
@@ -56,7 +56,7 @@ def test_what_is_kept_is_known_first_then_answers_then_times(subject: Model) -> 
 
 def test_a_video_is_a_video(subject: Model) -> None:
     question = drawn_set("small-videos", 1).questions[-1]
-    *_, last = stages(subject, Prompt(question.frames, question.question, ("vidcom2",)), 0.5)
+    *_, last = stages(subject, PagePrompt(question.frames, question.question, ("vidcom2",)), 0.5)
     (one,) = last.asked
     assert last.strips and one.kept == one.tokens // 2
     with Image.open(io.BytesIO(one.drawing)) as image:
@@ -74,7 +74,7 @@ def test_a_run_that_is_not_wanted_ends_with_the_model_as_it_was(subject: Model, 
             session.begin()
         check()
 
-    prompt = Prompt([Image.new("RGB", (112, 112), "red")], "what is shown?", ("divprune",))
+    prompt = PagePrompt([Image.new("RGB", (112, 112), "red")], "what is shown?", ("divprune",))
     with pytest.raises(Superseded):
         for _ in stages(subject, prompt, 0.25, still_wanted, lock):
             assert not lock.locked() and not tokenprune.is_patched(subject.model)
@@ -100,7 +100,7 @@ def test_what_cannot_be_asked(
     subject: Model, images: int, question: str, methods: list[str], keep: float, error: type, said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        next(stages(subject, Prompt([Image.new("RGB", (128, 128))] * images, question, tuple(methods)), keep))
+        next(stages(subject, PagePrompt([Image.new("RGB", (128, 128))] * images, question, tuple(methods)), keep))
     assert not tokenprune.is_patched(subject.model)
 
 

@@ -14,7 +14,7 @@ from tokenprune.errors import OptionError
 from tokenprune.setting import Setting
 from tokenprune.statistics import Stats
 from tokenprune_bench.app import headline, link, render
-from tokenprune_bench.app.comparison import Asked, Comparison, Prompt
+from tokenprune_bench.app.comparison import Asked, Comparison, PagePrompt
 from tokenprune_bench.app.examples import Examples
 from tokenprune_bench.app.snippets import LONGEST
 
@@ -25,7 +25,7 @@ def asked(layers: list[int] = [64] * 4, **more: Any) -> Asked:
 
 
 def compared(one: Asked, before: str | None = None, right: str | None = None) -> Comparison:
-    return Comparison(Prompt([], "what?", ("divprune",), right), b"", 256, (one,), False, before=before)
+    return Comparison(PagePrompt([], "what?", ("divprune",), right), b"", 256, (one,), False, before=before)
 
 
 def ttft(p20: float, p50: float, p80: float, load: float | None = 0.1) -> dict[str, Any]:

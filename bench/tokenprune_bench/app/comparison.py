@@ -26,7 +26,7 @@ NEW_TOKENS = 4  # that a timed run makes
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PagePrompt:
     """One question about images, or the frames of a video, and the settings to compare, as texts.
 
     right: the answer, None: it is not known. example: the number of the example that they are. note: what of the file
@@ -67,10 +67,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is known so far. original: a JPEG of what the model sees. before: the unpatched answer, None: not yet known.
-    strips: the drawings are strips of frames."""
+    """The comparison as far as it is known.
 
-    prompt: Prompt
+    original: a JPEG of what the model sees. before: the unpatched answer, None: not yet known. strips: the drawings are
+    strips of frames.
+    """
+
+    prompt: PagePrompt
     original: bytes
     tokens: int
     asked: tuple[Asked, ...]
@@ -99,7 +102,7 @@ def checked(text: str, keep: float) -> Setting:
     return setting
 
 
-def settings_of(prompt: Prompt, keep: float) -> list[Setting]:
+def settings_of(prompt: PagePrompt, keep: float) -> list[Setting]:
     """Return the settings of a prompt; raises OptionError for what cannot be asked, and what `checked` raises."""
     if not prompt.images:
         raise OptionError("there is no image: drop one, or take one of the examples")
@@ -114,7 +117,7 @@ def settings_of(prompt: Prompt, keep: float) -> list[Setting]:
 
 def stages(
     subject: Model,
-    prompt: Prompt,
+    prompt: PagePrompt,
     keep: float,
     still_wanted: Callable[[], None] = lambda: None,
     lock: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - holds nothing
@@ -139,14 +142,14 @@ def stages(
 
 
 def kept(
-    subject: Model, prompt: Prompt, settings: Sequence[Setting], still_wanted: Callable[[], None] = lambda: None
+    subject: Model, prompt: PagePrompt, settings: Sequence[Setting], still_wanted: Callable[[], None] = lambda: None
 ) -> Comparison:
     """Return what each setting keeps; the model makes one token, and no answer."""
     return _shown(replace(subject, max_new_tokens=1), prompt, settings, still_wanted, answered=False)
 
 
 def _shown(
-    subject: Model, prompt: Prompt, settings: Sequence[Setting], still_wanted: Callable[[], None], answered: bool
+    subject: Model, prompt: PagePrompt, settings: Sequence[Setting], still_wanted: Callable[[], None], answered: bool
 ) -> Comparison:
     shown = side_by_side.show(
         subject, prompt.images, prompt.question, settings, step=lambda label, done, total: still_wanted()
@@ -169,7 +172,7 @@ def _jpeg(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def _timed(subject: Model, prompt: Prompt, setting: Setting, still_wanted: Callable[[], None]) -> dict[str, Any]:
+def _timed(subject: Model, prompt: PagePrompt, setting: Setting, still_wanted: Callable[[], None]) -> dict[str, Any]:
     images, question = prompt.images, prompt.question
     video = len(images) > 1 and contact_sheet.as_video(subject, setting)
 

@@ -15,7 +15,7 @@ IMAGES = 6  # of the held-out set, of which those with a question of another kin
 
 
 @dataclass(frozen=True)
-class Example:
+class PageExample:
     """A file with a question. video: whether it is one."""
 
     file: Path
@@ -27,7 +27,7 @@ class Example:
 class Examples:
     """The examples of a page, images first, and the right answers to questions about their files."""
 
-    listed: list[Example] = field(default_factory=list)
+    listed: list[PageExample] = field(default_factory=list)
     _answers: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @classmethod
@@ -41,12 +41,12 @@ class Examples:
             found._know(one.path, one)
             if one.kind not in kinds and all(one.path != other.file for other in found.listed):
                 kinds.add(one.kind)
-                found.listed.append(Example(one.path, one.question))
+                found.listed.append(PageExample(one.path, one.question))
         video = next(one for one in demo("drawn_sets").drawn_set("small-videos", 1).questions if one.kind == "change")
         file = folder / "drawn.gif"
         video.frames[0].save(file, save_all=True, append_images=list(video.frames[1:]), duration=400, loop=0)
         found._know(file, video)
-        found.listed.append(Example(file, video.question, video=True))
+        found.listed.append(PageExample(file, video.question, video=True))
         return found
 
     def answer(self, file: str | Path, question: str) -> str | None:
@@ -58,7 +58,7 @@ class Examples:
         digests = [_digest(one.file) for one in self.listed]
         return digests.index(_digest(Path(file))) + 1 if _digest(Path(file)) in digests else None
 
-    def shown(self, video: bool) -> list[Example]:
+    def shown(self, video: bool) -> list[PageExample]:
         """Return the examples for a model. video: whether it takes videos."""
         return [one for one in self.listed if video or not one.video]
 

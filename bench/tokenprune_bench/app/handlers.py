@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page does when it is opened, asked, or its slider moved."""
+"""Handlers of the page: for its opening, a question, and a moved slider."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tokenprune_bench.app.session import Session, Superseded
 # Not needed before the model is there: these import transformers' models, which takes seconds.
 if TYPE_CHECKING:
     from tokenprune.profiling.model import Model
-    from tokenprune_bench.app.comparison import Comparison, Prompt
+    from tokenprune_bench.app.comparison import Comparison, PagePrompt
 
 FIRST, SECOND, KEEP, STEP = "divprune", "fastv", 0.25, 0.05
 FRAMES = 8  # of a video, evenly chosen
@@ -120,22 +120,22 @@ class Handlers:
         except TokenPruneError as error:
             raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
 
-    def _prompt(self, subject: Model, file: str | None, question: str, methods: tuple[str, ...]) -> Prompt:
+    def _prompt(self, subject: Model, file: str | None, question: str, methods: tuple[str, ...]) -> PagePrompt:
         """Return the prompt, with as many frames of a video as fit into the model's context."""
         from tokenprune.show import contact_sheet
-        from tokenprune_bench.app.comparison import Prompt, settings_of
+        from tokenprune_bench.app.comparison import PagePrompt, settings_of
 
         read = partial(read_frames, [Path(file)] if file else [])
         frames = read(FRAMES)
         right, example = (self.examples.answer(file, question), self.examples.number(file)) if file else (None, None)
-        prompt = Prompt(frames, question, methods, right, example)
+        prompt = PagePrompt(frames, question, methods, right, example)
         settings = settings_of(prompt, KEEP)
         if len(frames) == 1:
             return prompt
         if not contact_sheet.takes_video(subject):
             raise OptionError(f"{subject.name} takes no videos: drop an image, or name a model that does with --model")
         frames, note = contact_sheet.fitting(subject, read, FRAMES, question, settings[0])
-        return Prompt(frames, question, methods, right, example, note)
+        return PagePrompt(frames, question, methods, right, example, note)
 
     def slid(
         self, session: Session, file: str | None, question: str, first: str | None, second: str | None, keep: float

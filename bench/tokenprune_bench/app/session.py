@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tokenprune_bench.app.comparison import Comparison, Prompt
+    from tokenprune_bench.app.comparison import Comparison, PagePrompt
 
 
 class Superseded(Exception):
@@ -20,7 +20,7 @@ class Session:
     """The state of one visitor. wanted: file, question and methods of the prompt. at: comparisons of it, by keep."""
 
     wanted: tuple = ()
-    prompt: Prompt | None = None
+    prompt: PagePrompt | None = None
     at: dict[float, Comparison] = field(default_factory=dict)
     _requests: int = 0
 
@@ -39,6 +39,6 @@ class Session:
 
         return still_wanted
 
-    def ask(self, wanted: tuple, prompt: Prompt) -> None:
+    def ask(self, wanted: tuple, prompt: PagePrompt) -> None:
         """Take another prompt; what was drawn for the one before is forgotten."""
         self.wanted, self.prompt, self.at = wanted, prompt, {}
