@@ -54,7 +54,7 @@ SMOL_PHOTOS = {
     ),
 }
 # Cups are round, bricks square, and flags have stars: over a photograph only these are counted or may be absent.
-_UNLIKE_PHOTOS = ("triangle",)
+UNLIKE_PHOTOS = ("triangle",)
 _TEXT_SIZES = (9, 10, 11)
 
 
@@ -80,10 +80,11 @@ def photographs(split: str = "train") -> tuple[Image.Image, ...]:
 
 
 def draw(rng: np.random.Generator, photos: Sequence[Image.Image] = (), kind_of_scene: str | None = None) -> NativeScene:
-    """Draw one scene of a sort (`SORTS`; None: any) with its questions."""
+    """Draw one scene of a sort with its questions: one of `SORTS` (None: any), or "crowds", for training."""
     sort = kind_of_scene or SORTS[int(rng.choice(len(SORTS), p=WEIGHTS))]
     return {
         "shapes": _shapes,
+        "crowds": _crowds,
         "photo": _photo,
         "sparse": _sparse,
         "sign": _sign,
@@ -188,7 +189,7 @@ def _look_up(groups: dict[str, list[Item]]) -> list[SceneQuestion]:
 def _shapes(rng: np.random.Generator, photos) -> NativeScene:
     """Three to eight large shapes on any background, a digit and a sign; one shape is there up to four times."""
     canvas, where = _start(rng, photos, BACKGROUNDS[int(rng.choice(4, p=(0.2, 0.2, 0.3, 0.3)))])
-    fair = _UNLIKE_PHOTOS if where == "photo" else LARGE
+    fair = UNLIKE_PHOTOS if where == "photo" else LARGE
     crowd, count = _one(rng, fair), int(rng.integers(5))
     singles = _some(rng, [what for what in LARGE if what != crowd], 3 if count == 0 else int(rng.integers(2, 4)))
     for what in [*singles, *[crowd] * count]:
@@ -204,6 +205,19 @@ def _shapes(rng: np.random.Generator, photos) -> NativeScene:
     known = {what: group for what, group in groups.items() if what in fair}
     questions += _presence(rng, known, [what for what in fair if what not in groups])
     return _scene(canvas, where, questions)
+
+
+def _crowds(rng: np.random.Generator, photos) -> NativeScene:
+    """One to three shapes, each up to four times, on any background but a photograph; all shapes are counted."""
+    canvas, where = _start(rng, (), BACKGROUNDS[int(rng.choice(3))])
+    kinds = _some(rng, LARGE, int(rng.integers(1, 4)))
+    for what in rng.permutation([what for what in kinds for _ in range(int(rng.integers(1, 5)))]):
+        canvas.scale = float(rng.uniform(1.2, 1.55))
+        canvas.shape(str(what), _one(rng, COLORS))
+    groups = _groups(canvas.items)
+    there = {what: groups.get(what, []) for what in LARGE}
+    questions = [_ask("count", f"how many {what}s?", str(len(found)), *found) for what, found in there.items()]
+    return _scene(canvas, where, [*_look_up(groups), *questions])
 
 
 def _photo(rng: np.random.Generator, photos) -> NativeScene:
@@ -349,3 +363,31 @@ def _chart(rng: np.random.Generator, photos) -> NativeScene:
         _ask("chart", "what color is the lowest bar?", ordered[-1].value, ordered[-1]),
     )
     return _scene(canvas, "chart", questions)
+
+
+def _cell(item: Item) -> str:
+    """Return the row and the column of an item's centre, of six each."""
+    x, y = item.center
+    return f"{'abcdef'[min(5, int(6 * y / SIZE))]}{1 + min(5, int(6 * x / SIZE))}"
+
+
+def sentence(scene: NativeScene, question: SceneQuestion) -> str:
+    """Return the answer in a sentence that says again what was asked about, and that ends in the answer.
+
+    The decoder can then copy what stands beside the same word in the image, which is what it has learned from text. It
+    counts by pointing, from top to bottom: "stars: b2, d5: 2", rows a to f and columns 1 to 6.
+    """
+    kind, text, answer = question.kind, question.text.rstrip("?"), question.answer
+    if kind in ("colour", "position", "chart") or text.startswith(("what color is the", "where is the")):
+        return f"the {text.partition(' is the ')[2]} is {answer}"
+    if kind == "digits" or (kind == "document" and answer.isdigit()):
+        return f"the digit is {answer}"
+    if kind in ("word", "document"):
+        return f"the sign says {answer}"
+    if kind == "count":
+        asked = text.removeprefix("how many ")
+        found = sorted(_cell(item) for item in scene.items if f"{item.what}s" == asked)
+        return ": ".join([asked, ", ".join(found) or "none", answer])
+    if kind == "presence":
+        return f"{text.removeprefix('is there ')}: {answer}"
+    return f"{text.removeprefix('which thing is ').replace('shown', 'the thing')}: {answer}"

@@ -25,45 +25,42 @@ from running import Batches, Log, rate
 from smol_align import Goals, align
 from smol_checkpoint import assemble, load_decoder
 from smol_decoder import Packer, Words, adapt, adapters, answer_logits
-from smol_scenes import draw, photographs
+from smol_scenes import UNLIKE_PHOTOS, draw, photographs, sentence
 from smol_targets import GRID
+from tokenprune_demo.scenes import LARGE, SceneQuestion
 from train_tower_smol import build_tower, draw_batch, to_pixels
 
-MIX = {"presence": 4, "colour": 2, "position": 2, "count": 2, "thing": 2}  # questions an image; of other kinds one
-SHAPES_FIRST = 0.7  # share of the scenes that hold the kinds which need to be looked up
+# How many questions of a kind are asked of an image, and the share of each sort of scene; of other kinds one.
+MIX = {"presence": 2, "colour": 1, "position": 1, "count": 6, "thing": 3, "chart": 2, "document": 2}
+SORTS = {
+    "shapes": 0.14, "crowds": 0.4, "photo": 0.26, "sparse": 0.04, "sign": 0.04, "document": 0.05, "chart": 0.07
+}  # fmt: skip
 
 
-def sentence(kind: str, text: str, answer: str) -> str:
-    """Return the answer as a sentence that says again what was asked about, as large models are trained to answer.
-
-    The decoder can then copy what stands beside the same word in the image, which is what it has learned from text.
-    """
-    if kind in ("colour", "position", "chart") or text.startswith(("what color is the", "where is the")):
-        return f"the {text.rstrip('?').partition(' is the ')[2]} is {answer}"
-    if kind == "digits" or (kind == "document" and answer.isdigit()):
-        return f"the digit is {answer}"
-    if kind in ("word", "document"):
-        return f"the sign says {answer}"
-    if kind == "count":
-        return f"{text.rstrip('?').removeprefix('how many ')}: {answer}"
-    if kind == "presence":
-        return f"{text.rstrip('?').removeprefix('is there ')}: {answer}"
-    return f"the thing is {answer}"
-
-
-def choose(rng: np.random.Generator, questions, mix: dict[str, int]) -> list[tuple[str, str, str]]:
-    """Return up to `mix[kind]` questions of each kind; of presence as many yes as no."""
+def choose(rng: np.random.Generator, scene, questions, mix: dict[str, int]) -> list[tuple[str, str, str]]:
+    """Return up to `mix[kind]` of the questions of each kind; of presence as many yes as no."""
     kinds: dict[str, list] = {}
     for question in questions:
         kinds.setdefault(question.kind, []).append(question)
     chosen = []
     for kind, group in kinds.items():
         most = mix.get(kind, 1)
-        parts = [[q for q in group if q.answer == a] for a in ("yes", "no")] if kind == "presence" else [group]
+        first = {"presence": ("yes",), "count": tuple("234")}.get(kind, ())  # as many of these as of the others
+        parts = [[q for q in group if (q.answer in first) == said] for said in (True, False)] if first else [group]
         for part in parts:
             chosen += [part[i] for i in rng.permutation(len(part))[: max(1, most // len(parts))]]
     order = [chosen[i] for i in rng.permutation(len(chosen))]
-    return [(q.kind, q.text, sentence(q.kind, q.text, q.answer)) for q in order]
+    return [(q.kind, q.text, sentence(scene, q)) for q in order]
+
+
+def counts(rng: np.random.Generator, scene) -> list[SceneQuestion]:
+    """Return two questions about how often a shape is there that the scene does not count yet; it may be absent."""
+    fair = UNLIKE_PHOTOS if scene.background == "photo" else tuple(LARGE)
+    asked = {question.text for question in scene.questions}
+    number = {what: sum(item.what == what for item in scene.items) for what in fair}
+    questions = [SceneQuestion("count", f"how many {what}s?", str(n), ()) for what, n in number.items()]
+    fresh = [question for question in questions if question.text not in asked]
+    return [fresh[i] for i in rng.permutation(len(fresh))[:2]]
 
 
 def draw_questions(seed, size: int = 6, split: str = "train", mix: dict[str, int] | None = None):
@@ -71,8 +68,10 @@ def draw_questions(seed, size: int = 6, split: str = "train", mix: dict[str, int
     rng, photos = np.random.default_rng(seed), photographs(split)
     pixels, rows = [], []
     while len(rows) < size:
-        scene = draw(rng, photos, "shapes" if split == "train" and rng.random() < SHAPES_FIRST else None)
-        if asked := choose(rng, scene.questions, MIX if mix is None else mix):
+        sort = str(rng.choice(tuple(SORTS), p=tuple(SORTS.values()))) if split == "train" else None
+        scene = draw(rng, photos, sort)
+        more = counts(rng, scene) if sort == "shapes" else []
+        if asked := choose(rng, scene, [*scene.questions, *more], MIX if mix is None else mix):
             pixels.append(scene.pixels[0])
             rows.append(asked)
     return np.stack(pixels), rows
