@@ -55,8 +55,8 @@ class Examples:
 
     def number(self, file: str | Path) -> int | None:
         """Return the number of the example that a file is, from 1; None: it is the user's own."""
-        digests = [_digest(one.file) for one in self.listed]
-        return digests.index(_digest(Path(file))) + 1 if _digest(Path(file)) in digests else None
+        digest = _digest(Path(file))
+        return next((number for number, one in enumerate(self.listed, 1) if _digest(one.file) == digest), None)
 
     def shown(self, video: bool) -> list[PageExample]:
         """Return the examples for a model. video: whether it takes videos."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tokenprune.profiling.machine_load import is_busy
+from tokenprune_bench.metrics import exact
 
 if TYPE_CHECKING:
     from tokenprune_bench.app.comparison import Asked, Comparison
@@ -40,13 +41,13 @@ def fewer(one: Asked) -> str:
 
 def changed(before: str, after: str, right: str | None) -> str:
     """Return in words what became of the answer. right: the right one, None: it is not known."""
-    if plain(before) == plain(after):
+    if exact(after, before):
         return "same answer"
     if right is None:
         return "answer changed"
-    if is_right(before, right):
+    if exact(before, right):
         return "answer changed from right to wrong"
-    return "answer changed from wrong to right" if is_right(after, right) else "answer changed, both wrong"
+    return "answer changed from wrong to right" if exact(after, right) else "answer changed, both wrong"
 
 
 def faster(ttft: dict[str, Any], cores: int | None) -> str:
@@ -65,16 +66,6 @@ def faster(ttft: dict[str, Any], cores: int | None) -> str:
 def slower(one: Asked, cores: int | None) -> bool:
     """Return True where the setting was measured, and found slower."""
     return one.ttft is not None and "slower" in faster(one.ttft, cores)
-
-
-def is_right(answer: str, right: str) -> bool:
-    """Return True if an answer is the right one and nothing else."""
-    return plain(answer) == plain(right)
-
-
-def plain(answer: str) -> str:
-    """Return an answer without the case and the full stop that models differ in."""
-    return answer.strip().rstrip(".").casefold()
 
 
 def times(ratio: float) -> str:

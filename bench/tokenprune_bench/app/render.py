@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenprune.profiling.machine_load import busy_note, is_busy, machine_load
 from tokenprune_bench.app import link
-from tokenprune_bench.app.headline import WHY_SLOWER, headline, is_right, slower
+from tokenprune_bench.app.headline import WHY_SLOWER, headline, slower
+from tokenprune_bench.metrics import exact
 
 if TYPE_CHECKING:
     from tokenprune_bench.app.comparison import Asked, Comparison
@@ -27,7 +28,7 @@ def head(found: Comparison, keep: float, status: str = "") -> str:
     notes = "".join(f"<p class=tokenprune-note>⚠ {html.escape(text)}</p>" for text in _warnings(found))
     shared = "these settings, without your file" if example is None else "these settings"
     return (
-        f"<h2>{html.escape(found.prompt.question)}</h2><ul>{said}</ul>{_status(status)}{notes}"
+        f"<h2>{html.escape(question)}</h2><ul>{said}</ul>{_status(status)}{notes}"
         f'<p><a href="{html.escape(link.query(example, question, methods, keep))}">Link to {shared}</a></p>'
     )
 
@@ -62,7 +63,7 @@ def _panel(alt: str, title: str, image: bytes, tokens: str, answer: str | None, 
 def _mark(answer: str, right: str | None) -> str:
     if right is None:
         return ""
-    return " <ins>✓ right</ins>" if is_right(answer, right) else f" <del>✗ wrong</del> ({html.escape(right)})"
+    return " <ins>✓ right</ins>" if exact(answer, right) else f" <del>✗ wrong</del> ({html.escape(right)})"
 
 
 def details(found: Comparison) -> str:
