@@ -104,7 +104,6 @@ bench-cpu: setup ## measure speed on the CPU, then rewrite the pages (about thre
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/pevlm.py --json benchmarks/results/pevlm.jsonl
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/farthest.py --resume $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/decode.py --visual 576 --device cpu --resume $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/peers.py --device cpu --resume $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/memory.py --device cpu $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --cases 2880:320 --resume $(BENCH_ARGS)
 	$(MAKE) --no-print-directory pages
@@ -124,15 +123,9 @@ pages: ## write evidence, plots and the generated parts of README and pages from
 	$(BENCH_PYTHON) dev/docs.py
 	$(BENCH_PYTHON) dev/readme.py
 
-# BENCH_ARGS=--tiny proves the code on a CPU.
-bench-gpu: ## measure all that needs a GPU, into benchmarks/results/<device>
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --rounds 5 $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/kernel_speed.py $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/selection_cost.py --measure $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/ttft.py $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/decode.py --decoder vicuna-7b $(BENCH_ARGS)
-	$(BENCH_PYTHON) benchmarks/plots.py
+# BENCH_ARGS=--tiny proves the code on a CPU. benchmarks/gpu/plan.md has the commands of a machine that is lent for half an hour.
+bench-gpu: ## measure the seven tables that need a GPU (28 minutes on an H100), into OUT or out/gpu
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/gpu/run.py --minutes 28 $(if $(OUT),--out $(OUT)) $(BENCH_ARGS)
 
 # Compiling asks for no GPU; TRITON_INTERPRET would have kernels interpreted instead.
 KERNEL_ARGS ?=

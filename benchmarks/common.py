@@ -76,8 +76,10 @@ def llava(decoder: str, device: torch.device, dtype: torch.dtype, blocks: int = 
     return _made(LlavaForConditionalGeneration, config, device, dtype)
 
 
-def qwen(decoder: str, device: torch.device, dtype: torch.dtype) -> Qwen2_5_VLForConditionalGeneration:
-    """A Qwen2.5-VL with random weights whose tower is small."""
+def qwen(
+    decoder: str, device: torch.device, dtype: torch.dtype, tower: dict[str, Any] | None = None
+) -> Qwen2_5_VLForConditionalGeneration:
+    """A Qwen2.5-VL with random weights. tower: its sizes; without them it is small."""
     shape = DECODERS[decoder]
     width = shape["hidden_size"] // shape["num_attention_heads"]
     section = [width // 8, width // 2 - width // 8 - width // 4 + width // 16, width // 4 - width // 16]
@@ -86,12 +88,12 @@ def qwen(decoder: str, device: torch.device, dtype: torch.dtype) -> Qwen2_5_VLFo
         rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=section), **shape,
     )  # fmt: skip
     vision = dict(
-        depth=2, num_heads=2, hidden_size=32, intermediate_size=64, out_hidden_size=shape["hidden_size"], patch_size=4,
-        window_size=16, fullatt_block_indexes=[1],
+        depth=2, num_heads=2, hidden_size=32, intermediate_size=64, patch_size=4, window_size=16,
+        fullatt_block_indexes=[1],
     )  # fmt: skip
     config = Qwen2_5_VLConfig(
         text_config=text,
-        vision_config=vision,
+        vision_config={**(tower or vision), "out_hidden_size": shape["hidden_size"]},
         image_token_id=IMAGE_ID,
         video_token_id=VIDEO_ID,
         vision_start_token_id=7,

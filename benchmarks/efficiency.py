@@ -27,6 +27,7 @@ import argparse
 import datetime
 import statistics
 import time
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,11 @@ def _drops(name: str) -> bool:
 
 
 class Case:
-    """One model and prompt; what is timed with it."""
+    """One model and prompt; what is timed with it. batch: rows that ask the same."""
 
-    def __init__(self, model: Any, visual: int, keep: int, clock: Clock) -> None:
-        self.model, self.visual, self.keep, self.clock = model, visual, keep, clock
-        self.ids = prompt(visual, clock.device, vocabulary=model.config.text_config.vocab_size)
+    def __init__(self, model: Any, visual: int, keep: int, clock: Clock, batch: int = 1) -> None:
+        self.model, self.visual, self.keep, self.clock, self.batch = model, visual, keep, clock, batch
+        self.ids = prompt(visual, clock.device, vocabulary=model.config.text_config.vocab_size).expand(batch, -1)
         with torch.inference_mode():
             self.embeds = model.get_input_embeddings()(self.ids)
         self.cache: Any = None
@@ -102,8 +103,8 @@ class Case:
         method = tokenprune.method(name)
         with torch.inference_mode():
             if isinstance(method, EncoderMethod) or any(need.startswith("encoder_") for need in method.needs):
-                return self.model.model.get_image_features(self.pixels(pieces), return_dict=True)
-            return encoded([torch.randn_like(self.embeds[0, : self.visual])])
+                return self.model.model.get_image_features(self.pixels(self.batch * pieces), return_dict=True)
+            return encoded([torch.randn_like(self.embeds[0, : self.visual]) for _ in range(self.batch)])
 
     def pixels(self, number: int) -> torch.Tensor:
         return torch.randn(number, 3, 336, 336, device=self.embeds.device, dtype=self.embeds.dtype)
@@ -128,11 +129,16 @@ class Case:
         return {"keep": 0.5}
 
     def prefill(self, images: Any) -> Times:
+        return self.clock(self.prefill_of(images))
+
+    def prefill_of(self, images: Any) -> Callable[[], None]:
+        """Return a function that runs the prefill of the prompt with these features, and keeps its cache."""
+
         def run() -> None:
             out = self.model(input_ids=self.ids, mm_encoder_outputs={"image": images}, use_cache=True, logits_to_keep=1)
             self.cache = out.past_key_values
 
-        return self.clock(run)
+        return run
 
     def step(self) -> float:
         """Seconds of a step of decoding on the cache of the last prefill."""
@@ -143,14 +149,17 @@ class Case:
         )
 
     def oracle(self, visual: int) -> Times:
-        """The language model on a prompt of so many visual tokens."""
+        return self.clock(self.oracle_of(visual))
+
+    def oracle_of(self, visual: int) -> Callable[[], None]:
+        """Return a function that runs the language model on a prompt of so many visual tokens."""
         short = torch.cat([self.embeds[:, : BEFORE + visual], self.embeds[:, BEFORE + self.visual :]], dim=1)
 
         def run() -> None:
             hidden = self.model.model.language_model(inputs_embeds=short, use_cache=True).last_hidden_state
             self.model.lm_head(hidden[:, -1:])
 
-        return self.clock(run)
+        return run
 
     def sizes(self, name: str, layers: list[int]) -> Sizes:
         text, pieces = self.model.config.text_config, self.pieces(name)

@@ -48,23 +48,7 @@ def scaling(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
     return png(figure, dpi=100)
 
 
-def ttft(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
-    """Time to the first token against the share kept, one panel a model."""
-    models = list(dict.fromkeys(one["model"] for one in records))
-    figure, row = panels([f"{model}\n{header['device']}" for model in models], 4, 3.6)
-    for axes, model in zip(row, models, strict=True):
-        own = [one for one in records if one["model"] == model]
-        for method in dict.fromkeys(one["method"] for one in own if one["method"] != "unpatched"):
-            points = sorted((one["keep"], one["ttft_ms"]["p50"]) for one in own if one["method"] == method)
-            curve(axes, points, method, marker="o")
-        whole = next(one for one in own if one["method"] == "unpatched")
-        axes.axhline(whole["ttft_ms"]["p50"], color="grey", linestyle=":", label="unpatched")
-        axes.set(xlabel="keep", ylabel="time to first token, ms", ylim=(0, None))
-    row[-1].legend(fontsize=8)
-    return png(figure, dpi=100)
-
-
-PLOTS = {"efficiency": efficiency, "scaling": scaling, "ttft": ttft}
+PLOTS = {"efficiency": efficiency, "scaling": scaling}
 
 
 @same_look()

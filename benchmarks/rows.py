@@ -54,8 +54,8 @@ class Rows:
     first: its header. same: what a row of the same measurement says of itself: code, threads, and the like. args: of
     the command, with what `add_options` adds.
 
-    With `--resume` it goes on after the quiet rows of the same measurement that the file has; with `--missing` it takes
-    rows of other code, too.
+    With `--resume` it goes on after the rows of the same measurement that the file has, quiet ones unless loaded ones
+    are allowed; with `--missing` it takes rows of other code, too.
     """
 
     def __init__(self, path: Path, first: dict[str, Any], args: argparse.Namespace, **same: Any) -> None:
@@ -65,16 +65,27 @@ class Rows:
         if (args.resume or args.missing) and path.exists():
             asked = {key: value for key, value in same.items() if not (args.missing and key == "code")}
             self.records = [
-                one for one in quiet(path)[1] if "place" in one and all(one.get(key) == asked[key] for key in asked)
+                one
+                for one in (read if self.allowed else quiet)(path)[1]
+                if "place" in one and "failed" not in one and all(one.get(key) == asked[key] for key in asked)
             ]
+
+    def known(self, place: Any) -> list[dict[str, Any]]:
+        """Return the rows of a place that need not be measured."""
+        place = json.loads(json.dumps(place))
+        return [one for one in self.records if one["place"] == place]
 
     def measure(self, place: Any, run: Callable[[], dict[str, Any] | list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """Return the rows of a place: those that are known, or else what `run` measures, which is written at once."""
-        place = json.loads(json.dumps(place))
-        if known := [one for one in self.records if one["place"] == place]:
+        if known := self.known(place):
             return known
         load, made = Load(self.allowed), run()
-        about = {**self.same, **load.record(), "place": place, "date": datetime.date.today().isoformat()}
+        about = {
+            **self.same,
+            **load.record(),
+            "place": json.loads(json.dumps(place)),
+            "date": datetime.date.today().isoformat(),
+        }
         made = [one | about for one in ([made] if isinstance(made, dict) else made)]
         self.records += made
         write(self.path, [self.first, *self.records])
@@ -91,8 +102,11 @@ def add_options(parser: argparse.ArgumentParser, resume: bool = True) -> None:
 
 
 def write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Write a file of results. Whoever is cut off meanwhile leaves the file that was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    half = path.with_name(f"{path.name}.part")
+    half.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    half.replace(path)
 
 
 def is_loaded(row: dict[str, Any], header: dict[str, Any] | None = None) -> bool:

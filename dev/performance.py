@@ -9,10 +9,14 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks/gpu")]
 import rows  # noqa: E402
+import sheets  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
+GPU_TABLES = (
+    "a_correctness", "b_llava_next", "c_memory", "d_video", "e_kernels", "f_llava15", "g_decode",
+)  # fmt: skip
 FLOOR = 0.95  # of efficiency
 OF_LIMIT = 0.97  # of what a method's own arithmetic allows, where that is less
 SHARE = 0.02  # of the unpatched prefill that choosing may take
@@ -229,15 +233,6 @@ def _cell(point: dict[str, Any] | None, key: str, unit: float) -> str:
     return ">" if "failed" in point else f"{point[key] / unit:.1f}"
 
 
-def ttft() -> str:
-    return _parts("ttft", _ttft, "## Time to the first token, at 7B")
-
-
-def _ttft(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
-    lines = ["| model | method | keep | TTFT, ms | speed-up | per token, ms | peak, GiB |", "|---" * 7 + "|"]
-    lines += [
-        f"| {one['model']} | {one['method']} | {one['keep']:g} | {one['ttft_ms']['p50']:.1f} "
-        f"| {one['ttft_speedup']['p50']:.2f} | {one['token_ms']['p50']:.2f} | {one['peak'] / 2**30:.2f} |"
-        for one in records
-    ]
-    return "\n\n".join([f"{where(header, records)}.", "\n".join(lines), source("ttft", device)])
+def gpu() -> str:
+    text = sheets.pages(GPU_TABLES)
+    return f"## On a GPU\n\n{text}" if text else ""

@@ -212,7 +212,7 @@ PAGES = {
         "farthest": performance.farthest,
         "decode": performance.decode,
         "memory": performance.memory,
-        "ttft": performance.ttft,
+        "gpu": performance.gpu,
     },
     "docs/kernels.md": {
         "compiled": kernel_page.compiled,

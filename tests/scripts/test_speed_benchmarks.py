@@ -167,40 +167,6 @@ def test_scaling(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert module.one("selection", "uniform", 576, CPU, 1, None) == {"failed": "more memory than the limit"}
 
 
-def test_ttft(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "cpu/ttft.jsonl"
-    run(script("ttft"), path, monkeypatch, "--methods", "random", "--keeps", "0.25")
-    header, records = script("common").read(path)
-    assert len(records) == 8 and len({one["model"] for one in records}) == 4
-    for one in records:
-        if one["method"] == "random":
-            assert one["visual_tokens_out"] == round(one["visual"] / 4)
-    monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
-    assert "Qwen2.5-VL-7B, 16k video | random | 0.25" in script("performance").ttft()
-    assert script("plots").ttft(header, records).startswith(b"\x89PNG")
-
-
-def test_peers(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, path = script("peers"), tmp_path / "cpu/peers.jsonl"
-    given = ["--keeps", "64", "--methods", "divprune,fastv", "--rounds", "1", "--threads", "1"]
-    run(module, path, monkeypatch, *given)
-    header, records = script("common").read(path)
-    by_name = {one["method"]: one for one in records}
-    assert set(by_name) == {"divprune", "fastv"} and header["rounds"] == 1
-    # 64 tokens of text, and of the image 576 or 64: of four layers, two before fastv's cut.
-    assert by_name["divprune"]["kv"] / by_name["divprune"]["whole_kv"] == 128 / 640
-    assert by_name["fastv"]["kv"] / by_name["fastv"]["whole_kv"] == (640 + 128) / (2 * 640)
-    assert all(one["peak"] > one["kv"] for one in records)
-    assert by_name["divprune"]["peak"] < by_name["divprune"]["whole_peak"]
-    text = module.page(path)
-    assert "| `fastv` | 64 | x" in text and text.count("| FastV |") == 3 and "x4.06" in text
-    assert module.page(module.results_path(CPU, "peers")) in module.PAGE.read_text()
-    for one in module.published():
-        assert one["ratio"] > 1 and one["source"] and one["where"] and one["model"]
-    eadp = next(one for one in module.published() if one["source"].startswith("EADP") and one["method"] == "divprune")
-    assert eadp["ratio"] == pytest.approx(207 / 93)
-
-
 def test_memory(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of each: the cache, all logits, and the masks of padded prompts, in numbers of 4 bytes."""
     module, path = script("memory"), tmp_path / "cpu/memory.jsonl"
@@ -221,9 +187,8 @@ def test_memory(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_live_bytes_are_those_of_tensors(script) -> None:
-    peers = script("peers")
     kept = torch.zeros(1000)
-    with torch.inference_mode(), peers.Live() as peak:
+    with torch.inference_mode(), script("common").Live() as peak:
         one = kept + 1  # 4000 bytes
         two = one.view(10, 100) * 2  # 8000: a view holds no more
         del one

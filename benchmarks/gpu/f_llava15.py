@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLaVA-1.5-7B's decoder, 576 visual tokens to 192, 128 and 64, as PyTorch launches it and as CUDA graphs: the counts
+that nearly every paper prints. Columns as in b_llava_next.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kit import Sheet  # isort: skip
+from b_llava_next import METHODS
+from clocks import Clocks
+from prefills import COLUMNS, Prefills, model_of
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    sheet = Sheet("f_llava15", "Prefill of 576 visual tokens", "LLaVA-1.5-7B's decoder", COLUMNS, __doc__, given)
+    keeps = (64,) if sheet.tiny else (64, 128, 192)
+    Prefills(sheet, Clocks(sheet.device, sheet.tiny), model_of(sheet), 576, 1, rounds=9).take(METHODS, keeps)
+    return sheet.end()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of decoding behind 2880 visual tokens, and behind the 320 that a method leaves; and the largest batch.
+
+LLaVA-NeXT-7B's decoder, batch 1, 16 and 32, with a cache that grows and with a static one, whose step is replayed as a
+CUDA graph too. "largest": the most requests whose keys and values, 64 words of text and 64 more to come with them, lie
+in memory while a step of decoding runs; sizes are tried by halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from kit import Sheet  # isort: skip
+import torch
+from clocks import Clocks
+from common import AFTER, BEFORE, Clock
+from efficiency import Case
+from prefills import NONE, held, model_of
+from transformers import DynamicCache, StaticCache
+
+import tokenprune
+from tokenprune.shapes.decoder import DecoderShape
+
+METHODS, BATCHES, MORE = (NONE, "divprune", "fastv"), (1, 16, 32), 64
+COLUMNS = {
+    "method": "method", "what": "what", "left": "visual tokens in the cache", "batch": "batch", "ms": "step ms",
+    "graph_ms": "as a graph ms", "token_ms": "ms a token", "of_none": "as fast as none", "kv_bytes": "KV MiB",
+    "bound": "bound by",
+}  # fmt: skip
+
+
+class Steps:
+    """The rows of one prompt."""
+
+    def __init__(self, sheet: Sheet, visual: int, keep: int) -> None:
+        self.sheet, self.visual, self.keep = sheet, visual, keep
+        self.model, self.clocks = model_of(sheet), Clocks(sheet.device, sheet.tiny)
+        self.weights = sum(one.nbytes for one in self.model.parameters())
+        self.text = self.model.config.get_text_config()
+
+    def patched(self, name: str) -> Any:
+        return nullcontext() if name == NONE else tokenprune.patched(self.model, name, guard="off", keep=self.keep)
+
+    def step(self, name: str, kind: str, batch: int) -> dict[str, Any]:
+        """Return the row of a step. kind: of cache, "dynamic" or "static"."""
+        case = Case(self.model, self.visual, self.keep, Clock(self.sheet.device), batch)
+        length = case.ids.shape[1]
+        with self.patched(name):
+            cache = StaticCache(config=self.text, max_cache_len=length + MORE) if kind == "static" else None
+            images = {"image": case.images("random")}
+            cache = self.model(
+                input_ids=case.ids, mm_encoder_outputs=images, past_key_values=cache, use_cache=True, logits_to_keep=1
+            ).past_key_values
+            left = self.visual if name == NONE else tokenprune.stats(self.model).visual_tokens_out // batch
+            token = case.ids[:, -1:]
+
+            def run() -> None:
+                self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+            kv, flops = held(cache), 2 * batch * self.weights / self.model.dtype.itemsize
+            # A captured step with a cache that grows would hold all of it twice.
+            row = self.clocks.timed(run, flops, self.weights + kv, graph=kind == "static")
+        known = self.sheet.rows.known((NONE, kind, batch))
+        best = row["ms"]["p50"] if row["graph_ms"] is None else row["graph_ms"]
+        return {
+            "method": name, "what": f"step, {kind} cache", "left": left, "batch": batch, **row, "best_ms": best,
+            "token_ms": best / batch, "kv_bytes": kv,
+            "of_none": known[0]["best_ms"] / best if known and "best_ms" in known[0] else None,
+        }  # fmt: skip
+
+    def largest(self, name: str) -> dict[str, Any]:
+        """Return the row of the largest batch."""
+        shape = DecoderShape.from_config(self.text)
+        with self.patched(name):
+            layers = [self.visual] * shape.layers
+            if name != NONE:
+                case = Case(self.model, self.visual, self.keep, Clock(self.sheet.device))
+                case.prefill(case.images("random"))
+                layers = tokenprune.stats(self.model).visual_tokens_per_layer
+        lengths = [BEFORE + count + AFTER + MORE for count in layers]
+        each = shape.kv_bytes(lengths, self.model.dtype.itemsize)
+        batch = largest_batch(partial(self._fits, lengths), self.guess(each))
+        return {
+            "method": name, "what": "largest batch", "left": layers[-1], "batch": batch, "kv_bytes": batch * each,
+            "bound": "memory",
+        }  # fmt: skip
+
+    def guess(self, each: int) -> int:
+        """Return the batch at which a search begins: what is free, over the bytes of a request."""
+        free = torch.cuda.mem_get_info()[0] if self.sheet.device.type == "cuda" else 2**20
+        return max(1, free // each)
+
+    def _fits(self, lengths: Sequence[int], batch: int) -> bool:
+        """Tell whether a step of decoding runs with so many requests; on a CPU, and whether they take under 1 MiB."""
+        heads, width = self.text.num_key_value_heads, self.text.head_dim
+        cache, made = DynamicCache(config=self.text), None
+        try:
+            for layer, length in enumerate(lengths):
+                made = torch.zeros(2, batch, heads, length, width, device=self.sheet.device, dtype=self.model.dtype)
+                cache.update(made[0], made[1], layer)
+            token = torch.full((batch, 1), 20, device=self.sheet.device)
+            decoder = self.model.model.language_model
+            position = torch.full((batch, 1), max(lengths), device=self.sheet.device)
+            decoder(inputs_embeds=decoder.embed_tokens(token), past_key_values=cache, position_ids=position)
+            self.clocks.clock.wait()
+            return self.sheet.device.type == "cuda" or held(cache) < 2**20
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            del cache, made
+            self.sheet.free()
+
+
+def largest_batch(fits: Callable[[int], bool], begin: int) -> int:
+    """Return the largest number that fits, or one that is less by under a thirty-second; 0 if not even one does."""
+    low, high = 0, begin
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 32):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    sheet = Sheet("g_decode", "A step of decoding", "LLaVA-NeXT-7B's decoder", COLUMNS, __doc__, given)
+    steps = Steps(sheet, *((288, 32) if sheet.tiny else (2880, 320)))
+    for batch in (1, 2) if sheet.tiny else BATCHES:
+        for kind in ("dynamic", "static"):
+            for name in METHODS:
+                sheet.take((name, kind, batch), partial(steps.step, name, kind, batch))
+                sheet.free()
+    for name in METHODS:
+        sheet.take((name, "largest"), partial(steps.largest, name))
+        sheet.free()
+    return sheet.end()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of the GPU's tables, as a terminal and a page show them. Nothing here needs torch.
+
+The first line of a file is its header: where it was measured, the title, and of each column its key in a row and its
+name. Keys say the unit: `_bytes` are shown in MiB, `_share` in percent.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import rows
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def cell(key: str, value: Any) -> str:
+    """Return a value as a table shows it: of quantiles the median."""
+    if isinstance(value, dict):
+        value = value["p50"]
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if key.endswith("_bytes"):
+        return f"{value / 2**20:.0f}" if value >= 2**23 else f"{value / 2**20:.2f}"
+    if key.endswith("_share"):
+        return f"{value:.1%}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def cells(header: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    """Return the cells of a row."""
+    return [cell(key, row.get(key)) for key in header["columns"]]
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the header and the quiet rows of a table. Raises SystemExit for a tiny run: it proves the code, and its
+    numbers are of nothing."""
+    header, found = rows.quiet(path)
+    if header.get("tiny", True):
+        raise SystemExit(f"{path} is of a run with --tiny, which proves the code alone: no page shows its numbers")
+    return header, [row for row in found if "failed" not in row]
+
+
+def found(name: str) -> list[tuple[Path, dict[str, Any], list[dict[str, Any]]]]:
+    """Return the tables of this name, one for each GPU that was measured, without those that have no quiet row."""
+    paths = [path for path in sorted(RESULTS.glob(f"*/{name}.jsonl")) if not path.parent.name.endswith("-tiny")]
+    made = [(path, *read(path)) for path in paths]
+    return [one for one in made if one[2]]
+
+
+def where(header: dict[str, Any]) -> str:
+    """Return the device and the versions of a table."""
+    return (
+        f"{header['device']}, torch {header['torch']}, transformers {header['transformers']}, {header['date']}, "
+        f"random weights of {header['shape']}."
+    )
+
+
+def markdown(header: dict[str, Any], found: list[dict[str, Any]]) -> str:
+    """Return a table for a page."""
+    names = list(header["columns"].values())
+    lines = ["| " + " | ".join(names) + " |", "|---" + "|---:" * (len(names) - 1) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(cells(header, row)) + " |" for row in found)])
+
+
+def pages(names: tuple[str, ...]) -> str:
+    """Return all tables of these names, each under its title; nothing where no GPU was measured."""
+    parts = []
+    for name in names:
+        for path, header, rows_ in found(name):
+            source = f"benchmarks/results/{path.parent.name}/{path.name}"
+            by = f"By `python benchmarks/gpu/{name}.py`; raw data: [{source}](../{source})."
+            parts.append(f"### {header['title']}\n\n{where(header)}\n\n{markdown(header, rows_)}\n\n{by}")
+    return "\n\n".join(parts)

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables for a GPU end in time, lose nothing, take no row twice, and run on tiny models."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import time
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+KIT = ROOT / "benchmarks/gpu"
+COLUMNS = {"method": "method", "ms": "ms", "bound": "bound by"}
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """script(name): a file of benchmarks/gpu, benchmarks or dev as a module."""
+    for folder in ("benchmarks", "benchmarks/gpu", "dev"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    threads, before = torch.get_num_threads(), set(sys.modules)
+    yield importlib.import_module
+    torch.set_num_threads(threads)
+    for name in set(sys.modules) - before:  # `common` and the like are nobody else's names
+        if str(getattr(sys.modules[name], "__file__", "")).startswith((str(ROOT / "benchmarks"), str(ROOT / "dev"))):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def sheet(script: Any, tmp_path: Path) -> Any:
+    """sheet(*options): a table of a tiny run in a folder of its own."""
+
+    def make(*options: str) -> Any:
+        given = ["--tiny", "--device", "cpu", "--out", str(tmp_path), *options]
+        return script("kit").Sheet("z_made_up", "Made up", "7 B", COLUMNS, "", given)
+
+    return make
+
+
+def rows_of(folder: Path, name: str = "z_made_up") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()[1:]]
+
+
+def test_a_file_stops_at_its_deadline(sheet: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Within a row if it must; what was measured is written, and what was not is named."""
+    one = sheet("--minutes", "0.02")  # 1.2 s, of which a tenth is kept to end in
+    one.take(("first",), lambda: {"method": "first", "ms": 1.0})
+    began = time.monotonic()
+    one.take(("long",), lambda: time.sleep(30))
+    one.take(("late",), lambda: {"method": "late", "ms": 1.0})
+    assert time.monotonic() - began < 5 and [row["method"] for row in rows_of(tmp_path)] == ["first"]
+    assert one.end() == 0 and "not measured: long; late" in capsys.readouterr().out
+
+
+def test_no_row_begins_that_would_not_fit(sheet: Any) -> None:
+    one = sheet()
+    one.deadline.longest = one.deadline.left + 60
+    one.take(("never",), lambda: pytest.fail("it was measured"))
+    assert one.missed == ["never"]
+
+
+def test_a_long_row_leaves_the_others_their_time(sheet: Any, tmp_path: Path) -> None:
+    one = sheet()
+    one.take(("long",), lambda: time.sleep(30), seconds=0.2)
+    one.take(("next",), lambda: {"method": "next", "ms": 1.0})
+    assert one.end() == 0 and not one.missed
+    assert [row.get("bound", "") for row in rows_of(tmp_path)] == ["cut off after 0 s", ""]
+
+
+def test_a_file_goes_on_where_it_stopped(sheet: Any, tmp_path: Path) -> None:
+    """Known rows are not measured, loaded ones neither; one that failed is tried again; --again measures all."""
+
+    def fails() -> None:
+        raise ValueError("broken")
+
+    def no_memory() -> None:
+        raise torch.OutOfMemoryError("72 GiB")
+
+    one = sheet()
+    one.take(("known",), lambda: {"method": "known", "ms": 1.0, "loaded": True})
+    one.take(("broken",), fails)
+    one.take(("large",), no_memory)
+    assert one.end() == 1
+    assert rows_of(tmp_path)[1]["failed"] == "ValueError: broken"
+    assert rows_of(tmp_path)[2]["bound"] == "out of memory"
+    two = sheet()
+    two.take(("known",), lambda: pytest.fail("it was measured"))
+    two.take(("large",), lambda: pytest.fail("it was measured"))
+    two.take(("broken",), lambda: {"method": "broken", "ms": 2.0})
+    assert two.end() == 0 and {row["method"] for row in rows_of(tmp_path)} == {"known", "large", "broken"}
+    three = sheet("--again", "--only", "kno")
+    three.take(("known",), lambda: {"method": "known", "ms": 3.0})
+    three.take(("broken",), lambda: pytest.fail("it was not asked for"))
+    assert [row["ms"] for row in three.shown] == [3.0]
+
+
+def test_who_is_cut_off_while_writing_leaves_the_file(script: Any, tmp_path: Path) -> None:
+    rows, path = script("rows"), tmp_path / "a.jsonl"
+    rows.write(path, [{"first": 1}])
+    with pytest.raises(TypeError):
+        rows.write(path, [{"first": 1}, {"row": object()}])
+    assert path.read_text() == '{"first": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ((11.2, 10.0, 9.0, 1.0), "launches"),
+        ((10.9, 10.0, 9.0, 1.0), "arithmetic"),
+        ((10.9, 10.0, 1.0, 9.0), "memory"),
+        ((10.9, None, 1.0, 9.0), "unknown"),
+    ],
+)
+def test_what_bounds_a_row(script: Any, times: tuple, expected: str) -> None:
+    assert script("clocks").bound(*times) == expected
+
+
+def test_pages_refuse_tiny_runs(script: Any, sheet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sheets, one = script("sheets"), sheet()
+    one.take(("a",), lambda: {"method": "a", "ms": {"p50": 1.25}, "bound": "launches"})
+    path = one.rows.path
+    with pytest.raises(SystemExit, match="--tiny"):
+        sheets.read(path)
+    (tmp_path / "gpu").mkdir()
+    header, row = path.read_text().splitlines()
+    header = json.dumps(json.loads(header) | {"tiny": False, "shape": "7 B", "device": "GPU"})
+    (tmp_path / "gpu" / path.name).write_text(
+        f"{header}\n{json.dumps(json.loads(row) | {'load': 0, 'loaded': False})}\n"
+    )
+    monkeypatch.setattr(sheets, "RESULTS", tmp_path)
+    text = sheets.pages(("z_made_up",))
+    assert "| method | ms | bound by |" in text and "| a | 1.25 | launches |" in text and "weights of 7 B" in text
+    assert sheets.cell("peak_bytes", 2**30) == "1024" and sheets.cell("rise_share", 0.381) == "38.1%"
+
+
+def test_no_gpu_no_numbers(script: Any, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit, match="only --tiny"):
+        script("g_decode").main(["--out", str(tmp_path)])
+
+
+def test_the_page_of_papers(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line says what is missing; with a table of a GPU, ratios stand there instead."""
+    peers = script("peers")
+    assert peers.MISSING in peers.PAGE.read_text() and peers.page() in peers.PAGE.read_text()
+    none = {"method": "none", "batch": 1, "visual": 576, "keep": 576, "ms": {"p50": 40.0}, "oracle_ms": 40.0}
+    none |= {"kv_bytes": 640, "peak_bytes": 100, "bound": "arithmetic"}
+    mine = none | {"method": "divprune", "keep": 64, "ms": {"p50": 16.0}, "oracle_ms": 10.0, "speedup": 2.5}
+    mine |= {"efficiency": 0.625, "kv_bytes": 128, "bound": "launches"}
+    (row,) = peers.ours("LLaVA-1.5-7B", [none, mine, mine | {"batch": 8}, {"method": "fastv 576", "bound": "out"}])
+    assert row[:6] == ["`divprune`", "LLaVA-1.5-7B", "576 to 64", "x2.50", "x4.00", "0.62"] and row[7:9] == [
+        "20%",
+        "100%",
+    ]
+    assert float(row[6][1:]) > 4 and row[-1] == "launches"
+    for one in peers.published():
+        assert one["ratio"] > 1 and one["source"] and one["where"] and one["model"]
+    eadp = next(one for one in peers.published() if one["source"].startswith("EADP") and one["method"] == "divprune")
+    assert eadp["ratio"] == pytest.approx(207 / 93)
+    monkeypatch.setattr(
+        peers.sheets, "found", lambda name: [(tmp_path, HEADER, [none, mine])] if name[0] == "f" else []
+    )
+    assert peers.MISSING not in peers.page() and "| `divprune` | LLaVA-1.5-7B | 576 to 64 | x2.50 |" in peers.page()
+
+
+HEADER = {"device": "GPU", "torch": "2", "transformers": "5", "date": "today", "shape": "7 B"}
+
+
+def test_a_video_from_pixels_to_the_first_token(script: Any, tmp_path: Path) -> None:
+    """Each stage has a time, inside the whole; a second run measures nothing."""
+    module = script("d_video")
+    given = ["--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", "none", "evs"]
+    assert module.main(given) == 0
+    none, evs = rows_of(tmp_path, "d_video")
+    assert (none["kept"], evs["kept"]) == (128, 32) and evs["kv_bytes"] * 2 == none["kv_bytes"]
+    assert none["choosing_ms"] == 0 < evs["choosing_ms"] < evs["prefill_ms"]
+    assert none["tower_ms"] > 0 and evs["tower_ms"] + evs["prefill_ms"] < 1.05 * evs["ms"]["p50"]
+    assert evs["bound"] in ("launches", "arithmetic") and evs["tiny"]
+    before = (tmp_path / "d_video.jsonl").read_text()
+    assert module.main(given) == 0 and (tmp_path / "d_video.jsonl").read_text() == before
+
+
+def test_prefills_and_weights(script: Any, tmp_path: Path) -> None:
+    """The bytes of a cache, of weights, and what the authors' way takes more than ours."""
+    given = ["--tiny", "--device", "cpu", "--out", str(tmp_path), "--only"]
+    assert script("c_memory").main([*given, "none", "eager", "fastv"]) == 0
+    none, eager, fastv = rows_of(tmp_path, "c_memory")
+    assert none["kv_bytes"] == 640 * 2 * 2 * 16 * 4 * 4 and none["weights_bytes"] == 4 * 640**2 * 4
+    assert eager["peak_bytes"] > none["peak_bytes"] + eager["weights_bytes"] and eager["rise_share"] > 1
+    assert fastv["peak_bytes"] < eager["peak_bytes"] and fastv["kv_bytes"] == none["kv_bytes"] * (640 + 128) // 1280
+    assert script("f_llava15").main([*given, "none", "random"]) == 0
+    none, random = rows_of(tmp_path, "f_llava15")
+    assert random["layers"] == [64] * 4 and random["kv_bytes"] * 5 == none["kv_bytes"]
+    assert random["speedup"] == pytest.approx(none["ms"]["p50"] / random["ms"]["p50"])
+    assert random["efficiency"] == pytest.approx(random["oracle_ms"] / random["ms"]["p50"])
+
+
+def test_the_authors_way_is_the_same_attention(script: Any) -> None:
+    module, common = script("c_memory"), script("common")
+    model = common.llava("tiny", torch.device("cpu"), torch.float32)
+    embeds = torch.randn(1, 20, 64)
+    decoder = model.model.language_model
+    with torch.inference_mode():
+        want = decoder(inputs_embeds=embeds).last_hidden_state
+        with module.attention_weights(model):
+            assert decoder.layers[module.LAYER].self_attn.config._attn_implementation == "eager"
+            torch.testing.assert_close(decoder(inputs_embeds=embeds).last_hidden_state, want)
+    assert decoder.layers[module.LAYER].self_attn.config._attn_implementation == "sdpa"
+
+
+def test_the_largest_batch(script: Any, tmp_path: Path) -> None:
+    largest = script("g_decode").largest_batch
+    for limit in (0, 1, 2, 7, 100):
+        for begin in (1, 3, 90, 400):
+            found = largest(lambda batch: batch <= limit, begin)  # noqa: B023
+            assert limit - limit // 32 - 1 <= found <= limit and (limit > 40 or found == limit)
+    assert (
+        script("g_decode").main(["--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", "static 1", "largest"])
+        == 0
+    )
+    by = {(row["method"], row["what"]): row for row in rows_of(tmp_path, "g_decode")}
+    assert (
+        by["divprune", "largest batch"]["batch"]
+        > by["fastv", "largest batch"]["batch"]
+        > by["none", "largest batch"]["batch"]
+    )
+    assert by["fastv", "step, static cache"]["left"] == 32 and by["none", "step, static cache"]["left"] == 288
+
+
+def test_kept_sets_are_compared(script: Any) -> None:
+    module = script("a_correctness")
+    assert module.apart([{1, 2, 3}], [{1, 2, 3}]) == 0 and module.apart([{1, 2, 3}, {1}], [{1, 2, 4}, {1}]) == 2
+    assert module.apart([{1, 2}], []) == 2
+    clocks = script("clocks").Clocks(torch.device("cpu"), True)
+    here, there = (module.Place(torch.device("cpu"), torch.float32) for _ in range(2))
+    with torch.inference_mode():
+        same = module.kept(here, there, clocks, "divprune")
+        with torch.inference_mode(False):
+            there.image.ids = there.image.ids.flip(1)
+        there._shaken = lambda x, shake: x + 1
+        other = module.kept(here, there, clocks, "divprune")
+        assert module.identity(here, clocks, "fastv")["verdict"] == "equal"
+    assert (same["verdict"], same["differ"]) == ("equal", 0)
+    assert other["verdict"] == "differs" and other["differ"] > other["ties"] == 0
+
+
+def test_wheels_are_pure_python_and_small(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels = script("wheels")
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        assert set(tomllib.load(file)["project"]["dependencies"]) < set(wheels.required())
+    (tmp_path / "a-1-py3-none-any.whl").write_bytes(b"x" * 2**20)
+    assert wheels.check(tmp_path).startswith("1 wheels, 1.00 MiB")
+    monkeypatch.setattr(wheels, "LIMIT", 2**19)
+    with pytest.raises(SystemExit, match="may travel"):
+        wheels.check(tmp_path)
+    (tmp_path / "b-1-cp312-cp312-manylinux_2_28_x86_64.whl").touch()
+    with pytest.raises(SystemExit, match="not pure Python: b-1"):
+        wheels.check(tmp_path)
+
+
+def test_a_file_runs_with_what_the_wheels_hold(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of its own, with its minutes; how it ended stands in the log, and one that fails fails all."""
+    run, here = script("run"), tmp_path / "gpu"
+    here.mkdir()
+    with zipfile.ZipFile(tmp_path / "w-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("only_in_the_wheel.py", "answer = 42")
+    said = "import sys, only_in_the_wheel as w; print(w.answer, sys.argv[1:]); sys.exit(w.answer == {})"
+    (here / "a_one.py").write_text(said.format(0))
+    (here / "b_two.py").write_text(said.format(42))
+    monkeypatch.setattr(run, "HERE", here)
+    monkeypatch.setattr(run, "MINUTES", {"a_one": 1.0, "b_two": 2.0})
+    given = ["run.py", "--wheels", str(tmp_path), "--out", str(tmp_path), "--minutes", "1.5"]
+    for tables, expected in ((["a"], 0), (["a", "b"], 1)):
+        monkeypatch.setattr(sys, "argv", [*given, *tables])
+        assert run.main() == expected
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [(one["file"], one["rc"]) for one in log] == [("a_one", 0), ("a_one", 0), ("b_two", 1)]
+    assert log[0]["of"] == 60 and 80 < log[2]["of"] <= 90
+
+
+def test_plan_and_rehearsal_are_of_these_files(script: Any) -> None:
+    run = script("run")
+    files = {path.stem for path in KIT.glob("[a-z]_*.py")}
+    assert run.MINUTES.keys() == files == set(script("performance").GPU_TABLES)
+    plan, rehearsal = (KIT / f"{name}.md" for name in ("plan", "rehearsal"))
+    assert {name: float(n) for name, n in re.findall(r"\| `(\w+)` \| ([\d.]+) \|", plan.read_text())} == run.MINUTES
+    commands = re.findall(r"^\| [^|]+ \| ([\d.]+) \|", plan.read_text().partition("| file |")[0], re.M)
+    assert sum(map(float, commands)) == 28 and max(map(float, commands)) < 10
+    for letters, minutes in re.findall(
+        r"\| ([\d.]+) \| `python3 benchmarks/gpu/run.py ([a-g ]+?) --", plan.read_text()
+    ):
+        assert sum(n for name, n in run.MINUTES.items() if name[0] in minutes) <= float(letters)
+    ran = dict(re.findall(r"\| `(\w+)` \| (\d+) \|", rehearsal.read_text()))
+    assert ran.keys() == files and set(ran.values()) == {"0"}
