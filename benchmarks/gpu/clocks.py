@@ -88,24 +88,23 @@ class Clocks:
             return None, "no GPU" if not self.cuda else "a capture failed before"
         if reason := self.wait_in(run):
             return None, f"the host waits in {reason}"
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        side, before = torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(before)
         with torch.cuda.stream(side):
             run()
-        torch.cuda.current_stream().wait_stream(side)
+        before.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
                 run()
-        except torch.OutOfMemoryError:
-            self._captures = False
-            return None, "out of memory in the capture"
         except RuntimeError as error:
             self._captures = False
+            torch.cuda.set_stream(before)  # a capture that fails does not leave its stream
             return None, f"the capture failed: {str(error).splitlines()[0][:200]}"
         graph.replay()
         taken = [1000 * self.clock(graph.replay)[0] for _ in range(rounds)]
         graph.reset()
+        torch.cuda.empty_cache()  # its pool
         return median(taken), ""
 
     def wait_in(self, run: Run) -> str:

@@ -23,7 +23,7 @@ import signal  # noqa: E402
 import sys  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Callable, Iterator, Sequence  # noqa: E402
-from contextlib import contextmanager  # noqa: E402
+from contextlib import contextmanager, suppress  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -107,11 +107,12 @@ class Sheet:
         self.rows = Rows(path, header(self.device, **about), args, code=code_version(), tiny=self.tiny)
         self.console, self.shown, self.missed, self.failed = Console(width=180), [], [], 0
 
-    def take(self, place: Sequence[Any], run: Callable[[], dict[str, Any]], seconds: float = ROW) -> None:
+    def take(self, place: Sequence[Any], run: Callable[[], dict[str, Any]], seconds: float | None = None) -> None:
         """Measure the row of a place, unless the file has it, `--only` leaves it out, or time is up.
 
-        seconds: that the row may take; one that is cut off says so.
+        seconds: that the row may take, a minute unless it is tiny; one that is cut off says so.
         """
+        seconds = seconds or (60 * self.args.minutes if self.tiny else ROW)
         label = " ".join(map(str, place))
         if self.args.only and not any(one in label for one in self.args.only):
             return
@@ -155,7 +156,8 @@ class Sheet:
         """Give back what a row took of the GPU's memory."""
         gc.collect()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # where a capture failed, the allocator refuses
+                torch.cuda.empty_cache()
 
     def end(self) -> int:
         """Print the table and what is missing; return the exit status."""

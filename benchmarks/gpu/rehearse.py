@@ -22,9 +22,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PYTHON = ROOT / ".venv-gpu/bin/python"
+# numpy: Triton 3.6 has an interpreter, for machines without a GPU, that does not run under 2.5.
 THERE = (
     "torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "timm", "einops", "accelerate", "typer<0.25",
-    "safetensors", "matplotlib", "scipy", "pytest", "hypothesis", "pillow",
+    "safetensors", "matplotlib", "scipy", "pytest", "hypothesis", "pillow", "numpy<2.5",
 )  # fmt: skip
 # Not there; some of them come along with what is.
 LACKS = (
@@ -73,7 +74,7 @@ def rehearse(out: Path) -> tuple[int, bool]:
 
 def page(wheels: str, there: dict[str, str], out: Path, alone: bool) -> str:
     """Return rehearsal.md."""
-    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    log = [json.loads(line) for line in sorted((out / "log.jsonl").read_text().splitlines())]
     names = ["python", *(re.split("[=<]", name)[0] for name in THERE)]
     lines = [
         "# The last rehearsal",
@@ -86,13 +87,14 @@ def page(wheels: str, there: dict[str, str], out: Path, alone: bool) -> str:
         f"- Not there: {', '.join(name for name in LACKS if name not in there)}.",
         f"- Wheels: {wheels}.",
         "",
-        "| file | rc | minutes | rows | failed |",
-        "|---|---:|---:|---:|---:|",
+        "| file | rc | minutes | processor seconds | rows | failed |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for one in log:
         _, *rows = (json.loads(line) for line in (out / f"{one['file']}.jsonl").read_text().splitlines())
         failed = sum("failed" in row for row in rows)
-        lines.append(f"| `{one['file']}` | {one['rc']} | {one['seconds'] / 60:.1f} | {len(rows)} | {failed} |")
+        minutes, cpu = f"{one['seconds'] / 60:.1f}", f"{one['cpu_seconds']:.0f}"
+        lines.append(f"| `{one['file']}` | {one['rc']} | {minutes} | {cpu} | {len(rows)} | {failed} |")
     return "\n".join(lines) + "\n"
 
 
