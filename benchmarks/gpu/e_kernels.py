@@ -79,7 +79,7 @@ def measure(meter: Meter, operation: Operation, case: Case) -> dict[str, Any]:
         "bytes": case.bytes, "flops": case.flops, "floor_ms": round(max(floors), 6),
     }  # fmt: skip
     want = call(operation.reference)()
-    if (reason := operation.obstacle(*case.args, **case.kwargs)) is not None:
+    if (reason := _obstacle(operation, case)) is not None:
         row["bound"] = f"no kernel: {reason}"
     else:
         kernel = call(operation.triton)
@@ -98,6 +98,18 @@ def measure(meter: Meter, operation: Operation, case: Case) -> dict[str, Any]:
     if operation.name.startswith("attention"):
         row["flash_ms"] = meter.time(flash(case))
     return row
+
+
+def _obstacle(operation: Operation, case: Case) -> str | None:
+    """Return why the kernel cannot run a case: its own reason, or, without a GPU, Triton's interpreter."""
+    from triton.runtime.errors import InterpreterError
+
+    if (reason := operation.obstacle(*case.args, **case.kwargs)) is None:
+        try:
+            operation.triton(*case.args, **case.kwargs)
+        except InterpreterError as error:
+            return f"Triton's interpreter: {error}"
+    return reason
 
 
 def flash(case: Case) -> Callable[[], Tensor]:

@@ -22,10 +22,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PYTHON = ROOT / ".venv-gpu/bin/python"
-# numpy: Triton 3.6 has an interpreter, for machines without a GPU, that does not run under 2.5.
+# numpy: Triton 3.6 has an interpreter, for machines without a GPU, that does not run under 2.4.
 THERE = (
     "torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "timm", "einops", "accelerate", "typer<0.25",
-    "safetensors", "matplotlib", "scipy", "pytest", "hypothesis", "pillow", "numpy<2.5",
+    "safetensors", "matplotlib", "scipy", "pytest", "hypothesis", "pillow", "numpy<2.4",
 )  # fmt: skip
 # Not there; some of them come along with what is.
 LACKS = (

@@ -103,11 +103,19 @@ def test_a_file_goes_on_where_it_stopped(sheet: Any, tmp_path: Path) -> None:
     assert [row["ms"] for row in three.shown] == [3.0]
 
 
-def test_who_is_cut_off_while_writing_leaves_the_file(script: Any, tmp_path: Path) -> None:
+def test_who_is_cut_off_while_writing_leaves_the_file(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, path = script("rows"), tmp_path / "a.jsonl"
     rows.write(path, [{"first": 1}])
-    with pytest.raises(TypeError):
-        rows.write(path, [{"first": 1}, {"row": object()}])
+
+    def torn(self: Path, text: str, **_: Any) -> None:
+        self.write_bytes(text[:5].encode())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", torn)
+    with pytest.raises(KeyboardInterrupt):
+        rows.write(path, [{"first": 1}, {"row": 2}])
     assert path.read_text() == '{"first": 1}\n'
 
 
