@@ -61,10 +61,10 @@ class Engines:
         if self.backend == "hf":
             return load_model(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)
         from tokenprune.profiling.model import SHORT
-        from tokenprune.shapes.model_config import SHIPPED, shipped_folder
+        from tokenprune.shapes.model_config import SHIPPED, shipped_checkpoint
         from tokenprune_bench.vllm_backend import VllmBackend
 
-        shipped = shipped_folder(self.model or SHIPPED[0]) if self.server is None else None
+        shipped = shipped_checkpoint(self.model or SHIPPED[0]) if self.server is None else None
         if self.server is not None:
             from tokenprune_bench.vllm_server import ServerEngine
 

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages 2 and 3: align the projector, then train it and low-rank adapters of the pretrained decoder on questions.
+
+python training/smol/train_questions_smol.py --tower runs/demo_smol_tower/state.pt --seconds 3600 --pool 3
+python training/smol/train_questions_smol.py --resume --seconds 1200 --pool 1      # all 576 visual tokens
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("qwen", "")]
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
+
+from native_scenes import photographs
+from running import Batches, Log, rate
+from smol_align import Goals, align
+from smol_decoder import Packer, Words, adapt, adapters, answer_logits
+from smol_targets import GRID
+from tokenprune_demo.smol import assemble, load_decoder
+from train_tower_smol import build_tower, draw_batch, to_pixels
+
+MIX = {"presence": 4, "colour": 2, "position": 2, "count": 2, "thing": 2}  # questions an image; of other kinds one
+SHAPES_FIRST = 0.7  # share of the scenes that hold the kinds which need to be looked up
+
+
+def choose(rng: np.random.Generator, questions, mix: dict[str, int]) -> list[tuple[str, str, str]]:
+    """Return up to `mix[kind]` questions of each kind; of presence as many yes as no."""
+    kinds: dict[str, list] = {}
+    for question in questions:
+        kinds.setdefault(question.kind, []).append(question)
+    chosen = []
+    for kind, group in kinds.items():
+        most = mix.get(kind, 1)
+        parts = [[q for q in group if q.answer == a] for a in ("yes", "no")] if kind == "presence" else [group]
+        for part in parts:
+            chosen += [part[i] for i in rng.permutation(len(part))[: max(1, most // len(parts))]]
+    return [(chosen[i].kind, chosen[i].text, chosen[i].answer) for i in rng.permutation(len(chosen))]
+
+
+def draw_questions(seed, size: int = 6, split: str = "train", mix: dict[str, int] | None = None):
+    """Return pixels as bytes [B, H, W, 3] and the questions asked about each image."""
+    from smol_scenes import draw
+
+    rng, photos = np.random.default_rng(seed), photographs(split)
+    pixels, rows = [], []
+    while len(rows) < size:
+        scene = draw(rng, photos, "shapes" if split == "train" and rng.random() < SHAPES_FIRST else None)
+        if asked := choose(rng, scene.questions, MIX if mix is None else mix):
+            pixels.append(scene.pixels[0])
+            rows.append(asked)
+    return np.stack(pixels), rows
+
+
+class Subject:
+    """The parts of the model in training: a frozen tower, the projector, the decoder with its adapters."""
+
+    def __init__(self, rank: int, decoder=None, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        if decoder is None:
+            decoder, tokenizer = load_decoder()
+        self.decoder, self.tokenizer = decoder, tokenizer
+        self.tower, self.packer = build_tower().eval().requires_grad_(False), Packer(tokenizer)
+        shape, _ = assemble(decoder, tokenizer, self.tower.config)
+        self.projector: LlavaMultiModalProjector = shape.model.multi_modal_projector.requires_grad_(True)
+        self.words = Words(decoder, tokenizer)
+        self.low_rank = adapt(decoder, rank)
+
+    def features(self, pixels: np.ndarray) -> torch.Tensor:
+        """Return the tower's output of images [B, patch, width]."""
+        with torch.no_grad():
+            return self.tower(to_pixels(pixels)).last_hidden_state[:, 1:]
+
+    def visual(self, features: torch.Tensor, pool: int) -> torch.Tensor:
+        """Return visual tokens [B, n, width of the decoder]; pool: the side of the squares that are averaged."""
+        visual = self.projector(features)
+        if pool == 1:
+            return visual
+        b, _, d = visual.shape
+        side = GRID // pool
+        return visual.reshape(b, side, pool, side, pool, d).mean((2, 4)).flatten(1, 2)
+
+    def logits(self, pixels: np.ndarray, rows, pool: int):
+        """Return logits at the labelled places, and the packed questions."""
+        packed = self.packer.pack(rows, (GRID // pool) ** 2)
+        visual = self.visual(self.features(pixels), pool)
+        return answer_logits(self.decoder, visual, packed, len(self.packer.before)), packed
+
+    def align(self, images: int, steps: int) -> float:
+        features, labels = [], []
+        for number in range(images // 16):
+            pixels, label, _, _ = draw_batch((5, number), 16)
+            features.append(self.features(pixels))
+            labels.append(torch.from_numpy(label))
+        return align(self.projector, Goals(self.words), torch.cat(features), torch.cat(labels), steps)
+
+
+@torch.no_grad()
+def evaluate(subject: Subject, pool: int, batches: int = 8, size: int = 8) -> dict[str, float]:
+    """Return the share of answers all of whose tokens are right, on fresh images over photographs never trained on."""
+    right: dict[str, list[bool]] = {}
+    for number in range(batches):
+        pixels, rows = draw_questions((987, number), size, "heldout")
+        logits, packed = subject.logits(pixels, rows, pool)
+        where = packed["label"] != -100
+        good, number_of = logits.argmax(-1) == packed["label"][where], packed["number"][where]
+        row_of = torch.arange(len(rows))[:, None].expand_as(where)[where]
+        for i, row in enumerate(rows):
+            for k, (kind, _, answer) in enumerate(row, 1):
+                name = f"{kind} {answer}" if kind == "presence" else kind
+                right.setdefault(name, []).append(bool(good[(row_of == i) & (number_of == k)].all()))
+    return {name: round(float(np.mean(values)), 3) for name, values in sorted(right.items())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--seed", type=int, default=0)
+    add("--seconds", type=float, default=3600)
+    add("--rank", type=int, default=16)
+    add("--lr", type=float, default=1e-3)
+    add("--projector-lr", type=float, default=2e-4)
+    add("--decay", type=float, default=0.3, help="last share of the time in which the rates fall")
+    add("--batch", type=int, default=6, help="images a step")
+    add("--pool", type=int, default=3, help="side of the squares of patches that are averaged: 1, 2, 3 or 4")
+    add("--tower", type=Path, default=Path("runs/demo_smol_tower/state.pt"))
+    add("--begin", type=Path, help="adapters to begin with")
+    add("--eval-seconds", type=float, default=240)
+    add("--threads", type=int, default=1)
+    add("--run", type=Path, default=Path("runs/demo_smol"))
+    add("--log", type=Path, default=Path("training/smol/log.jsonl"))
+    add("--stop", type=Path, default=Path("runs/stop"), help="a file whose presence ends the stage")
+    add("--resume", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    subject, log = Subject(args.rank), Log(args.log, args.run)
+    subject.tower.load_state_dict(torch.load(args.tower)["tower"])
+    groups = [{"params": subject.low_rank}, {"params": list(subject.projector.parameters())}]
+    top = (args.lr, args.projector_lr)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.0, betas=(0.9, 0.98))
+    if args.resume:
+        state = log.load(projector=subject.projector)
+        subject.decoder.load_state_dict(state["adapters"]["weights"], strict=False)
+        optimizer.load_state_dict(state["optimizer"])
+    else:
+        log.write(event="align", unexplained=round(subject.align(320, 800), 4))
+        if args.begin:
+            subject.decoder.load_state_dict(torch.load(args.begin), strict=False)
+    start = step = log.steps.get("questions", 0)
+    settings = {name: getattr(args, name) for name in ("seconds", "rank", "lr", "projector_lr", "decay", "batch", "pool")}
+    log.write(event="start", stage="questions", step=step, **settings)
+    batches = Batches(draw_questions, (args.seed, 3), start, size=args.batch)
+    source, begin, last, mean, asked = iter(batches), time.time(), time.time(), None, 0
+
+    def save() -> None:
+        kept = {"weights": adapters(subject.decoder)}
+        log.save("questions", step, optimizer, projector=subject.projector, adapters=Holder(kept))
+
+    while (progress := (time.time() - begin) / args.seconds) < 1 and not args.stop.exists():
+        for group, highest in zip(optimizer.param_groups, top, strict=True):
+            group["lr"] = highest * rate(progress, step - start, args.decay, 20)
+        pixels, rows = next(source)
+        logits, packed = subject.logits(pixels, rows, args.pool)
+        loss = F.cross_entropy(logits, packed["label"][packed["label"] != -100])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
+        optimizer.step()
+        step, asked = step + 1, asked + sum(map(len, rows))
+        mean = loss.item() if mean is None else 0.95 * mean + 0.05 * loss.item()
+        if step - start in (2, 10):
+            print(step, round(mean, 3), tuple(packed["ids"].shape), round(time.time() - begin, 1), flush=True)
+        if time.time() - last > args.eval_seconds:
+            accuracy = evaluate(subject, args.pool)
+            log.write(stage="questions", step=step, asked=asked, loss=round(mean, 3), pool=args.pool, accuracy=accuracy)
+            save()
+            last = time.time()
+    batches.close()
+    log.write(event="end", stage="questions", step=step, asked=asked, accuracy=evaluate(subject, args.pool, 16))
+    save()
+
+
+class Holder:
+    """A dictionary that `Log.save` can keep among modules."""
+
+    def __init__(self, state: dict) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict:
+        return self.state
+
+
+if __name__ == "__main__":
+    main()
