@@ -294,7 +294,7 @@ def _document(rng: np.random.Generator, photos) -> NativeScene:
     """A page of small grey lines of the licence, with a title and a page number."""
     dark = bool(rng.random() < 0.2)
     canvas = Canvas(rng, _paper(rng, dark), 1.5)
-    size, margin = int(rng.choice(_TEXT_SIZES)), int(rng.integers(12, 34))
+    size, margin = int(rng.choice(_TEXT_SIZES)), int(rng.choice((12, 18, 24, 30)))
     grey = (int(rng.integers(110, 180)),) * 3 if dark else (int(rng.integers(70, 150)),) * 3
     ink = 255 - rng.integers(0, 30, 3) if dark else rng.integers(0, 60, 3)
     head = int(rng.integers(30, 47))
