@@ -2,7 +2,7 @@
 """The fixed held-out sets: drawn images that ship with the package, with questions of several kinds.
 
 `FOLDER` holds images of 224 x 224 pixels (of `demo_vlm`), `NATIVE` images of 112 to 448 pixels a side (of `demo_qwen`),
-`SMOL` images of 336 x 336 pixels (of `demo_smol`), about two thirds of them with photographs.
+`SMOL` images of 336 x 336 pixels (of `demo_smol`), more than half of them with photographs.
 """
 
 from __future__ import annotations

@@ -89,9 +89,9 @@ def scenes(seed: int = SEED) -> Iterator[tuple[NativeScene, list[SceneQuestion]]
 
 
 def encoded(scene: NativeScene) -> bytes:
-    """Return the image as JPEG of quality 90, without colour subsampling."""
+    """Return the image as progressive JPEG of quality 90, without colour subsampling."""
     file = io.BytesIO()
-    Image.fromarray(scene.pixels[0]).save(file, "JPEG", quality=90, subsampling=0, optimize=True)
+    Image.fromarray(scene.pixels[0]).save(file, "JPEG", quality=90, subsampling=0, optimize=True, progressive=True)
     return file.getvalue()
 
 
