@@ -14,7 +14,7 @@ from tokenprune_demo.scenes import COLORS, LARGE, TINY, WORDS
 PATCH, GRID = 14, 24
 IGNORE = -100
 SHAPES = (*LARGE, *TINY)
-SORTS = ("background", *SHAPES, "digit", "sign", *NAMES)
+SORTS = ("background", *SHAPES, "digit", "sign", *NAMES, "bar")
 LETTERS = sorted(set("".join(WORDS)))
 HEADS = {"sort": len(SORTS), "colour": len(COLORS), "digit": 10, "word": len(WORDS), "centre": 2}
 PLACES = {"row": GRID, "column": GRID}

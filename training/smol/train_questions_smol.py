@@ -17,20 +17,38 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from smol_align import Goals, align
+from smol_decoder import Packer, Words, adapt, adapters, answer_logits
+from smol_scenes import draw, photographs
+from smol_targets import GRID
 from torch import nn
+from train_tower_smol import build_tower, draw_batch, to_pixels
 from transformers import PreTrainedTokenizerBase
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
-from native_scenes import photographs
 from running import Batches, Log, rate
-from smol_align import Goals, align
-from smol_decoder import Packer, Words, adapt, adapters, answer_logits
-from smol_targets import GRID
 from tokenprune_demo.smol import assemble, load_decoder
-from train_tower_smol import build_tower, draw_batch, to_pixels
 
 MIX = {"presence": 4, "colour": 2, "position": 2, "count": 2, "thing": 2}  # questions an image; of other kinds one
 SHAPES_FIRST = 0.7  # share of the scenes that hold the kinds which need to be looked up
+
+
+def sentence(kind: str, text: str, answer: str) -> str:
+    """Return the answer as a sentence that says again what was asked about, as large models are trained to answer.
+
+    The decoder can then copy what stands beside the same word in the image, which is what it has learned from text.
+    """
+    if kind in ("colour", "position", "chart") or text.startswith(("what color is the", "where is the")):
+        return f"the {text.rstrip('?').partition(' is the ')[2]} is {answer}"
+    if kind == "digits" or (kind == "document" and answer.isdigit()):
+        return f"the digit is {answer}"
+    if kind in ("word", "document"):
+        return f"the sign says {answer}"
+    if kind == "count":
+        return f"{text.rstrip('?').removeprefix('how many ')}: {answer}"
+    if kind == "presence":
+        return f"{text.rstrip('?').removeprefix('is there ')}: {answer}"
+    return f"the thing is {answer}"
 
 
 def choose(rng: np.random.Generator, questions, mix: dict[str, int]) -> list[tuple[str, str, str]]:
@@ -44,13 +62,12 @@ def choose(rng: np.random.Generator, questions, mix: dict[str, int]) -> list[tup
         parts = [[q for q in group if q.answer == a] for a in ("yes", "no")] if kind == "presence" else [group]
         for part in parts:
             chosen += [part[i] for i in rng.permutation(len(part))[: max(1, most // len(parts))]]
-    return [(chosen[i].kind, chosen[i].text, chosen[i].answer) for i in rng.permutation(len(chosen))]
+    order = [chosen[i] for i in rng.permutation(len(chosen))]
+    return [(q.kind, q.text, sentence(q.kind, q.text, q.answer)) for q in order]
 
 
 def draw_questions(seed, size: int = 6, split: str = "train", mix: dict[str, int] | None = None):
     """Return pixels as bytes [B, H, W, 3] and the questions asked about each image."""
-    from smol_scenes import draw
-
     rng, photos = np.random.default_rng(seed), photographs(split)
     pixels, rows = [], []
     while len(rows) < size:
@@ -115,7 +132,7 @@ def evaluate(subject: Subject, pool: int, batches: int = 8, size: int = 8) -> di
         row_of = torch.arange(len(rows))[:, None].expand_as(where)[where]
         for i, row in enumerate(rows):
             for k, (kind, _, answer) in enumerate(row, 1):
-                name = f"{kind} {answer}" if kind == "presence" else kind
+                name = f"{kind} {answer.split()[-1]}" if kind == "presence" else kind
                 right.setdefault(name, []).append(bool(good[(row_of == i) & (number_of == k)].all()))
     return {name: round(float(np.mean(values)), 3) for name, values in sorted(right.items())}
 
@@ -156,7 +173,9 @@ def main() -> None:
         if args.begin:
             subject.decoder.load_state_dict(torch.load(args.begin), strict=False)
     start = step = log.steps.get("questions", 0)
-    settings = {name: getattr(args, name) for name in ("seconds", "rank", "lr", "projector_lr", "decay", "batch", "pool")}
+    settings = {
+        name: getattr(args, name) for name in ("seconds", "rank", "lr", "projector_lr", "decay", "batch", "pool")
+    }
     log.write(event="start", stage="questions", step=step, **settings)
     batches = Batches(draw_questions, (args.seed, 3), start, size=args.batch)
     source, begin, last, mean, asked = iter(batches), time.time(), time.time(), None, 0

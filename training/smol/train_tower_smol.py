@@ -13,12 +13,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from smol_scenes import draw_crowd, photographs
+from smol_targets import GRID, PATCH, PatchHead, patch_labels
 from torch import nn
 from transformers import AutoModelForImageTextToText, CLIPVisionConfig, CLIPVisionModel
 
-from native_scenes import photographs
 from running import Batches, Log, rate
-from smol_targets import GRID, PATCH, PatchHead, patch_labels
 
 SIZE = GRID * PATCH
 
@@ -46,8 +46,6 @@ def build_tower() -> CLIPVisionModel:
 
 def draw_batch(seed, size: int = 12, split: str = "train"):
     """Return pixels as bytes [B, H, W, 3], labels, sorts present and letters of one batch."""
-    from smol_scenes import draw_crowd
-
     rng, photos = np.random.default_rng(seed), photographs(split)
     scenes = [draw_crowd(rng, photos) for _ in range(size)]
     return np.stack([s.pixels[0] for s in scenes]), *(np.stack(x) for x in zip(*map(patch_labels, scenes), strict=True))
@@ -94,7 +92,9 @@ def main() -> None:
     parameters = [*tower.parameters(), *head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=0.02, betas=(0.9, 0.98))
     if args.resume:
-        optimizer.load_state_dict(log.load(tower=tower, head=head)["optimizer"])
+        state = log.load(tower=tower, head=head)
+        if state["optimizer"]:
+            optimizer.load_state_dict(state["optimizer"])
     start = step = log.steps.get("tower", 0)
     log.write(event="start", stage="tower", seconds=args.seconds, lr=args.lr, decay=args.decay, batch=args.batch)
     batches = Batches(draw_batch, (args.seed, 1), start, size=args.batch)
