@@ -139,15 +139,15 @@ def written(text: str) -> str:
     """Return the page with its generated part as it has to be."""
     # The one that favours no method comes first.
     models = sorted(SHIPPED, key=lambda name: name != FAIR)
-    parts = [section(path) for path in map(results_file, models) if path.exists()]
+    parts = [section(results_file(name), name == FAIR) for name in models if results_file(name).exists()]
     made = "\n\n".join(parts)
     block = re.compile(r"(<!-- all:begin[^\n]*-->\n).*?(<!-- all:end -->)", re.DOTALL)
     return block.sub(lambda match: f"{match[1]}\n{made}\n\n{match[2]}", text)
 
 
-def section(path: Path) -> str:
-    """Return what the page says of one model: the table, the ranks beside the papers', what was not reached, and the
-    settings."""
+def section(path: Path, whole: bool = True) -> str:
+    """Return what the page says of one model: the table, the ranks beside the papers' and, if it is whole, what was not
+    reached, and the settings."""
     records = read_records(path)
     results = summarise(records)
     base, targets = results.baseline, list(dict.fromkeys(row.keep for row in results.rows[1:]))
@@ -164,7 +164,7 @@ def section(path: Path) -> str:
     )
     parts = [
         f"## {results.header['environment']['model']}", head, _table(results, targets), *_agreements(records, targets),
-        _not_reached(results), "### Settings", _settings(results, targets), source,
+        *([_not_reached(results), "### Settings", _settings(results, targets)] if whole else []), source,
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
 
@@ -234,19 +234,22 @@ def _not_reached(results: Results) -> str:
 
 
 def _settings(results: Results, targets: list[float]) -> str:
+    """Return the settings of the methods that are not simply given the target as their `keep`."""
     rows = {(row.method, row.keep): row for row in results.rows[1:]}
     header = ["method", *(f"at {100 * at:g} %" for at in targets)]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for name in dict.fromkeys(name for name, _ in rows):
-        cells = []
+        cells, plain = [], True
         for row in (rows.get((name, at)) for at in targets):
             said = ""
             if row is not None:
                 said = in_words(row.setting, row.stats["visual_tokens_per_layer"], row.stats["visual_tokens_in"])
+                plain = plain and said == f"keep={row.keep:g}"
                 said += f" ({100 * row.tokens_average / row.tokens_in:.1f} %)"
             cells.append(said)
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        if not plain:
+            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(["The other methods got the target as their `keep`.", "", *lines])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ than so many points lost, on the native-resolution model that ships.
     TOKENPRUNE_EMOJI=emoji.npz python benchmarks/stacks.py --images 70   # fresh images, 448 x 448: 784 visual tokens
     python benchmarks/stacks.py --images 0                              # those of the held-out set that are so large
     python benchmarks/stacks.py --retime                                # take the times of the found settings anew
-    python benchmarks/stacks.py --page                                  # write the table into docs/tune.md
+    python benchmarks/stacks.py --page                                  # write the table into docs/tune-in-full.md
 
 (training/qwen/README.md says how emoji.npz is made.) The tuner searches among single methods and stacks, as `tokenprune
 tune --objective ttft` does. Then, of each group (downsample, single methods, stacks), the setting that spends least by
@@ -45,7 +45,7 @@ SIDE = 448  # pixels, which make 784 visual tokens
 METHODS = "downsample,tome,divprune,pool,vscan,fastv,dart,dyrate"
 KEEPS = "0.75,0.5,0.35,0.25,0.15"
 GROUPS = ("downsample", "single", "stack")
-PAGE = Path(__file__).parents[1] / "docs" / "tune.md"
+PAGE = Path(__file__).parents[1] / "docs" / "tune-in-full.md"
 BEGIN, END = "<!-- stacks:begin (benchmarks/stacks.py --page) -->", "<!-- stacks:end -->"
 
 
@@ -116,7 +116,7 @@ def best_of(group: str, tuner: Tuner, max_drop: float, tries: int) -> tuple[Tria
 def record(group: str, found: tuple[Trial, float, float], times: dict[str, Any], asked: int) -> dict[str, Any]:
     trial, drop, bound = found
     return {
-        "group": group, "setting": trial.candidate.setting, "asked": asked, "drop": drop, "drop_below": bound,
+        "group": group, "setting": trial.candidate.as_dict(), "asked": asked, "drop": drop, "drop_below": bound,
         "work": trial.expected("work"), **times,
     }  # fmt: skip
 
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20260303)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/stacks.jsonl")
-    parser.add_argument("--page", action="store_true", help="write the table of --json into docs/tune.md")
+    parser.add_argument("--page", action="store_true", help="write the table of --json into docs/tune-in-full.md")
     args = parser.parse_args()
     path, console = args.json or results_path(torch.device(args.device), "stacks"), Console(width=200)
     if args.page:
@@ -226,7 +226,7 @@ def main() -> None:
                repeats=args.repeats, max_drop=args.max_drop, weights=subject.weights, seed=args.seed)
     ]  # fmt: skip
     lines += [
-        {"trial": one.candidate.setting, "search": one.search, "drop": one.drop, "state": one.state, **one.predicted}
+        {"trial": one.candidate.as_dict(), "search": one.search, "drop": one.drop, "state": one.state, **one.predicted}
         for one in tuner.trials
     ]
     for group in GROUPS:
@@ -234,7 +234,7 @@ def main() -> None:
         if found is None:
             console.print(f"{group}: nothing was asked", markup=False)
             continue
-        lines.append(record(group, found, timed(subject, asked, found[0].candidate.setting, args), len(asked)))
+        lines.append(record(group, found, timed(subject, asked, found[0].candidate, args), len(asked)))
         lines[0]["unpatched"] = float(panel.scores(None, [*tuner.search, *tuner.held_out]).mean())
         write(path, lines)
     shown = table(path)

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from functools import cache
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ FAIR = RESULTS / "all_methods-demo_qwen.jsonl"
 VIDEOS, SMALL_VIDEOS = RESULTS / "bench_videos.jsonl", RESULTS / "bench_small_videos.jsonl"
 VIEWS = RESULTS / "bench_views.jsonl"
 RANKS = RESULTS / "rank_agreement.jsonl"
+SHOWN = ("Accuracy by kind of question", "Controls, which must fail")  # beside the first table of each run
 
 
 def link(path: Path, up: str = "") -> str:
@@ -27,7 +31,7 @@ def link(path: Path, up: str = "") -> str:
 
 def summary() -> str:
     """The benchmark of the first model in short: accuracy of each method at each keep, and how many tokens that is."""
-    results = _results(BENCH)
+    results = results_of(BENCH)
     keeps = sorted({row.keep for row in results.rows if row.site is not None}, reverse=True)
     by_place = {(row.method, row.keep): row for row in results.rows}
     lines = ["| method | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |", "|---" * (1 + len(keeps)) + "|"]
@@ -48,7 +52,7 @@ def resized() -> str:
     """What smaller images cost on both models."""
     lost = {}
     for path in (FAIR, BENCH):
-        results = _results(path)
+        results = results_of(path)
         row = next(row for row in results.rows if (row.method, row.keep) == ("downsample", 0.5))
         lost[path] = 100 * (results.baseline.overall.value - row.overall.value)
     return (
@@ -59,13 +63,13 @@ def resized() -> str:
 
 
 def bench() -> str:
-    """The tables of the first model in full."""
-    return _tables(BENCH)
+    """The first model by kind of question; its accuracy and tokens are in the summary."""
+    return _tables(BENCH, first=False)
 
 
 def videos() -> str:
-    """Accuracy of methods on videos, by kind of question and by ground, evidence, and controls."""
-    return _tables(VIDEOS)
+    """Accuracy on large frames, of the kinds of questions that the model knows on them."""
+    return _tables(VIDEOS, first=False, kinds=("rare", "text", "still"))
 
 
 def small_videos() -> str:
@@ -101,14 +105,34 @@ def plot() -> bytes:
     """Return the image of accuracy against tokens, a PNG."""
     from tokenprune_bench.report.png import plot_png
 
-    return plot_png(_results(BENCH))
+    return plot_png(results_of(BENCH))
 
 
-def _tables(path: Path) -> str:
+def _tables(path: Path, first: bool = True, kinds: tuple[str, ...] = ()) -> str:
+    """Return the tables of kinds of questions and of controls, without columns that are empty; the others are one
+    command away. first: the table of costs and of accuracy overall, too. kinds: these kinds alone."""
     from tokenprune_bench.tables import tables, to_markdown
 
-    parts = [to_markdown(table).strip() for table in tables(_results(path))]
-    return "\n\n".join([*parts, f"Raw data: {link(path, '../')}, written by `tokenprune bench --json`."])
+    costs, *others = tables(results_of(path))
+    shown = [one for one in others if one.title in SHOWN and (first or one.title == SHOWN[0])]
+    made = [costs, *shown] if first else shown
+    if kinds:
+        made = [_columns(one, [name in ("method", "keep", *kinds) for name in one.columns]) for one in made]
+    parts = [to_markdown(_filled_columns(one)).strip() for one in made]
+    name = path.relative_to(ROOT).as_posix()
+    left = ["costs and accuracy overall"] * (not first) + [f"*{one.title}*" for one in others if one not in shown]
+    more = f"{', '.join(left)}: `tokenprune report {name}` prints them." if left else ""
+    return "\n\n".join([*parts, f"{more} Raw data: {link(path, '../')}, written by `tokenprune bench --json`.".strip()])
+
+
+def _filled_columns(table: Any) -> Any:
+    """Return the table without the columns of which every cell is empty."""
+    return _columns(table, [any(row[place].text for row in table.rows) for place in range(len(table.columns))])
+
+
+def _columns(table: Any, taken: list[bool]) -> Any:
+    columns = tuple(compress(table.columns, taken))
+    return replace(table, columns=columns, rows=[list(compress(row, taken)) for row in table.rows])
 
 
 def _cell(row: Any) -> str:
@@ -119,8 +143,15 @@ def _cell(row: Any) -> str:
     return f"{100 * row.overall.value:.1f} @{row.tokens_average:.0f} {' '.join(marks)}".strip()
 
 
-def _results(path: Path) -> Any:
+def results_of(path: Path) -> Any:
+    """Return the summary of a raw file, without the times that were taken under load: answers do not depend on it."""
+    path = path.resolve()
+    return _summary(path, path.stat().st_mtime_ns)
+
+
+@cache
+def _summary(path: Path, written: int) -> Any:
+    """Many sentences read one file, and its intervals take seconds."""
     from tokenprune_bench.results import read_records, summarise
 
-    # Answers do not depend on the load; times taken under one are left out.
     return summarise([{**one, "timing": None} if rows.is_loaded(one) else one for one in read_records(path)])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describe methods, observables and families in tables: for the site, which dev/mkdocs_hooks.py puts together, the
-head of each method's page, the index of methods and the list of observables; and in docs/families.md the families.
+head of each method's page, the index of methods, the list of observables and what vLLM serves; and in docs/families.md
+the families.
 
 python dev/docs.py            # rewrite the table of families
 python dev/docs.py --check    # exit with 1 where it is not what this would write (the test suite checks the same)
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 
 import tokenprune
-from tokenprune.families import REFUSED, SUPPORTED
+from tokenprune.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.options import in_words, option_types
 from tokenprune.view.observable import Backend
 from tokenprune.view.registry import find_observable
@@ -91,12 +92,6 @@ def pages() -> list[Path]:
     return sorted(path for path in FOLDER.glob("*.md") if path.stem != "README")
 
 
-def with_head(name: str, text: str) -> str:
-    """Return the text of a page with the head of its method below its title."""
-    title, _, rest = text.partition("\n")
-    return f"{title}\n\n{head(name)}\n\n{rest.lstrip()}"
-
-
 def index() -> str:
     """Return the figure and the table of all methods, in the order in which data meets them."""
     lines = ["![Each method at its site](../images/sites-methods.svg)", ""]
@@ -139,6 +134,25 @@ def families() -> str:
     lines += ["", "Refused, with an error that says why:", "", "| model type | because |", "|---|---|"]
     lines += [f"| `{name}` | {cell(reason)} |" for name, reason in sorted(REFUSED.items())]
     return "\n".join(lines)
+
+
+def served() -> str:
+    """Return the table of architectures that vLLM serves with the plugin."""
+    lines = ["| models | architecture | budget is for | tower is read | with `experimental_in_llm` |", "|---" * 5 + "|"]
+    for name, one in sorted(SERVED.items()):
+        read, inside = YES[one.patches is not None], YES[one.vllm.in_llm]
+        budget = one.vllm.budget + (". Audio stays" if one.vllm.audio else "")
+        lines.append(f"| {one.vllm.models} | `{name}` | {budget} | {read} | {inside} |")
+    return "\n".join(lines)
+
+
+def not_served() -> str:
+    """Return the table of architectures that the plugin refuses by name."""
+    rows: dict[str, list[str]] = {}
+    for name, reason in REFUSED_IN_VLLM.items():
+        rows.setdefault(reason, []).append(f"`{name}`")
+    lines = [f"| {', '.join(names)} | {cell(reason)} |" for reason, names in rows.items()]
+    return "\n".join(["| architecture | why not |", "|---|---|", *lines])
 
 
 def written() -> dict[Path, str]:

@@ -4,23 +4,32 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import accuracy_pages  # noqa: E402
 import rows  # noqa: E402
-import which_method  # noqa: E402
+
+from tokenprune_bench.recommend import advice  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
+HEADLINE = RESULTS / "cpu/stacks.jsonl"  # what benchmarks/stacks.py found and timed
+ABOUT = {  # size and a remark of each model that the table may be about
+    "demo_qwen": (
+        "4.8 M parameters",
+        "These images are larger than most that it was trained on, which may be why smaller ones help it.",
+    ),
+}
+COMMON = ("general", "documents", "grounding", "video", "server")  # rows of the table of advice
 
 
 def accuracy(method: str, keep: float | None) -> Any:
     """The row of the shipped benchmark; `keep` None is that of the unpatched model."""
-    from tokenprune_bench.results import read_records, summarise
-
-    results = summarise(read_records(RESULTS / "bench.jsonl"))
+    results = accuracy_pages.results_of(RESULTS / "bench.jsonl")
     if keep is None:
         return results.baseline
     return next(row for row in results.rows if (row.method, row.keep) == (method, keep))
@@ -56,43 +65,38 @@ def _threads(count: int) -> str:
     return f"{count} CPU thread{'' if count == 1 else 's'}"
 
 
-def problem() -> str:
-    visual, text = 576, 64
-    return (
-        f"With one image of {visual} visual tokens, as LLaVA-1.5 has it, and {text} of text, "
-        f"{100 * visual / (visual + text):.0f} % of what a vision-language model reads is the image.\n"
-        "\ntokenprune drops or merges visual tokens in any Hugging Face vision-language model, without training, in "
-        f"one line, and tells what that saves and costs. {speed_and_accuracy()} Raw data: "
-        "[time](benchmarks/results/first_run.json), [answers](benchmarks/results/bench.jsonl)."
+def headline(up: str = "") -> str:
+    """Return the table of what is saved and lost: one model, and one setting a row, whose speed and accuracy come from
+    the same record of one raw file. up: from the page to the root of the repository."""
+    header, records = rows.read(HEADLINE)
+    found = [one for one in records if "group" in one and not rows.is_loaded(one)]
+    if not found:
+        return ""
+    first = found[0]
+    lines = ["| setting | visual tokens | time to first token | questions right |", "|---|---:|---:|---:|"]
+    right = 100 * header["unpatched"]
+    lines.append(f"| all tokens | {first['before']['visual_tokens_in']} | 1x | {right:.1f} % |")
+    for one in sorted(found, key=lambda one: one["speedup"]):
+        names = " + ".join(re.sub(r"^(\w+)", r"`\1`", part) for part in one["name"].split(" + "))
+        lines.append(
+            f"| {names} | {one['after']['visual_tokens_average']:.0f} | {1 / one['speedup']:.2f}x "
+            f"| {right - 100 * one['drop']:.1f} % |"
+        )
+    model = first["environment"]["model"].partition(" ")[0]
+    size, remark = ABOUT[model]
+    note = (
+        f"`{model}`, {size}, {header['questions']} questions about drawn images, on {_threads(header['threads'])}; "
+        f"image processor and vision tower are in the time. Tokens are averaged over the decoder's layers. {remark} "
+        f"Small models are no promise for large ones: [measure yours]({up}docs/bench.md). "
+        f"[Raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
     )
-
-
-def printed() -> str:
-    one = json.loads((RESULTS / "first_run.json").read_text())
-    return "\n".join(
-        [
-            "```text",
-            *one["printed"],
-            "```",
-            "",
-            "From a run on the 4.5 M-parameter model and [an image]"
-            f"({one['stand_ins']['photo.jpg']}) that ship with the package, on a CPU: "
-            "`python benchmarks/first_run.py`; raw data: "
-            "[benchmarks/results/first_run.json](benchmarks/results/first_run.json).",
-        ]
-    )
+    return "\n\n".join(["\n".join(lines), note])
 
 
 def choice() -> str:
-    dart, divprune = accuracy("dart", 0.25), accuracy("divprune", 0.25)
-    default = (
-        "One table feeds this, [its evidence](docs/guide/which-method.md) and `tokenprune recommend MODEL --task ...`. "
-        "`patch(model)` alone is `dart` at 0.25, because that can be done for any prompt: it needs no attention "
-        "weights, no processor and no calibration, its time grows with the tokens and not with their square, and it "
-        "knows the question. It is not the best choice for every prompt: on the shipped benchmark it answers "
-        f"{100 * dart.overall.value:.1f} % right with {dart.tokens_average:.0f} tokens on average over the layers, "
-        f"`divprune` {100 * divprune.overall.value:.1f} % with {divprune.tokens_average:.0f} "
-        "([benchmark](docs/benchmark.md)). These are measurements of small models: let `tokenprune tune` choose on "
-        "[your questions](docs/tune.md)."
-    )
-    return f"{which_method.table(up='')}\n\n{default}"
+    """Return what to take for the five situations that most readers have, from the table of advice."""
+    lines = ["| you have | take |", "|---|---|"]
+    known = advice.advice()
+    for one in (known[name] for name in COMMON):
+        lines.append(f"| {one.title} | [`{one.method}`](docs/methods/{one.method}.md), `keep={one.keep!r}` |")
+    return "\n".join(lines)

@@ -42,7 +42,7 @@ def shown(subject: Any, example: Any, method: str) -> tuple[dict[str, Any], Any]
     """Return the record of a cell, and the drawing of what is kept."""
     from tokenprune.show import side_by_side
 
-    found = side_by_side.show(subject, [example.image], example.question, [method], KEEP)
+    found = side_by_side.show(subject, [example.image], example.question, [{"method": method, "keep": KEEP}])
     (seen,) = found.seen
     told = {
         "image": example.path.relative_to(ROOT).as_posix(),

@@ -27,7 +27,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # The package of each distribution, and the folder of the repository in which it lies.
 PACKAGES = {"tokenprune": ".", "tokenprune_bench": "bench", "tokenprune_demo": "demo"}
-# The engine proper: what prunes a decoder, whatever the method and the family.
+# The engine proper: what takes tokens out of a decoder, whatever the method, the family and the parts that plug in. No
+# engine are hf/parts (each a feature by itself, which the engine knows by the moments of `Part` alone), hf/checks (they
+# refuse, and change nothing) and hf/statistics.py (it tells what was done): without them the same tokens leave.
 ENGINE = [f"tokenprune/integrations/hf/{room}" for room in ("decoder", "forward", "sequence", "cache", "attention")]
 Imports = set[tuple[str, str]]
 

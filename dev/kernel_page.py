@@ -38,6 +38,13 @@ def compiled() -> str:
     return "\n\n".join([note, "\n".join(lines), f"By `make kernels`; raw data: [{path}](../{path})."])
 
 
+# Of the models in the raw file one of each family, and a long video.
+MODELS = (
+    "LLaVA-1.5-7B", "LLaVA-NeXT-7B", "LLaVA-OneVision-7B", "Qwen2.5-VL-7B", "Qwen2.5-VL-7B, 16k video", "InternVL3-8B",
+    "Gemma3-4B", "SmolVLM-500M",
+)  # fmt: skip
+
+
 def costs() -> str:
     """The table of what selection must cost by the model of time, per model and method."""
     _, records = rows.read(RESULTS / "selection_cost.jsonl")
@@ -45,7 +52,8 @@ def costs() -> str:
     methods = list(dict.fromkeys(one["method"] for one in records))
     lines = ["| model, visual tokens | prefill, ms | " + " | ".join(f"`{name}`" for name in methods) + " |"]
     lines.append("|---" * (2 + len(methods)) + "|")
-    for model in dict.fromkeys(one["model"] for one in records):
+    models = list(dict.fromkeys(one["model"] for one in records))
+    for model in (name for name in models if name in MODELS):
         own = {one["method"]: one for one in records if one["model"] == model}
         prefill = " / ".join(f"{next(iter(own.values()))['prefill_us'][gpu] / 1e3:.1f}" for gpu in gpus)
         cells = [" / ".join(_time(own[name]["predicted_us"][gpu]) for gpu in gpus) for name in methods]
@@ -59,7 +67,7 @@ def costs() -> str:
     note = (
         f"**Predicted, not measured.** Microseconds on {' / '.join(gpus)}; beside them the arithmetic of the unpruned "
         "prefill at the data sheet's peak, in milliseconds. One request, bfloat16, one visual token of nine stays. "
-        f"Launches: {', '.join(launches)}."
+        f"Launches: {', '.join(launches)}. The raw file has {len(models)} models."
     )
     path = "benchmarks/results/selection_cost.jsonl"
     return "\n\n".join([note, "\n".join(lines), f"By `make kernels`; raw data: [{path}](../{path})."])

@@ -6,8 +6,9 @@ Links are those of the repository; here they are turned into links of the site. 
 the raw data of the benchmarks, go into the site under files/.
 
 What follows from the code is made here and is in no file: `<!-- made: NAME -->` becomes the table of that name
-(`MADE`), a method's page gets its head below the title and its docstring at the end, and `methods/*.md` in the
-navigation becomes every such page. So two changes that each add a method touch no line in common.
+(`MADE`), a method's page gets its image, its numbers and its docstring (dev/method_pages.py), and `methods/*.md` in the
+navigation becomes every such page. So two changes that each add a method touch no line in common. Tables of more than
+ten rows are folded (dev/fold.py).
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
     sys.modules["torch"] = _Absent("torch")
 
 import figure_sites  # noqa: E402
+import fold  # noqa: E402
 import house  # noqa: E402
+import method_pages  # noqa: E402
 
 import docs  # noqa: E402
 
@@ -55,6 +58,8 @@ PAGES = {
 MADE: dict[str, Callable[[], str]] = {
     "index": docs.index,
     "observables": docs.observables,
+    "served": docs.served,
+    "not-served": docs.not_served,
     "house": lambda: house.table(house.in_numbers()),
 }
 MARKER = re.compile(r"^<!-- made: ([\w-]+) -->$", re.MULTILINE)
@@ -103,7 +108,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     name = PurePosixPath(uri).stem if uri.startswith("methods/") and not uri.endswith("/README.md") else None
     markdown = MARKER.sub(lambda match: MADE[match[1]](), markdown)
     if name:
-        markdown = docs.with_head(name, markdown)
+        markdown = method_pages.page(name, markdown)
     targets = links(source_of(uri), markdown)
     folder = PurePosixPath(uri).parent
     markdown = LINK.sub(
@@ -112,7 +117,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     if name:
         options = "{show_root_heading: false, show_root_toc_entry: false, heading_level: 3}"
         markdown += f"\n\n## Reference\n\n::: {module_of(name)}\n    options: {options}\n"
-    return markdown
+    return fold.folded(markdown)
 
 
 def with_news(changelog: str) -> str:

@@ -104,20 +104,19 @@ def video() -> str:
 def documents() -> str:
     """The table of methods at equal tokens on drawn documents, from its raw file."""
     from tokenprune_bench.significance import better_p, wilson
-    from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, LAYOUTS, TEXT_KINDS
+    from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, TEXT_KINDS
 
     header, *records = (json.loads(line) for line in DOCUMENTS.read_text().splitlines())
     results = [one for one in records if one["record"] == "result"]
     by_place = {(one["method"], one["level"]): one["right"] for one in results}
-    kinds, layouts = header["kinds"], header["layouts"]
+    kinds = header["kinds"]
 
     def share(right: str, where: list[bool]) -> str:
         chosen = [answer == "1" for answer, here in zip(right, where, strict=True) if here]
         return f"{100 * statistics.fmean(chosen):.0f}"
 
     groups = [[one in TEXT_KINDS for one in kinds], *([one == kind for one in kinds] for kind in DOCUMENT_KINDS)]
-    groups += [[one == layout for one in layouts] for layout in LAYOUTS]
-    titles = ["text", *(f"`{kind}`" for kind in DOCUMENT_KINDS), *(f"{layout}s" for layout in LAYOUTS)]
+    titles = ["text", *(f"`{kind}`" for kind in DOCUMENT_KINDS)]
     parts = []
     for level, said in (("all", "exact repetitions dropped"), ("half", "half as many tokens")):
         about = ("tokens in the tower", "in the decoder", "right, %", "95 %", *titles, "`pixelprune` better, p")
@@ -183,13 +182,18 @@ def _filled(page: str, parts: dict[str, str]) -> str:
 
 PAGES = {
     "README.md": {
-        "problem": front_page.problem,
-        "printed": front_page.printed,
+        "headline": front_page.headline,
         "choice": front_page.choice,
     },
-    "docs/guide/which-method.md": which_method.PARTS,
-    "docs/serving.md": serving_page.PARTS,
-    "docs/index.md": {"landing": landing_page.landing, "gallery": landing_page.gallery},
+    "docs/guide/which-method.md": {"which": which_method.tables},
+    "docs/advice-evidence.md": {"evidence": which_method.pieces, "rule": which_method.rule},
+    "docs/serving.md": {"serving": serving_page.serving},
+    "docs/serving-in-full.md": serving_page.IN_FULL,
+    "docs/index.md": {
+        "landing": landing_page.landing,
+        "headline": landing_page.headline,
+        "gallery": landing_page.gallery,
+    },
     "docs/recipes/documents.md": {"documents-recipe": recipe_numbers.documents},
     "docs/recipes/chat.md": {"chat-recipe": recipe_numbers.chat},
     "docs/recipes/long-video.md": {"video-recipe": recipe_numbers.video},

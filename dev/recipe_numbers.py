@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import front_page
-from accuracy_pages import RESULTS, link
+from accuracy_pages import RESULTS, link, results_of
 from front_page import rows
 
 UP = "../../"
@@ -55,9 +55,7 @@ def video() -> str:
 
 
 def _videos() -> dict[Any, Any]:
-    from tokenprune_bench.results import read_records, summarise
-
-    results = summarise(read_records(RESULTS / "bench_videos.jsonl"))
+    results = results_of(RESULTS / "bench_videos.jsonl")
     told = {(row.method, row.keep): f"{100 * row.overall.value:.1f} %" for row in results.rows}
     base = results.baseline
     return told | {"questions": base.questions, "unpatched": f"{100 * base.overall.value:.1f} %"}

@@ -19,7 +19,15 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-PAGES = ("index.html", "recipes/index.html", "recipes/documents.html", "guide/which-method.html", "leaderboard.html")
+PAGES = (
+    "index.html",
+    "guide/quickstart.html",
+    "guide/which-method.html",
+    "serving.html",
+    "methods/dart.html",
+    "recipes/documents.html",
+    "leaderboard.html",
+)
 SIZES = ((1280, 900), (400, 800))
 SCHEMES = ("light", "dark")
 # What sticks out of the window, and is in no box that scrolls.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/serving.md, from the raw files of what was measured on servers."""
+"""The generated parts of the pages about serving, from the raw files of what was measured on servers."""
 
 from __future__ import annotations
 
@@ -117,4 +117,4 @@ def kv_blocks() -> str:
     return "\n\n".join([setting, "\n".join(lines), source])
 
 
-PARTS = {"serving": serving, "shapes": shapes, "overload": overload, "kv-blocks": kv_blocks}
+IN_FULL = {"shapes": shapes, "overload": overload, "kv-blocks": kv_blocks}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/guide/which-method.md, from the table of advice and its evidence; dev/readme.py writes
-them."""
+"""The generated parts of docs/guide/which-method.md and docs/advice-evidence.md, from the table of advice and its
+evidence; dev/readme.py writes them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,50 @@ from tokenprune_bench.recommend import advice
 from tokenprune_bench.recommend.advice import Advice, Evidence
 
 UP = "../../"
-ELSEWHERE = 2  # pieces of evidence from elsewhere, of each row
+ELSEWHERE = 1  # pieces of evidence from elsewhere, of each row
+ASKED = ("general", "documents", "grounding", "counting", "video", "long-video")  # what is asked about
 
 
-def table(up: str = UP) -> str:
-    """Return the table of advice. up: from the page to the root of the repository."""
-    lines = ["| you have | method | keep | why | evidence | `--task` |", "|---" * 6 + "|"]
-    for one in advice.advice().values():
+def tables(up: str = UP) -> str:
+    """Return the table of advice in two parts: by what is asked about, and by where it runs. up: from the page to the
+    root of the repository."""
+    known = advice.advice()
+    by_question = [known[name] for name in ASKED]
+    by_place = [one for name, one in known.items() if name not in ASKED]
+    return "\n\n".join(
+        [
+            "### By what you ask about",
+            _table("you ask about", by_question, up),
+            "### By where it runs",
+            _table("you have", by_place, up),
+        ]
+    )
+
+
+def _table(title: str, rows: list[Advice], up: str) -> str:
+    lines = [f"| {title} | method | keep | why | `--task` |", "|---" * 5 + "|"]
+    for one in rows:
         call = f"[`{one.method}`]({up}docs/methods/{one.method}.md)" + (f" with `{one.more}`" if one.more else "")
         why = f"{one.reason} ([more]({up}{one.reason_page}))"
-        lines.append(f"| {one.title} | {call} | {one.keep!r} | {why} | {_graded(one)} | `{one.situation}` |")
+        lines.append(f"| {one.title} | {call} | {one.keep!r} | {why} | `{one.situation}` |")
     return "\n".join(lines)
+
+
+def pieces() -> str:
+    """Return the evidence of each row; what an earlier row has said of the same setting is not said again."""
+    parts, said = [], set()
+    for one in advice.advice().values():
+        near, elsewhere = one.evidence()
+        lines = [f"**{one.title[0].upper()}{one.title[1:]}**: `{one.method}` at {one.keep:g} ({_graded(one)})", ""]
+        found = [*map(_line, near), *(f"- elsewhere: {_line(piece)[2:]}" for piece in elsewhere[:ELSEWHERE])]
+        lines += (line for line in found if line not in said)
+        if len(found) > sum(line not in said for line in found):
+            lines.append("- and what stands above for the same setting")
+        if not any(piece.about == "accuracy" for piece in near):
+            lines.append(f"- Accuracy: {advice.NONE}")
+        said |= set(found)
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def _graded(one: Advice) -> str:
@@ -27,29 +60,12 @@ def _graded(one: Advice) -> str:
     return ", ".join(counts) or "none"
 
 
-def pieces() -> str:
-    """Return the evidence of each row."""
-    parts = []
-    for one in advice.advice().values():
-        near, elsewhere = one.evidence()
-        lines = [f"**{one.title[0].upper()}{one.title[1:]}**: `{one.method}` at {one.keep:g}", ""]
-        lines += map(_line, near)
-        if not any(piece.about == "accuracy" for piece in near):
-            lines.append(f"- Accuracy: {advice.NONE}")
-        lines += (f"- elsewhere: {_line(piece)[2:]}" for piece in elsewhere[:ELSEWHERE])
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
-
-
 def _line(piece: Evidence) -> str:
     inside = piece.source.startswith("benchmarks/")
-    source = f"[{piece.source.rsplit('/')[-1]}]({UP}{piece.source})" if inside else piece.source
+    source = f"[{piece.source.rsplit('/')[-1]}](../{piece.source})" if inside else piece.source
     return f"- {piece.kind}, {piece.grade}: {piece.figure} ({source})"
 
 
 def rule() -> str:
     """Return how evidence is chosen and graded, as the docstring of advice.py says it."""
     return advice.__doc__.partition("\n\n")[2].strip()
-
-
-PARTS = {"which": table, "evidence": pieces, "rule": rule}

@@ -14,6 +14,7 @@ from lmms_eval.utils import simple_parse_args_string
 
 import tokenprune
 from tokenprune import Budget, BudgetError, OptionError, UnknownMethodError
+from tokenprune.config import read_config
 from tokenprune_bench.lmms_eval.arguments import ModelArguments, read
 from tokenprune_bench.lmms_eval.bases import TESTED
 
@@ -56,21 +57,18 @@ def parsed(text: str, accepted: tuple[str, ...] = BASE, anything: bool = False) 
 )
 def test_what_is_patched(text: str, methods: list[Any], keep: Any) -> None:
     setting = parsed(f"pretrained=some/model,{text},device=cpu")
-    expected = {"method": methods} | ({} if keep is None else {"keep": keep})
-    assert (setting.patch, setting.methods, setting.rest) == (
-        expected,
-        methods,
-        {"pretrained": "some/model", "device": "cpu"},
-    )
+    keep = [Budget.of(one.default_keep) for one in methods] if keep is None else keep
+    assert setting.config.steps() == (methods, keep) and setting.methods == methods
+    assert setting.rest == {"pretrained": "some/model", "device": "cpu"}
 
 
 @pytest.mark.parametrize("name", ["none", "unpatched"])
 def test_nothing_is_patched(name: str) -> None:
-    assert parsed(f"method={name},dtype=float32") == ModelArguments(None, [], {"dtype": "float32"})
+    assert parsed(f"method={name},dtype=float32") == ModelArguments(None, {"dtype": "float32"})
 
 
 def test_guard_goes_to_patch() -> None:
-    assert parsed("method=dart,keep=0.25,guard=auto").patch["guard"] == "auto"
+    assert parsed("method=dart,keep=0.25,guard=auto").guard == "auto"
 
 
 def test_a_name_of_both_is_the_bases() -> None:
@@ -121,7 +119,7 @@ def test_a_tuned_configuration(tmp_path: Any) -> None:
     path = tmp_path / "tokenprune.json"
     path.write_text('{"schema": 1, "setting": {"method": "downsample", "keep": 0.25}}')
     setting = parsed(f"config={path},guard=auto")
-    assert setting.patch == {"config": str(path), "guard": "auto"}
+    assert (setting.config, setting.guard) == (read_config(path), "auto")
     assert setting.acts_on_pixels
 
 
@@ -141,5 +139,5 @@ def test_the_recipes_lines_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         given = simple_parse_args_string(args.model_args)
         assert given.pop("base") in TESTED
         setting = read(given, "some_base", (*BASE, "device_map"))
-        kept.append(setting.patch and setting.patch.get("keep"))
+        kept.append(setting.config and setting.config.steps()[1])
     assert kept == [[Budget(keep=64)], [Budget(keep=0.25)], [Budget(average_tokens=192)], None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped model, as docs/serving.md says to serve it where there is no GPU."""
+"""The shipped model, as docs/serving-in-full.md says to serve it where there is no GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tokenprune_demo.heldout import FOLDER
 
 ASSETS = MODELS["demo_vlm"].parent
 MODEL = ASSETS / "demo_vlm"
-DOCS = Path(__file__).resolve().parent.parent / "docs/serving.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs/serving-in-full.md"
 
 
 def documented() -> tuple[dict[str, str], list[str]]:

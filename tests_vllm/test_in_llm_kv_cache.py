@@ -18,7 +18,7 @@ from test_in_llm_limits import DART, engine_config
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.in_llm import kv_cache
 from tokenprune.integrations.vllm.in_llm.kv_cache import CutManager, CutSpec, Holdings, split
-from tokenprune.integrations.vllm.in_llm.layout import Held, Piece
+from tokenprune.integrations.vllm.in_llm.layout import Held, VisualPiece
 
 BLOCK = 16
 SHAPE = dict(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
@@ -32,14 +32,14 @@ def manager(blocks: int = 200, behind: bool = True, caching: bool = True) -> Cut
     )  # fmt: skip
 
 
-def prompt(draw: random.Random, aligned: bool) -> tuple[int, list[Piece]]:
+def prompt(draw: random.Random, aligned: bool) -> tuple[int, list[VisualPiece]]:
     """Its tokens, and the images in it."""
     end, pieces = draw.randrange(40), []
     for ordinal in range(draw.randrange(4)):
         count = draw.choice([10, 33, 100, 256])
         wanted = draw.randrange(1, count + 1)
         keep = count - BLOCK * max(0, min((count - wanted) // BLOCK, count // BLOCK - 1)) if aligned else wanted
-        pieces.append(Piece(tuple(range(end, end + count)), keep, ordinal, ordinal, "image"))
+        pieces.append(VisualPiece(tuple(range(end, end + count)), keep, ordinal, ordinal, "image"))
         end += count + draw.randrange(50)
     return end + 1, pieces
 

@@ -13,9 +13,9 @@ import pytest
 from vllm.multimodal.inputs import PlaceholderRange
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.in_llm.layout import Held, Piece, Share, kept, lay_out
+from tokenprune.integrations.vllm.in_llm.layout import Held, Share, VisualPiece, kept, lay_out
 from tokenprune.integrations.vllm.in_llm.scheduler import WholeImages, before_images
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 BLOCK, WIDTH = 4, 40
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
@@ -26,7 +26,7 @@ class Prompt:
     """A request of the little engine below: its tokens, the images among them, and its blocks of the KV cache."""
 
     tokens: list[str]
-    pieces: list[Piece]
+    pieces: list[VisualPiece]
     table: list[int]
     computed: int = 0
 
@@ -46,13 +46,13 @@ def prompts(draw: random.Random, aligned: bool, many: int) -> list[Prompt]:
     """Prompts that begin alike, as far as some place behind the first image."""
     shared = ["start"] * draw.randrange(0, 9)
     made = []
-    pieces: list[Piece] = []
+    pieces: list[VisualPiece] = []
     for ordinal in range(draw.randrange(1, 4)):
         count = draw.choice([5, 8, 11, 19, 32])
         places = tuple(range(len(shared), len(shared) + count))
         wanted = draw.randrange(1, count + 1)
         keep = count - BLOCK * max(0, min((count - wanted) // BLOCK, count // BLOCK - 1)) if aligned else wanted
-        pieces.append(Piece(places, keep, ordinal, ordinal, "image"))
+        pieces.append(VisualPiece(places, keep, ordinal, ordinal, "image"))
         shared += [f"image {ordinal}"] * count + ["text"] * draw.randrange(0, 7)
     free = itertools.count(1)
     blocks: dict[tuple[str, ...], int] = {}
@@ -120,7 +120,7 @@ def test_packed_tokens_overwrite_what_others_share() -> None:
 
 
 def test_text_behind_a_image_keeps_its_slot() -> None:
-    pieces = [Piece(tuple(range(3, 22)), 7, 0, 0, "image")]
+    pieces = [VisualPiece(tuple(range(3, 22)), 7, 0, 0, "image")]
     layout = lay_out([Share(0, 30, pieces)], WIDTH, BLOCK, True)
     slots = layout.columns[0][layout.column] * BLOCK + layout.offset
     assert slots[:3].tolist() == [0, 1, 2] and slots[10:].tolist() == list(range(22, 30))
@@ -131,18 +131,18 @@ def test_how_many_stay() -> None:
     for block in (16, 32):
         for count in range(1, 200):
             for keep in (0.1, 0.25, 0.6, 1.0, 5):
-                setting = Setting.of(DART | {"keep": keep})
+                setting = ServedSetting.of(DART | {"keep": keep})
                 wanted = setting.wanted(count)
                 expected = count
                 while expected - block >= max(wanted, block):
                     expected -= block
                 assert kept(setting, count, block) == expected
                 assert kept(setting, count, None) == wanted
-    assert kept(Setting.of({"off": True}), 100, 16) == 100
+    assert kept(ServedSetting.of({"off": True}), 100, 16) == 100
 
 
 def test_a_image_in_parts_is_an_error() -> None:
-    piece = Piece(tuple(range(4, 24)), 8, 0, 0, "image")
+    piece = VisualPiece(tuple(range(4, 24)), 8, 0, 0, "image")
     for computed, end in ((0, 10), (5, 30), (10, 12)):
         with pytest.raises(TokenPruneError, match="came in parts"):
             _ = Share(computed, end, [piece]).cut

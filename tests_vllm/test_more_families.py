@@ -21,7 +21,7 @@ from tokenprune.errors import UnsupportedModelError
 from tokenprune.families import REFUSED_IN_VLLM, SERVED
 from tokenprune.integrations.vllm.setting.configuration import family_of
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 POOL = {"method": "pool", "keep": 0.4}
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}  # reads two blocks of the tower
@@ -129,7 +129,7 @@ def test_what_the_front_end_writes(paper: Paper, tmp_path: Any, monkeypatch: pyt
         return out["prompt_token_ids"], plans, out["mm_placeholders"]["image"]
 
     full, wholes, _ = written({"off": True})
-    setting = Setting.of(DIVPRUNE)
+    setting = ServedSetting.of(DIVPRUNE)
     for override, count in ((None, setting.count), ({"keep": 3}, lambda number: min(3, number))):
         short, plans, places = written(override)
         assert len(plans) == len(wholes) == 2

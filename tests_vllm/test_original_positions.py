@@ -18,7 +18,7 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.families import SERVED
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name
 from tokenprune.integrations.vllm.setting.position_checks import arrange, original_positions
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.worker.positions import DIGITS, of_line, place_line, to_columns
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
@@ -163,7 +163,9 @@ def test_every_split(keep: float, per_run: bool) -> None:
     full = 0
     for text, behind in (("#" * 8, 0), ("ab########c########d", 0), ("#" * 6, 3), ("#" * 12, 0)):
         placeholders = [letter == "#" for letter in text]
-        plan = Plan.make(Setting(DivPrune(), keep), [9 if one else 50 for one in placeholders], placeholders, per_run)
+        plan = Plan.make(
+            ServedSetting(DivPrune(), keep), [9 if one else 50 for one in placeholders], placeholders, per_run
+        )
         stays = torch.tensor(placeholders)
         for segment, kept in zip(stays.nonzero().flatten().split(plan.counts), plan.keep, strict=True):
             stays[segment[torch.randperm(len(segment), generator=generator)[kept:]]] = False

@@ -22,7 +22,7 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.families import SERVED
 from tokenprune.integrations.vllm import compat, plugin
 from tokenprune.integrations.vllm.setting.configuration import check_engine, offered
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.worker import runner
 
 
@@ -256,9 +256,9 @@ def test_a_file_that_was_tuned_on_another_model_is_served_with_a_warning(
 def test_a_request_cannot_name_a_file(folder: Any, tmp_path: Path) -> None:
     path = str(written(tmp_path / "tokenprune.json", DIVPRUNE))
     with pytest.raises(OptionError, match="config names a file of the server"):
-        Setting.of(DIVPRUNE, {"config": path})
+        ServedSetting.of(DIVPRUNE, {"config": path})
     with pytest.raises(OptionError, match="must be an object"):
-        Setting.of(DIVPRUNE, path)
+        ServedSetting.of(DIVPRUNE, path)
 
 
 def test_without_a_setting_nothing_changes(start: Callable[..., Engine], reference: Any) -> None:

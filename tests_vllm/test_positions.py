@@ -10,7 +10,7 @@ import torch
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
 
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.worker.positions import (
     COLUMNS,
     WHOLE,
@@ -59,7 +59,10 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
     full, kept_places, features, rows = list(tokens), list(range(first)), [], []
     for text in texts:
         plan = Plan.make(
-            Setting(DivPrune(), keep), [PAD if c == "#" else ord(c) for c in text], [c == "#" for c in text], per_run
+            ServedSetting(DivPrune(), keep),
+            [PAD if c == "#" else ord(c) for c in text],
+            [c == "#" for c in text],
+            per_run,
         )
         if plan.reduces:
             begin, end = plan.span

@@ -23,6 +23,7 @@ from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
 from server import CALL, Server, serve
 from tokenprune import available_methods, method_info
+from tokenprune.setting import Setting
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_bench.vllm_backend import VllmBackend
@@ -252,7 +253,7 @@ def test_the_benchmark_asks_it(server: Server, reference: Any) -> None:
     assert all(pool["timing"][name]["p50"] > 0 for name in ("ttft_ms", "token_ms", "ttft_ratio"))
     decode = reference(NAME).processor.tokenizer.decode
     for setting in (None, {"method": "pool", "keep": 0.25}):
-        with backend.answering(setting) as answer:
+        with backend.answering(None if setting is None else Setting.of(setting)) as answer:
             answers, _ = answer(0, questions)
         for image, found in zip(images, answers, strict=True):
             tokens, _ = reference(NAME).greedy(prompt(1, "what is it? "), [image], 12, setting)

@@ -19,7 +19,7 @@ from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, OptionError, Thresholds, UnsupportedSetupError
 from tokenprune.integrations.vllm.setting import settings
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 TOME = {"method": "tome", "keep": 0.5}
 
@@ -180,15 +180,15 @@ def test_what_stops_the_server(folder: Any, reference: Any, thresholds: Any, tmp
 def test_the_same_path_with_other_thresholds_is_another_key(thresholds: Any) -> None:
     """Caches may outlive a server; the file may not be the same for the next one."""
     path = thresholds("llava")
-    setting = Setting.of({"method": "dymu", "keep": 0.4, "exact": True, "thresholds": str(path)})
+    setting = ServedSetting.of({"method": "dymu", "keep": 0.4, "exact": True, "thresholds": str(path)})
     before = setting.cache_key()
-    assert Setting.of(setting.as_dict()).cache_key() == before
+    assert ServedSetting.of(setting.as_dict()).cache_key() == before
     assert json.loads(json.dumps(before)) == before
     found = Thresholds.load(path)
     Thresholds(found.values | {0.4: torch.ones(3)}, found.fingerprint, 4).save(path)
-    assert Setting.of(setting.as_dict()).cache_key() == before  # of this server, for as long as it runs
+    assert ServedSetting.of(setting.as_dict()).cache_key() == before  # of this server, for as long as it runs
     settings._parsed.cache_clear()  # as another process
-    assert Setting.of(setting.as_dict()).cache_key() == before
+    assert ServedSetting.of(setting.as_dict()).cache_key() == before
     settings._file.cache_clear()
     settings._parsed.cache_clear()
-    assert Setting.of(setting.as_dict()).cache_key() != before
+    assert ServedSetting.of(setting.as_dict()).cache_key() != before

@@ -17,9 +17,10 @@ from typing import Any
 
 from tokenprune.base import Method
 from tokenprune.budget import Budget
-from tokenprune.errors import ConfigError, OptionError
+from tokenprune.errors import ConfigError
 from tokenprune.files import File, reason
-from tokenprune.setting import parse, short
+from tokenprune.setting import Setting
+from tokenprune.spelling import short
 
 logger = logging.getLogger(__name__)
 
@@ -30,25 +31,24 @@ _SHAPE = f'{{"method": "divprune", "keep": 0.25}}, or {{"schema": {SCHEMA}, "set
 
 @dataclass(frozen=True)
 class Config:
-    """setting: what to patch with. tuned: what is promised of it, and of which model; {} if nothing is. name: of the
-    file, for messages."""
+    """The content of a file. It adds to a `Setting` what was measured of it, which a file alone holds.
+
+    setting: what to patch with, as JSON holds it. tuned: what is promised of it, and of which model; {} if nothing is.
+    name: of the file, for messages.
+    """
 
     setting: dict[str, Any]
     tuned: dict[str, Any] = field(default_factory=dict)
     name: str = "config"
 
+    @cached_property
+    def parsed(self) -> Setting:
+        """The setting, read; raises UnknownMethodError, OptionError or BudgetError."""
+        return Setting.of(self.setting, self.name)
+
     def steps(self) -> tuple[list[Method], list[Budget]]:
         """Return the methods and their budgets; raises UnknownMethodError, OptionError or BudgetError."""
-        return self._steps
-
-    @cached_property
-    def _steps(self) -> tuple[list[Method], list[Budget]]:
-        # Files that the setting names are read once.
-        layer = parse(self.setting, self.name).on(None)
-        if layer.off:
-            raise OptionError(f'{self.name} says {{"off": true}}: there is nothing to patch')
-        budgets = layer.budgets()
-        return layer.with_files().methods(), budgets
+        return self.parsed.steps()
 
     def check_model(self, model: Any) -> None:
         """Log a warning if the promise was made for another model."""
@@ -67,8 +67,14 @@ class Config:
             )
 
 
-def read_config(source: str | Path | Mapping[str, Any]) -> Config:
-    """Read and check a configuration: a file, or its content. Raises ConfigError for what is none."""
+def read_config(source: str | Path | Mapping[str, Any] | Setting | Config) -> Config:
+    """Read and check a configuration: a file, its content, or a setting alone. Raises ConfigError for what is none."""
+    if isinstance(source, Config):
+        return source
+    if isinstance(source, Setting):
+        config = Config(source.as_dict(), name=source.where)
+        config.__dict__["parsed"] = source  # as it was read already
+        return config
     if isinstance(source, Mapping):
         return _checked(source, "config")
     if not isinstance(source, (str, Path)):

@@ -50,6 +50,13 @@ def check_options(method: Any) -> None:
             raise OptionError(f"{method.name}: {name}={value!r} must be {in_words(hint)}")
 
 
+def file_options(cls: type) -> set[str]:
+    """Return the options of a method that name a file: those with `field(metadata={"file": True})`, and those that
+    are typed as a path."""
+    fields = dataclasses.fields(cast(Any, cls))
+    return {one.name for one in fields if one.metadata.get("file") or "Path" in str(one.type)}
+
+
 def fits(value: Any, hint: Any) -> bool:
     """Return whether a value is of a type, and within its bounds. True is no number, and NaN is within no bounds."""
     origin, parts = get_origin(hint), get_args(hint)
@@ -88,7 +95,7 @@ def _bounds(parts: tuple[Any, ...]) -> list[tuple[str, Any, Any]]:
     return [(*_BOUNDS[type(one)], getattr(one, type(one).__name__.lower())) for one in found]
 
 
-__all__ = ["check_options", "fits", "in_words", "option_types"]
+__all__ = ["check_options", "file_options", "fits", "in_words", "option_types"]
 
 
 class ReprIsCall:

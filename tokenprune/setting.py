@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A setting `{"method": ..., "keep": ..., option: ...}`, read into one form, whichever way it was written.
+"""A setting `{"method": ..., "keep": ..., option: ...}` in its one form, whichever way it was written.
 
-`tokenprune.json`, `patch(config=...)`, the command line, lmms-eval's arguments and the vLLM plugin read it here. What a
-setting may hold is checked before anything is built of it or opened: only what JSON can hold, of bounded size and
-depth, and finite numbers.
+`tokenprune.json`, `patch(config=...)`, command lines, benchmarks, lmms-eval's arguments and the vLLM plugin read it
+here, once; from there on the object travels. What a setting may hold is checked before anything is built of it or
+opened: only what JSON can hold, of bounded size and depth, and finite numbers.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import numbers
-import os
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 from tokenprune.base import Method
@@ -21,125 +19,125 @@ from tokenprune.budget import TARGETS, Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.files import File, reason
 from tokenprune.registry import build, method_class
+from tokenprune.sites.composition import check_places
+from tokenprune.spelling import Entry, plain, read_entries, short
 
 IN_LLM = "experimental_in_llm"  # how vLLM shall serve a method; it changes nothing elsewhere
 SCOPE = ("method", "keep", "per", "off", IN_LLM)  # keys of a setting that are no option of its method
 _EXAMPLE = '{"method": "divprune", "keep": 0.25}'
 _LIST = '{"method": [{"method": "dynres", "min_scale": 0.5}, "divprune"]}'
 
-_LONGEST = 2048  # characters of a text
-_LONGEST_NAME = 100  # characters of a key
-_MOST = 1024  # values in all
-_DEEPEST = 6  # lists and objects within each other
-_LARGEST = 2**63  # no number is larger
 
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """Methods with their options, their budgets and their scope; whatever was not said is None.
 
-@dataclass(frozen=True)
-class Entry:
-    """A method of a setting, by its name, and the options that were given for it."""
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def files(self) -> list[str]:
-        """Its options that name a file."""
-        return [name for name in self.options if name in file_options(method_class(self.name))]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A setting in its one form; whatever was not said is None.
-
-    where:   what messages call it.
-    entries: its methods. options: those of the method of the layer below, if it names none itself.
-    keep:    one number or `Budget` for all methods, a list with one for each; None: each method's own default.
+    entries: its methods. options: those of the method of the setting below, if it names none itself (`resolve`).
+    keep:    one number or object for all methods, a list with one for each; None: each method's own default.
     off:     None if it says neither true nor false.
+    where:   what messages call it.
+
+    Two settings are equal if they say the same; methods are built, and their files read, when they are asked for.
     """
 
-    where: str
     entries: tuple[Entry, ...] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
     keep: Any = None
     per: str | None = None
     off: bool | None = None
     in_llm: bool | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    where: str = "setting"
+
+    @classmethod
+    def of(cls, given: Any, where: str = "setting") -> Setting:
+        """Read a setting that a user wrote, which `where` names in messages. Nothing is opened, and no method built.
+
+        Raises OptionError, UnknownMethodError or BudgetError.
+        """
+        return given if isinstance(given, Setting) else _read(given, where)
+
+    @classmethod
+    def from_spec(cls, text: str, keep: Any = None) -> Setting:
+        """Read methods with their options on one line (see spelling.py); raises like `of`. keep: see `Setting`."""
+        return cls(read_entries(text), keep)
+
+    def checked(self) -> Setting:
+        """Return this setting; raises OptionError if two methods act at one place, or a file cannot be read."""
+        check_places(self.methods)
+        return self
+
+    # -- what it says
 
     @property
     def names(self) -> list[str]:
         return [entry.name for entry in self.entries or ()]
 
-    def on(self, below: Layer | None) -> Layer:
-        """Return this layer with its options at the method that they belong to, one of the layer below if need be;
-        raises OptionError where there is no such method."""
-        if not self.options:
-            return self
-        if below is None or not below.entries:
-            raise OptionError(_no_method(self.where))
-        if len(below.entries) > 1:
-            raise OptionError(_ambiguous(self.where, self.options))
-        return replace(self, entries=(Entry(below.entries[0].name, self.options),), options={})
+    @property
+    def name(self) -> str:
+        """Its methods without their options, "divprune+fastv"."""
+        return "+".join(self.names)
 
-    def without_files(self) -> Layer:
-        """Return this layer, whose options stand at their methods; raises OptionError if one of them names a file."""
-        for entry in self.entries or ():
-            for name in entry.files:
-                raise OptionError(
-                    f"{self.where}: {name} of {entry.name} names a file of the server: it belongs to the server's "
-                    "setting, not to a request"
-                )
-        return self
+    @property
+    def keep_text(self) -> str:
+        """Its keeps, "0.5, 0.25"; "" where none is given."""
+        keeps = self.keep if isinstance(self.keep, list) else [] if self.keep is None else [self.keep]
+        return ", ".join(f"{keep}" if isinstance(keep, dict) else f"{keep:g}" for keep in keeps)
 
-    def over(self, below: Layer | None) -> Layer:
-        """Return both layers as one, in which this one goes before the one below, key by key. One that names other
-        methods drops what was said of the methods below."""
-        if below is None:
-            return self
-        same = self.entries is None or self.names == below.names
-        entries = self.entries or below.entries
-        if self.entries and below.entries and same:
-            pairs = zip(below.entries, self.entries, strict=True)
-            entries = tuple(Entry(old.name, old.options | new.options) for old, new in pairs)
-        kept = None if not same and isinstance(below.keep, list) else below.keep
-        return Layer(
-            self.where,
-            entries,
-            keep=kept if self.keep is None else self.keep,
-            per=below.per if self.per is None else self.per,
-            off=self.off,
-            in_llm=below.in_llm if self.in_llm is None and same else self.in_llm,
-        )
+    def __str__(self) -> str:
+        return f"{self.name} {self.keep_text}".strip()
 
-    def with_files(self, read: Callable[[str], File] = File.read) -> Layer:
-        """Return this layer with every file that it names read; raises OptionError for one that cannot be."""
-        return replace(self, entries=tuple(self._with_files(entry, read) for entry in self.entries or ()))
+    @property
+    def spec(self) -> str:
+        """Its methods and options on one line: the one spelling that names it in tables and files."""
+        return "+".join(entry.spec for entry in self.entries or ())
 
-    def _with_files(self, entry: Entry, read: Callable[[str], File]) -> Entry:
-        options = dict(entry.options)
-        for name in entry.files:
-            try:
-                if isinstance(options[name], str):
-                    options[name] = read(options[name])
-            except OSError as error:
-                raise OptionError(f"{self.where}: cannot read {name}={options[name]!r}: {reason(error)}") from error
-        return Entry(entry.name, options)
+    @property
+    def files(self) -> list[str]:
+        """Options that name a file, as in "thresholds of dymu"; nothing is opened."""
+        return [f"{name} of {entry.name}" for entry in self.entries or () for name in entry.files]
 
+    @property
+    def draws_at_random(self) -> bool:
+        """True if a method draws at random, with a seed that is not given."""
+        return self != self.filled({}, seed=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the setting as JSON holds it; `of` reads it."""
+        methods = [{"method": entry.name, **entry.options} for entry in self.entries or ()]
+        said = {"keep": self.keep, "per": self.per, "off": self.off, IN_LLM: self.in_llm}
+        named = methods[0] if len(methods) == 1 else {"method": methods} if methods else self.options
+        return named | {name: value for name, value in said.items() if value is not None}
+
+    def __eq__(self, other: object) -> bool:
+        return self._key == other._key if isinstance(other, Setting) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @cached_property
+    def _key(self) -> str:
+        return json.dumps(self.as_dict(), sort_keys=True, default=repr)
+
+    # -- what it does
+
+    def steps(self) -> tuple[list[Method], list[Budget]]:
+        """Return the methods and their budgets; raises UnknownMethodError, OptionError or BudgetError."""
+        whole = self.resolve(None)
+        if whole.off:
+            raise OptionError(f'{self.where} says {{"off": true}}: there is nothing to patch')
+        budgets = whole.budgets
+        return whole.methods, budgets
+
+    @cached_property
     def methods(self) -> list[Method]:
-        """Build the methods; raises OptionError, also where there is none."""
+        """The methods; raises OptionError, also where there is none."""
         if not self.entries:
             raise OptionError(_no_method(self.where, self.off))
-        return [self._build(entry) for entry in self.entries]
+        return [self._build(entry) for entry in self.with_files().entries or ()]
 
-    def _build(self, entry: Entry) -> Method:
-        try:
-            return build(entry.name, entry.options)
-        except TokenPruneError:
-            raise
-        except Exception as error:  # a value that the method itself did not check
-            raise OptionError(f"{self.where}: {entry.name} cannot take these options: {error}") from error
-
+    @cached_property
     def budgets(self) -> list[Budget]:
-        """Return the budget of each method; raises BudgetError."""
+        """The budget of each method; raises BudgetError."""
         defaults = [method_class(name).default_keep for name in self.names]
         keeps = defaults if self.keep is None else self.keep if isinstance(self.keep, list) else None
         keeps = [self.keep] * len(defaults) if keeps is None else keeps
@@ -148,6 +146,14 @@ class Layer:
                 f"{self.where}: keep has {len(keeps)} entries for {len(defaults)} methods: give one for each, or one"
             )
         return [self._budget(keep) for keep in keeps]
+
+    def _build(self, entry: Entry) -> Method:
+        try:
+            return build(entry.name, entry.options)
+        except TokenPruneError:
+            raise
+        except Exception as error:  # a value that the method itself did not check
+            raise OptionError(f"{self.where}: {entry.name} cannot take these options: {error}") from error
 
     def _budget(self, keep: Any) -> Budget:
         per = "image" if self.per is None else self.per
@@ -160,12 +166,72 @@ class Layer:
             )
         return Budget(**keep, per=per)
 
+    # -- others made of it
 
-def parse(given: Any, where: str) -> Layer:
-    """Read a setting that a user wrote, which `where` names in messages. Nothing is opened, and no method built.
+    def with_keep(self, keep: Any) -> Setting:
+        return replace(self, keep=keep)
 
-    Raises OptionError, UnknownMethodError or BudgetError.
-    """
+    def filled(self, defaults: Mapping[str, Mapping[str, Any]], seed: int | None = None) -> Setting:
+        """Return this setting with options that it does not give. defaults: by method. seed: of the methods that draw
+        at random."""
+        entries = tuple(entry.filled(defaults.get(entry.name, {}), seed) for entry in self.entries or ())
+        return replace(self, entries=entries or None)
+
+    def resolve(self, below: Setting | None) -> Setting:
+        """Return this setting with its options at the method that they belong to, one of the setting below if need be;
+        raises OptionError where there is no such method."""
+        if not self.options:
+            return self
+        if below is None or not below.entries:
+            raise OptionError(_no_method(self.where))
+        if len(below.entries) > 1:
+            raise OptionError(_ambiguous(self.where, self.options))
+        return replace(self, entries=(Entry(below.entries[0].name, self.options),), options={})
+
+    def merge_onto(self, below: Setting | None) -> Setting:
+        """Return both settings as one, in which this one goes before the one below, key by key. One that names other
+        methods drops what was said of the methods below."""
+        if below is None:
+            return self
+        same = self.entries is None or self.names == below.names
+        entries = self.entries or below.entries
+        if self.entries and below.entries and same:
+            pairs = zip(below.entries, self.entries, strict=True)
+            entries = tuple(Entry(old.name, old.options | new.options) for old, new in pairs)
+        kept = None if not same and isinstance(below.keep, list) else below.keep
+        return Setting(
+            entries,
+            kept if self.keep is None else self.keep,
+            below.per if self.per is None else self.per,
+            self.off,
+            below.in_llm if self.in_llm is None and same else self.in_llm,
+            where=self.where,
+        )
+
+    def without_files(self) -> Setting:
+        """Return this setting, whose options stand at their methods; raises OptionError if one of them names a file."""
+        for file in self.files:
+            raise OptionError(
+                f"{self.where}: {file} names a file of the server: it belongs to the server's setting, not to a request"
+            )
+        return self
+
+    def with_files(self, read: Callable[[str], File] = File.read) -> Setting:
+        """Return this setting with every file that it names read; raises OptionError for one that cannot be."""
+        return replace(self, entries=tuple(self._with_files(entry, read) for entry in self.entries or ()))
+
+    def _with_files(self, entry: Entry, read: Callable[[str], File]) -> Entry:
+        options = dict(entry.options)
+        for name in entry.files:
+            try:
+                if isinstance(options[name], str) and not isinstance(options[name], File):  # not read yet
+                    options[name] = read(options[name])
+            except OSError as error:
+                raise OptionError(f"{self.where}: cannot read {name}={options[name]!r}: {reason(error)}") from error
+        return Entry(entry.name, options)
+
+
+def _read(given: Any, where: str) -> Setting:
     if not isinstance(given, Mapping):
         raise OptionError(f'{where} must be an object like {_EXAMPLE} or {{"off": true}}, not {short(given)}')
     given = plain(given, where)
@@ -201,7 +267,7 @@ def parse(given: Any, where: str) -> Layer:
             raise OptionError(f"{where}: {', '.join(twice)} stands in two places: give it with its method alone")
         entries = (Entry(entries[0].name, entries[0].options | options), *entries[1:])
         options = {}
-    return Layer(where, entries, options, given.get("keep"), per, off, in_llm)
+    return Setting(entries, given.get("keep"), per, off, in_llm, options, where)
 
 
 def _entry(given: Any, where: str) -> Entry:
@@ -212,74 +278,6 @@ def _entry(given: Any, where: str) -> Entry:
     if "keep" in options:
         raise OptionError(f'{where}: keep stands beside the methods, {{"method": [...], "keep": [0.5, 0.25]}}')
     return Entry(method_class(given["method"]).name, options)
-
-
-def number(text: str) -> Any:
-    """Return the number that a text of a command line means, whole numbers as int, or the text where it is none."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
-
-
-def file_options(cls: type[Method]) -> set[str]:
-    """Return the options of a method that name a file: those with `field(metadata={"file": True})`, and those that
-    are typed as a path."""
-    fields = dataclasses.fields(cls)
-    return {one.name for one in fields if one.metadata.get("file") or "Path" in str(one.type)}
-
-
-def plain(value: Any, name: str) -> Any:
-    """Return `value` as json.loads would have made it; `name` is what messages call it. Raises OptionError, or
-    BudgetError of "keep", for what JSON cannot hold, or what is too long, too deep or no finite number."""
-    return _plain(value, name, _DEEPEST, iter(range(_MOST)))
-
-
-def _plain(value: Any, name: str, deeper: int, left: Iterator[int]) -> Any:
-    if next(left, None) is None:
-        raise OptionError(f"{name}: there are more than {_MOST} values in this setting")
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, numbers.Real):
-        return _number(value, name)
-    if isinstance(value, (str, os.PathLike)):
-        text = value if isinstance(value, str) else os.fsdecode(value)
-        if len(text) > _LONGEST:
-            raise OptionError(f"{name} is {len(text)} characters long; at most {_LONGEST} are read")
-        if any("\ud800" <= letter <= "\udfff" for letter in text):  # an answer that quoted it could not be sent
-            raise OptionError(f"{name} is no text: {short(text)}")
-        return text
-    if not isinstance(value, (list, tuple, Mapping)):
-        raise OptionError(f"{name} must be what JSON can hold: a {type(value).__name__} is nothing of that")
-    if deeper == 0:
-        raise OptionError(f"{name}: lists and objects stand more than {_DEEPEST} deep in each other")
-    if not isinstance(value, Mapping):
-        return [_plain(one, name, deeper - 1, left) for one in value]
-    made = {}
-    for key, one in value.items():
-        if not isinstance(key, str) or len(key) > _LONGEST_NAME or not key.isprintable():
-            raise OptionError(f"{name} must be an object whose keys are names of options, not {short(key)}")
-        made[key] = _plain(one, key, deeper - 1, left)
-    return made
-
-
-def _number(value: Any, name: str) -> float | int:
-    if not -_LARGEST < value < _LARGEST:  # neither is NaN
-        odd = value != value or abs(value) == math.inf
-        problem = f"must be a number that is finite, not {value}" if odd else "is beyond what is read, -2**63 to 2**63"
-        raise (BudgetError if name == "keep" else OptionError)(f"{name} {problem}")
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
-
-
-def short(value: Any) -> str:
-    """Return what to show of a wrong value."""
-    try:
-        text = repr(value)
-    except Exception:  # too deep, or a number of too many digits
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _no_method(where: str, off: bool | None = None) -> str:
@@ -295,4 +293,4 @@ def _ambiguous(where: str, options: Mapping[str, Any]) -> str:
     )
 
 
-__all__ = ["IN_LLM", "SCOPE", "Entry", "Layer", "file_options", "number", "parse", "plain", "short"]
+__all__ = ["IN_LLM", "SCOPE", "Setting"]

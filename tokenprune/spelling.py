@@ -1,30 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods, their options and stacks on one line: "dart", "dart:pivot_text=0", "divprune+fastv:layer=3".
+"""The spelling of methods and their options: on one line, and as what JSON can hold.
 
-An option follows its method behind a colon, the next ones behind commas; a plus puts a method on top of another (a
-stack, in which each acts at a place of its own). Lists of such settings have commas between them: what has an equals
-sign belongs to the method before it. Brackets and double quotes hold together what stands in them.
+One line: "dart", "dart:pivot_text=0", "divprune+fastv:layer=3". An option follows its method behind a colon, the next
+ones behind commas; a plus puts a method on top of another (a stack, in which each acts at a place of its own). Lists of
+such settings have commas between them: what has an equals sign belongs to the method before it. Brackets and double
+quotes hold together what stands in them.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import numbers
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.base import Method
-from tokenprune.config import Config
-from tokenprune.errors import OptionError
-from tokenprune.integrations.shared.composition import check_places
-from tokenprune.options import fits, option_types
+from tokenprune.errors import BudgetError, OptionError
+from tokenprune.options import file_options, fits, option_types
 from tokenprune.registry import build, method_class
-from tokenprune.setting import Entry, short
 
 _OPTION = re.compile(r"\s*\w+\s*=")
 _METHOD = re.compile(r"\s*[a-z_]")
 _OPEN, _CLOSE = "[{(", "]})"
 _CONSTANTS = {"True": True, "False": False, "None": None}
+
+_LONGEST = 2048  # characters of a text
+_LONGEST_NAME = 100  # characters of a key
+_MOST = 1024  # values in all
+_DEEPEST = 6  # lists and objects within each other
+_LARGEST = 2**63  # no number is larger
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method of a setting, by its name, and the options that were given for it."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[str]:
+        """Its options that name a file."""
+        return [name for name in self.options if name in file_options(method_class(self.name))]
+
+    @property
+    def spec(self) -> str:
+        """The entry on one line, with nothing to guess."""
+        options = []
+        for name, value in self.options.items():
+            hint = option_types(method_class(self.name)).get(name)
+            plain = isinstance(value, str) and value.strip() == value and not re.search(r'[,+"\[\]{}()]', value)
+            plain = plain and value_of(value, hint) == value
+            options.append(f"{name}={value if plain else json.dumps(value, ensure_ascii=False)}")
+        return self.name + (":" + ",".join(options) if options else "")
+
+    def filled(self, defaults: Mapping[str, Any], seed: int | None = None) -> Entry:
+        """Return the entry with options for which it has none. seed: of a method that draws at random."""
+        random = {} if seed is None or "seed" not in option_types(method_class(self.name)) else {"seed": seed}
+        return Entry(self.name, {**random, **defaults, **self.options})
 
 
 def split_methods(text: str) -> tuple[str, ...]:
@@ -38,55 +74,12 @@ def split_methods(text: str) -> tuple[str, ...]:
     return tuple(one.strip() for one in found)
 
 
-def canonical_spec(text: str) -> str:
-    """Return a setting in the one spelling that names it in tables and files, with nothing to guess.
+def read_entries(text: str) -> tuple[Entry, ...]:
+    """Return the methods of a setting on one line; nothing is opened.
 
-    Raises UnknownMethodError, OptionError for options that a method does not take, or for methods at one place.
+    Raises UnknownMethodError, or OptionError for options that a method does not take.
     """
-    entries = _entries(text)
-    check_places(Config(_setting(entries)).steps()[0])  # files that it names are read
-    return "+".join(_spell(entry) for entry in entries)
-
-
-def setting_of(
-    text: str, keep: Any = None, defaults: Mapping[str, Mapping[str, Any]] | None = None, seed: int | None = None
-) -> dict[str, Any]:
-    """Return what `patch(config=...)` takes for a setting on one line.
-
-    keep: one for all of its methods, or a list; None: each method's own. defaults: by method, options that it has where
-    the line gives none. seed: of the methods that draw at random, where the line gives none.
-    """
-    entries = [_filled(entry, (defaults or {}).get(entry.name, {}), seed) for entry in _entries(text)]
-    return _setting(entries) | ({} if keep is None else {"keep": keep})
-
-
-def methods_of(text: str) -> list[Method]:
-    """Return the methods of a setting on one line, with its options; raises like `canonical_spec`."""
-    return Config(setting_of(text)).steps()[0]
-
-
-def files_of(text: str) -> list[str]:
-    """Return the options of a setting that name a file, as in "thresholds of dymu"; nothing is opened."""
-    return [f"{name} of {entry.name}" for entry in _entries(text) for name in entry.files]
-
-
-def draws_at_random(text: str) -> bool:
-    """Return True if a method of the setting draws at random, with a seed that the line does not give."""
-    return any(entry != _filled(entry, {}, 0) for entry in _entries(text))
-
-
-def _filled(entry: Entry, defaults: Mapping[str, Any], seed: int | None) -> Entry:
-    random = {} if seed is None or "seed" not in option_types(method_class(entry.name)) else {"seed": seed}
-    return Entry(entry.name, {**random, **defaults, **entry.options})
-
-
-def _setting(entries: list[Entry]) -> dict[str, Any]:
-    several = [{"method": entry.name, **entry.options} for entry in entries]
-    return several[0] if len(several) == 1 else {"method": several}
-
-
-def _entries(text: str) -> list[Entry]:
-    return [_entry(part, text) for part in _split(text, "+", before=_METHOD)]
+    return tuple(_entry(part, text) for part in _split(text, "+", before=_METHOD))
 
 
 def _entry(part: str, text: str) -> Entry:
@@ -118,16 +111,6 @@ def value_of(text: str, hint: Any) -> Any:
     return text if hint is not None and not (fits(read, hint) or fits(asked, hint)) and fits(text, hint) else read
 
 
-def _spell(entry: Entry) -> str:
-    options = []
-    for name, value in entry.options.items():
-        hint = option_types(method_class(entry.name)).get(name)
-        plain = isinstance(value, str) and value.strip() == value and not re.search(r'[,+"\[\]{}()]', value)
-        plain = plain and value_of(value, hint) == value
-        options.append(f"{name}={value if plain else json.dumps(value, ensure_ascii=False)}")
-    return entry.name + (":" + ",".join(options) if options else "")
-
-
 def _split(text: str, sign: str, before: re.Pattern[str] | None = None) -> list[str]:
     """Cut a text at a sign that stands in no brackets or quotes. before: what must follow a sign that cuts."""
     parts, start, depth, quoted = [], 0, 0, False
@@ -146,4 +129,65 @@ def _split(text: str, sign: str, before: re.Pattern[str] | None = None) -> list[
     return [*parts, text[start:]]
 
 
-__all__ = ["canonical_spec", "draws_at_random", "files_of", "methods_of", "setting_of", "split_methods", "value_of"]
+def number(text: str) -> Any:
+    """Return the number that a text of a command line means, whole numbers as int, or the text where it is none."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def plain(value: Any, name: str) -> Any:
+    """Return `value` as json.loads would have made it; `name` is what messages call it. Raises OptionError, or
+    BudgetError of "keep", for what JSON cannot hold, or what is too long, too deep or no finite number."""
+    return _plain(value, name, _DEEPEST, iter(range(_MOST)))
+
+
+def _plain(value: Any, name: str, deeper: int, left: Iterator[int]) -> Any:
+    if next(left, None) is None:
+        raise OptionError(f"{name}: there are more than {_MOST} values in this setting")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Real):
+        return _number(value, name)
+    if isinstance(value, (str, os.PathLike)):
+        text = value if isinstance(value, str) else os.fsdecode(value)
+        if len(text) > _LONGEST:
+            raise OptionError(f"{name} is {len(text)} characters long; at most {_LONGEST} are read")
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # an answer that quoted it could not be sent
+            raise OptionError(f"{name} is no text: {short(text)}")
+        return text
+    if not isinstance(value, (list, tuple, Mapping)):
+        raise OptionError(f"{name} must be what JSON can hold: a {type(value).__name__} is nothing of that")
+    if deeper == 0:
+        raise OptionError(f"{name}: lists and objects stand more than {_DEEPEST} deep in each other")
+    if not isinstance(value, Mapping):
+        return [_plain(one, name, deeper - 1, left) for one in value]
+    made = {}
+    for key, one in value.items():
+        if not isinstance(key, str) or len(key) > _LONGEST_NAME or not key.isprintable():
+            raise OptionError(f"{name} must be an object whose keys are names of options, not {short(key)}")
+        made[key] = _plain(one, key, deeper - 1, left)
+    return made
+
+
+def _number(value: Any, name: str) -> float | int:
+    if not -_LARGEST < value < _LARGEST:  # neither is NaN
+        odd = value != value or abs(value) == math.inf
+        problem = f"must be a number that is finite, not {value}" if odd else "is beyond what is read, -2**63 to 2**63"
+        raise (BudgetError if name == "keep" else OptionError)(f"{name} {problem}")
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def short(value: Any) -> str:
+    """Return what to show of a wrong value."""
+    try:
+        text = repr(value)
+    except Exception:  # too deep, or a number of too many digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+__all__ = ["Entry", "number", "plain", "read_entries", "short", "split_methods", "value_of"]

@@ -13,6 +13,7 @@ from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.plan import batched
 
 if TYPE_CHECKING:
+    from tokenprune.setting import Setting
     from tokenprune_bench.answers import Batch
     from tokenprune_bench.backend import BenchBackend
     from tokenprune_bench.run_folder import RunFolder
@@ -37,11 +38,11 @@ class Asking:
         self.folder, self.group = folder, group
         self._answered: dict[str, dict[int, Batch]] = {}
 
-    def batches(self, setting: dict[str, Any] | None, numbers: Sequence[int]) -> list[list[int]]:
+    def batches(self, setting: Setting | None, numbers: Sequence[int]) -> list[list[int]]:
         """Cut numbers of questions into batches, as they are asked under a setting."""
         return batched(numbers, 1 if self.backend.alone(setting) else self.batch_size, self._is_alone)
 
-    def is_cached(self, place: dict[str, Any], setting: dict[str, Any] | None, numbers: Sequence[int]) -> bool:
+    def is_cached(self, place: dict[str, Any], setting: Setting | None, numbers: Sequence[int]) -> bool:
         """Return whether all of these questions have been answered."""
         done = self._done(place)
         return all(batch[0] in done for batch in self.batches(setting, numbers))
@@ -49,7 +50,7 @@ class Asking:
     def ask(
         self,
         place: dict[str, Any],
-        setting: dict[str, Any] | None,
+        setting: Setting | None,
         numbers: Sequence[int],
         on_batch: Callable[[int], None] = lambda size: None,
     ) -> dict[int, Batch]:

@@ -12,8 +12,9 @@ from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.profiling.cost import Prefill, closed_forms, escalated, load_of, spent
 from tokenprune.profiling.model import Model
-from tokenprune.profiling.patched import Setting, escalates, methods_in, patched_by
+from tokenprune.profiling.patched import escalates, methods_in, patched_by
 from tokenprune.profiling.timing import NEW_TOKENS, compare, compare_batches
+from tokenprune.setting import Setting
 from tokenprune.shapes.fingerprint import fingerprint
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.answers import Batch
@@ -42,18 +43,23 @@ class BenchBackend(Protocol):
         """Take up the questions of a run; raises DataError for those that cannot be asked. evidence: whether the cost
         of each batch shall hold their evidence recall, under `EVIDENCE`, as far as it is known."""
 
-    def alone(self, setting: Setting) -> bool:
+    def alone(self, setting: Setting | None) -> bool:
         """Return whether questions are answered one by one under a setting, whatever the size of a batch."""
 
-    def answering(self, setting: Setting) -> AbstractContextManager[Answer]:
+    def answering(self, setting: Setting | None) -> AbstractContextManager[Answer]:
         """Return a context that gives a function which answers batches under a setting, greedily."""
 
     def timing(
-        self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS, processor: bool = False
+        self,
+        setting: Setting | None,
+        question: Any,
+        repeats: int,
+        new_tokens: int = NEW_TOKENS,
+        processor: bool = False,
     ) -> dict[str, Any]:
         """Return times under a setting against those of the unpatched model, as `timing.compare` does."""
 
-    def batch_timing(self, setting: Setting, questions: Sequence[Any], repeats: int) -> dict[str, Any]:
+    def batch_timing(self, setting: Setting | None, questions: Sequence[Any], repeats: int) -> dict[str, Any]:
         """Return times of answering questions together, processor included, against those of the unpatched model, as
         `timing.compare_batches` does. Raises UnsupportedSetupError where that cannot be measured."""
 
@@ -96,7 +102,7 @@ class HfBackend:
         self._looks = evidence and any(getattr(question, "looks", ()) for question in questions)
         refuse(questions, self.misfits(questions))
 
-    def alone(self, setting: Setting) -> bool:
+    def alone(self, setting: Setting | None) -> bool:
         """Return True if a setting answers questions one by one. A method that looks at an image to size it does: in a
         batch, LLaVA's processor would make all images one size. Two passes take one prompt at a time."""
         return escalates(setting) or any(
@@ -104,25 +110,30 @@ class HfBackend:
         )
 
     @contextmanager
-    def answering(self, setting: Setting) -> Iterator[Answer]:
+    def answering(self, setting: Setting | None) -> Iterator[Answer]:
         if escalates(setting):
             if self._videos:
                 raise UnsupportedSetupError(f"{ESCALATE} takes images, and these questions are about videos")
-            yield lambda number, batch: escalated(self.subject, batch, setting["keep"])
+            yield lambda number, batch: escalated(self.subject, batch, setting.keep)
             return
         with patched_by(self.subject, setting, self._videos, record=self._looks):
             yield lambda number, batch: self._answer(setting, self._inputs(setting, number, batch), batch)
 
     def timing(
-        self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS, processor: bool = False
+        self,
+        setting: Setting | None,
+        question: Any,
+        repeats: int,
+        new_tokens: int = NEW_TOKENS,
+        processor: bool = False,
     ) -> dict[str, Any]:
         def context() -> AbstractContextManager[Any]:
             return patched_by(self.subject, setting, self._videos)
 
         return compare(self.subject, context, lambda: self._asked([question]), repeats, new_tokens, processor)
 
-    def batch_timing(self, setting: Setting, questions: Sequence[Any], repeats: int) -> dict[str, Any]:
-        def answer(how: Setting) -> None:
+    def batch_timing(self, setting: Setting | None, questions: Sequence[Any], repeats: int) -> dict[str, Any]:
+        def answer(how: Setting | None) -> None:
             size = 1 if self._videos or self.alone(how) else len(questions)
             with patched_by(self.subject, how, self._videos):
                 for first in range(0, len(questions), size):
@@ -140,7 +151,7 @@ class HfBackend:
     def fingerprint(self) -> str:
         return fingerprint(self.subject.model)
 
-    def _answer(self, setting: Setting, inputs: dict[str, Any], batch: list[Any]) -> Batch:
+    def _answer(self, setting: Setting | None, inputs: dict[str, Any], batch: list[Any]) -> Batch:
         with Prefill(self.subject) as prefill:
             answers = self.subject.generate(inputs)
         cost = spent(self.subject, inputs, prefill.kv_bytes if setting is None else None)
@@ -149,7 +160,7 @@ class HfBackend:
             record[EVIDENCE] = recalls(self.subject, inputs, batch, cost.cuts)
         return answers, record
 
-    def _inputs(self, setting: Setting, number: int, batch: list[Any]) -> dict[str, Any]:
+    def _inputs(self, setting: Setting | None, number: int, batch: list[Any]) -> dict[str, Any]:
         if any(method.site is Site.PRE_ENCODER for method in methods_in(setting)):
             return self._asked(batch)  # the processor is another one now
         place = number, id(batch[0])  # a control shows something else under the same number

@@ -10,9 +10,10 @@ from typing import Any
 from tokenprune.base import ImageChooser, Method, ResizeMethod, Site
 from tokenprune.errors import BudgetError
 from tokenprune.options import option_types
+from tokenprune.profiling.patched import escalates
+from tokenprune.setting import Setting
 from tokenprune.sites.encoder import EncoderMethod
-from tokenprune.spelling import methods_of, setting_of
-from tokenprune.workflows.two_pass import ESCALATE
+from tokenprune.spelling import Entry
 
 _INSIDE = (Site.IN_LLM, Site.DECODE)
 # An image shrinks to a whole grid of patches, and this share of the target may be as near as one comes.
@@ -20,17 +21,18 @@ _GRID = 1 / 8
 _NEAR = 1 / 200  # of the unpatched model's tokens, which tiles of an image, each with a budget of its own, round to
 
 
-def setting_for(name: str, share: float) -> dict[str, Any]:
-    """Return the setting, as `patch(config=...)` takes it, in which a method spends `share` of the visual tokens,
-    averaged over the decoder's layers. name: of one method, maybe with options.
+def setting_for(setting: Setting, share: float) -> Setting:
+    """Return the setting of one method with the keep at which it spends `share` of the visual tokens, averaged over the
+    decoder's layers.
 
     Ahead of the decoder, and in methods that spread a budget over several cuts, `keep` counts that already; inside the
     decoder it is solved for the layer of the cut (`Budget.average_share`). A method that keeps an exact number only on
     request is asked to. Raises BudgetError, with the reason, for a method of which no setting promises an average. A
     share that its place cannot reach is refused where it is solved, when the method runs.
     """
-    why = "it may ask twice, and the first answer decides" if name == ESCALATE else None
-    method = None if why else methods_of(name)[0]
+    name, (entry,) = setting.spec, setting.entries
+    why = "it may ask twice, and the first answer decides" if escalates(setting) else None
+    method = None if why else setting.methods[0]
     options: dict[str, Any] = {}
     if isinstance(method, EncoderMethod) and method.inexact and "exact" in option_types(type(method)):
         options = {"exact": True}
@@ -39,7 +41,7 @@ def setting_for(name: str, share: float) -> dict[str, Any]:
     if why:
         raise BudgetError(f"{name} has no setting for a layer average of {share:g}: {why}")
     keep = {"average_share": share} if method.site in _INSIDE else share
-    return setting_of(name, keep) | options
+    return dataclasses.replace(setting, entries=(Entry(entry.name, entry.options | options),), keep=keep)
 
 
 def _no_promise(method: Method) -> str | None:
@@ -53,18 +55,18 @@ def _no_promise(method: Method) -> str | None:
     return method.inexact if isinstance(method, EncoderMethod) else None
 
 
-def missed(name: str, share: float, spent: float, images: float, tokens: float) -> str | None:
+def missed(setting: Setting, share: float, spent: float, images: float, tokens: float) -> str | None:
     """Return why a run does not count as one at `share`; None if it does: within a token of each image, or half a
     percent of all, and for methods that resize images within an eighth of the target, since their grids are whole.
 
     spent: visual tokens, averaged over the decoder's layers. images, tokens: how many of them the unpatched model saw.
     """
-    allowed = _GRID * share * tokens if isinstance(methods_of(name)[0], ResizeMethod) else max(images, _NEAR * tokens)
+    allowed = _GRID * share * tokens if isinstance(setting.methods[0], ResizeMethod) else max(images, _NEAR * tokens)
     if abs(spent - share * tokens) <= allowed + 1e-6:
         return None
     return (
-        f"{name} has no setting for a layer average of {share:g}: set to it, it spent {spent / tokens:.3f} of the "
-        "visual tokens"
+        f"{setting.spec} has no setting for a layer average of {share:g}: set to it, it spent "
+        f"{spent / tokens:.3f} of the visual tokens"
     )
 
 

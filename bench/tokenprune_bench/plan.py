@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import tokenprune
 from tokenprune.base import ImageChooser, Site
 from tokenprune.errors import OptionError
-from tokenprune.spelling import canonical_spec, draws_at_random, methods_of, setting_of
+from tokenprune.profiling.patched import escalates, escalating
+from tokenprune.setting import Setting
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.results import MARKS, UNPATCHED
 
@@ -20,13 +21,18 @@ DEFAULT_IMAGES = 24
 T = TypeVar("T")
 
 
-class Pass(NamedTuple):
-    """A method, a keep and a seed, with which all questions are asked; of the unpatched model the name is
-    `UNPATCHED`. A method may have options, and be a stack: "divprune+fastv:layer=3" (spelling.py)."""
+@dataclass(frozen=True)
+class Pass:
+    """A setting with a seed, with which all questions are asked.
+
+    method: what records call it: the setting on one line, or of the unpatched model `UNPATCHED`. keep: what was asked
+    for. setting: None for the unpatched model.
+    """
 
     method: str
     keep: float | int
     seed: int | None = None
+    setting: Setting | None = None
 
     @staticmethod
     def of_control(name: str) -> Pass:
@@ -34,25 +40,17 @@ class Pass(NamedTuple):
         return Pass(f"{UNPATCHED}, {name}", 1.0)
 
     @property
-    def setting(self) -> dict[str, Any] | None:
-        """The argument of `patch(config=...)`; None for the unpatched model."""
-        return self.setting_with({})
-
-    def setting_with(self, defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-        """Return the setting, with options that methods have where the pass names none, by method."""
-        if self.method.startswith(UNPATCHED):
-            return None
-        if self.method == ESCALATE:
-            return {"method": self.method, "keep": self.keep}
-        return setting_of(self.method, self.keep, defaults, self.seed)
+    def place(self) -> dict[str, Any]:
+        """Plain values that name the pass in the folder of a run."""
+        return {"method": self.method, "keep": self.keep, "seed": self.seed}
 
 
 @dataclass(frozen=True)
 class BenchPlan:
     """The methods, keeps and seeds to run. The baselines are put in front of `methods`; () means all registered methods
     except those that choose between images unless `several` is set, and video methods unless `videos` is set.
-    `ESCALATE` can be named beside them. Options and stacks are written as in spelling.py; every method of a stack gets
-    the keep.
+    `ESCALATE` can be named beside them. Options and stacks are written as in spelling.py, or read already, and the plan
+    has them in their one spelling (`methods`) and as objects (`settings`); every method of a stack gets the keep.
 
     several, videos: whether a question may have several images, or a video. images: how many held-out images (or
     videos, prompts), each with one question of every kind; 0: all. Questions that are given are all asked. seeds:
@@ -61,7 +59,7 @@ class BenchPlan:
     the decoder's layers, and each method gets a setting of its own that spends it (see equal_cost.py).
     """
 
-    methods: tuple[str, ...] = ()
+    methods: tuple[str | Setting, ...] = ()
     keeps: tuple[float | int, ...] = DEFAULT_KEEPS
     images: int = DEFAULT_IMAGES
     batch_size: int = 32
@@ -73,12 +71,12 @@ class BenchPlan:
 
     def __post_init__(self) -> None:
         names = self.methods or tuple(name for name in tokenprune.available_methods() if self._fits(name))
-        names = tuple(name if name == ESCALATE else canonical_spec(name) for name in names)  # raises with close matches
-        stacks = [name for name in names if name != ESCALATE and len(methods_of(name)) > 1] if self.equal_cost else []
+        settings = {one.spec: one for one in map(_setting, (*BASELINES, *names))}  # raises with close matches
+        stacks = [name for name, one in settings.items() if len(one.names) > 1] if self.equal_cost else []
         if stacks:
             raise OptionError(f"{stacks[0]} is a stack, whose parts could share a cost in many ways: name methods")
-        ordered = tuple(dict.fromkeys((*BASELINES, *names)))
-        object.__setattr__(self, "methods", ordered)
+        object.__setattr__(self, "methods", tuple(settings))
+        object.__setattr__(self, "_settings", settings)
         for keep in self.keeps:
             tokenprune.Budget.of(keep)
             if self.equal_cost and not isinstance(keep, float):
@@ -97,23 +95,37 @@ class BenchPlan:
         choosing = issubclass(info.cls, ImageChooser)
         return (self.several or not choosing) and (self.videos or not info.for_videos)
 
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """The settings, without a keep, by what records call them."""
+        return self._settings
+
     def rows(self) -> list[tuple[str, float | int]]:
         """Return each (method, keep) that is run; a method that removes no tokens has one keep."""
         return [
             (name, keep)
-            for name in self.methods
-            for keep in (self.keeps if self.equal_cost or not self._removes_nothing(name) else (1.0,))
+            for name, setting in self.settings.items()
+            for keep in (self.keeps if self.equal_cost or not _removes_nothing(setting) else (1.0,))
         ]
 
-    @staticmethod
-    def _removes_nothing(name: str) -> bool:
-        return name != ESCALATE and all(method.site is Site.ATTENTION for method in methods_of(name))
+    def passes(self, name: str, keep: float | int) -> list[Pass]:
+        """Return the passes of a method at a keep: one for each seed if it draws at random, else one."""
+        setting = self.settings.get(name)
+        if setting is None:
+            return [Pass(name, keep)]
+        drawn = not escalates(setting) and setting.draws_at_random
+        at = setting.with_keep(keep)
+        return [Pass(name, keep, seed, at.filled({}, seed)) for seed in (self.seeds if drawn else (None,))]
 
 
-def passes_of(name: str, keep: float | int, seeds: Sequence[int]) -> list[Pass]:
-    """Return the passes of a method at a keep: one for each seed if it draws at random, else one."""
-    drawn = name != ESCALATE and not name.startswith(UNPATCHED) and draws_at_random(name)
-    return [Pass(name, keep, seed) for seed in (seeds if drawn else (None,))]
+def _setting(method: str | Setting) -> Setting:
+    if isinstance(method, Setting):
+        return method
+    return escalating(1.0) if method == ESCALATE else Setting.from_spec(method).checked()
+
+
+def _removes_nothing(setting: Setting) -> bool:
+    return not escalates(setting) and all(method.site is Site.ATTENTION for method in setting.methods)
 
 
 def batched(items: Sequence[T], size: int, alone: Callable[[T], bool]) -> list[list[T]]:

@@ -16,7 +16,7 @@ from tokenprune.base import ImageChooser
 from tokenprune.errors import BudgetError, DataError, OptionError, RunError, TokenPruneError
 from tokenprune.profiling.cost import record as record_of
 from tokenprune.profiling.model import Model
-from tokenprune.spelling import methods_of
+from tokenprune.setting import Setting
 from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.asking import Asking
@@ -31,7 +31,6 @@ from tokenprune_bench.plan import (
     DEFAULT_KEEPS,
     BenchPlan,
     Pass,
-    passes_of,
 )
 from tokenprune_bench.results import SCHEMA, UNPATCHED
 
@@ -96,7 +95,7 @@ class Bench:
         self.backend.begin(self.examples, evidence=True)
         self._step, self._done = step or (lambda label, done, total: None), 0
         self.total = (1 + len(self.controls)) * batches + sum(
-            self._number_of_batches(one) for row in plan.rows() for one in passes_of(*row, plan.seeds)
+            self._number_of_batches(one) for row in plan.rows() for one in plan.passes(*row)
         )
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -119,7 +118,7 @@ class Bench:
                 record, mine = asked
                 self._written(record)
             elif record["record"] != "skipped":
-                mine = {one: self.folder.batches(one._asdict()) for one in passes_of(name, keep, self.plan.seeds)}
+                mine = {one: self.folder.batches(one.place) for one in self.plan.passes(name, keep)}
                 self._done += sum(map(len, mine.values()))
             if name == UNPATCHED:
                 (batches,) = mine.values()
@@ -129,7 +128,7 @@ class Bench:
             yield record
         if self.folder is not None:
             there = {one: mine for one, mine in passes.items() if mine}
-            self.folder.finish([(one._asdict(), mine, self._scores(mine)) for one, mine in there.items()])
+            self.folder.finish([(one.place, mine, self._scores(mine)) for one, mine in there.items()])
 
     def header(self) -> dict[str, Any]:
         index = {kind: f"{number}" for number, kind in enumerate(self.kinds)}
@@ -158,7 +157,7 @@ class Bench:
             self.folder.add_result(record)
         return record
 
-    def batches(self, setting: dict[str, Any] | None) -> list[list[int]]:
+    def batches(self, setting: Setting | None) -> list[list[int]]:
         """Return the numbers of the questions, cut into the batches in which they are asked under a setting."""
         return self._asking.batches(setting, range(len(self.examples)))
 
@@ -167,13 +166,15 @@ class Bench:
     ) -> tuple[dict[str, Any], dict[Pass, dict[int, Batch]]]:
         """Return the record of a method at a keep, and the answers of its passes."""
         if name == UNPATCHED:
-            passes = {one: self._pass(one) for one in passes_of(name, keep, self.plan.seeds)}
+            passes = {one: self._pass(one) for one in self.plan.passes(name, keep)}
             return self._result(name, keep, passes, None), passes
         try:
-            choosing = name != ESCALATE and any(isinstance(one, ImageChooser) for one in methods_of(name))
+            choosing = name != ESCALATE and any(
+                isinstance(one, ImageChooser) for one in self.plan.settings[name].methods
+            )
             if choosing and not any(len(getattr(one, "sources", ())) > 1 for one in self.examples):
                 raise OptionError(f"{name} chooses between the images of a prompt; these questions have one each")
-            passes = {one: self._pass(one) for one in passes_of(name, keep, self.plan.seeds)}
+            passes = {one: self._pass(one) for one in self.plan.passes(name, keep)}
             record = self._result(name, keep, passes, whole)
             if self.plan.equal_cost:
                 self._check_spent(record, whole)
@@ -203,7 +204,9 @@ class Bench:
             "method": name,
             "keep": keep,
             **self._chosen(next(iter(passes))),
-            "site": None if name in (UNPATCHED, ESCALATE) else "+".join(one.site.name for one in methods_of(name)),
+            "site": None
+            if name in (UNPATCHED, ESCALATE)
+            else "+".join(one.site.name for one in self.plan.settings[name].methods),
             "seeds": [one.seed for one in passes if one.seed is not None] or None,
             "n": {kind: kinds.count(kind) * len(right) for kind in self.kinds},
             "correct": correct,
@@ -232,18 +235,18 @@ class Bench:
         said = {"method": place.method, "keep": place.keep, "control": control.name, "chance": control.chance}
         return {"record": "control", **said, "right": [right], "questions": len(self.examples)}, {place: batches}
 
-    def _setting(self, one: Pass) -> dict[str, Any] | None:
+    def _setting(self, one: Pass) -> Setting | None:
         """Return the setting of a pass, with the options that a method has on this set; raises BudgetError for a method
         of which none is known to spend what all shall."""
-        setting = one.setting_with(self.options)
-        if setting is not None and self.plan.equal_cost:
-            setting |= setting_for(one.method, one.keep)
-        return setting
+        if one.setting is None:
+            return None
+        setting = one.setting.filled(self.options)
+        return setting_for(setting, one.keep) if self.plan.equal_cost else setting
 
     def _chosen(self, one: Pass) -> dict[str, Any]:
         """Return the setting that a record stores, where each method has one of its own; seeds stand beside it."""
         setting = self._setting(one) if self.plan.equal_cost else None
-        return {} if setting is None else {"setting": {key: setting[key] for key in setting if key != "seed"}}
+        return {} if setting is None else {"setting": {k: v for k, v in setting.as_dict().items() if k != "seed"}}
 
     def _number_of_batches(self, one: Pass) -> int:
         try:
@@ -255,7 +258,7 @@ class Bench:
         """Raise BudgetError if a result did not spend what it shall."""
         images = sum(1 if one.is_video else len(getattr(one, "sources", ())) or 1 for one in self.examples)
         spent = record["stats"]["visual_tokens_average"]
-        why = missed(record["method"], record["keep"], spent, images, whole.visual_tokens_in)
+        why = missed(self.plan.settings[record["method"]], record["keep"], spent, images, whole.visual_tokens_in)
         if why:
             raise BudgetError(why)
 
@@ -271,7 +274,7 @@ class Bench:
             self._step(label, self._done, self.total)
 
         try:
-            return (asking or self._asking).ask(one._asdict(), setting, range(len(self.examples)), on_batch)
+            return (asking or self._asking).ask(one.place, setting, range(len(self.examples)), on_batch)
         finally:
             self._done = start + batches
 

@@ -15,10 +15,10 @@ from PIL import Image
 import tokenprune
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import RunError, UnsupportedSetupError
-from tokenprune.profiling.patched import Setting
+from tokenprune.profiling.patched import escalates
 from tokenprune.profiling.timing import NEW_TOKENS, in_turns
 from tokenprune.registry import method_info
-from tokenprune.setting import parse
+from tokenprune.setting import Setting
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import ESCALATE
@@ -103,18 +103,18 @@ class VllmBackend:
             self.engine.check(self._chat(questions[0]))
             self._checked = True
 
-    def alone(self, setting: Setting) -> bool:
+    def alone(self, setting: Setting | None) -> bool:
         return False  # vLLM processes image by image, whatever comes together
 
     @contextmanager
-    def answering(self, setting: Setting) -> Iterator[Answer]:
-        if setting is not None and setting.get("method") == ESCALATE:
+    def answering(self, setting: Setting | None) -> Iterator[Answer]:
+        if escalates(setting):
             raise UnsupportedSetupError(f"{ESCALATE} runs with the model in this process: use --backend hf")
         asked = request_of(setting)
         yield lambda number, batch: self._answer(asked, number, batch)
 
     def timing(
-        self, setting: Setting, question: Any, repeats: int, new_tokens: int = NEW_TOKENS, processor: bool = True
+        self, setting: Setting | None, question: Any, repeats: int, new_tokens: int = NEW_TOKENS, processor: bool = True
     ) -> dict[str, Any]:
         """See `Backend.timing`; a request to vLLM begins with the image in any case."""
         chat, ours = self._chat(question), request_of(setting)
@@ -126,7 +126,7 @@ class VllmBackend:
         # Of another machine the load is not known.
         return timing if self.engine.environment()["cores"] else timing | {"load": None}
 
-    def batch_timing(self, setting: Setting, questions: Sequence[Any], repeats: int) -> dict[str, Any]:
+    def batch_timing(self, setting: Setting | None, questions: Sequence[Any], repeats: int) -> dict[str, Any]:
         raise UnsupportedSetupError(
             "throughput is measured with the model in this process: use --backend hf, or --objective ttft here; "
             "`python benchmarks/serving.py` puts load on a server"
@@ -176,18 +176,17 @@ class VllmBackend:
         return cost
 
 
-def request_of(setting: Setting) -> dict[str, Any]:
+def request_of(setting: Setting | None) -> dict[str, Any]:
     """Return a setting as a request carries it: all options are named, so that those of the server's own setting do not
     apply."""
     if setting is None:
         return dict(OFF)
-    layer = parse(setting, "setting").on(None)
     methods = [
         {"method": entry.name}
         | {key: value for key, value in (method_info(entry.name).options | entry.options).items() if value is not None}
-        for entry in layer.entries
+        for entry in setting.entries or ()
     ]
-    budget = {name: value for name in ("keep", "per") if (value := getattr(layer, name)) is not None}
+    budget = {name: value for name in ("keep", "per") if (value := getattr(setting, name)) is not None}
     return (methods[0] if len(methods) == 1 else {"method": methods}) | budget
 
 

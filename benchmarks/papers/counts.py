@@ -79,12 +79,14 @@ COUNTS = (
 
 def table() -> Table:
     """Return what each number comes to."""
-    lines = []
+    lines, before = [], ""
     for one in COUNTS:
         method = tokenprune.method(one.method)
         met = in_words(cuts_of(method, Budget(average_tokens=one.average)))
         spent = f"{one.average:.1f} ({one.average / 576:.1%})"
-        lines.append([f"`{one.method}`", one.called, one.counts, in_words(one.left), spent, met])
+        counts = "the same" if one.counts == before else one.counts
+        lines.append([f"`{one.method}`", one.called, counts, in_words(one.left), spent, met])
+        before = one.counts
     header = [
         "method", "its authors say", "which counts", "tokens in their code", "averaged over layers",
         "here, at that average",

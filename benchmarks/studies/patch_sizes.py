@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Can a trained tower take patches of two sizes without training? Measured on the shipped model (docs/apt.md).
+"""Can a trained tower take patches of two sizes without training? Measured on the shipped model
+(no: benchmarks/studies/README.md).
 
     python benchmarks/studies/patch_sizes.py --json benchmarks/results/patch_sizes.jsonl
 

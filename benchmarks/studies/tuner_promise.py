@@ -3,7 +3,7 @@
 again on fresh scenes of yet another seed.
 
 python benchmarks/studies/tuner_promise.py --workers 2  # two processes of one thread; goes on where it stopped
-python benchmarks/studies/tuner_promise.py --page       # write the table of results into docs/tune.md
+python benchmarks/studies/tuner_promise.py --page       # write the table of results into docs/tune-in-full.md
 
 Scenes come from the distribution of the held-out set that ships: one question of each kind an image, answers evened
 out, saved as JPEG (training/make_heldout.py). Photographs that are not installed are replaced by textures.
@@ -33,13 +33,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
 from make_heldout import ANSWERS, one_of_each
 from tokenprune.profiling.model import load
+from tokenprune.setting import Setting
 from tokenprune_bench.lines import Lines, read_lines
-from tokenprune_bench.tuning import Candidate, Evaluator, Promise, Tuner, grid
+from tokenprune_bench.tuning import Evaluator, Promise, Tuner, grid
 from tokenprune_bench.tuning.betting import upper_bound
 from tokenprune_demo.scenes import draw_scene, load_photos
 
 RESULTS = Path(__file__).parents[1] / "results/cpu/tuner_promise.jsonl"
-PAGE = Path(__file__).parents[2] / "docs/tune.md"
+PAGE = Path(__file__).parents[2] / "docs/tune-in-full.md"
 BEGIN, END = "<!-- promise:begin (benchmarks/studies/tuner_promise.py --page) -->", "<!-- promise:end -->"
 FRESH_SEED = 990_000  # of the questions on which choices are measured again; tuning seeds begin at TUNING_SEED
 TUNING_SEED = 880_000
@@ -113,7 +114,7 @@ def tune(args: argparse.Namespace, subject: Any, seed: int) -> dict[str, Any]:
     return {
         "record": "tuning",
         "seed": seed,
-        "setting": choice and choice.candidate.setting,
+        "setting": choice and choice.candidate.as_dict(),
         "prefill_flops_ratio": choice and choice.cost["prefill_flops_ratio"],
         "held_out": {"questions": found.held_out, "drop": choice and choice.drop, "below": choice and choice.bound},
         "search": found.search,
@@ -125,7 +126,7 @@ def tune(args: argparse.Namespace, subject: Any, seed: int) -> dict[str, Any]:
 def measure(args: argparse.Namespace, subject: Any, setting: dict[str, Any] | None) -> dict[str, Any]:
     """The fresh questions, unpatched or under a setting: one 0 or 1 a question."""
     panel, numbers = Evaluator(subject, draw(args.fresh, FRESH_SEED)), range(len(ANSWERS) * args.fresh)
-    candidate = None if setting is None else Candidate.of(setting)
+    candidate = None if setting is None else Setting.of(setting)
     for first in range(0, len(numbers), CHUNK):
         panel.ask(candidate, numbers[first : first + CHUNK])
     right = "".join(str(int(score)) for score in panel.scores(candidate, numbers))
@@ -232,7 +233,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of each worker")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--page", action="store_true", help="write the table of --out into docs/tune.md")
+    parser.add_argument("--page", action="store_true", help="write the table of --out into docs/tune-in-full.md")
     parser.add_argument("--collect", action="store_true", help="put together what a run that was stopped has so far")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

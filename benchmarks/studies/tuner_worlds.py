@@ -2,7 +2,7 @@
 """How often does the tuner answer, and how often wrongly? Search in simulated worlds whose true losses are known.
 
 python benchmarks/studies/tuner_worlds.py --search NAME   # adds rows under this name, in place of those it has
-python benchmarks/studies/tuner_worlds.py --page        # write the table of results into docs/tune.md
+python benchmarks/studies/tuner_worlds.py --page        # write the table of results into docs/tune-in-full.md
 
 Answers are drawn, so that no model is needed. A question that one setting gets wrong is a hard one for the others, too.
 With PYTHONPATH the tuner of another checkout can be measured.
@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from common import code_version, fill_page, header, read, write
 
-from tokenprune_bench.tuning import Candidate, Promise, Tuner, tuner
+from tokenprune.setting import Setting
+from tokenprune_bench.tuning import Promise, Tuner, tuner
 
 RESULTS = Path(__file__).parents[1] / "results/tuner_worlds.jsonl"
-PAGE = Path(__file__).parents[2] / "docs/tune.md"
+PAGE = Path(__file__).parents[2] / "docs/tune-in-full.md"
 BEGIN, END = "<!-- worlds:begin (benchmarks/studies/tuner_worlds.py --page) -->", "<!-- worlds:end -->"
 LIMIT, CONFIDENCE = 0.03, 0.95
 RIGHT = 0.9  # share of the questions that the unpatched model gets right
@@ -93,10 +94,10 @@ class Simulated:
         count = world.questions
         self.kinds, self.groups = ["all"] * count, list(range(count))
         right, hard = rng.random(count) < RIGHT, rng.standard_normal(count)
-        self.answers: dict[Candidate | None, np.ndarray] = {None: right.astype(float)}
+        self.answers: dict[Setting | None, np.ndarray] = {None: right.astype(float)}
         self.true, self.share, self.asked = {}, {}, 0
         for (method, keep), (drop, cost) in world.losses.items():
-            candidate = Candidate.of({"method": method, "keep": keep})
+            candidate = Setting.of({"method": method, "keep": keep})
             self.true[candidate], self.share[candidate] = drop, cost
             grade = ALIKE**0.5 * hard + (1 - ALIKE) ** 0.5 * rng.standard_normal(count)
             share = (drop + world.changed) / RIGHT
@@ -104,24 +105,24 @@ class Simulated:
             won = rng.random(count) < world.changed / (1 - RIGHT)
             self.answers[candidate] = np.where(right, ~lost, won).astype(float)
 
-    def ask(self, candidate: Candidate | None, chunk: Sequence[int], on_batch: Callable[[int], None]) -> None:
+    def ask(self, candidate: Setting | None, chunk: Sequence[int], on_batch: Callable[[int], None]) -> None:
         self.asked += len(chunk)
         on_batch(len(chunk))
 
-    def scores(self, candidate: Candidate | None, numbers: Sequence[int]) -> np.ndarray:
+    def scores(self, candidate: Setting | None, numbers: Sequence[int]) -> np.ndarray:
         return self.answers[candidate][list(numbers)]
 
-    def cost(self, candidate: Candidate) -> dict[str, Any]:
+    def cost(self, candidate: Setting) -> dict[str, Any]:
         ratio = self.share[candidate]
         return {
             "prefill_flops_ratio": ratio, "visual_tokens_average": ratio, "visual_tokens_in": 1, "keep_ratio": ratio,
             "kv_bytes": ratio, "kv_bytes_full": 1,
         }  # fmt: skip
 
-    def predict(self, candidate: Candidate) -> dict[str, float]:
+    def predict(self, candidate: Setting) -> dict[str, float]:
         return {"flops": self.share[candidate]}
 
-    def time(self, candidate: Candidate, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
+    def time(self, candidate: Setting, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
         ratio = dict.fromkeys(("p20", "p50", "p80"), self.share[candidate])
         return {"ttft_ratio": ratio, "ttft_ms_unpatched": {"p50": 1.0}}
 
@@ -170,7 +171,7 @@ def main() -> None:
     parser.add_argument("--search", default="today", help="a name for the search that is simulated")
     parser.add_argument("--worlds", default=",".join(WORLDS))
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--page", action="store_true", help="write the table of --out into docs/tune.md")
+    parser.add_argument("--page", action="store_true", help="write the table of --out into docs/tune-in-full.md")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.page:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sorts and filters the table that follows <div id="board" data-filters="column,column">. Without it the table is whole, in the
+// Sorts, filters and folds the table that follows <div id="board" data-filters="column,column">. Without it the table is whole, in the
 // order in which it was written. It loads nothing, and keeps nothing.
 (() => {
   const place = document.getElementById("board");
@@ -16,14 +16,25 @@
   // Filters: a choice for each column that is named, of the values in it.
   const chosen = new Map();
   const count = document.createElement("output");
+  const first = 10; // rows in sight until all are asked for
+  const more = document.createElement("button");
+  more.type = "button";
+  let whole = false;
   const apply = () => {
-    let shown = 0;
-    for (const row of rows) {
-      row.hidden = [...chosen].some(([column, value]) => value && text(row, column) !== value);
-      shown += !row.hidden;
+    let fits = 0;
+    for (const row of body.rows) {
+      const left = [...chosen].some(([column, value]) => value && text(row, column) !== value);
+      fits += !left;
+      row.hidden = left || (!whole && fits > first);
     }
-    count.textContent = `${shown} of ${rows.length} rows`;
+    count.textContent = `${fits} of ${rows.length} rows`;
+    more.hidden = fits <= first;
+    more.textContent = whole ? `Show the first ${first}` : `Show all ${fits}`;
   };
+  more.addEventListener("click", () => {
+    whole = !whole;
+    apply();
+  });
   for (const name of place.dataset.filters.split(",")) {
     const column = names.indexOf(name);
     const label = document.createElement("label");
@@ -39,7 +50,7 @@
     label.append(`${name} `, select);
     place.append(label);
   }
-  place.append(count);
+  place.append(count, more);
 
   // Titles sort: numbers from the largest, texts from A, and the other way round when pressed again. Empty cells stay last.
   titles.forEach((cell, column) => {
@@ -50,9 +61,9 @@
     const filled = rows.filter((row) => text(row, column));
     const numeric = filled.length > 0 && filled.every((row) => !Number.isNaN(number(row, column)));
     button.addEventListener("click", () => {
-      const first = numeric ? "descending" : "ascending";
+      const natural = numeric ? "descending" : "ascending";
       const other = numeric ? "ascending" : "descending";
-      const order = cell.getAttribute("aria-sort") === first ? other : first;
+      const order = cell.getAttribute("aria-sort") === natural ? other : natural;
       titles.forEach((one) => one.removeAttribute("aria-sort"));
       cell.setAttribute("aria-sort", order);
       const sign = order === "ascending" ? 1 : -1;
@@ -61,6 +72,7 @@
         : (a, b) => text(a, column).localeCompare(text(b, column));
       const empty = rows.filter((row) => !text(row, column));
       body.append(...filled.sort((a, b) => sign * compare(a, b)), ...empty);
+      apply();
     });
   });
   apply();

@@ -15,6 +15,7 @@ from tokenprune import TokenPruneError, abilities
 from tokenprune.cli import app
 from tokenprune.families import FAMILIES, REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.setting import Setting
 from tokenprune.view.observable import Backend
 
 
@@ -123,6 +124,6 @@ def test_the_command_answers_for_every_family_at_80_columns(method: str) -> None
         said = {name: answer.strip() for answer, of in answers for name in of.split(", ")}
         assert set(said) == {*names, *refused}
         for name in names:
-            reasons = [abilities.obstacle(one, name, backend) for one in tokenprune.spelling.methods_of(method)]
+            reasons = [abilities.obstacle(one, name, backend) for one in Setting.from_spec(method).methods]
             assert (said[name] == "yes") == (not any(reasons)), name
         assert all(said[name].startswith("no, as no method may") for name in refused)

@@ -15,7 +15,7 @@ import torch
 import tokenprune
 from basics import snapshot
 from tokenprune import BudgetError, Config, ConfigError, OptionError, UnknownMethodError
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.shapes.fingerprint import fingerprint
 from zoo import FAMILIES
 
@@ -216,7 +216,7 @@ def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 )
 def test_the_plugin_reads_a_setting_the_same_way(setting: dict[str, Any]) -> None:
     """What the vLLM plugin makes of a setting, with nothing left implicit, is the same methods and budgets here."""
-    assert Config(Setting.of(setting).as_dict()).steps() == Config(setting).steps()
+    assert Config(ServedSetting.of(setting).as_dict()).steps() == Config(setting).steps()
 
 
 def test_none_means_the_default_of_patch_and_of_the_method(build: Callable) -> None:

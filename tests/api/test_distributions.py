@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import tomllib
 import zipfile
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from typer.testing import CliRunner
@@ -44,20 +46,47 @@ importlib.metadata.entry_points = without
 """
 
 
-def without(hidden: list[str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh process that has none of the hidden packages."""
+# Runs each code as if it were alone, but for what others imported: importing torch is what takes the time.
+EACH = """
+import contextlib, io, json, traceback
+told = []
+for code in json.loads(sys.argv.pop()):
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            exec(code, {{"sys": sys}})
+        except SystemExit as end:
+            status = end.code or 0
+        except Exception:
+            status = 1
+            traceback.print_exc()
+    told.append((status, out.getvalue(), err.getvalue()))
+print(json.dumps(told))
+"""
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def without(hidden: list[str], *codes: str) -> list[Done]:
+    """Run codes in a fresh process that has none of the hidden packages."""
     path = os.pathsep.join(str(folder) for folder in FOLDERS.values())
-    return subprocess.run(
-        [sys.executable, "-c", HIDE.format(hidden=hidden) + code, *arguments],
+    done = subprocess.run(
+        [sys.executable, "-c", (HIDE + EACH).format(hidden=hidden), json.dumps(codes)],
         env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stderr
+    return [Done(*one) for one in json.loads(done.stdout.splitlines()[-1])]
 
 
-def command(hidden: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    code = f"sys.argv = ['tokenprune', *{list(arguments)!r}]\nfrom tokenprune.cli import main\nmain()"
-    return without(hidden, code)
+def command(*arguments: str) -> str:
+    """Return code that runs the command."""
+    return f"sys.argv = ['tokenprune', *{list(arguments)!r}]\nfrom tokenprune.cli import main\nmain()"
 
 
 ELSEWHERE = ["tokenprune_bench", "tokenprune_demo"]
@@ -82,42 +111,43 @@ def test_the_core_imports_neither_of_the_others() -> None:
             assert not {name.partition(".")[0] for name in names} & set(ELSEWHERE), path
 
 
-def test_the_benchmark_imports_the_demo_for_types_alone() -> None:
-    code = (
+COMMANDS = dict.fromkeys(("bench", "recommend", "report", "tune", "leaderboard", "app"), BENCH)
+# `fit` says so before the model is loaded.
+COMMANDS |= dict.fromkeys(("demo", "profile", "fit fitprune --model absent"), DEMO)
+NAMES = {"recommend": BENCH, "Recommendation": BENCH, "demo_model()": DEMO}
+
+
+def test_the_core_alone_lists_methods_and_says_what_to_install() -> None:
+    names = [f"import tokenprune\ntokenprune.{name}" for name in NAMES]
+    methods, usage, *others = without(
+        ELSEWHERE, command("methods"), command("--help"), *(command(*one.split()) for one in COMMANDS), *names
+    )  # fmt: skip
+    assert methods.returncode == 0 and "divprune" in methods.stdout and not methods.stderr
+    assert usage.returncode == 0 and "methods" in usage.stdout.split() and "tune" not in usage.stdout.split()
+    for (name, install), done in zip(COMMANDS.items(), others[: len(COMMANDS)], strict=True):
+        assert done.returncode == 2 and done.stderr.startswith("error: "), (name, done)
+        assert done.stderr.endswith(f"{install}\n") and done.stderr.count("\n") == 1, (name, done)
+    for (name, install), done in zip(NAMES.items(), others[len(COMMANDS) :], strict=True):
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("tokenprune.errors.MissingPackageError: ") and last.endswith(install), (name, done)
+
+
+def test_the_benchmark_without_the_demo_imports_and_asks_for_questions_before_it_loads_a_model(tmp_path: Path) -> None:
+    """It imports the demo for types alone."""
+    imports = (
         "import pkgutil, importlib, tokenprune_bench\n"
         "for one in pkgutil.walk_packages(tokenprune_bench.__path__, 'tokenprune_bench.'):\n"
         "    if 'lmms_eval' in one.name or '.app.' in one.name: continue\n"
         "    importlib.import_module(one.name)\n"
         "print('all of it')"
     )
-    done = without(["tokenprune_demo"], code)
-    assert done.stdout == "all of it\n", done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "install"),
-    [
-        ("bench", BENCH),
-        ("recommend", BENCH),
-        ("report", BENCH),
-        ("tune", BENCH),
-        ("leaderboard", BENCH),
-        ("app", BENCH),
-        ("demo", DEMO),
-        ("profile", DEMO),
-    ],
-)
-def test_a_command_of_another_package_says_what_to_install(arguments: str, install: str) -> None:
-    done = command(ELSEWHERE, *arguments.split())
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.endswith(f"{install}\n")
-    assert done.stderr.count("\n") == 1, done.stderr
-
-
-@pytest.mark.parametrize(("name", "install"), [("recommend", BENCH), ("Recommendation", BENCH), ("demo_model()", DEMO)])
-def test_a_name_of_another_package_says_what_to_install(name: str, install: str) -> None:
-    done = without(ELSEWHERE, f"import tokenprune\ntokenprune.{name}")
-    assert done.stderr.splitlines()[-1].startswith("tokenprune.errors.MissingPackageError: ")
-    assert done.stderr.endswith(f"{install}\n")
+    bench = ("bench", "--model", "nowhere")
+    tune = ("tune", "--max-drop", "1%", "--out", str(tmp_path / "x.json"))
+    asked = [command(*bench), command(*bench, "--set", "views"), command(*tune)]
+    *refused, imported = without(["tokenprune_demo"], *asked, imports)
+    for done in refused:
+        assert done.returncode == 2 and done.stderr.endswith(f"--model): {DEMO}\n"), done
+    assert imported.stdout == "all of it\n", imported.stderr
 
 
 def test_a_command_that_cannot_be_imported_says_so_and_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,19 +158,6 @@ def test_a_command_that_cannot_be_imported_says_so_and_harms_no_other(monkeypatc
     done = call(app, ["broken", "--any", "option"])
     assert done.exit_code == 2 and "`tokenprune broken` cannot be imported (nowhere_at_all:command)" in done.stderr
     assert "Did you mean 'broken'" in call(app, ["brokn"]).stderr
-
-
-def test_the_core_lists_methods_alone() -> None:
-    done = command(ELSEWHERE, "methods")
-    assert done.returncode == 0 and "divprune" in done.stdout and not done.stderr
-    assert "tune" not in command(ELSEWHERE, "--help").stdout.split()
-
-
-def test_the_benchmark_asks_for_questions_before_it_loads_a_model(tmp_path: Path) -> None:
-    for arguments in (["bench", "--model", "nowhere"], ["bench", "--model", "nowhere", "--set", "views"], ["tune"]):
-        more = ["--max-drop", "1%", "--out", str(tmp_path / "x.json")] if arguments == ["tune"] else []
-        done = command(["tokenprune_demo"], *arguments, *more)
-        assert done.returncode == 2 and done.stderr.endswith(f"--model): {DEMO}\n"), done.stderr
 
 
 @pytest.mark.parametrize("name", FOLDERS)

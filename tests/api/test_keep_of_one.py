@@ -23,8 +23,9 @@ from tokenprune import Budget, BudgetError, UnsupportedModelError
 from tokenprune.budget import joint_share
 from tokenprune.cli import app
 from tokenprune.config import Config, read_config, write_config
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.schedule import profile
+from tokenprune.setting import Setting
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune_bench.app import snippets
 from tokenprune_bench.lmms_eval.arguments import read
@@ -50,9 +51,9 @@ def test_settings_refuse_it(setting: dict[str, Any], tmp_path: Path) -> None:
         with pytest.raises(BudgetError, match=BOTH_WAYS):
             read_config(given)
     with pytest.raises(BudgetError, match=BOTH_WAYS):
-        Setting.of(setting)
+        ServedSetting.of(setting)
     with pytest.raises(BudgetError, match=BOTH_WAYS):
-        Setting.of({"method": "uniform", "keep": 0.5}, {"keep": 1})
+        ServedSetting.of({"method": "uniform", "keep": 0.5}, {"keep": 1})
 
 
 def test_python_refuses_it_before_anything_changes(build) -> None:
@@ -80,7 +81,7 @@ def test_both_ways_do_what_they_say(build) -> None:
         with tokenprune.patched(model, config=setting):
             model(**inputs)
             assert tokenprune.stats(model).visual_tokens_out == left
-        assert Setting.of(setting).count(36) == left
+        assert ServedSetting.of(setting).count(36) == left
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_lmms_eval_refuses_it() -> None:
     for keep in (1, "1", "0.5+1"):
         with pytest.raises(BudgetError, match=BOTH_WAYS):
             read({"method": "divprune+fastv" if "+" in str(keep) else "divprune", "keep": keep}, "llava", [])
-    assert read({"method": "divprune", "tokens": 1}, "llava", []).patch["keep"] == [Budget(tokens=1)]
+    assert read({"method": "divprune", "tokens": 1}, "llava", []).config.steps()[1] == [Budget(tokens=1)]
 
 
 def test_files_keep_them_apart(tmp_path: Path) -> None:
@@ -104,12 +105,13 @@ def test_files_keep_them_apart(tmp_path: Path) -> None:
     for setting, budget in ((ONE, Budget(tokens=1)), (ALL, Budget(keep=1.0))):
         write_config(path, Config(setting))
         assert read_config(path).steps()[1] == [budget]
-        again = json.loads(json.dumps(Setting.of(setting).as_dict()))
-        assert Setting.of(again) == Setting.of(setting)
+        again = json.loads(json.dumps(ServedSetting.of(setting).as_dict()))
+        assert ServedSetting.of(again) == ServedSetting.of(setting)
     assert '"keep": 1.0' in path.read_text()
     several = {"method": ["dynres", "divprune"], "keep": [1.0, {"tokens": 1}]}
-    assert Setting.of(Setting.of(several).as_dict()) == Setting.of(several)
-    assert snippets.python(ALL).endswith("keep=1.0)") and "--keep 1.0" in snippets.bench("divprune", 1.0, "m")
+    assert ServedSetting.of(ServedSetting.of(several).as_dict()) == ServedSetting.of(several)
+    for setting in (Setting.of(ALL), Setting.from_spec("divprune", 1.0)):
+        assert snippets.python(setting).endswith("keep=1.0)") and "--keep 1.0" in snippets.bench(setting, "m")
 
 
 def test_copies_are_equal_and_the_two_are_not() -> None:

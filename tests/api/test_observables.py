@@ -18,7 +18,7 @@ import tokenprune
 from tokenprune import BudgetError, OptionError, RegistrationError, Selection, Site, TokenPruneError, registry
 from tokenprune.integrations.vllm.setting.servable import check_method as check_served
 from tokenprune.view import registry as observable_registry
-from tokenprune.view.observable import Backend, Observable, PerToken, Recorder, TowerBlock, Where
+from tokenprune.view.observable import Backend, Observable, ObservedAt, PerToken, Recorder, TowerBlock
 from tokenprune.view.registry import register_observable
 from zoo import FAMILIES, Family
 
@@ -70,7 +70,7 @@ def test_a_new_observable_is_one_class(family: Family, model) -> None:
     class KeyNorms(PerToken):
         """`[S, N]`: the length of each key."""
 
-        where = Where.LAYER_BEFORE
+        where = ObservedAt.LAYER_BEFORE
         axes = "SN"
 
         def values(self, source: Any) -> Tensor:
@@ -122,7 +122,7 @@ def test_a_new_place_of_observation_is_one_class(build) -> None:
     class NormGains(Observable):
         """`[S, N, 2]`: the length of each token after a norm of the layer before the cut."""
 
-        where = Where.OWN
+        where = ObservedAt.OWN
         axes = "SND"
 
         def attach(self, adapter: Any, layer: int) -> Recorder:
@@ -159,18 +159,18 @@ def test_a_wrong_observable_is_refused() -> None:
         """Says no place."""
 
     class Silent(PerToken):
-        where = Where.CUT
+        where = ObservedAt.CUT
 
     class Abroad(PerToken):
         """Served by nobody known."""
 
-        where = Where.CUT
+        where = ObservedAt.CUT
         backends = frozenset({"tpu"})
 
     class Fine(PerToken):
         """Fine."""
 
-        where = Where.CUT
+        where = ObservedAt.CUT
 
     for name, cls, says in (
         ("nowhere", Nowhere, "where"), ("silent", Silent, "docstring"), ("abroad", Abroad, "tpu"),

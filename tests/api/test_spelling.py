@@ -9,7 +9,12 @@ import pytest
 
 import tokenprune
 from tokenprune.errors import OptionError, UnknownMethodError
-from tokenprune.spelling import canonical_spec, draws_at_random, methods_of, setting_of, split_methods
+from tokenprune.setting import Setting
+from tokenprune.spelling import split_methods
+
+
+def spec(text: str) -> str:
+    return Setting.from_spec(text).checked().spec
 
 
 @pytest.mark.parametrize(
@@ -46,21 +51,19 @@ def test_a_list_is_cut_between_settings(text: str, parts: tuple[str, ...]) -> No
     ],
 )
 def test_a_line_means_a_setting_that_patch_takes(text: str, setting: dict) -> None:
-    assert setting_of(text) == setting
-    assert setting_of(text, 0.5) == setting | {"keep": 0.5}
-    assert setting_of(canonical_spec(text)) == setting and canonical_spec(canonical_spec(text)) == canonical_spec(text)
-    assert [method.name for method in methods_of(text)] == [
+    read = Setting.from_spec(text)
+    assert read.as_dict() == setting and Setting.of(setting) == read and hash(Setting.of(setting)) == hash(read)
+    assert Setting.from_spec(text, 0.5).as_dict() == read.with_keep(0.5).as_dict() == setting | {"keep": 0.5}
+    assert Setting.from_spec(read.spec) == read and Setting.from_spec(read.spec).spec == read.spec
+    assert [method.name for method in read.methods] == read.names == read.name.split("+")
+    assert read.names == [
         one["method"] for one in ([setting] if isinstance(setting["method"], str) else setting["method"])
     ]
 
 
 def test_one_setting_has_one_spelling() -> None:
-    assert (
-        canonical_spec(" dart : layer=3 ,exact=False")
-        == canonical_spec("dart:layer=3,exact=false")
-        == "dart:layer=3,exact=false"
-    )
-    assert canonical_spec('divprune+fastv:query="all"') == "divprune+fastv:query=all"
+    assert spec(" dart : layer=3 ,exact=False") == spec("dart:layer=3,exact=false") == "dart:layer=3,exact=false"
+    assert spec('divprune+fastv:query="all"') == "divprune+fastv:query=all"
 
 
 @pytest.mark.parametrize(
@@ -85,24 +88,36 @@ def test_one_setting_has_one_spelling() -> None:
 )
 def test_what_cannot_be_is_said(text: str, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        canonical_spec(text)
+        spec(text)
 
 
 def test_two_methods_inside_the_decoder_stack_at_two_layers() -> None:
-    assert canonical_spec("fastv+dart:layer=3") == "fastv+dart:layer=3"
+    assert spec("fastv+dart:layer=3") == "fastv+dart:layer=3"
 
 
 def test_a_file_with_odd_letters_is_quoted(tmp_path: Path) -> None:
     path = tmp_path / "a,b+c.safetensors"
-    assert setting_of(f'dymu:thresholds="{path}"') == {"method": "dymu", "thresholds": str(path)}
+    assert Setting.from_spec(f'dymu:thresholds="{path}"').as_dict() == {"method": "dymu", "thresholds": str(path)}
 
 
 def test_seeds_and_defaults_are_filled_in_where_the_line_has_none() -> None:
-    assert draws_at_random("random") and not draws_at_random("random:seed=1") and not draws_at_random("dart")
-    assert setting_of("random", 0.5, seed=2) == {"method": "random", "keep": 0.5, "seed": 2}
-    assert setting_of("random:seed=1", 0.5, seed=2) == {"method": "random", "keep": 0.5, "seed": 1}
-    assert setting_of("random+fastv", seed=2)["method"] == [{"method": "random", "seed": 2}, {"method": "fastv"}]
-    assert setting_of("fastv+dart:layer=4", None, {"dart": {"layer": 3, "pivot_text": 0}})["method"][1] == {
+    assert [Setting.from_spec(one).draws_at_random for one in ("random", "random:seed=1", "dart")] == [
+        True,
+        False,
+        False,
+    ]
+    assert Setting.from_spec("random", 0.5).filled({}, seed=2).as_dict() == {"method": "random", "keep": 0.5, "seed": 2}
+    assert Setting.from_spec("random:seed=1", 0.5).filled({}, seed=2).as_dict() == {
+        "method": "random",
+        "keep": 0.5,
+        "seed": 1,
+    }
+    assert Setting.from_spec("random+fastv").filled({}, seed=2).as_dict()["method"] == [
+        {"method": "random", "seed": 2},
+        {"method": "fastv"},
+    ]
+    more = {"dart": {"layer": 3, "pivot_text": 0}}
+    assert Setting.from_spec("fastv+dart:layer=4").filled(more).as_dict()["method"][1] == {
         "method": "dart",
         "layer": 4,
         "pivot_text": 0,
@@ -110,5 +125,5 @@ def test_seeds_and_defaults_are_filled_in_where_the_line_has_none() -> None:
 
 
 def test_settings_on_a_line_patch_a_model(model) -> None:
-    with tokenprune.patched(model, config=setting_of("divprune+fastv:layer=1", [0.5, 0.5])):
+    with tokenprune.patched(model, config=Setting.from_spec("divprune+fastv:layer=1", [0.5, 0.5])):
         assert "divprune(), keep=0.5" in repr(model) and "fastv(layer=1), keep=0.5" in repr(model)

@@ -18,8 +18,8 @@ from tokenprune.abilities import unserved
 from tokenprune.cost.model import LLAVA_7B, LLAVA_7B_LOAD, CostModel, Load
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.setting.servable import check_method
+from tokenprune.options import file_options
 from tokenprune.registry import available_methods, method_class
-from tokenprune.setting import file_options
 
 ROOT = Path(tokenprune.__file__).parents[1]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

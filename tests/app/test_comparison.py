@@ -17,6 +17,7 @@ import tokenprune
 from tests.api.test_cli import refused
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.profiling.model import Model, load
+from tokenprune.setting import Setting
 from tokenprune.show import side_by_side
 from tokenprune_bench.app import snippets
 from tokenprune_bench.app.comparison import checked, compare
@@ -37,9 +38,10 @@ def test_two_settings_side_by_side(subject: Model) -> None:
     one, two = compare(
         subject, [asked.image], asked.question, ["divprune", "tome+fastv"], 0.5, lambda *step: steps.append(step)
     )
-    assert [one.spelling, two.spelling] == ["divprune", "tome+fastv"] and not tokenprune.is_patched(subject.model)
+    assert [one.setting.spec, two.setting.spec] == ["divprune", "tome+fastv"]
+    assert not tokenprune.is_patched(subject.model)
     assert one.before == two.before and one.kept == one.tokens // 2 and two.kept == two.tokens // 4
-    direct = side_by_side.show(subject, [asked.image], asked.question, ["tome+fastv"], 0.5)
+    direct = side_by_side.show(subject, [asked.image], asked.question, [Setting.from_spec("tome+fastv", 0.5)])
     assert direct.pair(0).tobytes() == two.drawing.tobytes() and direct.seen[0].answer == two.seen.answer
     assert two.drawing.size == (2 * direct.panels[0].image.width + 6, direct.panels[0].image.height)
     assert one.faster > 0 and [step[:2] for step in steps] == [(number, 5) for number in range(5)]
@@ -91,7 +93,7 @@ def test_what_is_copied_does_what_was_shown() -> None:
     assert flag[:4] == ["vllm", "serve", "MODEL", "--mm-processor-kwargs"]
     assert json.loads(flag[4]) == {"tokenprune": {"method": "divprune", "keep": 0.25}}
     assert snippets.vllm(checked("dart", 0.25)).startswith("# dart cannot be served")
-    assert snippets.bench("divprune+fastv:layer=3", 0.25, "demo_qwen") == (
+    assert snippets.bench(Setting.from_spec("divprune+fastv:layer=3", 0.25), "demo_qwen") == (
         "tokenprune bench --model demo_qwen --methods divprune+fastv:layer=3 --keep 0.25"
     )
 

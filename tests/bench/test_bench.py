@@ -22,9 +22,9 @@ from tokenprune.errors import (
 )
 from tokenprune.profiling.model import Model, load
 from tokenprune.profiling.patched import patched, patched_by
+from tokenprune.setting import Setting
 from tokenprune.show import draw, grids, side_by_side
 from tokenprune_bench import paired, results, suite, tables
-from tokenprune_bench.plan import passes_of
 from tokenprune_bench.report.png import plot_png
 from tokenprune_demo.scenes import KINDS
 
@@ -220,7 +220,7 @@ def test_costs_are_taken_against_the_unpatched_image(run: list[dict[str, Any]]) 
         assert stats[name]["visual_tokens_out"] == 8 * 64
         # Measured on the unpatched model's cache here, and worked out by the engine there.
         assert stats[name]["kv_bytes_full"] == full["kv_bytes"]
-    # The image is a quarter of the tokens, whether cut before or behind the vision tower.
+    # The image is a quarter of the tokens, whether cut before or after the vision tower.
     assert stats["downsample"]["kv_bytes"] == stats["pool"]["kv_bytes"]
     assert stats["downsample"]["prefill_flops_ratio"] == pytest.approx(stats["pool"]["prefill_flops_ratio"])
     assert stats["fastv"]["visual_tokens_average"] == pytest.approx(8 * (2 * 256 + 4 * 64) / 6)
@@ -242,12 +242,14 @@ def test_the_model_is_left_unpatched(subject: Model, run: list[dict[str, Any]]) 
 
 def test_seeds_draw_differently(subject: Model) -> None:
     image, kept = Image.new("RGB", (224, 224)), []
-    for one in passes_of("random", 0.25, (0, 1)):
+    for one in suite.BenchPlan(("random",), seeds=(0, 1)).passes("random", 0.25):
         with patched_by(subject, one.setting, record=True):
             subject.generate(subject.inputs([image], ["what color is the circle?"]))
             kept.append(tokenprune.stats(subject.model).cuts[0].kept)
     assert kept[0] != kept[1]
-    assert passes_of("dart", 0.25, (0, 1)) == [("dart", 0.25, None)]
+    assert [one.place for one in suite.BenchPlan(("dart",)).passes("dart", 0.25)] == [
+        {"method": "dart", "keep": 0.25, "seed": None}
+    ]
 
 
 def test_what_a_model_does_not_support_is_skipped_with_the_reason(subject: Model) -> None:
@@ -301,7 +303,7 @@ def noise() -> Image.Image:
 
 @pytest.mark.parametrize("method", ["random", "fastv", "pool", "downsample"])
 def test_show_counts_and_draws_what_is_kept(subject: Model, method: str) -> None:
-    shown = side_by_side.show(subject, [noise()], "is there a star?", [method], 0.25)
+    shown = side_by_side.show(subject, [noise()], "is there a star?", [Setting.from_spec(method, 0.25)])
     assert (shown.tokens, shown.seen[0].kept.sum()) == (256, 64)
     side = 8 if method == "downsample" else 16
     pair = shown.pair(0)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from pretender import VISUAL, Pretender, Talk, pretending
 from tokenprune.cli import app
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
+from tokenprune.setting import Setting
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune_bench.lines import read_lines
 from tokenprune_bench.plan import Pass
@@ -173,7 +174,7 @@ def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
     with backend.answering(None) as answer:
         answer(0, bench.examples[:3])
     engine.foreign = 7
-    uniform = {"method": "uniform", "keep": 0.25}
+    uniform = Setting.from_spec("uniform", 0.25)
     with backend.answering(uniform) as answer, pytest.raises(RunError, match="nobody else uses"):
         answer(0, bench.examples[:3])
     engine.foreign, engine.kept = 0, 0
@@ -198,11 +199,16 @@ def test_videos_are_refused() -> None:
 def test_a_request_names_all_options_of_a_setting() -> None:
     assert request_of(None) == {"off": True}
     assert request_of(Pass("unpatched", 1.0).setting) == {"off": True}
-    assert request_of(Pass("random", 0.5, 2).setting) == {"method": "random", "keep": 0.5, "seed": 2}
-    assert request_of({"method": "vscan", "keep": 64})["stage2"] is True
-    assert "thresholds" not in request_of({"method": "dymu", "keep": 0.5})  # a file, which requests cannot name
+
+    def asked(setting: dict) -> dict:
+        return request_of(Setting.of(setting))
+
+    (drawn,) = BenchPlan(("random",), seeds=(2,)).passes("random", 0.5)
+    assert request_of(drawn.setting) == {"method": "random", "keep": 0.5, "seed": 2}
+    assert asked({"method": "vscan", "keep": 64})["stage2"] is True
+    assert "thresholds" not in asked({"method": "dymu", "keep": 0.5})  # a file, which requests cannot name
     two = {"method": [{"method": "random", "seed": 2}, "pool"], "keep": [0.5, 0.25], "per": "frame"}
-    assert request_of(two) == {**two, "method": [{"method": "random", "seed": 2}, request_of({"method": "pool"})]}
+    assert asked(two) == {**two, "method": [{"method": "random", "seed": 2}, asked({"method": "pool"})]}
 
 
 @pytest.mark.parametrize(

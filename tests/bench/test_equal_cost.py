@@ -16,10 +16,11 @@ from families import FAMILIES
 from report_runs import BASE, GOOD, header
 from tokenprune import Budget
 from tokenprune.cli import app
-from tokenprune.config import read_config
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.profiling.model import load
+from tokenprune.profiling.patched import escalating
+from tokenprune.setting import Setting
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune_bench.equal_cost import in_words, missed, setting_for
 from tokenprune_bench.report.compare import same_questions
@@ -39,6 +40,11 @@ NO_PROMISE = {
 }
 BY_WHOLE_LAYERS = ("vtw",)
 
+
+def spec(name: str) -> Setting:
+    return escalating(1.0) if name == "escalate" else Setting.from_spec(name)
+
+
 # -- what a method is given --------------------------------------------------------------------------------------------
 
 
@@ -47,8 +53,8 @@ BY_WHOLE_LAYERS = ("vtw",)
 def test_the_closed_form_of_what_a_method_is_given_is_the_target(name: str, share: float) -> None:
     """In a decoder of 32 layers, with 576 tokens; or the method is refused by its name."""
     try:
-        setting = setting_for(name, share)
-        methods, budgets = read_config(setting).steps()
+        setting = setting_for(spec(name), share)
+        methods, budgets = setting.steps()
         cost = CostModel(SHAPE).predict(Load((), 576), methods, budgets)
     except BudgetError as error:
         assert name in (*NO_PROMISE, "visipruner", "ivc_prune"), error
@@ -64,24 +70,27 @@ def test_the_closed_form_of_what_a_method_is_given_is_the_target(name: str, shar
 @pytest.mark.parametrize(("name", "why"), NO_PROMISE.items())
 def test_a_method_that_promises_nothing_is_refused_by_name(name: str, why: str) -> None:
     with pytest.raises(BudgetError, match=f"{name} has no setting for a layer average of 0.25: .*{why}"):
-        setting_for(name, 0.25)
+        setting_for(spec(name), 0.25)
 
 
 def test_each_place_has_a_setting_of_its_own() -> None:
-    assert setting_for("divprune", 0.25) == {"method": "divprune", "keep": 0.25}
-    assert setting_for("vscan", 0.25) == {"method": "vscan", "keep": 0.25}  # `keep` is the average of its two cuts
-    assert setting_for("fastv", 0.25) == {"method": "fastv", "keep": {"average_share": 0.25}}
-    assert setting_for("dymu", 0.25) == {"method": "dymu", "keep": 0.25, "exact": True}
-    assert setting_for("tome", 0.25) == {"method": "tome", "keep": 0.25}
+    assert setting_for(spec("divprune"), 0.25).as_dict() == {"method": "divprune", "keep": 0.25}
+    assert setting_for(spec("vscan"), 0.25).as_dict() == {
+        "method": "vscan",
+        "keep": 0.25,
+    }  # `keep` is the average of its two cuts
+    assert setting_for(spec("fastv"), 0.25).as_dict() == {"method": "fastv", "keep": {"average_share": 0.25}}
+    assert setting_for(spec("dymu"), 0.25).as_dict() == {"method": "dymu", "keep": 0.25, "exact": True}
+    assert setting_for(spec("tome"), 0.25).as_dict() == {"method": "tome", "keep": 0.25}
 
 
 def test_a_run_that_spends_something_else_is_told() -> None:
-    assert missed("vtw", 0.5, 128, images=1, tokens=256) is None
-    assert missed("fastv", 0.25, 65, images=1, tokens=256) is None and missed("fastv", 0.25, 66, 1, 256)
-    assert missed("fastv", 0.25, 2 * 65, images=2, tokens=2 * 256) is None
-    assert "spent 0.167 of the visual" in missed("vtw", 0.25, 256 / 6, images=1, tokens=256)
-    assert missed("downsample", 0.5, 121, images=1, tokens=256) is None  # 11 x 11, and 12 x 12 is no nearer
-    assert missed("downsample", 0.5, 100, images=1, tokens=256)
+    assert missed(spec("vtw"), 0.5, 128, images=1, tokens=256) is None
+    assert missed(spec("fastv"), 0.25, 65, images=1, tokens=256) is None and missed(spec("fastv"), 0.25, 66, 1, 256)
+    assert missed(spec("fastv"), 0.25, 2 * 65, images=2, tokens=2 * 256) is None
+    assert "spent 0.167 of the visual" in missed(spec("vtw"), 0.25, 256 / 6, images=1, tokens=256)
+    assert missed(spec("downsample"), 0.5, 121, images=1, tokens=256) is None  # 11 x 11, and 12 x 12 is no nearer
+    assert missed(spec("downsample"), 0.5, 100, images=1, tokens=256)
 
 
 def test_a_setting_in_words() -> None:

@@ -44,9 +44,9 @@ def column(page: Any, number: int) -> list[str]:
 def test_it_filters_and_sorts(browser: Any, rows: list[list[str]]) -> None:
     titles, *lines = rows
     page = show(browser, rows)
-    assert page.locator("output").inner_text() == f"{len(lines)} of {len(lines)} rows" and len(column(page, 0)) == len(
-        lines
-    )
+    assert page.locator("output").inner_text() == f"{len(lines)} of {len(lines)} rows" and len(column(page, 0)) == 10
+    page.get_by_role("button", name=f"Show all {len(lines)}").click()
+    assert len(column(page, 0)) == len(lines)
     served, acts, right = (titles.index(name) for name in ("vLLM", "acts", "right, %"))
     page.get_by_label("vLLM").select_option("yes")
     page.get_by_label("acts").select_option("before the language model")

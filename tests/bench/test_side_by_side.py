@@ -10,6 +10,7 @@ from PIL import Image
 import tokenprune
 from tokenprune.errors import AlreadyPatchedError, OptionError
 from tokenprune.profiling.model import Model, load
+from tokenprune.setting import Setting
 from tokenprune.show import draw, side_by_side
 
 QUESTION = "is there a star?"
@@ -18,6 +19,10 @@ QUESTION = "is there a star?"
 @pytest.fixture(scope="module")
 def subject() -> Model:
     return load("demo_vlm", device="cpu")
+
+
+def settings(keep: float, *names: str) -> list[Setting]:
+    return [Setting.from_spec(name, keep) for name in names]
 
 
 def ramp(width: int, height: int) -> Image.Image:
@@ -29,7 +34,8 @@ def ramp(width: int, height: int) -> Image.Image:
 def test_methods_and_a_stack_stand_side_by_side_with_what_they_cost(subject: Model) -> None:
     names = ["divprune", "tome", "divprune+fastv:layer=3"]
     steps = []
-    shown = side_by_side.show(subject, [ramp(600, 400)], QUESTION, names, 0.25, step=lambda *told: steps.append(told))
+    wanted = settings(0.25, *names)
+    shown = side_by_side.show(subject, [ramp(600, 400)], QUESTION, wanted, step=lambda *told: steps.append(told))
     titles = [panel.title for panel in shown.panels]
     *keeps, stack = (f"{name}, keep 0.25" for name in names)
     assert titles == ["unpatched", *keeps, f"{stack} each, 6.25 % in all"]
@@ -49,12 +55,12 @@ def test_the_drawing_has_the_pixels_of_the_part_that_the_model_sees(subject: Mod
     assert part.size == pytest.approx((600, 600), abs=12)
     middle = np.asarray(image.crop((200, 0, 800, 600)), int)
     assert np.abs(np.asarray(part.resize((600, 600)), int) - middle).mean() < 3
-    (panel, _) = side_by_side.show(subject, [image], QUESTION, ["uniform"], 0.25).panels
+    (panel, _) = side_by_side.show(subject, [image], QUESTION, settings(0.25, "uniform")).panels
     assert panel.image.size == part.size
 
 
 def test_dropped_is_told_from_kept_on_a_black_image(subject: Model) -> None:
-    shown = side_by_side.show(subject, [Image.new("RGB", (512, 512))], QUESTION, ["uniform"], 0.25)
+    shown = side_by_side.show(subject, [Image.new("RGB", (512, 512))], QUESTION, settings(0.25, "uniform"))
     cells = np.asarray(shown.panels[1].image, int).reshape(16, 32, 16, 32, 3).transpose(0, 2, 1, 3, 4)
     inner = cells[:, :, 3:-3, 3:-3].max((2, 3, 4)).reshape(-1)
     edge = cells[:, :, 0].min((2, 3)).reshape(-1)
@@ -76,12 +82,13 @@ def test_merged_patches_have_their_mean_colour() -> None:
 
 
 def test_scores_are_mapped_where_a_method_ranks_by_one(subject: Model) -> None:
-    shown = side_by_side.show(subject, [ramp(224, 224)], QUESTION, ["fastv", "divprune"], 0.25, scores=True)
+    shown = side_by_side.show(subject, [ramp(224, 224)], QUESTION, settings(0.25, "fastv", "divprune"), scores=True)
     assert [panel.title for panel in shown.panels][2] == "fastv: scores" and len(shown.panels) == 4
     assert shown.notes == ("divprune ranks no tokens by a score: there is no map of it",)
     fastv = shown.seen[0]
     assert fastv.scores[fastv.kept].min() >= fastv.scores[~fastv.kept].max()  # it keeps the highest
-    stack = side_by_side.show(subject, [ramp(224, 224)], QUESTION, ["divprune+fastv:layer=3"], 0.5, scores=True).seen[0]
+    wanted = settings(0.5, "divprune+fastv:layer=3")
+    stack = side_by_side.show(subject, [ramp(224, 224)], QUESTION, wanted, scores=True).seen[0]
     assert np.isfinite(stack.scores).sum() == 128 and np.isfinite(stack.scores[stack.kept]).all()
 
 

@@ -22,10 +22,7 @@ WORDS = (
     (r"\.without\((unknown|missing)\b", "fallback_hint("),
 )
 # Names of two classes that are not apart yet; leaves with the second class.
-SHARED = {
-    "Cut", "EncoderAttention", "Entry", "Kept", "Layout", "Load", "Packed", "Piece", "Plan", "Prompt", "Seen", "Step",
-    "UnitDrop", "_Kind",
-}  # fmt: skip
+SHARED = {"Plan"}
 
 
 def openings(source: str) -> Iterator[tuple[int, str]]:

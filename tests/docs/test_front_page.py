@@ -14,7 +14,8 @@ import torch
 import yaml
 
 import tokenprune
-from tokenprune import Site
+from tests.docs.test_docs import generator
+from tokenprune import Site, registry
 from tokenprune_bench.recommend.advice import advice
 from zoo import FAMILIES
 
@@ -23,27 +24,67 @@ README = (ROOT / "README.md").read_text()
 ADVICE = advice()
 
 
-def test_the_readme_is_short_and_in_order() -> None:
-    assert len(README.splitlines()) < 125
-    parts = ("problem:begin", "](docs/images/", "```python", "printed:begin", "choice:begin", "## Install", "## Links")
+CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_readme_is_in_order() -> None:
+    parts = ("](docs/images/", "## Install", "## Use", "## What it saves", "headline:begin", "## Which method")
+    parts += ("choice:begin", "## Works with", "## Add a method", "## Links", "CITATION.cff", "LICENSE")
     places = [README.index(part) for part in parts]
     assert places == sorted(places)
+    _, works, _ = re.split(r"## Works with\n\n|\n\n## Add a method", README)
+    assert works.count("\n- ") == 3 and works.startswith("- ")
 
 
-def test_the_first_code_prints_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_code_has_eight_lines_and_prints_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module = importlib.import_module("first_run")
+    lines = [line for line in module.code().splitlines() if line and not line.startswith("#")]
+    assert module.code() == CODE[0] and len(lines) == 8
     recorded = json.loads(module.OUT.read_text())
     assert module.run() == recorded["printed"]
     assert module.PATCHED.search(module.code()).groups() == ("divprune", "0.25")  # what the time is taken of
-    assert f"```text\n{chr(10).join(recorded['printed'])}\n```" in README
+    assert f"# prints: {' '.join(recorded['printed'])}\n```" in README
 
 
-def test_the_offline_code_answers_with_a_quarter_of_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = (one for one in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "demo_model" in one)
-    exec(code, {})
-    printed = capsys.readouterr().out
-    assert re.match(r" ?(yes|no) Stats\(visual tokens 256 -> 64 ", printed), printed
+def test_the_method_of_the_readme_has_twelve_lines_and_works(build) -> None:
+    (code,) = (one for one in CODE if "@register" in one)
+    assert len([line for line in code.splitlines() if line]) <= 12
+    try:
+        exec(code, {"__name__": "loudest"})
+        model, inputs = build(FAMILIES["llava"]), FAMILIES["llava"].make_inputs()
+        with tokenprune.patched(model, "loudest", keep=0.25):
+            model(**inputs)
+            assert tokenprune.stats(model).keep_ratio == pytest.approx(0.25)
+    finally:
+        registry._METHODS.pop("loudest", None)
+
+
+def test_a_row_of_the_headline_has_speed_and_accuracy_of_one_record() -> None:
+    """Of one file and one model, timed on a quiet machine."""
+    front_page = generator("front_page")
+    header, records = front_page.rows.read(front_page.HEADLINE)
+    found = [one for one in records if "group" in one and not front_page.rows.is_loaded(one)]
+    table = front_page.headline()
+    assert table in README and len({one["environment"]["model"] for one in found}) == 1
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(found)
+    for one in found:
+        (row,) = (row for row in rows if re.sub(r"`", "", row).startswith(f"| {one['name']} |"))
+        right = 100 * (header["unpatched"] - one["drop"])
+        assert row.endswith(f"| {1 / one['speedup']:.2f}x | {right:.1f} % |")
+    assert "random" not in found[0]["environment"]["model"]
+
+
+def test_a_loaded_row_stays_out_of_the_headline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    front_page = generator("front_page")
+    header, records = front_page.rows.read(front_page.HEADLINE)
+    one = next(one for one in records if "group" in one)
+    monkeypatch.setattr(front_page, "ROOT", tmp_path)
+    monkeypatch.setattr(front_page, "HEADLINE", tmp_path / "stacks.jsonl")
+    for load, rows in ((1.0, 1), (9.0, 0)):
+        front_page.rows.write(front_page.HEADLINE, [header, {**one, "load": load, "cpus": 2}])
+        assert front_page.headline().count("| `") == rows
 
 
 @torch.no_grad()
@@ -114,7 +155,7 @@ def test_the_default_is_what_the_readme_says(build) -> None:
     model = build(FAMILIES["llava"])
     with tokenprune.patched(model):
         assert "tokenprune: dart(), keep=0.25" in repr(model)
-    assert "`patch(model)` alone is `dart` at 0.25" in README
+    assert "`patch(model)` alone is `dart` at 0.25" in " ".join(README.split())
     assert tokenprune.method_info("dart").query_aware
 
 

@@ -67,18 +67,18 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return put
 
 
-@pytest.mark.parametrize("make", ["problem", "speed_and_accuracy"])
-def test_speed_stands_beside_accuracy_at_one_setting_of_one_model(timed: Any, make: str) -> None:
+def test_speed_stands_beside_accuracy_at_one_setting_of_one_model(timed: Any) -> None:
+    make = front_page.speed_and_accuracy
     timed(1.5)
-    text = getattr(front_page, make)()
+    text = make()
     both = [one for one in sentences(text) if SPEED.search(one) and ACCURACY.search(one)]
     assert len(both) == 1 and WHICH in both[0] and "the small LLaVA that ships" in both[0]
     timed(2.5)
-    text = getattr(front_page, make)()
+    text = make()
     assert not SPEED.search(text) and ACCURACY.search(text)  # a time of a loaded machine is left out
     timed(1.5, keep=0.11)
     with pytest.raises(ValueError, match="another setting or model"):
-        getattr(front_page, make)()
+        make()
 
 
 def test_no_generated_sentence_gives_speed_and_accuracy_of_two_settings() -> None:
@@ -126,7 +126,7 @@ def test_a_number_about_choosing_comes_from_the_raw_file(tmp_path: Path, monkeyp
 def test_times_of_the_shipped_benchmark_are_of_quiet_rows() -> None:
     pages = readme.accuracy_pages
     for path in (pages.BENCH, pages.FAIR, pages.VIDEOS):
-        shown = {(row.method, row.keep) for row in pages._results(path).rows if row.timing}
+        shown = {(row.method, row.keep) for row in pages.results_of(path).rows if row.timing}
         _, records = rows.read(path)
         taken = [one for one in records if one.get("timing")]
         assert shown == {(one["method"], one["keep"]) for one in taken if not rows.is_loaded(one)}

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 import tokenprune
+from tokenprune.families import REFUSED_IN_VLLM, SERVED
 
 ROOT = Path(__file__).parents[2]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
@@ -111,9 +112,10 @@ def test_a_method_page_has_head_and_docstring_of_its_method(hooks: Any) -> None:
     """The hook finds the module by its name, in whatever folder it lies."""
     for name in tokenprune.available_methods():
         assert hooks.module_of(name) == tokenprune.method_info(name).cls.__module__
-    made = page_of(hooks, "methods/dart.md", "# DART, a method\n\nText of ours.\n")
-    parts = ("# DART, a method\n", "| source | arXiv", "| `pivot_image` | `4` | an int >= 1 | how many pivots")
-    parts += ("Text of ours.", "## Reference", "::: tokenprune.methods.in_llm.dart")
+    made = page_of(hooks, "methods/dart.md", "# DART, a method\n\nWhat it does.\n\nText of ours.\n")
+    parts = ("# DART, a method\n", "What it does.", "![What dart keeps", "| `dart` | 86% |", "Text of ours.")
+    parts += ("## At a glance", "| source | arXiv", "| `pivot_image` | `4` | an int >= 1 | how many pivots")
+    parts += ("## Reference", "::: tokenprune.methods.in_llm.dart")
     places = [made.index(part) for part in parts]
     assert places == sorted(places) and made.count("| `exact` |") == 1
 
@@ -125,6 +127,9 @@ def test_a_marker_becomes_what_is_made_of_the_code(hooks: Any) -> None:
     seen = set(tokenprune.available_observables()) - {"hidden", "normed"}
     assert all(made.count(f"\n| `{name}` |") == 1 for name in seen)
     assert "| **all of tokenprune** |" in page_of(hooks, "architecture.md", "# A\n\n<!-- made: house -->\n")
+    served = page_of(hooks, "serving-in-full.md", (ROOT / "docs/serving-in-full.md").read_text())
+    assert all(served.count(f"| `{name}` |") == 1 for name in SERVED)
+    assert all(f"`{name}`" in served and f"| {reason} |" in served for name, reason in REFUSED_IN_VLLM.items())
     with pytest.raises(KeyError, match="nothing"):
         page_of(hooks, "faq.md", "<!-- made: nothing -->")
 

@@ -38,7 +38,7 @@ ALLOWED = {
     "tokenprune_demo/heldout.py": (r'"picture"',),
     "lmms_eval/suite.py": (r'"picture"',),
     "docs/methods/dyrate.md": (r'"Describe this picture\."',),
-    "docs/serving.md": (r"heldout/pictures/",),
+    "docs/serving-in-full.md": (r"heldout/pictures/",),
     "benchmarks/first_run.py": (r"heldout/pictures/",),
     "benchmarks/serving.py": (r"What is in the picture\?",),
     "benchmarks/studies/guard_proof.py": (r'"pictures": \[FIRST',),

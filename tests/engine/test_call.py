@@ -117,10 +117,11 @@ def test_what_is_made_for_one_layer_serves_the_group():
     assert group.gathered(positions, -1) is group.gathered(positions, -1)
     assert start.gathered(positions, -1) is positions
     mask = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
-    made = group.attention_mask(mask, KeySpan(-2, None, 2), "sdpa", torch.float32)
+    adapter = SimpleNamespace(attention="sdpa")
+    made = group.attention_mask(mask, KeySpan(-2, None, 2), adapter, torch.float32)
     assert made.tolist() == [[[[True, False], [True, True]]]]
-    assert group.attention_mask(mask, KeySpan(-2, None, 2), "sdpa", torch.float32) is made
-    assert start.attention_mask(mask, KeySpan(-3, None, 3), "sdpa", torch.float32) is mask
+    assert group.attention_mask(mask, KeySpan(-2, None, 2), adapter, torch.float32) is made
+    assert start.attention_mask(mask, KeySpan(-3, None, 3), adapter, torch.float32) is mask
 
 
 # -- plans
@@ -163,7 +164,7 @@ def test_planning_again_says_nothing(caplog):
     model = family.build()
     with tokenprune.patched(model, "fastv", keep=0.1, layer=1, guard="warn"), torch.no_grad():
         engine = model._tokenprune_patch.engine
-        engine.parts.append(Watch())
+        engine.planner._planning.append(Watch())
         model(**family.make_inputs())
     (call,) = calls
     assert call.plan.cuts == {1}

@@ -17,17 +17,18 @@ import tokenprune
 from basics import pieces
 from oracle import close
 from tokenprune import OptionError, registry
-from tokenprune.integrations.hf.decoder.kept_inputs import Inputs
+from tokenprune.integrations.hf.decoder.method_inputs import Inputs
 from tokenprune.view import observable
 from tokenprune.view import registry as observable_registry
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from zoo import FAMILIES, Family
 
 LAYER = 2
 DECODER = [
     name
     for name in tokenprune.available_observables()
-    if observable_registry.find_observable(name).where not in (Where.TOWER, Where.TOWER_BLOCK, Where.CUT, Where.FRAMES)
+    if observable_registry.find_observable(name).where
+    not in (ObservedAt.TOWER, ObservedAt.TOWER_BLOCK, ObservedAt.CUT, ObservedAt.FRAMES)
 ]
 
 

@@ -27,7 +27,7 @@ from zoo import FAMILIES, Family
 NAMES = ["llava", "qwen2_5_vl", "gemma3"]
 # Those that act on pixels change what the processor makes of a prompt: nothing of them is in the model.
 ACTING = [name for name in METHODS if tokenprune.method_info(name).site is not Site.PRE_ENCODER]
-# What cannot act: averages of a grid of patches behind the tower, grids that are not known, families without video.
+# What cannot act: averages of a grid of patches after the tower, grids that are not known, families without video.
 REFUSED = {
     "llava": ["pevlm", "pixelprune", *VIDEO_METHODS],
     "gemma3": ["dymu", "pevlm", "pixelprune", "tome", *VIDEO_METHODS],

@@ -19,7 +19,7 @@ from oracle import close, generate_logits
 from tests.engine.test_cache import longer, words
 from tests.tower.test_encoder import expected_sources, with_features
 from tokenprune.base import Selection
-from tokenprune.integrations.hf.decoder.virtual_unmerging import Unmerged
+from tokenprune.integrations.hf.parts.virtual_unmerging import Unmerged
 from tokenprune.integrations.hf.sequence.layout import Layout
 from zoo import FAMILIES, HEAD_DIM, TEXT, Family
 

@@ -23,14 +23,16 @@ from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
 from tokenprune import TokenPruneError, UnsupportedModelError, families
 from tokenprune.integrations.hf import compat
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 from zoo import Family
 
 # A score method, a merge method, one inside the decoder, and one that goes on while decoding.
 METHODS: dict[str, dict[str, int]] = {"divprune": {}, "pool": {}, "dart": {}, "dyrate": {"layer": 2}}
 READ_THE_TOWER = [
-    name for name in MODEL_METHODS if observables_of(tokenprune.method_info(name).needs, Where.TOWER, Where.TOWER_BLOCK)
+    name
+    for name in MODEL_METHODS
+    if observables_of(tokenprune.method_info(name).needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
 ]
 STEPS = 2
 VIDEOS = {"images": (0, 0), "video": (True, 5)}

@@ -16,7 +16,7 @@ import tokenprune
 from basics import METHODS, MODEL_METHODS
 from tokenprune import Pruner, Selection, Site, VisualTokens
 from tokenprune.testing import visual_tokens
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import find_observable
 from tokenprune.view.segments import Patches, Sizes
 
@@ -35,7 +35,7 @@ def made_up(
     seen["encoder_attention"] = {layer: one[:, None] for layer, one in scores.items()}
     seen["patches"] = given.get("patches") or raster(counts, grids or [None] * rows)
     for one in map(find_observable, tokenprune.available_observables()):  # what else a tower tells, of any block
-        if one.where in (Where.TOWER, Where.TOWER_BLOCK) and one.name not in seen:
+        if one.where in (ObservedAt.TOWER, ObservedAt.TOWER_BLOCK) and one.name not in seen:
             seen[one.name] = one.example(Sizes(tuple(counts)), g)
     behind = {"hidden": hidden[:, longest:], "keys": keys[:, longest:]}
     if "text_mask" in given:

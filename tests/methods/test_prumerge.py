@@ -11,9 +11,8 @@ import torch
 import tokenprune
 from tests.methods.naive.prumerge import BOTH, naive
 from tokenprune import Selection
-from tokenprune.integrations.shared.selection import merge_tokens
 from tokenprune.view.tokens import VisualTokens
-from tower_tokens import LAYOUTS, kept_of, tower_tokens
+from tower_tokens import LAYOUTS, kept_of, merged, tower_tokens
 
 
 def select(name: str, tokens: VisualTokens, **options: Any) -> Selection:
@@ -40,10 +39,6 @@ def test_the_authors_number(name: str, merge: str) -> None:
     assert select(name, whole, exact=False).keep.all()  # nothing is to go
 
 
-def merged(tokens: VisualTokens, selection: Selection) -> torch.Tensor:
-    return merge_tokens(tokens.hidden, selection, tokens.segments, tokens.segments.position)[0]
-
-
 def test_one_token_stands_for_all_others() -> None:
     """3, 5: the mean by attention of exactly the complement; the others stay as they are; so do all without any
     attention."""
@@ -52,17 +47,18 @@ def test_one_token_stands_for_all_others() -> None:
     kept, into = naive(tokens, 0, "prumerge")
     (slot,) = set(into.values())
     rest, weight = [*into, slot], tokens.encoder_attention(-1)[0].mean(0)
-    out = merged(tokens, selection)
+    out = merged(tokens, selection)[0]
     torch.testing.assert_close(out[slot], (tokens.hidden[0, rest] * weight[rest, None]).sum(0) / weight[rest].sum())
     others = [i for i in kept if i != slot]
     assert torch.equal(out[others], tokens.hidden[0, others])
     none = tower_tokens([([(8, 8)], 0)], [9], encoder_attention={-1: torch.zeros(1, 1, 64)})
-    assert torch.equal(merged(none, select("prumerge", none)), none.hidden[0])
+    assert torch.equal(merged(none, select("prumerge", none)), none.hidden)
 
 
 def test_clusters_are_means_by_attention() -> None:
     tokens = tower_tokens([([(8, 8)], 0)], [9])
-    out, (kept, into) = merged(tokens, select("prumerge", tokens, merge="clusters")), naive(tokens, 0, "", "clusters")
+    kept, into = naive(tokens, 0, "", "clusters")
+    out = merged(tokens, select("prumerge", tokens, merge="clusters"))[0]
     weight = tokens.encoder_attention(-1)[0].mean(0)
     for target in kept:
         group = [target, *(i for i, j in into.items() if j == target)]

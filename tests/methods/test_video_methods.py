@@ -16,7 +16,7 @@ from basics import VIDEO_METHODS
 from naive_video import NAIVE, Places, spread
 from tokenprune import VisualTokens
 from tokenprune.testing import visual_tokens
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import available_observables, find_observable
 from tokenprune.view.segments import Patches, Sizes
 
@@ -51,7 +51,7 @@ def tokens_of(
     needs = tokenprune.method(name).needs
     for need in available_observables():
         seen = find_observable(need)
-        if not seen.declared(needs) or seen.where in (Where.CUT, Where.FRAMES) or need in given:
+        if not seen.declared(needs) or seen.where in (ObservedAt.CUT, ObservedAt.FRAMES) or need in given:
             continue
         if need == "patches":
             given[need] = patches_of(videos, counts)

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tokenprune
 from tests.methods.naive.visionzip import naive
 from tokenprune import Selection
-from tokenprune.integrations.shared.selection import merge_tokens
 from tokenprune.view.tokens import VisualTokens
-from tower_tokens import tower_tokens
+from tower_tokens import merged, tower_tokens
 
 
 def select(tokens: VisualTokens, **options: Any) -> Selection:
@@ -25,11 +23,6 @@ def select(tokens: VisualTokens, **options: Any) -> Selection:
 def test_the_papers_numbers_of_contextual_tokens(grid: tuple[int, int], keep: int, context: int) -> None:
     into = select(tower_tokens([([grid], 0)], [keep])).assign[0].tolist()
     assert len({to for i, to in enumerate(into) if to not in (i, -1)}) == context
-
-
-def merged(tokens: VisualTokens, selection: Selection) -> Tensor:
-    places = tokens.segments.position + torch.arange(len(tokens.counts))[:, None] * tokens.mask.shape[1]
-    return merge_tokens(tokens.hidden, selection, tokens.segments, places)
 
 
 def test_a_contextual_token_is_half_of_target_and_mean() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.setting.offer import Offer, split
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_requests_are_of_all_kinds(load: Any) -> None:
 
 def test_right_and_wrong_are_what_they_are_called(load: Any) -> None:
     base, given = split(load.SERVER)
-    offer = Offer.of(given, Setting.of(base), lambda profile: Setting.of(base, profile))
+    offer = Offer.of(given, ServedSetting.of(base), lambda profile: ServedSetting.of(base, profile))
     for asked in [*load.OWN, *({"profile": one} for one in load.PROFILES)]:
         offer.setting(asked)
     for asked in load.WRONG:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tokenprune.integrations.vllm.setting.offer import Offer
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,10 @@ def test_a_queue_by_hand(overload: Any) -> None:
 
 
 def test_the_rule_is_the_servers(overload: Any) -> None:
-    off = Setting()
+    off = ServedSetting()
     given = {"profiles": {"a": {"off": True}, "b": {"off": True}}}
     given["overload"] = {"in_flight": [3, 7], "profiles": ["a", "b"]}
-    offer, rule = Offer.of(given, off, Setting.of), overload.steps([3, 7], ["a", "b"], "default")
+    offer, rule = Offer.of(given, off, ServedSetting.of), overload.steps([3, 7], ["a", "b"], "default")
     assert [rule(number) for number in range(20)] == [offer.at(number) for number in range(20)]
 
 

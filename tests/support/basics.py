@@ -10,7 +10,7 @@ from torch import nn
 
 import tokenprune
 from tokenprune import Budget, Site
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 from zoo import IMAGE, VIDEO, Family
 
@@ -21,7 +21,7 @@ _BEFORE_THE_DECODER = (Site.PRE_ENCODER, Site.IN_ENCODER)
 # What acts on attention removes nothing, so there is no cut to look at: see test_pevlm.py.
 _ELSEWHERE = (*_BEFORE_THE_DECODER, Site.ATTENTION)
 # What compares the frames of videos leaves images alone, and is refused for families without videos.
-VIDEO_METHODS = [name for name in METHODS if observables_of(tokenprune.method_info(name).needs, Where.FRAMES)]
+VIDEO_METHODS = [name for name in METHODS if observables_of(tokenprune.method_info(name).needs, ObservedAt.FRAMES)]
 MODEL_METHODS = [
     name for name in METHODS if tokenprune.method_info(name).site not in _ELSEWHERE and name not in VIDEO_METHODS
 ]

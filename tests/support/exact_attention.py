@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.integrations.hf.attention.observer import Tap
-from tokenprune.integrations.hf.decoder.virtual_unmerging import Unmerged, VirtualUnmerging
+from tokenprune.integrations.hf.parts.virtual_unmerging import Unmerged, VirtualUnmerging
 from tokenprune.integrations.hf.sequence.masks import causal_mask
 
 

@@ -12,7 +12,7 @@ torch takes it for the machine's accelerator.
 from __future__ import annotations
 
 import os
-import traceback
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,9 +119,11 @@ class Syncs(TorchDispatchMode):
         return tree_map(wrapped, result)
 
     def _note(self, what: str, times: int = 1) -> None:
-        frames = [f for f in traceback.extract_stack() if f.filename.startswith((_LIBRARY, _TRANSFORMERS))]
-        ours = frames and frames[-1].filename.startswith(_LIBRARY)
-        place = f"{Path(frames[-1].filename).name}:{frames[-1].name}" if ours else "the model"
+        frame = sys._getframe(1)  # not traceback.extract_stack, which reads the lines of every file on the way
+        while frame is not None and not frame.f_code.co_filename.startswith((_LIBRARY, _TRANSFORMERS)):
+            frame = frame.f_back
+        ours = frame is not None and frame.f_code.co_filename.startswith(_LIBRARY)
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}" if ours else "the model"
         self.found += [(what, place)] * times
 
     @property

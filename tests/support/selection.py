@@ -49,9 +49,19 @@ FEW_FAMILIES = {
 # What takes long whatever the family: it starts processes, runs a whole benchmark, simulates, or interprets kernels.
 SLOW = {
     "api/test_cli.py",
+    "api/test_command_line_traps.py::test_a_line_of_the_predictions_without_an_answer_is_named",
+    "api/test_command_line_traps.py::test_a_profile_of_two_settings_has_a_table_of_each",
+    "api/test_command_line_traps.py::test_all_rows_that_do_not_fit_the_model_are_named_at_once",
+    "api/test_command_line_traps.py::test_no_question_about_a_circle_and_the_shipped_model_knows_drawings_only",
+    "api/test_command_line_traps.py::test_predictions_that_were_cut_are_named_and_nothing_changes",
+    "api/test_distributions.py::test_a_source_distribution_builds_the_wheel",
+    "api/test_distributions.py::test_the_benchmark_without_the_demo_imports_and_asks_for_questions_before_it_loads_a_model",
+    "api/test_distributions.py::test_the_core_alone_lists_methods_and_says_what_to_install",
     "api/test_method_conformance.py::test_our_methods_conform",
     "api/test_observables.py::test_engines_ask_a_method_through_its_base_class",
     "api/test_setting.py::test_wild_settings_are_answered",
+    "api/test_startup.py::test_a_config_is_read_without_torch",
+    "api/test_startup.py::test_deferred_torch_is_torch",
     "api/test_two_pass.py",
     "api/test_ways.py",
     "api/test_ways_copies.py",
@@ -65,7 +75,12 @@ SLOW = {
     "bench/test_report_samples.py",
     "bench/test_video_bench.py",
     "docs/test_docs.py::test_generated_parts_are_current",
+    "docs/test_numbers.py::test_generated_parts_hold_no_placeholder",
+    "docs/test_numbers.py::test_no_generated_sentence_gives_speed_and_accuracy_of_two_settings",
+    "docs/test_numbers.py::test_speed_stands_beside_accuracy_at_one_setting_of_one_model",
+    "engine/test_compile.py",
     "engine/test_drafts.py",
+    "engine/test_static_cache.py::test_decode_steps_compile",
     "engine/test_syncs.py",
     "engine/test_tensor_parallel.py",
     "engine/test_vtu.py",
@@ -94,7 +109,10 @@ SLOW = {
     "methods/test_vitcop.py::test_the_tower_and_its_clusters_equal_the_loop_in_200_cases",
     "processor/test_view_select_models.py::test_generate_equals_a_prompt_with_the_kept_views",
     "processor/test_view_select_models.py::test_the_benchmark_leaves_it_out",
+    "scripts/test_all_methods.py::test_the_page_is_current",
+    "scripts/test_house.py::test_every_distribution_is_counted",
     "scripts/test_recover.py::test_a_run_of_a_few_steps",
+    "scripts/test_screenshots.py::test_what_is_wrong_with_a_page_is_said",
     "scripts/test_speed_benchmarks.py",
     "tower/test_packed_encoder.py::test_generate_and_composition",
     "tuning/test_promise.py::test_it_is_wrong_no_more_often_than_it_says",
@@ -147,30 +165,33 @@ def kind_of(method: str) -> tuple[Any, ...]:
 def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
     """Remove from `items` most variants of tests that are run for methods on families of zoo.py; return them.
 
-    Each method of `FAST_METHODS` stays on every family; in a test without these the first by name does. Each other
-    method stays on one of `FEW_FAMILIES`: on another one in another test, so that it meets all of them; and the first
-    of each kind by name on all of them.
+    Each method of `FAST_METHODS` stays on every family; in a test without these the first by name does. The first of
+    each kind by name stays on all of `FEW_FAMILIES`. Of each other method one variant stays, on one of them; in another
+    test another one, so that it meets all families and values.
     """
     known = set(tokenprune.available_methods())
-    groups: dict[str, list[tuple[pytest.Item, str, str]]] = defaultdict(list)
+    groups: dict[str, dict[str, dict[str, list[pytest.Item]]]] = defaultdict(lambda: defaultdict(dict))
     for item in items:
         methods, families = names_in(item) & known, names_in(item) & zoo.FAMILIES.keys()
         if len(methods) == 1 and len(families) == 1:
-            groups[item.nodeid.partition("[")[0]].append((item, methods.pop(), families.pop()))
-    gone = set()
+            on = groups[item.nodeid.partition("[")[0]][methods.pop()]
+            on.setdefault(families.pop(), []).append(item)
+    gone: set[pytest.Item] = set()
     for test, group in groups.items():
         first: dict[Any, str] = {}
-        on: dict[str, set[str]] = defaultdict(set)
-        for _, method, family in group:
-            on[method].add(family)
-        for method in sorted(on, key=lambda name: (name not in FAST_METHODS, name)):
+        for method in sorted(group, key=lambda name: (name not in FAST_METHODS, name)):
             first.setdefault(kind_of(method), method)
-        everywhere = FAST_METHODS.keys() & on.keys() or {min(on)}
-        for item, method, family in group:
-            few = sorted(on[method] & FEW_FAMILIES.keys()) or sorted(on[method])
-            turn = few[crc32(f"{test} {method}".encode()) % len(few)]
-            if method not in everywhere and family != turn and (method not in first.values() or family not in few):
-                gone.add(item)
+        everywhere = FAST_METHODS.keys() & group.keys() or {min(group)}
+        for method in group.keys() - everywhere:
+            on = group[method]
+            few = sorted(on.keys() & FEW_FAMILIES.keys()) or sorted(on)
+            turn = crc32(f"{test} {method}".encode())
+            if method in first.values():
+                left = {item for family in few for item in on[family]}
+            else:
+                variants = on[few[turn % len(few)]]
+                left = {variants[turn // len(few) % len(variants)]}
+            gone |= {item for variants in on.values() for item in variants} - left
     items[:] = [item for item in items if item not in gone]
     return list(gone)
 

@@ -105,6 +105,16 @@ def test_a_method_changes_families_from_test_to_test() -> None:
     assert found == left_of(*(items(f"test{n}", method=["divprune", "uniform"], family=SOME) for n in range(20)))
 
 
+def test_a_method_that_is_not_the_first_of_its_kind_runs_one_variant() -> None:
+    """Other values in another test; the methods of each kind that run on every family run all of them."""
+    tests = [items(f"test{n}", method=["divprune", "uniform"], family=SOME, batch=[1, 2, 3]) for n in range(20)]
+    left = [item for test in tests for item in test]
+    leave_out_families(left)
+    lone = [item.callspec.params for item in left if item.callspec.params["method"] == "uniform"]
+    assert len(lone) == 20 and len(left) == 20 * (len(SOME) * 3 + 1)
+    assert {(one["family"], one["batch"]) for one in lone} == set(product(["llava", "qwen2_5_vl"], [1, 2, 3]))
+
+
 def test_what_is_thorough_is_left_out() -> None:
     one, other = items("one", a=[1, 2])
     other.marked = True

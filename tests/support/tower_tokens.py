@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import tokenprune
+from tokenprune import Selection
+from tokenprune.integrations.shared.selection import merge_tokens
 from tokenprune.testing import visual_tokens
 from tokenprune.view.segments import Patches
 from tokenprune.view.tokens import VisualTokens
@@ -92,6 +94,12 @@ def kept_of(keep: Tensor) -> list[list[int]]:
 def chosen(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
     """Return what a method keeps of each image."""
     return kept_of(tokenprune.method(name, **options).select(tokens).keep)
+
+
+def merged(tokens: VisualTokens, selection: Selection) -> Tensor:
+    """Return the tokens after those that leave were merged, `[S, N, D]`."""
+    places = tokens.segments.position + torch.arange(len(tokens.counts))[:, None] * tokens.mask.shape[1]
+    return merge_tokens(tokens.hidden, selection, tokens.segments, places)
 
 
 def budgets(layout: Layout, shares: Sequence[float] = (0.01, 0.1, 0.34, 0.75, 1.0)) -> list[list[int]]:

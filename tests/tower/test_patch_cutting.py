@@ -183,7 +183,7 @@ def test_keep_one_is_bit_equal(build) -> None:
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "llava_next"])
 @torch.no_grad()
 def test_inside_where_the_tower_allows_it(name: str, build) -> None:
-    """8, 9: without the option as the authors do, which other logits tell, and behind the tower elsewhere."""
+    """8, 9: without the option as the authors do, which other logits tell, and after the tower elsewhere."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact counts where tiles are cropped behind the tower and rows end with newlines: LLaVA-NeXT and LLaVA-OneVision."""
+"""Exact counts where tiles are cropped after the tower and rows end with newlines: LLaVA-NeXT and LLaVA-OneVision."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ import pytest
 
 from made_up_panels import Fake, candidates
 from tokenprune.errors import OptionError, RunError, UnsupportedSetupError
-from tokenprune_bench.tuning import Candidate, Promise, Tuner, betting, grid
+from tokenprune.setting import Setting
+from tokenprune_bench.tuning import Promise, Tuner, betting, grid
 from tokenprune_bench.tuning.estimate import Estimate, promote, safest, sequence
 from tokenprune_bench.tuning.objective import OBJECTIVES
 from tokenprune_bench.tuning.parts import split
@@ -101,7 +102,7 @@ def test_an_answer_is_found_where_a_risky_setting_promises_more() -> None:
         fake = Fake(208, candidates(losses), seed)
         found = Tuner(fake, list(fake.costs), Promise(0.03), seed=seed).run()
         assert found.choice is not None, seed
-        assert found.choice.bound <= 0.03 and found.tested[0].candidate.keep == "0.75"
+        assert found.choice.bound <= 0.03 and found.tested[0].candidate.keep_text == "0.75"
 
 
 def test_a_poor_method_does_not_block_the_others() -> None:
@@ -199,7 +200,7 @@ def test_a_candidate_that_cannot_act_is_left_with_its_reason() -> None:
         Tuner(fake, [dart, pool], Promise(0.02)).run()
 
 
-def known(answers: str) -> tuple[Fake, list[Candidate]]:
+def known(answers: str) -> tuple[Fake, list[Setting]]:
     fake = Fake(900, candidates({one: (0.0, float(one.split()[1])) for one in answers.split(", ")}))
     return fake, list(fake.costs)
 
@@ -219,7 +220,7 @@ def test_the_objective_says_what_is_made_small() -> None:
         fake, three = known("dart 0.9, dart 0.7, dart 0.5")
         fake.times = dict(zip(three, (0.6, 0.4, 0.7), strict=True))
         found = Tuner(fake, three, Promise(0.02), objective=objective).run()
-        chosen[objective] = found.choice.candidate.keep
+        chosen[objective] = found.choice.candidate.keep_text
         assert found.objective == found.ranked_by == objective and not found.notes
         assert all(trial.timing for trial in found.tested)  # whatever is ranked by, time is told
         assert OBJECTIVES[objective] in tuning_table(found).notes[1]
@@ -240,9 +241,9 @@ def test_times_that_are_not_reliable_rank_nothing_and_are_said(objective: str) -
     )
     instead = ": settings are ranked by prefill FLOPs instead."
     if objective == "ttft":
-        assert found.ranked_by == "flops" and found.choice.candidate.keep == "0.5" and last.endswith(instead)
+        assert found.ranked_by == "flops" and found.choice.candidate.keep_text == "0.5" and last.endswith(instead)
     else:
-        assert found.ranked_by == "kv" and found.choice.candidate.keep == "0.9" and not last.endswith(instead)
+        assert found.ranked_by == "kv" and found.choice.candidate.keep_text == "0.9" and not last.endswith(instead)
 
 
 def test_the_estimate_is_of_the_first_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from made_up_panels import Fake, candidates
 from tokenprune.base import Site
 from tokenprune.profiling.model import load
 from tokenprune.profiling.timing import compare, compare_batches
-from tokenprune_bench.tuning import Candidate, Evaluator, Promise, Tuner, grid
+from tokenprune.setting import Setting
+from tokenprune_bench.tuning import Evaluator, Promise, Tuner, grid
 from tokenprune_bench.tuning.estimate import Estimate
 from tokenprune_bench.tuning.objective import shares
 from tokenprune_bench.tuning.report import outcome
@@ -31,22 +32,22 @@ SINGLES = {
 class World(Fake):
     """Also answers stacks: they lose what any of their parts loses, and spend the product."""
 
-    def _parts(self, candidate: Candidate | None) -> list[Candidate]:
-        setting = None if candidate is None else candidate.setting
+    def _parts(self, candidate: Setting | None) -> list[Setting]:
+        setting = None if candidate is None else candidate.as_dict()
         if setting is None or not isinstance(setting["method"], list):
             return []
         pairs = zip(setting["method"], setting["keep"], strict=True)
-        return [Candidate.of({**one, "keep": keep}) for one, keep in pairs]
+        return [Setting.of({**one, "keep": keep}) for one, keep in pairs]
 
     def ask(
-        self, candidate: Candidate | None, chunk: Sequence[int], told: Callable[[int], None] = lambda size: None
+        self, candidate: Setting | None, chunk: Sequence[int], told: Callable[[int], None] = lambda size: None
     ) -> None:
         if parts := self._parts(candidate):
             self.answers[candidate] = np.min([self.answers[part] for part in parts], axis=0)
             self.costs[candidate] = float(np.prod([self.costs[part] for part in parts]))
         super().ask(candidate, chunk, told)
 
-    def predict(self, candidate: Candidate) -> dict[str, float]:
+    def predict(self, candidate: Setting) -> dict[str, float]:
         parts = self._parts(candidate) or [candidate]
         return dict.fromkeys(("flops", "work"), float(np.prod([self.costs[part] for part in parts])))
 
@@ -62,7 +63,7 @@ def test_the_best_stack_beats_the_best_method() -> None:
     assert str(alone.choice.candidate) == "downsample 0.5" and tuner.stacks == 0
     world, tuner, tuning = found(stacks=12)
     assert tuning.choice.candidate.name == "downsample+divprune+fastv"
-    assert tuning.choice.candidate.keep == "0.5, 0.5, 0.5" and tuning.choice.bound < 0.03
+    assert tuning.choice.candidate.keep_text == "0.5, 0.5, 0.5" and tuning.choice.bound < 0.03
     stacks = [trial for trial in tuning.trials if "+" in trial.candidate.name]
     assert 0 < len(stacks) <= 12 and all(trial.state for trial in stacks)
     assert tuner._done <= tuner.total
@@ -91,9 +92,9 @@ def test_stacks_are_made_of_the_fronts_of_two_sites_and_more() -> None:
     assert len(propose(alone, lambda candidate: None, estimate, most=1)) == 1
     # What spends no less than a setting that loses no more is left out.
     assert not propose(alone, lambda candidate: 0.55, estimate)
-    seeded = Alone(Candidate.of({"method": "random", "keep": 0.5, "seed": 0}), right, 0.4)
+    seeded = Alone(Setting.of({"method": "random", "keep": 0.5, "seed": 0}), right, 0.4)
     (one, *_) = propose([alone[0], seeded], lambda candidate: None, estimate)
-    assert one.setting == {"method": [{"method": "downsample"}, {"method": "random", "seed": 0}], "keep": [0.5, 0.5]}
+    assert one.as_dict() == {"method": [{"method": "downsample"}, {"method": "random", "seed": 0}], "keep": [0.5, 0.5]}
 
 
 def test_methods_that_stack_nothing_are_left_alone() -> None:

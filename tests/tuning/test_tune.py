@@ -20,10 +20,11 @@ from made_up_panels import Fake, candidates
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, RunError
 from tokenprune.profiling.model import Model, load
+from tokenprune.setting import Setting
 from tokenprune_bench.backend import HfBackend
 from tokenprune_bench.group import Group
 from tokenprune_bench.run_folder import RunFolder, config_of
-from tokenprune_bench.tuning import Candidate, Evaluator, Promise, Search, Tuner, grid
+from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, grid
 from tokenprune_bench.tuning.report import tuned_config
 from tokenprune_demo.heldout import load_heldout
 
@@ -36,7 +37,7 @@ def subject() -> Model:
 def test_candidates_are_asked_without_the_guard(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
     """With the processor, which methods on pixels get, it would read prompts, warn, and be timed with the method."""
     count = [one for one in load_heldout(limit=2) if one.kind == "count"]
-    candidate = Candidate.of({"method": "downsample", "keep": 0.25})
+    candidate = Setting.of({"method": "downsample", "keep": 0.25})
     with caplog.at_level("WARNING", logger="tokenprune"):
         Evaluator(subject, count).ask(candidate, [0, 1])
     assert caplog.records == []
@@ -53,7 +54,7 @@ def test_the_panel_remembers_and_goes_on(subject: Model, tmp_path: Path, monkeyp
         return generate(self, inputs, **options)
 
     def opened(metric: str = "exact") -> RunFolder:
-        return RunFolder(tmp_path / "run", config_of(subject, Search([pool.setting], 0, 3), metric, {}))
+        return RunFolder(tmp_path / "run", config_of(subject, Search([pool.as_dict()], 0, 3), metric, {}))
 
     monkeypatch.setattr(Model, "generate", counted)
     chunk = [5, 1, 3, 0]

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tokenprune_bench.tuning import Candidate, Promise, Tuner
+from tokenprune.setting import Setting
+from tokenprune_bench.tuning import Promise, Tuner
 from tokenprune_demo.scenes import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -37,30 +38,30 @@ class World:
     def __init__(self, rng: np.random.Generator, drops: Sequence[tuple[float, float]], flips: float) -> None:
         self.kinds, self.groups = ["all"] * QUESTIONS, list(range(QUESTIONS))
         base = rng.random(QUESTIONS) < 0.9
-        self.true = {Candidate.of({"method": "dart", "keep": 1 - 0.1 * place}): one for place, one in enumerate(drops)}
-        self.answers: dict[Candidate | None, np.ndarray] = {None: base.astype(float)}
+        self.true = {Setting.of({"method": "dart", "keep": 1 - 0.1 * place}): one for place, one in enumerate(drops)}
+        self.answers: dict[Setting | None, np.ndarray] = {None: base.astype(float)}
         for candidate, (drop, _) in self.true.items():
             lost, won = (drop + flips) / 0.9, flips / 0.1
             draw = rng.random(QUESTIONS)
             self.answers[candidate] = np.where(base, draw >= lost, draw < won).astype(float)
 
-    def ask(self, candidate: Candidate | None, chunk: Sequence[int], told: Callable[[int], None]) -> None:
+    def ask(self, candidate: Setting | None, chunk: Sequence[int], told: Callable[[int], None]) -> None:
         told(len(chunk))
 
-    def scores(self, candidate: Candidate | None, numbers: Sequence[int]) -> np.ndarray:
+    def scores(self, candidate: Setting | None, numbers: Sequence[int]) -> np.ndarray:
         return self.answers[candidate][list(numbers)]
 
-    def cost(self, candidate: Candidate) -> dict[str, Any]:
+    def cost(self, candidate: Setting) -> dict[str, Any]:
         ratio = self.true[candidate][1]
         return {
             "prefill_flops_ratio": ratio, "visual_tokens_average": ratio, "visual_tokens_in": 1, "keep_ratio": ratio,
             "kv_bytes": ratio, "kv_bytes_full": 1,
         }  # fmt: skip
 
-    def predict(self, candidate: Candidate) -> dict[str, float]:
+    def predict(self, candidate: Setting) -> dict[str, float]:
         return {}
 
-    def time(self, candidate: Candidate, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
+    def time(self, candidate: Setting, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
         ratio = self.true[candidate][1]
         return {"ttft_ratio": dict.fromkeys(("p20", "p50", "p80"), ratio), "ttft_ms_unpatched": {"p50": 1.0}}
 
@@ -183,6 +184,6 @@ def test_what_was_promised_is_held_against_what_was_measured(script: Any, tmp_pa
 
 
 def test_the_page_shows_the_results(script: Any) -> None:
-    page = (ROOT / "docs/tune.md").read_text()
+    page = (ROOT / "docs/tune-in-full.md").read_text()
     shown = page.split(script.BEGIN)[1].split(script.END)[0]
     assert shown.strip() == script.table(script.RESULTS).strip()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenprune import available_methods, method_info
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.integrations.vllm.setting.offer import LimitError, Offer, ProfileError, check_spelling, split
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
 SERVER = {"method": "divprune", "keep": 0.25}
@@ -23,7 +23,7 @@ PROFILES = {"fast": {"keep": 0.11}, "ocr": {"off": True}, "small": {"method": "d
 def offer(server: Any = SERVER, **given: Any) -> Offer:
     """As `configure` makes it."""
     layers = [] if server is None else [server]
-    return Offer.of(given, Setting.of(*layers), lambda profile: Setting.of(*layers, profile))
+    return Offer.of(given, ServedSetting.of(*layers), lambda profile: ServedSetting.of(*layers, profile))
 
 
 def test_a_servers_setting_is_split() -> None:
@@ -35,12 +35,12 @@ def test_a_servers_setting_is_split() -> None:
 def test_profiles_stand_over_the_server_and_under_the_request() -> None:
     made = offer(profiles=PROFILES)
     assert made.names == ["fast", "ocr", "small"]
-    assert made.setting() == made.setting({"profile": "default"}) == Setting(DivPrune(), 0.25)
-    assert made.setting({"profile": "fast"}) == Setting(DivPrune(), 0.11)
-    assert made.setting({"profile": "ocr"}) == made.setting({"profile": "fast", "off": True}) == Setting()
-    assert made.setting({"profile": "small"}) == Setting.of({"method": "dynres", "keep": 0.5})
-    assert made.setting({"profile": "fast", "method": "pool"}) == Setting.of({"method": "pool", "keep": 0.11})
-    assert made.setting({"keep": 0.5}) == Setting(DivPrune(), 0.5)
+    assert made.setting() == made.setting({"profile": "default"}) == ServedSetting(DivPrune(), 0.25)
+    assert made.setting({"profile": "fast"}) == ServedSetting(DivPrune(), 0.11)
+    assert made.setting({"profile": "ocr"}) == made.setting({"profile": "fast", "off": True}) == ServedSetting()
+    assert made.setting({"profile": "small"}) == ServedSetting.of({"method": "dynres", "keep": 0.5})
+    assert made.setting({"profile": "fast", "method": "pool"}) == ServedSetting.of({"method": "pool", "keep": 0.11})
+    assert made.setting({"keep": 0.5}) == ServedSetting(DivPrune(), 0.5)
     # The same reduction, however it was asked for, has the same key in caches.
     assert made.setting({"profile": "fast"}).cache_key() == made.setting({"keep": 0.11}).cache_key()
     assert made.setting({"profile": "fast"}).cache_key() != made.setting().cache_key()
@@ -51,14 +51,14 @@ def test_layers_give_memory_back_where_a_server_says_so() -> None:
     made = offer(inside, experimental_free_kv=True)
     assert made.free_kv and not offer(inside).free_kv and not offer(inside, experimental_free_kv=False).free_kv
     # Which tokens stay is the same, and so are keys in caches; a request has no say in it.
-    assert made.setting() == offer(inside).setting() and made.setting({"off": True}) == Setting()
+    assert made.setting() == offer(inside).setting() and made.setting({"off": True}) == ServedSetting()
     with pytest.raises(OptionError, match="experimental_free_kv belongs to the server's setting"):
         made.setting({"experimental_free_kv": False})
 
 
 def test_nothing_is_removed_where_only_profiles_are_named() -> None:
     made = offer(None, profiles={"fast": SERVER})
-    assert made.setting() == Setting() and made.setting({"profile": "fast"}) == Setting(DivPrune(), 0.25)
+    assert made.setting() == ServedSetting() and made.setting({"profile": "fast"}) == ServedSetting(DivPrune(), 0.25)
 
 
 @pytest.mark.parametrize("name", ["fsat", "", "FAST", 3, None, ["fast"], {"a": 1}, "x" * 10_000, "\ud800"])
@@ -73,8 +73,8 @@ def test_an_unknown_profile_is_refused(name: Any) -> None:
 
 def test_a_request_is_held_to_the_limits() -> None:
     made = offer(profiles=PROFILES, min_keep=0.1, methods=["divprune", "dynres"])
-    assert made.setting({"keep": 0.1}) == Setting(DivPrune(), 0.1)
-    assert made.setting({"off": True}) == Setting()
+    assert made.setting({"keep": 0.1}) == ServedSetting(DivPrune(), 0.1)
+    assert made.setting({"off": True}) == ServedSetting()
     for asked in ({"keep": 0.09}, {"profile": "fast", "keep": 0.09}, {"method": ["dynres", "divprune"], "keep": 0.3}):
         with pytest.raises(LimitError, match=r"0\.09 is less than this server allows: min_keep is 0\.1"):
             made.setting(asked)
@@ -159,10 +159,10 @@ def test_metrics_know_few_names() -> None:
     made = offer(profiles=PROFILES)
     asked = [None, {}, {"profile": "fast"}, {"profile": "fast", "keep": 0.5}, {"keep": 0.123456}]
     assert [made.label(one) for one in asked] == ["default", "default", "fast", "request", "request"]
-    assert Setting().label() == ("off", "1")
-    assert Setting.of({"method": "pool", "keep": 0.123456}).label() == ("pool", "0.12")
-    assert Setting.of({"method": "pool", "keep": 64}).label() == ("pool", "tokens")
-    assert Setting.of({"method": ["divprune", "dynres"], "keep": 0.5}).label() == ("dynres+divprune", "0.25")
+    assert ServedSetting().label() == ("off", "1")
+    assert ServedSetting.of({"method": "pool", "keep": 0.123456}).label() == ("pool", "0.12")
+    assert ServedSetting.of({"method": "pool", "keep": 64}).label() == ("pool", "tokens")
+    assert ServedSetting.of({"method": ["divprune", "dynres"], "keep": 0.5}).label() == ("dynres+divprune", "0.25")
 
 
 NAMES = available_methods()
@@ -200,10 +200,10 @@ def test_a_request_gets_a_setting_or_our_error(asked: Any) -> None:
         assert isinstance(error, ValueError)  # which vLLM answers with HTTP 400
         str(error).encode()
         return
-    if setting != Setting():
+    if setting != ServedSetting():
         assert setting.share * setting.keep >= 0.0999 and isinstance(setting.keep, float)
         assert {one.name for one in (setting.pixels, setting.method) if one} <= {"divprune", "dynres", "pool"}
-    assert Setting.of(json.loads(json.dumps(setting.as_dict()))) == setting
+    assert ServedSetting.of(json.loads(json.dumps(setting.as_dict()))) == setting
     assert LIMITED.label(asked) in {"default", "request", *PROFILES}
 
 
@@ -215,4 +215,4 @@ def test_a_server_gets_an_offer_or_our_error(given: Any) -> None:
     except TokenPruneError as error:
         assert isinstance(error, ValueError)
     else:
-        assert made.setting() == Setting(DivPrune(), 0.25)
+        assert made.setting() == ServedSetting(DivPrune(), 0.25)

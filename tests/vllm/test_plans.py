@@ -16,7 +16,7 @@ from tokenprune.families import SERVED
 from tokenprune.integrations.shared.patch_grid import image_grid
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
 from tokenprune.integrations.vllm.setting.plan import Plan, _decoded, field_name
-from tokenprune.integrations.vllm.setting.settings import Setting, servable
+from tokenprune.integrations.vllm.setting.settings import ServedSetting, servable
 from tokenprune.integrations.vllm.worker.runner import chunks, in_small_batches
 from tokenprune.methods.encoder.pixelprune import PixelPrune
 from tokenprune.methods.pre_llm.divprune import DivPrune
@@ -26,21 +26,21 @@ from tokenprune.view.registry import compares_frames
 from tokenprune.view.segments import square_grid
 
 
-def plan(setting: Setting, pieces: str, per_run: bool = False) -> Plan:
+def plan(setting: ServedSetting, pieces: str, per_run: bool = False) -> Plan:
     """pieces: "#" for a placeholder (id 9), other letters for text."""
     return Plan.make(setting, [9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces], per_run)
 
 
 def test_a_plan_survives_the_journey() -> None:
-    one = plan(Setting(Random(4), 3), "a####b####c", per_run=True)
+    one = plan(ServedSetting(Random(4), 3), "a####b####c", per_run=True)
     assert Plan.decode(one.encode()) == one
-    assert Plan.decode(plan(Setting(), "####").encode()).setting == Setting()
+    assert Plan.decode(plan(ServedSetting(), "####").encode()).setting == ServedSetting()
 
 
 def test_a_plan_of_placeholders_that_pixels_chose() -> None:
     """The number that stays is theirs, whatever `keep` says."""
     chosen = (False, True, True, False, True, False, False, False)
-    one = dataclasses.replace(plan(Setting(PixelPrune(), 0.5), "s####/####e"), kept=chosen)
+    one = dataclasses.replace(plan(ServedSetting(PixelPrune(), 0.5), "s####/####e"), kept=chosen)
     assert one.keep == [3] and one.reduces and one.rows == 4  # and the break between
     assert one.reduced() == [ord("s"), *[9] * 4, ord("e")]
     again = Plan.decode(one.encode())
@@ -51,18 +51,18 @@ def test_a_plan_of_placeholders_that_pixels_chose() -> None:
 def test_decoded_plans_are_kept_by_their_size() -> None:
     """A plan of a long video is large, and written short."""
     _decoded.clear()
-    data = [Plan.make(Setting(DivPrune(), 0.5), [token] * 300_000, None, False).encode() for token in range(9)]
+    data = [Plan.make(ServedSetting(DivPrune(), 0.5), [token] * 300_000, None, False).encode() for token in range(9)]
     for one in data:
         Plan.decode(one)
     assert 1 <= len(_decoded) < 9 and _decoded.currsize <= _decoded.maxsize == 64 * 2**20
     assert Plan.decode(data[-1]) is Plan.decode(data[-1]), "it is decoded each time"
-    huge = Plan.make(Setting(), [1] * 2_000_000, None, False).encode()
+    huge = Plan.make(ServedSetting(), [1] * 2_000_000, None, False).encode()
     assert len(Plan.decode(huge).tokens) == 2_000_000 and _decoded.currsize <= _decoded.maxsize
     _decoded.clear()
 
 
 def test_reduced_prompts() -> None:
-    half = Setting(DivPrune(), 0.5)
+    half = ServedSetting(DivPrune(), 0.5)
     nine = [9]
     assert plan(half, "########").reduced() == nine * 4
     assert plan(half, "s########e").reduced() == [ord("s"), *nine * 4, ord("e")]
@@ -74,12 +74,12 @@ def test_reduced_prompts() -> None:
     # Each tile's own number is known, so the text between them stays what it is.
     assert tiles.counts == [4, 6] and tiles.keep == [2, 3] and tiles.rows == 5
     assert tiles.reduced() == [ord("s"), *nine * 2, ord("/"), *nine * 3, ord("e")]
-    assert not plan(Setting(), "s####/####e").reduces and not plan(Setting(DivPrune(), 1.0), "##").reduces
+    assert not plan(ServedSetting(), "s####/####e").reduces and not plan(ServedSetting(DivPrune(), 1.0), "##").reduces
 
 
 def test_a_video_whose_frames_are_compared() -> None:
     """Its frames are told to the model; a newline behind them is in none, time stamps between them are in no run."""
-    evs = Setting.of({"method": "evs", "keep": 0.5})
+    evs = ServedSetting.of({"method": "evs", "keep": 0.5})
     for pieces, number, behind, sizes in (
         ("a############", 3, 0, [4, 4, 4]), ("#############", 3, 1, [4, 4, 4]), ("s####t####u####e", 3, 0, [4, 4, 4]),
         ("####", 1, 0, [4]),
@@ -92,10 +92,10 @@ def test_a_video_whose_frames_are_compared() -> None:
         with pytest.raises(OptionError, match=f"the 12 tokens of this one do not split into {number} frames"):
             Plan.make(evs, [9] * 12, None, False, number, behind)
     # Other methods ask for no frames, and images are left as they are.
-    assert plan(Setting.of({"method": "divprune"}), "####").frame_sizes(0) == [None]
+    assert plan(ServedSetting.of({"method": "divprune"}), "####").frame_sizes(0) == [None]
     assert not plan(evs.without_method(), "####").reduces
     with pytest.raises(BudgetError, match="the whole video has one budget"):
-        Setting.of({"method": "evs", "keep": 0.5, "per": "frame"})
+        ServedSetting.of({"method": "evs", "keep": 0.5, "per": "frame"})
 
 
 DROPPING = [method for method in (registry.build(name, {}) for name in servable()) if not method.merges]
@@ -135,9 +135,9 @@ def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
 
 def test_every_frame_has_its_budget() -> None:
     """Frames of one run split it evenly, a rest goes with the last; runs apart are the frames; images do not care."""
-    half, frames = Setting(DivPrune(), 0.5), Setting(DivPrune(), 0.5, per="frame")
+    half, frames = ServedSetting(DivPrune(), 0.5), ServedSetting(DivPrune(), 0.5, per="frame")
 
-    def made(setting: Setting, pieces: str, number: int) -> Plan:
+    def made(setting: ServedSetting, pieces: str, number: int) -> Plan:
         return Plan.make(
             setting, [9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces], False, number
         )
@@ -193,7 +193,7 @@ def test_only_a_square_is_taken_for_a_square() -> None:
 
 def item(count: int) -> dict:
     class Element:
-        data = plan(Setting(DivPrune(), 1), "#" * count).encode()
+        data = plan(ServedSetting(DivPrune(), 1), "#" * count).encode()
 
     return {field_name("image"): Element}
 

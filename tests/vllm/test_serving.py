@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,7 @@ from tokenprune.families import REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.tower.build import tower_patch
 from tokenprune.integrations.vllm.setting.configuration import check_model
-from tokenprune.integrations.vllm.setting.settings import Setting, servable
+from tokenprune.integrations.vllm.setting.settings import ServedSetting, servable
 from tokenprune.integrations.vllm.setting.towers import served_tower
 from tokenprune.methods.encoder.pixelprune import PixelPrune
 from tokenprune.methods.pixels.downsample import Downsample
@@ -41,35 +40,35 @@ TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
 @pytest.mark.parametrize(
     ("layers", "wanted"),
     [
-        ((SERVER,), Setting(DivPrune(), 0.25)),
-        ((SERVER, {"keep": 0.5}), Setting(DivPrune(), 0.5)),
-        ((SERVER, {"off": True}), Setting()),
-        (({"off": True}, {"method": "pool"}), Setting(Pool(), 0.25)),
-        (({"off": True}, SERVER), Setting(DivPrune(), 0.25)),
-        ((SERVER, {"off": False}), Setting(DivPrune(), 0.25)),
-        (({"method": "random", "seed": 3, "keep": 9}, {"keep": 5}), Setting(Random(3), 5)),
+        ((SERVER,), ServedSetting(DivPrune(), 0.25)),
+        ((SERVER, {"keep": 0.5}), ServedSetting(DivPrune(), 0.5)),
+        ((SERVER, {"off": True}), ServedSetting()),
+        (({"off": True}, {"method": "pool"}), ServedSetting(Pool(), 0.25)),
+        (({"off": True}, SERVER), ServedSetting(DivPrune(), 0.25)),
+        ((SERVER, {"off": False}), ServedSetting(DivPrune(), 0.25)),
+        (({"method": "random", "seed": 3, "keep": 9}, {"keep": 5}), ServedSetting(Random(3), 5)),
         # Another method keeps the budget, and none of the options.
-        (({"method": "random", "seed": 3, "keep": 9}, {"method": "uniform"}), Setting(Uniform(), 9)),
-        (({"method": "random", "seed": 3}, {"method": "random"}), Setting(Random(3), 0.25)),
-        (({"method": ["pool"]},), Setting(Pool(), 0.25)),
+        (({"method": "random", "seed": 3, "keep": 9}, {"method": "uniform"}), ServedSetting(Uniform(), 9)),
+        (({"method": "random", "seed": 3}, {"method": "random"}), ServedSetting(Random(3), 0.25)),
+        (({"method": ["pool"]},), ServedSetting(Pool(), 0.25)),
         # What acts on pixels, alone and with a method behind the encoder, in any order.
-        (({"method": "downsample"},), Setting(pixels=Downsample(), share=0.25)),
-        ((SERVER, {"method": "dynres", "min_scale": 0.5}), Setting(pixels=DynRes(0.5), share=0.25)),
-        ((SERVER, TWO), Setting(DivPrune(), 0.5, Downsample(), 0.4)),
+        (({"method": "downsample"},), ServedSetting(pixels=Downsample(), share=0.25)),
+        ((SERVER, {"method": "dynres", "min_scale": 0.5}), ServedSetting(pixels=DynRes(0.5), share=0.25)),
+        ((SERVER, TWO), ServedSetting(DivPrune(), 0.5, Downsample(), 0.4)),
         (
             ({"method": ["random", {"method": "dynres", "min_scale": 0.1}], "keep": 0.5},),
-            Setting(Random(), 0.5, DynRes(0.1), 0.5),
+            ServedSetting(Random(), 0.5, DynRes(0.1), 0.5),
         ),
-        ((TWO, {"keep": 0.3}), Setting(DivPrune(), 0.3, Downsample(), 0.3)),
-        ((TWO, {"keep": [0.3, 7]}), Setting(DivPrune(), 7, Downsample(), 0.3)),
-        ((TWO, {"method": ["dynres", "divprune"]}), Setting(DivPrune(), 0.25, DynRes(), 0.25)),
-        ((TWO, {"method": "pool"}), Setting(Pool(), 0.25)),
-        ((SERVER, {"per": "frame"}, {"method": "pool"}), Setting(Pool(), 0.25, per="frame")),
-        ((SERVER, {"per": "frame"}, {"per": "image"}), Setting(DivPrune(), 0.25)),
+        ((TWO, {"keep": 0.3}), ServedSetting(DivPrune(), 0.3, Downsample(), 0.3)),
+        ((TWO, {"keep": [0.3, 7]}), ServedSetting(DivPrune(), 7, Downsample(), 0.3)),
+        ((TWO, {"method": ["dynres", "divprune"]}), ServedSetting(DivPrune(), 0.25, DynRes(), 0.25)),
+        ((TWO, {"method": "pool"}), ServedSetting(Pool(), 0.25)),
+        ((SERVER, {"per": "frame"}, {"method": "pool"}), ServedSetting(Pool(), 0.25, per="frame")),
+        ((SERVER, {"per": "frame"}, {"per": "image"}), ServedSetting(DivPrune(), 0.25)),
     ],
 )
 def test_later_layers_win(layers, wanted) -> None:
-    assert Setting.of(*layers) == wanted
+    assert ServedSetting.of(*layers) == wanted
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_later_layers_win(layers, wanted) -> None:
 def test_bad_settings(bad, error, says) -> None:
     """Each is a ValueError, which a server answers with HTTP 400, and says what to do."""
     with pytest.raises(error, match=says) as caught:
-        Setting.of(SERVER, bad)
+        ServedSetting.of(SERVER, bad)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, TokenPruneError)
 
 
@@ -138,7 +137,7 @@ def test_a_tower_is_what_the_other_side_says_or_refused_by_name(name: str, monke
     model_config = SimpleNamespace(
         hf_config=model.config, architecture=architecture, dtype=torch.float32, multimodal_config=parallel
     )
-    if name in ("llava_next", "llava_onevision"):  # which crop their tiles behind the tower
+    if name in ("llava_next", "llava_onevision"):  # which crop their tiles after the tower
         with pytest.raises(UnsupportedSetupError, match=f"tome merges inside.*Qwen3.5, not of this '{name}'"):
             check_model(setting, model_config)
         return
@@ -154,47 +153,52 @@ def test_methods_by_the_towers_attention_are_served_as_they_are() -> None:
     names = {"visionzip", "fastervlm", "prumerge", "prumerge_plus", "hiprune", "holov"}
     assert names <= set(servable())
     given = {"method": "vispruner", "features": "projected", "keep": 0.3}
-    assert Setting.of(SERVER, given).method == registry.build("vispruner", {"features": "projected"})
+    assert ServedSetting.of(SERVER, given).method == registry.build("vispruner", {"features": "projected"})
     for name, options, told in (
         ("vispruner", {}, 'vispruner does without with features="projected"'),
         ("scope", {"features": "tower"}, 'scope does without with features="projected"'),
         ("divprune", {"center": "tower"}, 'divprune does without with center="standardised"'),
     ):
         with pytest.raises(OptionError, match=f"it needs encoder_features.*{told}"):
-            Setting.of(SERVER, {"method": name, "keep": 0.3} | options)
+            ServedSetting.of(SERVER, {"method": name, "keep": 0.3} | options)
 
 
 def test_a_setting_without_a_method_is_refused() -> None:
     with pytest.raises(OptionError, match="names no method"):
-        Setting.of({"keep": 0.5})
+        ServedSetting.of({"keep": 0.5})
     with pytest.raises(OptionError, match="names no method"):
-        Setting.of({"off": True}, {"keep": 0.5})
+        ServedSetting.of({"off": True}, {"keep": 0.5})
     for layers in (({"off": False},), ({"off": True}, {"off": False})):
         with pytest.raises(OptionError, match='"off": false switches nothing on, since no method is named'):
-            Setting.of(*layers)
+            ServedSetting.of(*layers)
     for layers in ((SERVER, {"off": False}), ({"off": True}, SERVER | {"off": False})):
-        assert Setting.of(*layers) == Setting.of(SERVER)
+        assert ServedSetting.of(*layers) == ServedSetting.of(SERVER)
 
 
 def test_cache_keys_hold_all_that_matters() -> None:
     """Written out in full, so that two ways of saying the same share a cache, and nothing else does."""
-    assert Setting.of({"method": "random"}).cache_key() == Setting.of({"method": "random", "seed": 0}).cache_key()
-    keys = [Setting.of(SERVER, more).cache_key() for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True})]
-    keys += [Setting.of({"method": "random", "seed": seed}).cache_key() for seed in (0, 1)]
-    keys += [Setting.of(SERVER, {"per": "frame"}).cache_key()]
-    keys += [Setting.of(TWO, more).cache_key() for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})]
+    assert (
+        ServedSetting.of({"method": "random"}).cache_key()
+        == ServedSetting.of({"method": "random", "seed": 0}).cache_key()
+    )
+    keys = [ServedSetting.of(SERVER, more).cache_key() for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True})]
+    keys += [ServedSetting.of({"method": "random", "seed": seed}).cache_key() for seed in (0, 1)]
+    keys += [ServedSetting.of(SERVER, {"per": "frame"}).cache_key()]
+    keys += [
+        ServedSetting.of(TWO, more).cache_key() for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})
+    ]
     assert len({str(key) for key in keys}) == len(keys)
     assert all(key["algorithm"] for key in keys)
     dynres = {"method": "dynres", "min_scale": 0.3}
     for setting in ({"method": "random", "seed": 5}, TWO, dynres, {"off": True}, TWO | {"per": "frame"}):
-        assert Setting.of(Setting.of(setting).as_dict()) == Setting.of(setting)
+        assert ServedSetting.of(ServedSetting.of(setting).as_dict()) == ServedSetting.of(setting)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 16, 576, 1225])
 @pytest.mark.parametrize("keep", [0.001, 0.25, 0.999, 1.0, 1, 64, 10_000])
 def test_counts_are_those_of_the_budget(count: int, keep: float) -> None:
     wanted = min(count, keep) if isinstance(keep, int) else min(count, max(1, round(keep * count)))
-    assert Setting(DivPrune(), keep).count(count) == wanted
+    assert ServedSetting(DivPrune(), keep).count(count) == wanted
 
 
 def test_a_method_that_breaks_its_word_is_refused() -> None:
@@ -226,11 +230,11 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
 
     try:
         with pytest.raises(OptionError, match="acts at several places"):
-            Setting.of({"method": "twofold", "keep": 0.5})
+            ServedSetting.of({"method": "twofold", "keep": 0.5})
         with pytest.raises(OptionError, match="has to follow from the shape alone"):
-            Setting.of({"method": "moody", "keep": 0.5})
+            ServedSetting.of({"method": "moody", "keep": 0.5})
         with pytest.raises(OptionError, match="it reads the text"):
-            Setting.of({"method": "reader", "keep": 0.5})
+            ServedSetting.of({"method": "reader", "keep": 0.5})
         assert not {"moody", "reader", "twofold"} & set(servable())
     finally:
         for name in ("moody", "reader", "twofold"):
@@ -255,7 +259,7 @@ def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> 
         setattr(BySight, attribute, value)
     try:
         with pytest.raises(OptionError, match="what it sees decides how many tokens stay"):
-            Setting.of({"method": name, "keep": 0.5} | ({IN_LLM: True} if site is Site.IN_LLM else {}))
+            ServedSetting.of({"method": name, "keep": 0.5} | ({IN_LLM: True} if site is Site.IN_LLM else {}))
         assert name not in servable() and name not in servable(in_llm=True)
     finally:
         registry._METHODS.pop(name)
@@ -272,12 +276,12 @@ REFUSED_METHODS = [
 def test_a_method_that_is_not_served_names_the_options_with_which_it_is(name: str) -> None:
     """Of every method that acts ahead of the language model: no list names those that are served."""
     with pytest.raises(OptionError) as caught:
-        Setting.of({"method": name})
+        ServedSetting.of({"method": name})
     less = registry.build(name, {})
     told = str(caught.value).split("Servable are")[0]
     for options in (less.query_free, less.fallback_options, {**less.query_free, **less.fallback_options}):
         try:
-            Setting.of({"method": name, **options})
+            ServedSetting.of({"method": name, **options})
         except OptionError:
             continue
         assert any(f"{option}={json.dumps(value)}" in told for option, value in options.items()), told
@@ -287,29 +291,24 @@ def test_a_method_that_is_not_served_names_the_options_with_which_it_is(name: st
         for option, value in {**less.query_free, **less.fallback_options}.items():
             if f"{option}={json.dumps(value)}" in told:
                 with pytest.raises(OptionError) as again:
-                    Setting.of({"method": name, option: value})
+                    ServedSetting.of({"method": name, option: value})
                 assert str(again.value).split("Servable are")[0] != told
 
 
 def test_what_drops_patches_ahead_of_the_tower_is_served() -> None:
     """Its number follows from pixels, which the front end has; which models can do so is another matter."""
-    setting = Setting.of({"method": "pixelprune", "keep": 0.5, "threshold": 0.02})
+    setting = ServedSetting.of({"method": "pixelprune", "keep": 0.5, "threshold": 0.02})
     assert setting.method == PixelPrune(threshold=0.02) and not setting.removes_nothing
-    assert Setting.of(setting.as_dict()) == setting
-    assert Setting.of({"method": "pixelprune"}).keep == 1_000_000
+    assert ServedSetting.of(setting.as_dict()) == setting
+    assert ServedSetting.of({"method": "pixelprune"}).keep == 1_000_000
     assert "pixelprune" in servable() and "pixelprune" not in servable(in_llm=True)
     with pytest.raises(OptionError, match=r"per=.*not with pixelprune"):
-        Setting.of({"method": "pixelprune", "per": "frame"})
+        ServedSetting.of({"method": "pixelprune", "per": "frame"})
 
 
-def test_the_page_on_serving_names_every_family_and_why_others_are_refused() -> None:
-    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
-    tables = [line for line in page.splitlines() if line.startswith("|")]
-    for name in SERVED:
-        assert sum(f"`{name}`" in line for line in tables) == 1, name
-    for name, reason in REFUSED_IN_VLLM.items():
-        assert name not in SERVED
-        assert any(f"`{name}`" in line and line.endswith(f"| {reason} |") for line in tables), name
+def test_no_architecture_is_both_served_and_refused() -> None:
+    assert not set(SERVED) & set(REFUSED_IN_VLLM)
+    assert all(row.vllm.models and row.vllm.budget for row in SERVED.values())
 
 
 def test_nothing_else_imports_vllm() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenprune.abilities.declared import refusal, unserved
 from tokenprune.abilities.obstacle import AFTER_THE_TOWER, Obstacle, reads_tower
-from tokenprune.abilities.transformers import DYNAMIC, STATIC, Cache, in_transformers, with_cache
+from tokenprune.abilities.transformers import DYNAMIC, STATIC, Cache, in_drafts, in_transformers, with_cache
 from tokenprune.abilities.vllm import in_vllm, unserved_family
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
@@ -29,6 +29,7 @@ __all__ = [
     "Obstacle",
     "check",
     "check_cache",
+    "check_draft",
     "obstacle",
     "reads_tower",
     "refusal",
@@ -77,6 +78,12 @@ def check(
 def check_cache(site: Site, family: Family | str, cache: Cache, name: str = "a method") -> None:
     """Raise UnsupportedSetupError where a method at `site`, called `name`, may not act on `family` with `cache`."""
     for found in with_cache(site, family, cache, name):
+        raise found.error(found.reason)
+
+
+def check_draft(site: Site, name: str) -> None:
+    """Raise OptionError where a method at `site`, called `name`, may not act in a draft."""
+    for found in in_drafts(site, name):
         raise found.error(found.reason)
 
 

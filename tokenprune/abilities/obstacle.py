@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenprune.base import Method
 from tokenprune.errors import TokenPruneError
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 
 AFTER_THE_TOWER = "use a method that acts after the tower, such as divprune"
@@ -37,4 +37,4 @@ def or_less(method: Method, write: Callable[[Any], str] = repr) -> str:
 
 
 def _read_of_tower(method: Method) -> list[str]:
-    return [one.name for one in observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)]
+    return [one.name for one in observables_of(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)]

@@ -39,6 +39,20 @@ STATIC = Cache(
 )
 
 
+# A draft reads the prompt of its target: where methods may act in it.
+IN_DRAFTS = frozenset(Site) - {Site.PRE_ENCODER}
+
+
+def in_drafts(site: Site, name: str) -> Iterator[Obstacle]:
+    """Yield what keeps a method at `site`, called `name`, from acting in a draft."""
+    if site not in IN_DRAFTS:
+        yield Obstacle(
+            OptionError,
+            f"{name} acts on pixels, and a draft reads the prompt of its target: the target would see less too. Use a "
+            "method that acts in the model, such as divprune or fastv",
+        )
+
+
 def in_transformers(method: Method, family: Family | str | None, acts: bool) -> Iterator[Obstacle]:
     """Yield what keeps `method` from acting on `family` in transformers; see `check`."""
     if missing := not_served(method.needs, Backend.HF):

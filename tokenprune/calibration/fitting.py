@@ -16,10 +16,9 @@ from PIL import Image
 
 from tokenprune.calibration.images import ImageFiles, read_image
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.options import fits, in_words
+from tokenprune.options import file_options, fits, in_words
 from tokenprune.profiling.model import Model
 from tokenprune.registry import available_methods, method_class
-from tokenprune.setting import file_options
 from tokenprune.spelling import value_of
 from tokenprune.startup import require
 
@@ -32,18 +31,18 @@ _GIVEN = ("model", "samples", "out", "progress")  # arguments of every `fit`, wh
 class FitSamples:
     """Hold images with a question each, and iterate over the model's arguments for them.
 
-    images: paths, or PIL images where they were drawn. processor: of the model.
+    asked: images, paths or PIL images where they were drawn, with their questions. processor: of the model.
     """
 
-    def __init__(self, subject: Model, images: list[Any], questions: list[str]) -> None:
-        self.images, self.processor = images, subject.processor
-        self._subject, self._questions = subject, questions
+    def __init__(self, subject: Model, asked: list[tuple[Any, str]]) -> None:
+        self.images, self.processor = [image for image, _ in asked], subject.processor
+        self._subject, self._asked = subject, asked
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self._asked)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for image, question in zip(self.images, self._questions, strict=True):
+        for image, question in self._asked:
             opened = image if isinstance(image, Image.Image) else read_image(image)
             yield self._subject.inputs([opened], [question])
 
@@ -65,17 +64,16 @@ class Fitter:
         """The file that is written where the user names none: it is called as the method's option for it."""
         return Path(f"{next(iter(sorted(file_options(self.cls))), self.name)}.safetensors")
 
-    def samples(self, subject: Model, images: Path | None, question: str | None, limit: int | None) -> FitSamples:
-        """Return what to fit on: images of a folder, or drawn scenes. question, limit: None for the method's own."""
+    def asked(self, images: Path | None, question: str | None, limit: int | None) -> list[tuple[Any, str]]:
+        """Return images with a question each: those of a folder, or drawn scenes. question, limit: None for the
+        method's own. Raises TokenPruneError where there are none."""
         limit, question = limit or self.cls.fit_limit, question or self.cls.fit_question
         if images is not None:
-            found = list(islice(ImageFiles(images), limit))
-            return FitSamples(subject, found, [question or _QUESTION] * len(found))
+            return [(one, question or _QUESTION) for one in islice(ImageFiles(images), limit)]
         if limit is None:
             raise OptionError(f"{self.name} is fitted on images like yours: name a folder with --images, or say how "
                               "many scenes to draw with --limit")  # fmt: skip
-        scenes = list(_scenes(limit))
-        return FitSamples(subject, [scene for scene, _ in scenes], [question or own for _, own in scenes])
+        return [(scene, question or own) for scene, own in _scenes(limit)]
 
     def run(self, subject: Model, samples: FitSamples, out: Path, step: Callable[[str, int, int], None]) -> Any:
         """Return what the method's `fit` returns, which writes `out`. step: gets a label, the samples done, and all."""

@@ -14,9 +14,9 @@ from transformers import LogitsProcessor
 
 from tokenprune.api import is_patched, patched
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
-from tokenprune.integrations.hf.cache.decode_state import DecodeState
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.parts.decode_state import DecodeState
 from tokenprune.methods.decode.dyrate import DyRate
 from tokenprune.methods.decode.rate_predictor import RatePredictor
 from tokenprune.shapes.fingerprint import fingerprint
@@ -127,9 +127,9 @@ def _label(
         with patched(model, method, keep=keep, guard="off"):
             forced = model.generate(**sample, **options, logits_processor=[_Forced(answer)])
         reduction = reduction_of(forced.past_key_values)
-        state = None if reduction is None else reduction.decode
-        if state is None:
+        if reduction is None or not isinstance(reduction.decode, DecodeState):
             return none, none  # no image, or one so small that `keep` keeps all of it
+        state = reduction.decode
         got = torch.stack(forced.logits[1:], 1).float().log_softmax(-1)
         near = (wanted.exp() * (wanted - got)).nan_to_num(0.0).sum(-1) <= divergence
         labels[near] = number

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tokenprune.profiling.model import Model
+    from tokenprune.setting import Setting
 
 STOPPED = 130  # exit code after Ctrl+C, as of a shell
 _PIPED_WIDTH = 160
@@ -191,7 +192,7 @@ def print_limits(subject: Any) -> None:
 
 
 def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
-    from tokenprune.setting import number
+    from tokenprune.spelling import number
 
     keeps = tuple(number(part) for part in text.split(",") if part.strip())
     if not keeps or any(isinstance(keep, str) for keep in keeps) or (one and len(keeps) > 1):
@@ -206,25 +207,32 @@ def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
     return keeps
 
 
-def read_settings(methods: str, keep: str) -> list[dict[str, Any]]:
-    """Return each setting that --methods and --keep name, as `patch(config=...)` takes it; none without a method.
+def read_specs(methods: str) -> list[Setting]:
+    """Return the methods and stacks that --methods names, each a setting without a keep."""
+    from tokenprune.setting import Setting
+    from tokenprune.spelling import split_methods
+
+    return [Setting.from_spec(one).checked() for one in split_methods(methods)]
+
+
+def read_settings(methods: str, keep: str) -> list[Setting]:
+    """Return each setting that --methods and --keep name; none without a method.
 
     Commas part settings, and plus signs the methods of a stack and their keeps: "divprune+fastv,dart" at "0.5+0.25" ...
     """
     from tokenprune.errors import OptionError
-    from tokenprune.spelling import canonical_spec, methods_of, setting_of, split_methods
 
     settings = []
-    for name in map(canonical_spec, split_methods(methods)):
-        number = len(methods_of(name))
+    for stack in read_specs(methods):
+        number = len(stack.names)
         for text in keep.split(","):
             keeps = read_keeps(text.replace("+", ","))
             if len(keeps) not in (1, number):
                 raise OptionError(
-                    f"--keep {text} has {len(keeps)} numbers for {number} method{'s'[: number > 1]} in {name}: give "
-                    "one, or one for each with plus signs between them (commas part settings)"
+                    f"--keep {text} has {len(keeps)} numbers for {number} method{'s'[: number > 1]} in {stack.spec}: "
+                    "give one, or one for each with plus signs between them (commas part settings)"
                 )
-            settings.append(setting_of(name, list(keeps) if keeps[1:] else keeps[0]))
+            settings.append(stack.with_keep(list(keeps) if keeps[1:] else keeps[0]))
     return settings
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -36,15 +36,14 @@ def draft(
     drafts that the target accepts. Reads configs alone: no weights are loaded, and nothing is measured."""
     from rich.text import Text
 
-    from tokenprune.config import Config
     from tokenprune.cost.draft import DraftCost
     from tokenprune.profiling.table import Cell, Table, to_rich
 
     own = None if draft is None else load_config(draft)
     whole, console = load_config(model), get_console()
-    settings: list[dict[str, Any] | None] = [*read_settings(method, keep)]
-    for setting in settings or [None]:
-        methods, budgets = ([], []) if setting is None else Config(setting).steps()
+    settings = read_settings(method, keep)
+    for setting in settings or (None,):
+        methods, budgets = ([], []) if setting is None else setting.steps()
         cost = DraftCost.of_configs(whole, own, methods, budgets, tokens=tokens, text=text)
         rows = []
         for number in sorted({1, 2, drafts, 2 * drafts}):

@@ -62,15 +62,14 @@ def _answers(text: str) -> Iterator[_Shown]:
     defer_torch()
     from tokenprune.base import Site
     from tokenprune.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
-    from tokenprune.setting import IN_LLM
-    from tokenprune.spelling import methods_of
+    from tokenprune.setting import IN_LLM, Setting
     from tokenprune.view.observable import Backend
 
-    methods = methods_of(text)
+    methods = Setting.from_spec(text).methods
     columns = (f"may {text} act?", "families")
     refused = "no, as no method may: `tokenprune families` says why", ", ".join(sorted(REFUSED))
     yield "transformers", columns, [*_by_answer(methods, SUPPORTED, Backend.HF), refused]
-    refused = "no, as no method may: docs/serving.md says why", ", ".join(sorted(REFUSED_IN_VLLM))
+    refused = "no, as no method may: docs/serving-in-full.md says why", ", ".join(sorted(REFUSED_IN_VLLM))
     served = [row.name for row in SERVED.values()]
     yield "vLLM", columns, [*_by_answer(methods, served, Backend.VLLM), refused]
     if all(method.site is Site.IN_LLM for method in methods):

@@ -34,8 +34,7 @@ def fit(
     dtype: DtypeOption = "auto",
 ) -> None:
     """Fit a method to a model, on images without labels. Options of the method's own follow: --keep 0.5,0.25"""
-    from tokenprune.calibration.fitting import Fitter, check_out, fittable, listed
-    from tokenprune.calibration.images import ImageFiles
+    from tokenprune.calibration.fitting import FitSamples, Fitter, check_out, fittable, listed
 
     console = get_console()
     if name is None:
@@ -47,12 +46,10 @@ def fit(
     fitter = Fitter(name, _options(context.args))
     out = fitter.out if out is None else out
     check_out(out)
-    if images is not None:
-        ImageFiles(images)  # a folder that cannot be read is named before the model is loaded
+    asked = fitter.asked(images, question, limit)  # what is not to be had is named before the model is loaded
     subject = load_model(model, device, threads, dtype, suffix="")
-    samples = fitter.samples(subject, images, question, limit)
     with show_progress() as step:
-        result = fitter.run(subject, samples, out, step)
+        result = fitter.run(subject, FitSamples(subject, asked), out, step)
     console.print(str(result), markup=False, soft_wrap=True)
     console.print(f"written: {out}", markup=False, soft_wrap=True)
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,6 +32,7 @@ from tokenprune.startup import defer_torch, require
 
 if TYPE_CHECKING:
     from tokenprune.profiling.table import Table
+    from tokenprune.setting import Setting
 
 
 def profile(
@@ -79,7 +80,7 @@ def profile(
     and the most that each site can save."""
     if config_only:
         defer_torch()
-    settings: list[dict[str, Any] | None] = [*read_settings(method, keep)]
+    settings = read_settings(method, keep)
     stacked = "+" in keep and not settings
     keeps = read_keeps(keep.replace("+", ","))
     if stacked or not all(isinstance(one, int) or 0 < one <= 1 for one in keeps):
@@ -142,13 +143,12 @@ def _of_several(step: Callable[[str, int, int], None], place: int, number: int, 
 
 def _from_config(
     model: str | None,
-    settings: Sequence[dict[str, Any] | None],
+    settings: Sequence[Setting],
     keeps: Sequence[float | int],
     tokens: int | None,
     tiles: int | None,
     text: int,
 ) -> None:
-    from tokenprune.config import Config
     from tokenprune.cost.model import CostModel, Load
     from tokenprune.profiling.kept import cuts_in_words
     from tokenprune.profiling.profile_tables import limit_table
@@ -162,7 +162,7 @@ def _from_config(
         for share in _shares(setting, keeps, load.visual):
             _once(printed, limit_table(closed, load, share, title))
         if setting is not None:
-            methods, budgets = Config(setting).steps()
+            methods, budgets = setting.steps()
             ratio = closed.cost(load).flops / closed.predict(load, methods, budgets).flops
             names = " + ".join(one.name for one in methods)
             said = (
@@ -171,14 +171,13 @@ def _from_config(
             get_console().print(said, markup=False, soft_wrap=True)
 
 
-def _shares(setting: dict[str, Any] | None, keeps: Sequence[float | int], visual: float) -> list[float]:
+def _shares(setting: Setting | None, keeps: Sequence[float | int], visual: float) -> list[float]:
     """Return what a setting leaves of an image's tokens; without one, what each keep alone would leave."""
     from tokenprune.budget import Budget
-    from tokenprune.config import Config
     from tokenprune.profiling.kept import share_left
 
     if setting is not None:
-        return [share_left(Config(setting).steps()[1], visual)]
+        return [share_left(setting.budgets, visual)]
     return [share_left([Budget.of(keep)], visual) for keep in keeps]
 
 

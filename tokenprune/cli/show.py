@@ -18,6 +18,7 @@ from tokenprune.cli.common import (
     get_console,
     load_model,
     read_keeps,
+    read_specs,
     show_progress,
 )
 from tokenprune.cli.completion import complete_methods
@@ -48,17 +49,17 @@ def show(
     colour), side by side, with the answers below."""
     from tokenprune.profiling.media import read_frames
     from tokenprune.show import contact_sheet, side_by_side
-    from tokenprune.spelling import canonical_spec, split_methods
 
-    names = [canonical_spec(one) for one in split_methods(methods)]
-    if not names:
+    settings = read_specs(methods)
+    if not settings:
         raise OptionError("--methods names none: see `tokenprune methods`")
     (share,) = read_keeps(keep, one=True)
+    settings = [one.with_keep(share) for one in settings]
     read_frames(files, 1)  # a file that cannot be read is said before the model is loaded
     subject = load_model(model, device, threads, suffix="")
-    images, left_out = contact_sheet.fitting(subject, partial(read_frames, files), frames, question, names[0])
+    images, left_out = contact_sheet.fitting(subject, partial(read_frames, files), frames, question, settings[0])
     with show_progress(lines=False) as step:
-        shown = side_by_side.show(subject, images, question, names, share, scores, step)
+        shown = side_by_side.show(subject, images, question, settings, scores, step)
     try:
         shown.image().save(out)
     except (OSError, ValueError) as error:

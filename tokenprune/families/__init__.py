@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tokenprune.families.refused import REFUSED, REFUSED_IN_VLLM
 from tokenprune.families.row import OLDEST, Family, Vllm
-from tokenprune.families.table import FAMILIES
+from tokenprune.families.table import FAMILIES, ROPE_DECODERS
 from tokenprune.families.towers import TOWERS, TowerRow, tower_kind, tower_of
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "OLDEST",
     "REFUSED",
     "REFUSED_IN_VLLM",
+    "ROPE_DECODERS",
     "SERVED",
     "SUPPORTED",
     "TOWERS",

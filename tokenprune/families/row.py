@@ -15,6 +15,8 @@ TOKENS_OF_LAYERS: Mapping[str | int, int] = {"position_embeddings": -2, "positio
 class Vllm:
     """An architecture of vLLM, by the name that stands in `architectures` of a checkpoint's config; none by default.
 
+    models:  those that have it, by the names that users know.
+    budget:  in words, the tokens that one budget is for.
     mrope:   its positions have three axes (time, height, width), and kept tokens keep theirs.
     per_run: every unbroken run of placeholders (a tile, a frame) has the budget for itself, instead of the whole
              image or video, as in transformers where nothing tells which of them belong together.
@@ -25,6 +27,8 @@ class Vllm:
     """
 
     architecture: str = ""
+    models: str = ""
+    budget: str = "an image"
     mrope: bool = False
     per_run: bool = False
     in_llm: bool = False

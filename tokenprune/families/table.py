@@ -38,6 +38,10 @@ _STATE = "layers with a state build it from the kept tokens alone; scores come f
 _SHARED = "the last layers attend to keys of earlier ones: the last cut is made at the input of those"
 _VOCABULARY = "images are ids of the vocabulary: tokens that look alike are equal"
 
+# What one budget is for in vLLM.
+_WITH_TILES = "an image with its tiles"
+_OR_VIDEO = "an image; a video"
+
 # Several families of one make; a row adds what is its own.
 _llava = partial(Family, every_method=True, merges=True, apart=True)
 _tiles = partial(_llava, patches="tiles", resizing=None)
@@ -76,52 +80,75 @@ _EVERY_METHOD = (
         resizing="target",
         patches="tiles",
         pixtral="sized",
-        vllm=Vllm("LlavaForConditionalGeneration", in_llm=True, nested=True),
+        vllm=Vllm(
+            "LlavaForConditionalGeneration", "LLaVA-1.5, and Pixtral in Hugging Face's format", in_llm=True, nested=True
+        ),
     ),
-    _llava("llava_next", patches="packed", vllm=Vllm("LlavaNextForConditionalGeneration", in_llm=True, nested=True)),
+    _llava(
+        "llava_next",
+        patches="packed",
+        vllm=Vllm(
+            "LlavaNextForConditionalGeneration", "LLaVA-NeXT, Granite Vision 3", _WITH_TILES, in_llm=True, nested=True
+        ),
+    ),
     _llava(
         "llava_onevision",
         videos="frames",
         after_video=1,
         patches="packed",
-        vllm=Vllm("LlavaOnevisionForConditionalGeneration", in_llm=True, nested=True),
+        vllm=Vllm(
+            "LlavaOnevisionForConditionalGeneration",
+            "LLaVA-OneVision",
+            f"{_WITH_TILES}; a video",
+            in_llm=True,
+            nested=True,
+        ),
     ),
     _qwen(
-        "qwen2_vl", every_method=True, apart=True, vllm=Vllm("Qwen2VLForConditionalGeneration", mrope=True, in_llm=True)
+        "qwen2_vl",
+        every_method=True,
+        apart=True,
+        vllm=Vllm("Qwen2VLForConditionalGeneration", "Qwen2-VL", _OR_VIDEO, mrope=True, in_llm=True),
     ),
     _qwen(
         "qwen2_5_vl",
         every_method=True,
         apart=True,
-        vllm=Vllm("Qwen2_5_VLForConditionalGeneration", mrope=True, in_llm=True),
+        vllm=Vllm("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", _OR_VIDEO, mrope=True, in_llm=True),
     ),
     _qwen(
         "qwen3_vl",
         _DEEPSTACK,
         every_method=True,
         apart=True,
-        vllm=Vllm("Qwen3VLForConditionalGeneration", mrope=True, in_llm=True),
+        vllm=Vllm("Qwen3VLForConditionalGeneration", "Qwen3-VL", _OR_VIDEO, mrope=True, in_llm=True),
     ),
     _tiles(
         "internvl",
         square="tile",
         unit_side=_shuffled,
-        vllm=Vllm("InternVLForConditionalGeneration", per_run=True, in_llm=True),
+        vllm=Vllm(
+            "InternVLForConditionalGeneration",
+            "InternVL in Hugging Face's format",
+            f"{_WITH_TILES}; a frame of a video",
+            per_run=True,
+            in_llm=True,
+        ),
     ),
-    _idefics("smolvlm", vllm=Vllm("SmolVLMForConditionalGeneration", in_llm=True)),
-    _idefics("idefics3", vllm=Vllm("Idefics3ForConditionalGeneration", in_llm=True)),
+    _idefics("smolvlm", vllm=Vllm("SmolVLMForConditionalGeneration", "SmolVLM", _WITH_TILES, in_llm=True)),
+    _idefics("idefics3", vllm=Vllm("Idefics3ForConditionalGeneration", "Idefics3", _WITH_TILES, in_llm=True)),
     _tiles(
         "gemma3",
         _BOTH_WAYS,
         square="always",
         unit_side=_pooled,
-        vllm=Vllm("Gemma3ForConditionalGeneration", per_run=True, nested=True),
+        vllm=Vllm("Gemma3ForConditionalGeneration", "Gemma 3", "an image or crop", per_run=True, nested=True),
     ),
 )
 
 # Families of the common contract.
 _PLAIN = (
-    Family("aria", "queries of a resampler: no grid", vllm=Vllm("AriaForConditionalGeneration")),
+    Family("aria", "queries of a resampler: no grid", vllm=Vllm("AriaForConditionalGeneration", "Aria")),
     Family("aya_vision", unit_side=_downsampled, merges=True),
     Family("cohere2_vision", unit_side=_downsampled, merges=True),
     Family("deepseek_ocr2", "crops, whole image and separator make one run; queries: no grid", since="5.10"),
@@ -135,8 +162,15 @@ _PLAIN = (
         norm_name="final_layernorm",
     ),
     _packs("glm46v", _FRAMES),
-    _packs("glm4v", _FRAMES, patches="runs", vllm=Vllm("Glm4vForConditionalGeneration", mrope=True)),
-    _packs("glm4v_moe", _FRAMES, patches="runs", vllm=Vllm("Glm4vMoeForConditionalGeneration", mrope=True)),
+    _packs(
+        "glm4v", _FRAMES, patches="runs", vllm=Vllm("Glm4vForConditionalGeneration", "GLM-4.1V", _OR_VIDEO, mrope=True)
+    ),
+    _packs(
+        "glm4v_moe",
+        _FRAMES,
+        patches="runs",
+        vllm=Vllm("Glm4vMoeForConditionalGeneration", "GLM-4.5V", _OR_VIDEO, mrope=True),
+    ),
     _packs("glm_ocr", _FRAMES, since="5.1"),
     _packs("glmga", _FRAMES, since="5.10"),
     Family("got_ocr2", square="tile"),
@@ -154,13 +188,18 @@ _PLAIN = (
         "llava_next_video",
         videos="frames",
         patches="packed",
-        vllm=Vllm("LlavaNextVideoForConditionalGeneration", nested=True),
+        vllm=Vllm(
+            "LlavaNextVideoForConditionalGeneration",
+            "LLaVA-NeXT-Video",
+            "a video; vLLM takes no images with it",
+            nested=True,
+        ),
     ),
     Family(
         "mistral3",
         "ids at the ends of rows are text and stay",
         patches="sized",
-        vllm=Vllm("Mistral3ForConditionalGeneration", in_llm=True),
+        vllm=Vllm("Mistral3ForConditionalGeneration", "Mistral 3", in_llm=True),
     ),
     Family("ovis2", "each tile counts as an image; indicator ids are text and stay", square="always"),
     Family("paddleocr_vl", videos="whole"),
@@ -170,7 +209,7 @@ _PLAIN = (
         square="always",
         patches="tiles",
         merges=True,
-        vllm=Vllm("PaliGemmaForConditionalGeneration", nested=True),
+        vllm=Vllm("PaliGemmaForConditionalGeneration", "PaliGemma", nested=True),
     ),
     Family("perception_lm", videos="frames"),
     Family("pp_chart2table", since="5.4", square="tile"),
@@ -181,7 +220,11 @@ _PLAIN = (
         since="5.6",
         decoder_names=("language_model", "model"),
     ),
-    _qwen("qwen3_vl_moe", _DEEPSTACK, vllm=Vllm("Qwen3VLMoeForConditionalGeneration", mrope=True)),
+    _qwen(
+        "qwen3_vl_moe",
+        _DEEPSTACK,
+        vllm=Vllm("Qwen3VLMoeForConditionalGeneration", "Qwen3-VL with experts", _OR_VIDEO, mrope=True),
+    ),
     Family("shieldgemma2", _BOTH_WAYS, square="always"),
     # Each frame counts as an image, with as many tokens as moved.
     Family(
@@ -201,7 +244,7 @@ _SPECIAL = (
         since="5.13",
         stateful=True,
         static_cache=False,
-        vllm=Vllm("Qwen3_5ForConditionalGeneration", mrope=True),
+        vllm=Vllm("Qwen3_5ForConditionalGeneration", "Qwen3.5", _OR_VIDEO, mrope=True),
     ),
     _qwen(
         "qwen3_5_moe",
@@ -209,20 +252,24 @@ _SPECIAL = (
         since="5.13",
         stateful=True,
         static_cache=False,
-        vllm=Vllm("Qwen3_5MoeForConditionalGeneration", mrope=True),
+        vllm=Vllm("Qwen3_5MoeForConditionalGeneration", "Qwen3.5 with experts", _OR_VIDEO, mrope=True),
     ),
     _shares_keys(
         "gemma4",
         _SHARED,
         since="5.5",
         videos="whole",
-        vllm=Vllm("Gemma4ForConditionalGeneration", per_run=True, audio=True),
+        vllm=Vllm(
+            "Gemma4ForConditionalGeneration", "Gemma 4", "an image; a frame of a video", per_run=True, audio=True
+        ),
     ),
     _shares_keys(
         "gemma3n",
         _SHARED,
         layer_tokens={**TOKENS_OF_LAYERS, 1: -2, 2: 1},  # position_embeddings, per_layer_input
-        vllm=Vllm("Gemma3nForConditionalGeneration", per_run=True, audio=True),
+        vllm=Vllm(
+            "Gemma3nForConditionalGeneration", "Gemma 3n", "an image; a frame of a video", per_run=True, audio=True
+        ),
     ),
     _shares_keys("gemma4_unified", since="5.10", videos="whole"),
     Family(
@@ -233,13 +280,13 @@ _SPECIAL = (
         resizing=None,
         static_cache=False,
         decoder_names=("language_model.model",),
-        vllm=Vllm("Llama4ForConditionalGeneration", per_run=True),
+        vllm=Vllm("Llama4ForConditionalGeneration", "Llama 4", "a tile, and the whole view", per_run=True),
     ),
     _stateful(
         "lfm2_vl",
         since="5.13",
         norm_name="embedding_norm",
-        vllm=Vllm("Lfm2VlForConditionalGeneration", per_run=True, nested=True),
+        vllm=Vllm("Lfm2VlForConditionalGeneration", "LFM2-VL", "a tile, and the whole view", per_run=True, nested=True),
     ),
     _stateful("lfm3_vl", since="5.23", videos="frames", norm_name="embedding_norm"),
     Family(
@@ -283,8 +330,18 @@ _SPECIAL = (
 
 # Families that vLLM alone has.
 _OF_VLLM = (
-    Family("internvl_chat", in_transformers=False, square="tile", vllm=Vllm("InternVLChatModel", per_run=True)),
-    Family("kimi_vl", in_transformers=False, vllm=Vllm("KimiVLForConditionalGeneration")),
+    Family(
+        "internvl_chat",
+        in_transformers=False,
+        square="tile",
+        vllm=Vllm(
+            "InternVLChatModel", "InternVL in its authors' format", f"{_WITH_TILES}; a frame of a video", per_run=True
+        ),
+    ),
+    Family("kimi_vl", in_transformers=False, vllm=Vllm("KimiVLForConditionalGeneration", "Kimi-VL")),
 )
+
+# Model types of decoders that read positions in RoPE alone, and in every layer.
+ROPE_DECODERS = ("aria_text", "gemma", "llama", "mistral", "qwen2", "qwen3")
 
 FAMILIES: dict[str, Family] = {row.name: row for row in (*_EVERY_METHOD, *_PLAIN, *_SPECIAL, *_OF_VLLM)}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.view.observable import Backend, Observable, Where
+from tokenprune.view.observable import Backend, Observable, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import Segments, Sizes, TextView
 from tokenprune.view.source import TokenSource
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Embeddings(Observable):
     """`[S, N, D]`: what enters the decoder, wherever the cut is; at its entry the same as `hidden`."""
 
-    where = Where.ENTRY
+    where = ObservedAt.ENTRY
     backends = frozenset({Backend.HF, Backend.VLLM})
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:

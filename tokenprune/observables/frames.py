@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.view.observable import Backend, Observable, Where
+from tokenprune.view.observable import Backend, Observable, ObservedAt
 from tokenprune.view.registry import observables_of, register_observable
 from tokenprune.view.segments import Segments, Sizes
 from tokenprune.view.source import TokenSource
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 class OfFrames(Observable):
     """Base of what is known of the frames of videos; whoever declares one may read all."""
 
-    where = Where.FRAMES
+    where = ObservedAt.FRAMES
     backends = frozenset({Backend.HF, Backend.VLLM})
 
     def declared(self, needs: frozenset[str]) -> bool:
-        return bool(observables_of(needs, Where.FRAMES))
+        return bool(observables_of(needs, ObservedAt.FRAMES))
 
 
 @register_observable("frames")

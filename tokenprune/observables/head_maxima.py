@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.view.observable import AttentionOfText, Observable, Where, add_up
+from tokenprune.view.observable import AttentionOfText, Observable, ObservedAt, add_up
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import SeenAttention, Segments, Sizes
 from tokenprune.view.source import TokenSource
@@ -19,7 +19,7 @@ class HeadMaxima(AttentionOfText):
     """float32 `[S, 2, N]`: attention that each visual token gets in the layer before the cut, of each row the most of
     any head: the mean over the rows of the image's tokens, and that over the text behind it, 0 where there is none."""
 
-    where = Where.LAYER_BEFORE
+    where = ObservedAt.LAYER_BEFORE
     axes = "SRN"
     all_rows = True
     of_text = Observable.of_text  # of visual tokens alone

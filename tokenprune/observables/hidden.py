@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenprune.view.observable import Backend, PerToken, Where
+from tokenprune.view.observable import Backend, ObservedAt, PerToken
 from tokenprune.view.registry import register_observable
 from tokenprune.view.source import TokenSource
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Hidden(PerToken):
     """`[S, N, D]`, model dtype: the tokens as they arrive at the cut (PRE_LLM: the projected embeddings)."""
 
-    where = Where.CUT
+    where = ObservedAt.CUT
     backends = frozenset(Backend)
 
     def values(self, source: TokenSource) -> Tensor:

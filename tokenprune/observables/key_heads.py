@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.view.observable import PerToken, Where
+from tokenprune.view.observable import ObservedAt, PerToken
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import Sizes
 from tokenprune.view.source import TokenSource
@@ -19,7 +19,7 @@ class KeyHeads(PerToken):
     """`[S, N, Hkv, Dh]`: keys of the layer before the cut, after rotary embedding, head by head; those of `keys`
     otherwise."""
 
-    where = Where.LAYER_BEFORE
+    where = ObservedAt.LAYER_BEFORE
     axes = "SNHD"
 
     def values(self, source: TokenSource) -> Tensor:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenprune.view.observable import Backend, PerToken, Where
+from tokenprune.view.observable import Backend, ObservedAt, PerToken
 from tokenprune.view.registry import register_observable
 from tokenprune.view.source import TokenSource
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Keys(PerToken):
     """`[S, N, Hkv * Dh]`: keys of the layer before the cut, after rotary embedding, heads flattened."""
 
-    where = Where.LAYER_BEFORE
+    where = ObservedAt.LAYER_BEFORE
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
 
     def values(self, source: TokenSource) -> Tensor:

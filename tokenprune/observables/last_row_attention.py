@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenprune.view.observable import AttentionToTokens, Backend, Where
+from tokenprune.view.observable import AttentionToTokens, Backend, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.source import TokenSource
 
@@ -16,7 +16,7 @@ class LastRowAttention(AttentionToTokens):
     """float32 `[S, H, N]`: softmax attention of the last prompt token over each visual token, in the layer before the
     cut."""
 
-    where = Where.LAYER_BEFORE
+    where = ObservedAt.LAYER_BEFORE
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
 
     def columns(self, source: TokenSource) -> Tensor:

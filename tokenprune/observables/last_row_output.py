@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.view.observable import Observable, Where
+from tokenprune.view.observable import Observable, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import Segments, Sizes
 from tokenprune.view.source import TokenSource
@@ -19,7 +19,7 @@ class LastRowOutput(Observable):
     """float32 `[S, H, Dv]`: what the attention of the layer before the cut makes for the last prompt token, head by
     head, before the output projection: the values of all tokens, weighted by `last_row_attention`."""
 
-    where = Where.LAYER_BEFORE
+    where = ObservedAt.LAYER_BEFORE
     axes = "SHD"
     whole = True
 

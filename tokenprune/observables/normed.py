@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tokenprune.observables.hidden import Hidden
-from tokenprune.view.observable import Backend, Observable, Where
+from tokenprune.view.observable import Backend, Observable, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import Segments, TextView
 from tokenprune.view.source import TokenSource
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Normed(Observable):
     """`[S, N, D]`: `hidden` after the decoder's final norm."""
 
-    where = Where.CUT
+    where = ObservedAt.CUT
     backends = frozenset(Backend)
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:

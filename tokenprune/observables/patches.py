@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.view.observable import Backend, Observable, Where
+from tokenprune.view.observable import Backend, Observable, ObservedAt
 from tokenprune.view.registry import observables_of, register_observable
 from tokenprune.view.segments import Patches, SeenAttention, Segments, Sizes
 from tokenprune.view.source import TokenSource
@@ -19,12 +19,12 @@ class PatchPlaces(Observable):
     """`Patches`, long `[S, N]` each: where in the vision tower the tokens come from. Whoever reads anything else of the
     tower may read it too."""
 
-    where = Where.TOWER
+    where = ObservedAt.TOWER
     axes = ""
     backends = frozenset({Backend.HF, Backend.VLLM})
 
     def declared(self, needs: frozenset[str]) -> bool:
-        return bool(observables_of(needs, Where.TOWER, Where.TOWER_BLOCK))
+        return bool(observables_of(needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK))
 
     def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
         """Return `[rows, H, patches]`, of any value: how many patches there are is all that is asked."""

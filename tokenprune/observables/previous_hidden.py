@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenprune.view.observable import Backend, PerToken, Where
+from tokenprune.view.observable import Backend, ObservedAt, PerToken
 from tokenprune.view.registry import register_observable
 from tokenprune.view.source import TokenSource
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class PreviousHidden(PerToken):
     """`[S, N, D]`: the hidden states that entered the layer before the cut, of which that layer made `hidden`."""
 
-    where = Where.INPUT_BEFORE
+    where = ObservedAt.INPUT_BEFORE
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
 
     def values(self, source: TokenSource) -> Tensor:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenprune.view.observable import AttentionToTokens, Backend, Where
+from tokenprune.view.observable import AttentionToTokens, Backend, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.source import TokenSource
 
@@ -16,7 +16,7 @@ class ReceivedAttention(AttentionToTokens):
     """float32 `[S, H, N]`: mean attention that each visual token receives from all tokens that may see it, in the layer
     before the cut."""
 
-    where = Where.LAYER_BEFORE
+    where = ObservedAt.LAYER_BEFORE
     all_rows = True
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.view.observable import Observable, Where
+from tokenprune.view.observable import Observable, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import Segments, Sizes, TextView
 from tokenprune.view.source import TokenSource
@@ -19,7 +19,7 @@ class Rotation(Observable):
     """(cos, sin), `[S, N, R]` each: by which angles the layer before the cut turns queries and keys of each token, with
     the factor that some families scale them by."""
 
-    where = Where.INPUT_BEFORE
+    where = ObservedAt.INPUT_BEFORE
     rotary = True
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from tokenprune.view.observable import AttentionOfText, Backend, Where
+from tokenprune.view.observable import AttentionOfText, Backend, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import SeenAttention
 from tokenprune.view.source import TokenSource
@@ -13,7 +13,7 @@ class TextAttention(AttentionOfText):
     before the cut; 0 at padding. `tokens.text.attention`, `[S, H, M, M]`, is that to each text token, and
     `tokens.attention_from(weights)`, `[S, H, N]`, the weighted sum over the text, which never holds all rows."""
 
-    where = Where.LAYER_BEFORE
+    where = ObservedAt.LAYER_BEFORE
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
     text_name = "attention"
 

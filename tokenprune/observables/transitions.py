@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenprune.view.observable import Observable, Recorder, Where
+from tokenprune.view.observable import Observable, ObservedAt, Recorder
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import Segments, Sizes
 from tokenprune.view.source import TokenSource
@@ -19,7 +19,7 @@ class Transitions(Observable):
     """float32 `[S, N, 2, 2]`: what the attention module and the MLP of the layer before the cut make of what they get:
     how many times as long it becomes, and its cosine to what it was."""
 
-    where = Where.OWN
+    where = ObservedAt.OWN
     axes = "SNMT"
 
     def attach(self, adapter: Any, layer: int) -> Recorder:

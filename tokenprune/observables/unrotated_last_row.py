@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenprune.view.observable import AttentionToTokens, Where
+from tokenprune.view.observable import AttentionToTokens, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.source import TokenSource
 
@@ -17,7 +17,7 @@ class UnrotatedLastRow(AttentionToTokens):
     cut, if queries and keys were not rotated: what it attends to whatever the distance. Tokens of earlier turns are
     left out of the softmax."""
 
-    where = Where.UNROTATED
+    where = ObservedAt.UNROTATED
     rotary = True
 
     def columns(self, source: TokenSource) -> Tensor:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.view.observable import PerToken, Where
+from tokenprune.view.observable import ObservedAt, PerToken
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import Sizes
 from tokenprune.view.source import TokenSource
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ValueHeads(PerToken):
     """`[S, N, Hkv, Dv]`: values of the layer before the cut, head by head; those of `values` otherwise."""
 
-    where = Where.LAYER_BEFORE
+    where = ObservedAt.LAYER_BEFORE
     axes = "SNHD"
 
     def values(self, source: TokenSource) -> Tensor:

@@ -8,13 +8,13 @@ from typing import Any
 
 from tokenprune import api
 from tokenprune.base import Method, Site
-from tokenprune.config import read_config
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.profiling.model import Model
+from tokenprune.setting import Setting
+from tokenprune.spelling import Entry
 from tokenprune.workflows.two_pass import ESCALATE
 
 UNPATCHED = "unpatched"  # stands for a method in tables and records
-Setting = dict[str, Any] | None  # as `patch(config=...)` takes it; None: the unpatched model
 
 
 def patched(
@@ -26,16 +26,16 @@ def patched(
     **options: Any,
 ) -> AbstractContextManager[Any]:
     """Return `patched_by` for a method by its name, with its options; `UNPATCHED` leaves the model as it is."""
-    setting = None if name == UNPATCHED else {"method": name, "keep": keep} | options
+    setting = None if name == UNPATCHED else Setting.of({"method": name, "keep": keep} | options)
     return patched_by(subject, setting, videos, record)
 
 
 def patched_by(
-    subject: Model, setting: Setting, videos: bool = False, record: bool = False
+    subject: Model, setting: Setting | None, videos: bool = False, record: bool = False
 ) -> AbstractContextManager[Any]:
     """Return a context in which the subject's model is patched; methods that act on pixels get its processor.
 
-    videos: whether the model sees videos.
+    setting: None for the unpatched model. videos: whether the model sees videos.
     """
     if setting is None:
         return nullcontext()
@@ -50,11 +50,16 @@ def patched_by(
     return api.patched(subject.model, config=setting, guard="off", **more)
 
 
-def methods_in(setting: Setting) -> list[Method]:
+def methods_in(setting: Setting | None) -> list[Method]:
     """Return the methods of a setting, in their order."""
-    return [] if setting is None or escalates(setting) else read_config(setting).steps()[0]
+    return [] if setting is None or escalates(setting) else setting.methods
 
 
-def escalates(setting: Setting) -> bool:
+def escalating(keep: float | int) -> Setting:
+    """Return the setting that asks twice; it is for benchmarks, and no patch."""
+    return Setting((Entry(ESCALATE),), keep)
+
+
+def escalates(setting: Setting | None) -> bool:
     """Return True for a setting that asks twice (`tokenprune.escalate`), which is no patch."""
-    return setting is not None and setting.get("method") == ESCALATE
+    return setting is not None and setting.name == ESCALATE

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from tokenprune import api
-from tokenprune.config import read_config
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import OptionError
 from tokenprune.profiling.cost import Prefill, closed_forms, load_of, spent
 from tokenprune.profiling.machine_load import machine_load
 from tokenprune.profiling.model import Model
-from tokenprune.profiling.patched import Setting, patched_by
+from tokenprune.profiling.patched import patched_by
 from tokenprune.profiling.stages import FIRST_TOKEN, STAGES
 from tokenprune.profiling.timing import NEW_TOKENS, quantiles, run_once
+from tokenprune.setting import Setting
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Profile:
     machine_load: of the machine, over the last minute; None where that is not known. images: of the prompt.
     """
 
-    setting: Setting
+    setting: Setting | None
     before: Side
     after: Side | None
     model: CostModel
@@ -90,7 +90,7 @@ class Profile:
         tower that is known."""
         if self.setting is None or self.after is None or self.model.tower is None:
             return None
-        methods, budgets = read_config(self.setting).steps()
+        methods, budgets = self.setting.steps()
         return self.model.cost(self.load).flops / self.model.predict(self.load, methods, budgets).flops
 
     def as_dict(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Profile:
 
         cost = self.model.cost(self.load)
         return {
-            "setting": self.setting,
+            "setting": self.setting and self.setting.as_dict(),
             "environment": self.environment,
             "load": self.machine_load,
             "before": record(self.before),
@@ -127,7 +127,7 @@ def profile_call(
     subject: Model,
     images: Sequence[Any],
     question: str,
-    setting: Setting = None,
+    setting: Setting | Mapping[str, Any] | None = None,
     *,
     repeats: int = 7,
     new_tokens: int = NEW_TOKENS,
@@ -141,6 +141,8 @@ def profile_call(
     """
     if repeats < 1 or new_tokens < 2:
         raise OptionError("a profile takes at least one run, and two new tokens: the first one and a step of decoding")
+
+    setting = None if setting is None else Setting.of(setting)
 
     def ask() -> dict[str, Any]:
         return subject.inputs([list(images)], [question])

@@ -6,7 +6,6 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from tokenprune.config import read_config
 from tokenprune.cost.model import CostModel, Load, decode_limit, site_limits
 from tokenprune.profiling.kept import cuts_in_words, percent
 from tokenprune.profiling.stages import FIRST_TOKEN, STAGES
@@ -20,7 +19,7 @@ def setting_name(profile: Profile) -> str:
     """Return a setting in words, "downsample 0.5 + divprune 0.25"; "" without one."""
     if profile.setting is None:
         return ""
-    methods, budgets = read_config(profile.setting).steps()
+    methods, budgets = profile.setting.steps()
     return " + ".join(f"{method.name} {budget.short()}" for method, budget in zip(methods, budgets, strict=True))
 
 
@@ -68,7 +67,7 @@ def limit_table(model: CostModel, load: Load, keep: float, title: str = "What ea
         first = (
             f"The tower, with its projector, is {cost.tower_share:.0%} of the prefill's FLOPs ({len(load.views)} "
             f"view(s), {sum(load.views)} patches, {load.visual} visual tokens, {load.text} of text). With the decoder "
-            f"free the prefill would be {_ratio(free)} faster: no cut behind the tower gives more."
+            f"free the prefill would be {_ratio(free)} faster: no cut after the tower gives more."
         )
     second = (
         "Prefill FLOPs, unpatched over pruned, if choosing cost nothing; the limit leaves the text alone. Smaller "
@@ -90,7 +89,7 @@ def _notes(profile: Profile) -> list[str]:
             f"By FLOPs of tower ({cost.tower_share:.0%}) and decoder alone it would be {_ratio(predicted)} faster."
         )
     if after is not None and profile.setting is not None:
-        notes.append(f"Asked for: {cuts_in_words(*read_config(profile.setting).steps(), profile.visual_of_an_image)}.")
+        notes.append(f"Asked for: {cuts_in_words(*profile.setting.steps(), profile.visual_of_an_image)}.")
         slowest = max(FIRST_TOKEN, key=after.median)
         share = after.median(slowest) / median(after.first_token())
         notes.append(f"What limits it now: {STAGES[slowest]}, {share:.0%} of the time to the first token.")

@@ -18,7 +18,7 @@ from tokenprune.families import TOWERS, TowerRow
 class _Join:
     """The way a family joins patches into visual tokens.
 
-    unit: how many patches become one, from its config. projector: multiply-adds for one of them behind the tower, from
+    unit: how many patches become one, from its config. projector: multiply-adds for one of them after the tower, from
     the config and the unit. sized: whether images have their own size (else all are squares of one, or tiles of it).
     """
 
@@ -28,7 +28,7 @@ class _Join:
 
 
 def _wide(config: Any) -> int:
-    """Numbers of a patch behind the tower, over all layers that are read."""
+    """Numbers of a patch after the tower, over all layers that are read."""
     read = getattr(config, "vision_feature_layer", None)
     return _hidden(config.vision_config) * (len(read) if isinstance(read, (list, tuple)) else 1)
 
@@ -84,7 +84,7 @@ class TowerShape:
     layers, hidden: how many blocks, and the width of what goes through them.
     attention: heads times their width. intermediate: width of the MLP; mlp_matrices: 3 where it is gated, else 2.
     patch_numbers: numbers of a patch before it is embedded. protected: class tokens of a view.
-    unit: patches that become one visual token. projector: multiply-adds for each of those, behind the tower.
+    unit: patches that become one visual token. projector: multiply-adds for each of those, after the tower.
     window: patches that attend to each other in the first `windowed` of the blocks, in any order; None: there are no
     windows.
     view: patches of a view, where all have the same number; None: views have their own sizes.

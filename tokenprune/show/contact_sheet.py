@@ -18,17 +18,17 @@ from tokenprune.base import Site
 from tokenprune.errors import OptionError
 from tokenprune.profiling.model import Model
 from tokenprune.profiling.patched import patched_by
+from tokenprune.setting import Setting
 from tokenprune.show import draw
 from tokenprune.show.grids import Grid, grids_of
 from tokenprune.show.token_scores import placed_scores, watched_scores
-from tokenprune.spelling import methods_of
 from tokenprune.statistics import Stats
 
 _GAP = 6  # pixels between frames
 
 
 def fitting(
-    subject: Model, read: Callable[[int], list[Image.Image]], most: int, question: str, method: str
+    subject: Model, read: Callable[[int], list[Image.Image]], most: int, question: str, setting: Setting
 ) -> tuple[list[Image.Image], str | None]:
     """Return as many frames as the model's context holds beside the question and the answer, and a sentence that says
     how many were left out; None where none were.
@@ -41,7 +41,7 @@ def fitting(
     said = None
     while context is not None:
         with _quiet():
-            inputs = asked(subject, frames, question, len(frames) > 1 and as_video(subject, method))
+            inputs = asked(subject, frames, question, len(frames) > 1 and as_video(subject, setting))
         number, visual = len(frames), subject.visual_tokens(inputs)
         text = inputs["input_ids"].shape[1] - visual + subject.max_new_tokens
         if visual + text <= context:
@@ -111,7 +111,7 @@ def look(
     subject: Model,
     images: Sequence[Image.Image],
     question: str,
-    setting: dict[str, Any],
+    setting: Setting,
     video: bool,
     side: int,
     labels: Sequence[str] = (),
@@ -120,8 +120,8 @@ def look(
     is. Raises UnsupportedSetupError where the tokens of an image form no grid, OptionError for a method that chooses
     between images.
 
-    setting: as `patch(config=...)` takes it. video: whether the images are a video. side: pixels of a drawing's longer
-    side, about. labels: the text before each image.
+    video: whether the images are a video. side: pixels of a drawing's longer side, about. labels: the text before each
+    image.
     """
     draw.check_drawable(setting)
     seen = seen_under(subject, images, question, setting, video, labels)
@@ -141,7 +141,7 @@ def seen_under(
     subject: Model,
     frames: Sequence[Image.Image],
     question: str,
-    setting: dict[str, Any],
+    setting: Setting,
     video: bool,
     labels: Sequence[str] = (),
 ) -> PromptView:
@@ -161,10 +161,10 @@ def seen_under(
     return PromptView(shown, grids, kept, groups, answer, stats, scores)
 
 
-def as_video(subject: Model, method: str) -> bool:
+def as_video(subject: Model, setting: Setting) -> bool:
     """Return True if a model gets several images as a video: if it takes one, and no method of the setting acts on
     pixels."""
-    pixels = any(one.site is Site.PRE_ENCODER for one in methods_of(method))
+    pixels = any(one.site is Site.PRE_ENCODER for one in setting.methods)
     return takes_video(subject) and not pixels
 
 

@@ -13,9 +13,10 @@ from einops import rearrange
 from PIL import Image, ImageDraw
 
 from tokenprune.base import ImageChooser, Method
-from tokenprune.config import read_config
 from tokenprune.errors import OptionError
 from tokenprune.profiling.model import Model
+from tokenprune.profiling.patched import escalates
+from tokenprune.setting import Setting
 from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import ESCALATE
 
@@ -29,15 +30,14 @@ _HEAT = ((15, 10, 70), (100, 20, 130), (200, 50, 90), (250, 140, 20), (250, 250,
 _STOPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def check_drawable(setting: dict[str, Any]) -> list[Method]:
+def check_drawable(setting: Setting) -> list[Method]:
     """Return the methods of a setting; raises OptionError for one of which nothing can be drawn."""
-    if setting["method"] == ESCALATE:
+    if escalates(setting):
         raise OptionError(f"{ESCALATE} is no method, it asks twice: draw what the method of its first pass keeps")
-    methods = read_config(setting).steps()[0]
-    for method in methods:
+    for method in setting.methods:
         if isinstance(method, ImageChooser):
             raise OptionError(f"{method.name} chooses between images, not within them: there is nothing to draw")
-    return methods
+    return setting.methods
 
 
 def patches(subject: Model, inputs: dict[str, Any], stats: Stats) -> tuple[np.ndarray, np.ndarray]:

@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from tokenprune.config import read_config
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.profiling.kept import keep_in_words
 from tokenprune.profiling.model import Model
+from tokenprune.setting import Setting
 from tokenprune.show import contact_sheet, draw
 from tokenprune.show.contact_sheet import PromptView
-from tokenprune.spelling import canonical_spec, setting_of, split_methods
+from tokenprune.spelling import split_methods
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,31 +102,30 @@ def show(
     subject: Model,
     images: Sequence[Image.Image],
     question: str,
-    methods: Sequence[str],
-    keep: float | int = 0.25,
+    settings: Sequence[Setting | Mapping[str, Any]],
     scores: bool = False,
     step: Callable[[str, int, int], None] = lambda label, done, total: None,
 ) -> Shown:
     """Ask once unpatched and once with each method, and draw what it keeps.
 
     images: one, or the frames of a video, or several of one prompt; a model that takes videos gets several as a video,
-    unless the method acts on pixels. methods: names, options and stacks as on the command line. scores: draw a map of
-    them, too, of methods that rank tokens by a score. step: called with a label, how many were asked, and of how many.
+    unless the method acts on pixels. settings: as `patch(config=...)` takes them, each with one
+    keep for all of its methods. scores: draw a map of them,
+    too, of methods that rank tokens by a score. step: called with a label, how many were asked, and of how many.
     Raises UnsupportedSetupError where the tokens of an image form no grid, OptionError for a method that chooses
     between images.
     """
-    names = [canonical_spec(one) for one in methods]
-    if not names:
+    if not settings:
         raise OptionError("name at least one method to show")
-    settings = [setting_of(name, keep) for name in names]
-    for setting in settings:
+    asked = [Setting.of(one) for one in settings]
+    for setting in asked:
         draw.check_drawable(setting)
-    videos = [len(images) > 1 and contact_sheet.as_video(subject, name) for name in names]
-    step("unpatched", 0, 1 + len(names))
+    videos = [len(images) > 1 and contact_sheet.as_video(subject, one) for one in asked]
+    step("unpatched", 0, 1 + len(asked))
     full = contact_sheet.asked(subject, images, question, any(videos))
     (before,) = subject.generate(full)
     tokens = subject.visual_tokens(full)
-    single, several = len(images) == 1, len(names) > 1 or scores
+    single, several = len(images) == 1, len(asked) > 1 or scores
     views = [image.convert("RGB") for image in images]
     notes: list[str] = []
     if not any(videos):
@@ -135,8 +134,9 @@ def show(
         views = [image.crop(box) if box else image for image, box in zip(views, boxes, strict=True)]
     panels: list[Panel] = []
     shown: list[PromptView] = []
-    for place, (name, setting, video) in enumerate(zip(names, settings, videos, strict=True)):
-        step(name, 1 + place, 1 + len(names))
+    for place, (setting, video) in enumerate(zip(asked, videos, strict=True)):
+        name = setting.spec
+        step(name, 1 + place, 1 + len(asked))
         seen = contact_sheet.seen_under(subject, images, question, setting, video)
         if not video:  # frames at their own resolution; of a video the model may have merged some in time
             seen = PromptView(views, seen.grids, seen.kept, seen.groups, seen.answer, seen.stats, seen.scores)
@@ -145,7 +145,7 @@ def show(
         if not panels:
             whole = [frame.resize(size) for frame, size in zip(seen.frames, sizes, strict=True)]
             panels.append(Panel(_strip(whole), "unpatched", (f"{tokens} visual tokens", f"answer: {before}")))
-        said = keep_in_words(keep, len(read_config(setting).steps()[0]), int(seen.kept.sum()) / max(1, tokens))
+        said = keep_in_words(setting.keep, len(setting.names), int(seen.kept.sum()) / max(1, tokens))
         panels.append(Panel(_strip(seen.drawings(0, sizes)), f"{name}, keep {said}", _about(seen, tokens)))
         if scores and seen.scores is None:
             notes.append(f"{name} ranks no tokens by a score: there is no map of it")
@@ -188,10 +188,11 @@ def plot(
     if is_patched(model):
         raise AlreadyPatchedError("plot asks with and without methods: call tokenprune.unpatch(model) first")
     given = list(images) if isinstance(images, (list, tuple)) else [images]
-    names = split_methods(methods) if isinstance(methods, str) else tuple(methods)
+    specs = split_methods(methods) if isinstance(methods, str) else tuple(methods)
+    settings = [Setting.from_spec(one, keep).checked() for one in specs]
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     subject = Model(model, processor, name, max_new_tokens=16)
-    found = show(subject, given, question, names, keep, scores)
+    found = show(subject, given, question, settings, scores)
     across, lines = found.across, found.lines(found.across)
     down = len(lines)
     ratio = found.panels[0].image.height / found.panels[0].image.width

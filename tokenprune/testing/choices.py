@@ -15,7 +15,7 @@ from tokenprune.base import Pruner, Selection
 from tokenprune.errors import ConformanceError, TokenPruneError
 from tokenprune.testing.rules import require
 from tokenprune.testing.view import visual_tokens
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import available_observables, observable
 from tokenprune.view.segments import Patches, Sizes
 from tokenprune.view.tokens import VisualTokens
@@ -112,7 +112,7 @@ def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) 
     given, text = {}, {}
     for name in available_observables():
         seen = observable(name)
-        if not seen.declared(needs) or (seen.where is Where.CUT and name != "hidden"):
+        if not seen.declared(needs) or (seen.where is ObservedAt.CUT and name != "hidden"):
             continue
         if seen.by_layer:
             given[name] = {layer: seen.example(sizes, generator) for layer in layers}

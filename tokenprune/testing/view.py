@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import close_names, find_observable, find_observable_of_text
 from tokenprune.view.segments import Segments, TextView, VisualView
 from tokenprune.view.source import Readable, ReadableByRow, TokenSource
@@ -158,7 +158,7 @@ class _GivenSource(TokenSource):
     def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
         if seen.name == "normed" and "normed" not in self.visual:
             return self.final_norm(tokens.hidden)
-        if seen.where is Where.FRAMES and seen.name not in self.visual:
+        if seen.where is ObservedAt.FRAMES and seen.name not in self.visual:
             return super().read(seen, tokens)
         value = _given(self.visual, seen.name, seen.name)
         if isinstance(value, Mapping):

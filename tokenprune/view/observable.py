@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ELEMENTS = 2**24  # of the attention map that is made at a time
 
 
-class Where(enum.StrEnum):
+class ObservedAt(enum.StrEnum):
     """The place at which an observable is observed; a member equals its name as a string."""
 
     CUT = "CUT"  # what arrives at the cut: always there, and declared by nobody
@@ -69,7 +69,7 @@ class Observable:
 
     name:     the attribute of `VisualTokens`, and what a method writes in its `needs`; set by `register_observable`.
     text_name: the attribute of `VisualTokens.text`, if it is another; set by `register_observable` if it is not.
-    where:    see `Where`. backends: see `Backend`.
+    where:    see `ObservedAt`. backends: see `Backend`.
     axes:     of the tensor that it is for visual tokens: S segments, N tokens, H heads, M text tokens, D features;
               empty if it is no tensor.
     by_layer: whether it is read of one block at a time, `tokens.<name>(layer)`, out of the method's `encoder_layers`.
@@ -80,7 +80,7 @@ class Observable:
 
     name: ClassVar[str] = ""
     text_name: ClassVar[str] = ""
-    where: ClassVar[Where]
+    where: ClassVar[ObservedAt]
     backends: ClassVar[frozenset[Backend]] = frozenset({Backend.HF})
     axes: ClassVar[str] = "SND"
     by_layer: ClassVar[bool] = False
@@ -90,7 +90,7 @@ class Observable:
 
     def declared(self, needs: frozenset[str]) -> bool:
         """Return whether a method of these `needs` may read it."""
-        return self.where is Where.CUT or self.name in needs
+        return self.where is ObservedAt.CUT or self.name in needs
 
     def attach(self, adapter: Any, layer: int) -> Recorder:
         """Return what to record for a cut at the input of decoder layer `layer`, where `where` is OWN.
@@ -242,7 +242,7 @@ class TowerBlock(Observable):
     A token made of several patches gets their mean, in float32; what is no patch (newlines, a class token) gets 0.
     """
 
-    where = Where.TOWER_BLOCK
+    where = ObservedAt.TOWER_BLOCK
     backends = frozenset({Backend.HF, Backend.VLLM})
     by_layer = True
 
@@ -259,7 +259,7 @@ class TowerBlock(Observable):
 class TowerOutput(Observable):
     """Base of what is made of the vision tower's output, as the projector gets it."""
 
-    where = Where.TOWER
+    where = ObservedAt.TOWER
 
     def of_features(self, features: Tensor, protected: int) -> Tensor:
         """Return `[rows, patches, C]`, class tokens left out. features: `[rows, tokens, Dv]`, with `protected` class

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from tokenprune.errors import RegistrationError
-from tokenprune.view.observable import Backend, Observable, Where
+from tokenprune.view.observable import Backend, Observable, ObservedAt
 
 O = TypeVar("O", bound=type[Observable])  # noqa: E741
 
@@ -42,8 +42,8 @@ def _problem(name: str, cls: type) -> str | None:
         return "a name is an identifier that does not begin with an underscore"
     if not (inspect.isclass(cls) and issubclass(cls, Observable)):
         return "the class must derive from tokenprune.Observable"
-    if not isinstance(getattr(cls, "where", None), Where):
-        return "the class must say `where` it is observed, out of tokenprune.view.observable.Where"
+    if not isinstance(getattr(cls, "where", None), ObservedAt):
+        return "the class must say `where` it is observed, out of tokenprune.view.observable.ObservedAt"
     if unknown := set(cls.backends) - set(Backend):
         return f"unknown backends {sorted(map(str, unknown))}; known are {', '.join(Backend)}"
     if not (cls.__dict__.get("__doc__") or "").strip():
@@ -104,7 +104,7 @@ def need_of(name: str) -> str:
     return name if found is None else found.name
 
 
-def observables_of(needs: Iterable[str], *where: Where) -> list[Observable]:
+def observables_of(needs: Iterable[str], *where: ObservedAt) -> list[Observable]:
     """Return those of `needs` that are observed at one of the places `where` (anywhere, if none is given), sorted by
     name; raise RegistrationError for an unknown one."""
     _load()
@@ -116,7 +116,7 @@ def observables_of(needs: Iterable[str], *where: Where) -> list[Observable]:
 
 def compares_frames(method: Any) -> bool:
     """Return True for a method that reads which frame of a video tokens are of, and so acts on videos alone."""
-    return method is not None and bool(observables_of(method.needs, Where.FRAMES))
+    return method is not None and bool(observables_of(method.needs, ObservedAt.FRAMES))
 
 
 def not_served(needs: Iterable[str], backend: Backend) -> list[str]:
@@ -127,7 +127,7 @@ def not_served(needs: Iterable[str], backend: Backend) -> list[str]:
 def served_by(backend: Backend) -> list[str]:
     """Return the names of the observables, to be declared, that `backend` serves."""
     return [name for name in available_observables() if backend in (one := _OBSERVABLES[name]).backends
-            and one.where is not Where.CUT]  # fmt: skip
+            and one.where is not ObservedAt.CUT]  # fmt: skip
 
 
 def close_names(name: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tokenprune import abilities
 from tokenprune.api import attachment_of, is_patched, patch, unpatch
 from tokenprune.base import Method, Site
 from tokenprune.config import read_config
@@ -48,7 +49,7 @@ def assistant(
     Source: SpecVLM (arXiv 2508.16201) drafts on pruned video tokens. Differs from the paper: any registered method
     chooses, and the draft keeps the positions of the full prompt (our decision).
     """
-    from tokenprune.integrations.hf.drafting.checks import check_pair, check_sites, check_target
+    from tokenprune.integrations.hf.drafting.checks import check_pair, check_target
     from tokenprune.integrations.hf.drafting.copying import share_weights
     from tokenprune.integrations.hf.drafting.images import DraftImages, Target, needs_tower
     from tokenprune.integrations.shared.attachable import unwrap
@@ -56,7 +57,8 @@ def assistant(
     # What torch.compile returns holds the model.
     model = getattr(model, "_orig_mod", model)
     check_target(model)
-    check_sites(_sites(method, options))
+    for name, site in _sites(method, options).items():
+        abilities.check_draft(site, name)
     own_weights = draft is not None
     if own_weights:
         check_pair(model, draft)
@@ -81,7 +83,7 @@ def _sites(method: Any, options: dict[str, Any]) -> dict[str, Site]:
     """Return the site of each method that is asked for."""
     given: list[Any]
     if options.get("config") is not None:
-        given = read_config(options["config"]).steps()[0]
+        given = read_config(options["config"]).parsed.methods
     else:
         given = list(method) if isinstance(method, (list, tuple)) else [] if method is None else [method]
     return {one.name: one.site for one in (x if isinstance(x, Method) else method_info(x) for x in given)}

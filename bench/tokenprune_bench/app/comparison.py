@@ -9,15 +9,14 @@ from typing import Any
 
 from PIL import Image
 
-from tokenprune.config import read_config
 from tokenprune.errors import OptionError
 from tokenprune.profiling import timing
 from tokenprune.profiling.kept import keep_in_words
 from tokenprune.profiling.model import Model
 from tokenprune.profiling.patched import patched_by
+from tokenprune.setting import Setting
 from tokenprune.show import contact_sheet, side_by_side
 from tokenprune.show.contact_sheet import PromptView
-from tokenprune.spelling import canonical_spec, files_of, setting_of
 from tokenprune_bench.app.snippets import LONGEST
 
 REPEATS = 3  # timed runs of each side
@@ -28,14 +27,11 @@ NEW_TOKENS = 4  # that a timed run makes
 class Asked:
     """The answer, timing and drawing of one setting.
 
-    spelling: it on one line, as of `spelling`. keep: share of the visual tokens. setting: as `patch(config=...)` takes
-    it. seen: what it kept and answered, with its `Stats`. drawing: of that, beside the whole. before: the answer
-    without it. tokens: visual tokens without it. ttft: time to the first token, as of `timing.compare`.
+    seen: what it kept and answered, with its `Stats`. drawing: of that, beside the whole. before: the answer without
+    it. tokens: visual tokens without it. ttft: time to the first token, as of `timing.compare`.
     """
 
-    spelling: str
-    keep: float
-    setting: dict[str, Any]
+    setting: Setting
     seen: PromptView
     drawing: Image.Image
     before: str
@@ -45,7 +41,7 @@ class Asked:
     @property
     def keep_in_words(self) -> str:
         """The keep, and of a stack what it leaves in all."""
-        return keep_in_words(self.keep, len(read_config(self.setting).steps()[0]), self.kept / max(1, self.tokens))
+        return keep_in_words(self.setting.keep, len(self.setting.names), self.kept / max(1, self.tokens))
 
     @property
     def kept(self) -> int:
@@ -58,18 +54,18 @@ class Asked:
         return 1 / self.ttft["ttft_ratio"]["p50"]
 
 
-def checked(text: str, keep: float) -> dict[str, Any]:
-    """Return what `patch(config=...)` takes for a setting that came from a page.
+def checked(text: str, keep: float) -> Setting:
+    """Return the setting that came from a page as a text.
 
     Raises OptionError for a text that is too long or names a file of this machine, UnknownMethodError, and BudgetError
     for a keep that is no share.
     """
     if len(text) > LONGEST:
         raise OptionError(f"a setting of {len(text)} characters is too long: {LONGEST} at most")
-    if files := files_of(text):
+    setting = Setting.from_spec(text, keep)
+    if files := setting.files:
         raise OptionError(f"{', '.join(files)}: the page opens no files; use Python for it")
-    setting = setting_of(canonical_spec(text), keep)
-    read_config(setting)
+    setting.checked().steps()
     return setting
 
 
@@ -77,14 +73,15 @@ def compare(
     subject: Model,
     images: Sequence[Image.Image],
     question: str,
-    methods: Sequence[str],
+    methods: Sequence[str | Setting],
     keep: float,
     step: Callable[[int, int, str], None] = lambda done, total, label: None,
 ) -> list[Asked]:
     """Ask about images, or the frames of a video, unpatched and under each setting, and time both in turn.
 
-    methods: settings on one line, such as "divprune+fastv". step: called before each part with how many are done, of
-    how many, and what comes. Raises OptionError for what cannot be asked, and what `patch` and the processor raise.
+    methods: settings, or texts on one line such as "divprune+fastv". step: called before each part with how many are
+    done, of how many, and what comes. Raises OptionError for what cannot be asked, and what `patch` and the processor
+    raise.
     """
     if not images:
         raise OptionError("there is no image: drop one, or take one of the examples")
@@ -92,25 +89,23 @@ def compare(
         raise OptionError("there is no question: ask one")
     if len(question) > LONGEST:
         raise OptionError(f"a question of {len(question)} characters is too long: {LONGEST} at most")
-    settings = [checked(text, keep) for text in methods]
+    settings = [one if isinstance(one, Setting) else checked(one, keep) for one in methods]
     if not settings:
         raise OptionError("there is no method: choose one")
-    names, total = [canonical_spec(text) for text in methods], 1 + 2 * len(settings)
+    total = 1 + 2 * len(settings)
     shown = side_by_side.show(
-        subject, images, question, names, keep, step=lambda name, done, _: step(done, total, f"{name}: answers")
+        subject, images, question, settings, step=lambda name, done, _: step(done, total, f"{name}: answers")
     )
     asked = []
-    for number, (name, setting, seen) in enumerate(zip(names, settings, shown.seen, strict=True)):
-        step(1 + len(names) + number, total, f"{name}: times")
-        ttft = _timed(subject, images, question, name, setting)
-        asked.append(Asked(name, keep, setting, seen, shown.pair(number), shown.before, shown.tokens, ttft))
+    for number, (setting, seen) in enumerate(zip(settings, shown.seen, strict=True)):
+        step(1 + len(settings) + number, total, f"{setting.spec}: times")
+        ttft = _timed(subject, images, question, setting)
+        asked.append(Asked(setting, seen, shown.pair(number), shown.before, shown.tokens, ttft))
     return asked
 
 
-def _timed(
-    subject: Model, images: Sequence[Image.Image], question: str, text: str, setting: dict[str, Any]
-) -> dict[str, Any]:
-    video = len(images) > 1 and contact_sheet.as_video(subject, text)
+def _timed(subject: Model, images: Sequence[Image.Image], question: str, setting: Setting) -> dict[str, Any]:
+    video = len(images) > 1 and contact_sheet.as_video(subject, setting)
 
     def ask() -> dict[str, Any]:
         return subject.video_inputs(images, question) if video else subject.inputs([list(images)], [question])

@@ -27,6 +27,7 @@ from tokenprune_bench.own_questions import demo
 # Not needed before the model is there: these import transformers' models, which takes seconds.
 if TYPE_CHECKING:
     from tokenprune.profiling.model import Model
+    from tokenprune.setting import Setting
     from tokenprune_bench.app.comparison import Asked
 
 FIRST, SECOND, KEEP = "divprune", "fastv", 0.25
@@ -176,40 +177,42 @@ def _answer(
     try:
         subject = loading.get()
         # Not before: while another thread imports transformers for the model, this would meet half of it.
-        from tokenprune_bench.app.comparison import compare
+        from tokenprune_bench.app.comparison import checked, compare
 
-        images, note = _seen(subject, image, file, question, methods)
+        settings = [checked(text, keep) for text in methods]
+        images, note = _seen(subject, image, file, question, settings)
         pace = Pace()
 
         def step(done: int, total: int, label: str) -> None:
             left = pace.left(done, total)
             progress((done, total), desc=f"{label}, {left}" if left else label)
 
-        asked = compare(subject, images, question, methods, keep, step)
+        asked = compare(subject, images, question, settings, keep, step)
     except TokenPruneError as error:
         raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
     drawings = [
-        gr.Image(value=one.drawing, label=f"{one.spelling}, keep {one.keep_in_words}", visible=True) for one in asked
+        gr.Image(value=one.drawing, label=f"{one.setting.spec}, keep {one.keep_in_words}", visible=True)
+        for one in asked
     ]
     drawings += [gr.Image(value=None, visible=False)] * (2 - len(asked))
     name = subject.name.partition(" ")[0]
     lines = [
         snippets.python(*(one.setting for one in asked)),
         "\n# or\n".join(snippets.vllm(one.setting) for one in asked),
-        "\n".join(snippets.bench(one.spelling, one.keep, name) for one in asked),
+        "\n".join(snippets.bench(one.setting, name) for one in asked),
     ]
     return [_table(question, asked, note), *drawings, _layers(asked), *lines]
 
 
 def _seen(
-    subject: Model, image: Image.Image | None, file: str | None, question: str, methods: Sequence[str]
+    subject: Model, image: Image.Image | None, file: str | None, question: str, settings: Sequence[Setting]
 ) -> tuple[list[Image.Image], str | None]:
     """Return the image, or frames of the file that fit into the model's context; and how many did not, in words."""
-    if not file or not methods:
+    if not file or not settings:
         return ([] if image is None else [image.convert("RGB")]), None
     from tokenprune.show import contact_sheet
 
-    return contact_sheet.fitting(subject, partial(read_frames, [Path(file)]), FRAMES, question, methods[0])
+    return contact_sheet.fitting(subject, partial(read_frames, [Path(file)]), FRAMES, question, settings[0])
 
 
 def _table(question: str, asked: Sequence[Asked], note: str | None) -> str:
@@ -221,7 +224,7 @@ def _table(question: str, asked: Sequence[Asked], note: str | None) -> str:
     for one in asked:
         stats, tokens = one.seen.stats, f"{one.tokens} → {one.kept}"
         average, first = round(stats.visual_tokens_average), f"{_ms(one.ttft, '')}, ×{one.faster:.2f}"
-        label = f"{one.spelling} {one.keep_in_words}"
+        label = f"{one.setting.spec} {one.keep_in_words}"
         rows.append((label, one.seen.answer, tokens, average, _size(stats.kv_bytes), first))
     warnings = [*([note] if note else []), *_warnings(asked)]
     cells = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
@@ -235,8 +238,8 @@ def _warnings(asked: Sequence[Asked]) -> list[str]:
     said = [busy] if busy else []
     for one in asked:
         if one.faster < 1:
-            said.append(f"{one.spelling} is not faster here: choosing costs what is saved, as with few tokens")
-        said += [f"{one.spelling}: {text}" for text in one.seen.stats.notes]
+            said.append(f"{one.setting.spec} is not faster here: choosing costs what is saved, as with few tokens")
+        said += [f"{one.setting.spec}: {text}" for text in one.seen.stats.notes]
     return said
 
 
@@ -252,7 +255,7 @@ def _layers(asked: Sequence[Asked]) -> str:
             for number, count in enumerate(layers)
         )
         parts.append(
-            f"<p>{html.escape(one.spelling)}: visual tokens in layers 0 to {len(layers) - 1}: "
+            f"<p>{html.escape(one.setting.spec)}: visual tokens in layers 0 to {len(layers) - 1}: "
             f'{", ".join(map(str, layers))}</p><div style="display:flex;align-items:flex-end;height:50px">{bars}</div>'
         )
     return "".join(parts)

@@ -29,6 +29,7 @@ from tokenprune.cli.common import (
     print_limits,
     print_skipped,
     read_keeps,
+    read_specs,
     resumable,
     show_progress,
 )
@@ -131,7 +132,6 @@ def bench(
 
     To share the work: accelerate launch --num_processes N -m tokenprune bench ...
     """
-    from tokenprune.spelling import split_methods
     from tokenprune_bench import significance
     from tokenprune_bench.backend import backend_of
     from tokenprune_bench.cli.engines import Engines
@@ -150,7 +150,7 @@ def bench(
     metric_named(metric)
     planned = partial(
         BenchPlan,
-        methods=split_methods(methods),
+        methods=tuple(read_specs(methods)),
         keeps=read_keeps(keep),
         images=DEFAULT_IMAGES if limit is None else limit,
         batch_size=batch_size,

@@ -30,6 +30,7 @@ from tokenprune.cli.common import (
     print_limits,
     print_skipped,
     read_keeps,
+    read_specs,
     resumable,
     show_progress,
 )
@@ -107,7 +108,6 @@ def tune(
     To share the work: accelerate launch --num_processes N -m tokenprune tune ...
     """
     from tokenprune.config import write_config
-    from tokenprune.spelling import canonical_spec, split_methods
     from tokenprune_bench.backend import backend_of
     from tokenprune_bench.cli.engines import Engines
     from tokenprune_bench.data import left_out, load_data, read_columns
@@ -129,7 +129,7 @@ def tune(
         raise OptionError("--objective throughput is measured with the model in this process: use --backend hf")
     kind_drop = None if max_kind_drop is None else read_share(max_kind_drop, "--max-kind-drop")
     promise = Promise(read_share(max_drop), confidence, kind_drop, target_ttft)
-    candidates = grid([canonical_spec(one) for one in split_methods(methods)], read_keeps(keep))
+    candidates = grid(read_specs(methods), read_keeps(keep))
     if not out.parent.is_dir():  # said before the work, not after it
         raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
     if data is None:
@@ -160,7 +160,7 @@ def tune(
             print_limits(subject)
         folder = None
         if run is not None:
-            search = Search([candidate.setting for candidate in candidates], seed, batch_size, stacks)
+            search = Search([candidate.as_dict() for candidate in candidates], seed, batch_size, stacks)
             folder = stack.enter_context(RunFolder(run, config_of(asked, search, metric, {"data": about}), group))
         evaluator = Evaluator(asked, questions, metric, batch_size=batch_size, folder=folder, group=group)
         step = stack.enter_context(show_progress(lines=False)) if group.leads else None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.spelling import methods_of
+from tokenprune.setting import Setting
 from tokenprune_bench.metrics import METRICS
 from tokenprune_bench.paired import Answers
 from tokenprune_bench.results import MARKS, UNPATCHED, answers_of, marks_of, share_of
@@ -138,7 +138,7 @@ def _line(one: Mapping[str, Any], answers: Answers, base: Mapping[str, Any], riv
         method=one["method"],
         keep=one["keep"],
         site=one["site"],
-        query_aware=any(method.query_aware for method in methods_of(one["method"])),
+        query_aware=any(method.query_aware for method in Setting.from_spec(one["method"]).methods),
         score=_score(answers),
         tokens=round(stats["visual_tokens_average"] / base["stats"]["visual_tokens_in"], 4),
         kv=round(kv / whole, 4) if kv and whole else None,

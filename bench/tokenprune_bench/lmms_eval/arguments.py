@@ -11,10 +11,11 @@ from typing import Any
 import tokenprune
 from tokenprune.base import Method, Site
 from tokenprune.budget import TARGETS
-from tokenprune.config import read_config
+from tokenprune.config import Config, read_config
 from tokenprune.errors import OptionError
 from tokenprune.registry import method_class
-from tokenprune.setting import number, parse
+from tokenprune.setting import Setting
+from tokenprune.spelling import number
 
 UNPATCHED = ("none", "unpatched")
 _BUDGET = (*TARGETS, "per")
@@ -24,12 +25,19 @@ OURS = ("method", *_BUDGET, *_PASSED)
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """The parsed `--model_args`. patch: arguments of `tokenprune.patch`, None for the unpatched model; methods: those
-    of the patch; rest: arguments of the base model."""
+    """The parsed `--model_args`, in which a setting stands among arguments of a model of lmms-eval.
 
-    patch: dict[str, Any] | None
-    methods: list[Method]
+    config: what to patch with, None for the unpatched model. rest: arguments of the base model. guard: of
+    `tokenprune.patch`.
+    """
+
+    config: Config | None
     rest: dict[str, Any]
+    guard: str = "off"  # unless asked for: what is measured is the method, not the guard
+
+    @property
+    def methods(self) -> list[Method]:
+        return [] if self.config is None else self.config.parsed.methods
 
     @property
     def acts_on_pixels(self) -> bool:
@@ -62,16 +70,15 @@ def read(arguments: dict[str, Any], base: str, accepted: Collection[str], anythi
             )
         else:
             raise OptionError(_unknown(name, names, base, accepted))
-    passed = {name: ours[name] for name in _PASSED if name in ours}
+    guard = {"guard": ours["guard"]} if "guard" in ours else {}
     if "config" in ours:
-        return ModelArguments(passed, read_config(ours["config"]).steps()[0], rest)
+        return ModelArguments(read_config(ours["config"]), rest, **guard)
     if not names:
-        return ModelArguments(None, [], rest)
-    budget = _budget(ours)
-    layer = parse({"method": [{"method": name, **options[name]} for name in names]} | budget, "--model_args")
-    budgets = layer.budgets()
-    methods = layer.with_files().methods()
-    return ModelArguments({"method": methods} | ({"keep": budgets} if budget else {}) | passed, methods, rest)
+        return ModelArguments(None, rest)
+    methods = [{"method": name, **options[name]} for name in names]
+    config = read_config(Setting.of({"method": methods} | _budget(ours), "--model_args"))
+    config.steps()  # raises
+    return ModelArguments(config, rest, **guard)
 
 
 def _names(ours: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from torch import nn
 import tokenprune
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.forward.stats import count_bytes
+from tokenprune.integrations.hf.statistics import count_bytes
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.profiling.cost import unpatched
 from tokenprune.shapes.decoder import DecoderShape

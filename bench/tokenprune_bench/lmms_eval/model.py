@@ -17,7 +17,7 @@ from torch import nn
 import tokenprune
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune_bench.lmms_eval.arguments import read
+from tokenprune_bench.lmms_eval.arguments import ModelArguments, read
 from tokenprune_bench.lmms_eval.bases import BASES, TESTED, UNTESTED
 from tokenprune_bench.lmms_eval.measure import Tally, watched
 
@@ -97,26 +97,25 @@ def load(base: str | None = None, *, force_simple: bool = False, **arguments: An
     is wrong with the arguments is said before weights are loaded.
     """
     cls = _base_class(base, force_simple)
-    setting = read(arguments, base, *_parameters(cls))
+    given = read(arguments, base, *_parameters(cls))
     made = type(f"TokenPrune{cls.__name__}", (Measured, cls), {"__module__": __name__, "__doc__": cls.__doc__})
-    lm = made(**setting.rest)
+    lm = made(**given.rest)
     model = getattr(lm, "model", None)
     if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
         raise UnsupportedModelError(f"base={base} holds no model of transformers that generates; {_WORK}")
     adapter_for(model)
-    made._shares = not setting.acts_on_pixels
-    if setting.patch is not None:
-        _patch(lm, setting)
+    made._shares = not given.acts_on_pixels
+    if given.config is not None:
+        _patch(lm, given)
     return lm
 
 
-def _patch(lm: Any, setting: Any) -> None:
-    # Off unless asked for: what is measured is the method, not the guard.
-    given = {"guard": "off"} | setting.patch
-    if setting.acts_on_pixels or given["guard"] != "off":  # the guard reads prompts with it
+def _patch(lm: Any, given: ModelArguments) -> None:
+    processor = None
+    if given.acts_on_pixels or given.guard != "off":  # the guard reads prompts with it
         names = ("processor", "_processor", "_image_processor", "image_processor")
-        given["processor"] = next((one for name in names if callable(one := getattr(lm, name, None))), None)
-    tokenprune.patch(lm.model, **given)
+        processor = next((one for name in names if callable(one := getattr(lm, name, None))), None)
+    tokenprune.patch(lm.model, config=given.config, guard=given.guard, processor=processor)
 
 
 def _base_class(base: str | None, force_simple: bool) -> type:

@@ -24,6 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tokenprune.setting import Setting
+
 ASSETS = Path(__file__).parent
 QUESTIONS, STEP, SIZE = 500, 2.0, 3.0
 REFERENCE = 7e9  # parameters: the size of "yours" where no model is given, as on pages
@@ -71,9 +73,9 @@ class Advice:
     frames: int = 1
 
     @property
-    def setting(self) -> dict[str, Any]:
-        """The setting as `patch(config=...)` takes it."""
-        return {"method": self.method, "keep": self.keep}
+    def setting(self) -> Setting:
+        """The method at its keep."""
+        return Setting.of({"method": self.method, "keep": self.keep})
 
     def evidence(self, size: float = REFERENCE) -> tuple[list[Evidence], list[Evidence]]:
         """Return the evidence at this keep and kind of questions, and that from elsewhere; the nearest keep first.

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from tokenprune import abilities
-from tokenprune.config import Config
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
 from tokenprune.families import REFUSED, SERVED, SUPPORTED, family_of
@@ -123,7 +122,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         name,
         family,
         task,
-        row.setting,
+        row.setting.as_dict(),
         row.reason,
         (*near, _closed(row, cost, load, family)),
         tuple(elsewhere),
@@ -165,7 +164,7 @@ def _notes(family: str) -> list[str]:
 
 def _may_act(row: Advice, family: str) -> bool:
     """Return True where the method of a row is tested at its site in a family, and nothing keeps it from acting."""
-    (method,), _ = Config(row.setting).steps()
+    (method,), _ = row.setting.steps()
     return method.site.name in family_of(family).sites and abilities.obstacle(method, family) is None
 
 
@@ -187,7 +186,7 @@ def _architecture(config: Any) -> str | None:
 
 
 def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
-    before, after = cost.cost(load), cost.predict(load, *Config(row.setting).steps())
+    before, after = cost.cost(load), cost.predict(load, *row.setting.steps())
     parts = "tower and decoder" if cost.tower is not None else "the decoder"
     figure = (
         f"prefill x{before.flops / after.flops:.2f} as fast by FLOPs of {parts}, KV cache "
@@ -203,7 +202,7 @@ def _why_not(row: Advice, config: Any) -> str | None:
 
     if (architecture := _architecture(config)) is None:
         return "the plugin does not know this family"
-    (method,), _ = Config(row.setting).steps()
+    (method,), _ = row.setting.steps()
     hint = "`recommend --task server` names what it serves"
     if reason := abilities.obstacle(method, architecture, Backend.VLLM, config=config):
         return f"{reason}; {hint}"

@@ -14,8 +14,9 @@ from PIL import Image, ImageOps
 
 import tokenprune
 from tokenprune.errors import OptionError, RunError, TokenPruneError
+from tokenprune.profiling.patched import escalating
+from tokenprune.setting import Setting
 from tokenprune.show import contact_sheet, draw
-from tokenprune.spelling import setting_of
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.lines import read_lines, write_whole
 from tokenprune_bench.report.samples import FILE, FOLDER, SCHEMA
@@ -176,27 +177,29 @@ def _entry(
 
 def _drawable(
     entry: dict[str, Any], methods: Sequence[tuple[dict[str, Any], int | None]]
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+) -> list[tuple[Setting | None, dict[str, Any]]]:
     """Return the setting of the unpatched model and of each method, with the entry that its drawing fills."""
     pairs = zip(methods, entry["methods"], strict=True)
-    return [({"method": UNPATCHED}, entry), *((_setting(record, seed), each) for (record, seed), each in pairs)]
+    return [(None, entry), *((_setting(record, seed), each) for (record, seed), each in pairs)]
 
 
-def _setting(record: dict[str, Any], seed: int | None) -> dict[str, Any]:
+def _setting(record: dict[str, Any], seed: int | None) -> Setting:
+    """Return the setting of a record; at equal cost it stores one of its own."""
     if record["method"] == ESCALATE:
-        return {"method": ESCALATE, "keep": record["keep"]}
-    keep = (record.get("setting") or record)["keep"]
-    return setting_of(record["method"], keep, seed=seed) | record.get("setting", {})
+        return escalating(record["keep"])
+    own = record.get("setting")
+    setting = Setting.of(own) if own else Setting.from_spec(record["method"], record["keep"])
+    return setting.filled({}, seed)
 
 
 def _draw(
-    folder: Path, subject: Model, question: Any, entry: dict[str, Any], setting: dict[str, Any], name: str
+    folder: Path, subject: Model, question: Any, entry: dict[str, Any], setting: Setting | None, name: str
 ) -> None:
     """Draw what one method kept into a file, and fill its entry."""
-    counted = "tokens" if setting["method"] == UNPATCHED else "kept"
+    counted = "tokens" if setting is None else "kept"
     entry |= {counted: None, "image": None, "note": ""}
     try:
-        if setting["method"] == UNPATCHED:
+        if setting is None:
             image, entry[counted] = _whole(subject, question)
         else:
             image, entry[counted] = _look(subject, question, setting)
@@ -225,7 +228,7 @@ def _whole(subject: Model, question: Any) -> tuple[Image.Image, int]:
     return contact_sheet.row([ImageOps.contain(frame, (side, side)) for frame in frames]), subject.visual_tokens(inputs)
 
 
-def _look(subject: Model, question: Any, setting: dict[str, Any]) -> tuple[Image.Image, int]:
+def _look(subject: Model, question: Any, setting: Setting) -> tuple[Image.Image, int]:
     methods = draw.check_drawable(setting)
     video, text = question.is_video, question.question
     if video and any(method.site is tokenprune.Site.PRE_ENCODER for method in methods):

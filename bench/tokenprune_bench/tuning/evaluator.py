@@ -14,13 +14,13 @@ from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError, UnsupportedSetupError
 from tokenprune.profiling.cost import record
 from tokenprune.profiling.model import Model
+from tokenprune.setting import Setting
 from tokenprune.statistics import Stats
 from tokenprune_bench.asking import Asking
 from tokenprune_bench.backend import BenchBackend, backend_of
 from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.metrics import Metric, metric_named
 from tokenprune_bench.run_folder import RunFolder
-from tokenprune_bench.tuning.candidates import Candidate
 from tokenprune_bench.tuning.objective import WORK
 
 _PREDICTED = 8  # questions that the closed forms are asked about
@@ -69,8 +69,8 @@ class Evaluator:
             )
         self.batch_size = batch_size
         self._asking = Asking(self.backend, self.questions, batch_size, folder, group)
-        self._scores: dict[Candidate | None, dict[int, float]] = {}
-        self._costs: dict[Candidate | None, dict[int, dict[str, Any]]] = {}
+        self._scores: dict[Setting | None, dict[int, float]] = {}
+        self._costs: dict[Setting | None, dict[int, dict[str, Any]]] = {}
 
     @property
     def kinds(self) -> list[str]:
@@ -83,7 +83,7 @@ class Evaluator:
         return [_seen(question) for question in self.questions]
 
     def ask(
-        self, candidate: Candidate | None, chunk: Sequence[int], on_batch: Callable[[int], None] | None = None
+        self, candidate: Setting | None, chunk: Sequence[int], on_batch: Callable[[int], None] | None = None
     ) -> None:
         """Have a chunk answered, unless it was before. on_batch: is called with the size of each batch.
 
@@ -97,30 +97,29 @@ class Evaluator:
             if on_batch is not None and size:
                 on_batch(size)
 
-        setting, scores = _setting(candidate), self._scores.setdefault(candidate, {})
-        batches = self._asking.batches(setting, chunk)
-        answered = self._asking.ask({"setting": setting}, setting, chunk, note)
+        scores = self._scores.setdefault(candidate, {})
+        batches = self._asking.batches(candidate, chunk)
+        answered = self._asking.ask(_place(candidate), candidate, chunk, note)
         for numbers in batches:
             answers, self._costs.setdefault(candidate, {})[numbers[0]] = answered[numbers[0]]
             accepted = [self.questions[number].answers for number in numbers]
             scores.update(zip(numbers, self.metric.score(answers, accepted), strict=True))
         note(left)  # what other processes asked, or a run before this one
 
-    def is_cached(self, candidate: Candidate | None, chunk: Sequence[int]) -> bool:
+    def is_cached(self, candidate: Setting | None, chunk: Sequence[int]) -> bool:
         """Return whether a chunk was answered before, in this run or in the one of the folder."""
-        setting = _setting(candidate)
-        return self._asking.is_cached({"setting": setting}, setting, chunk)
+        return self._asking.is_cached(_place(candidate), candidate, chunk)
 
-    def answered(self, candidate: Candidate | None) -> set[int]:
+    def answered(self, candidate: Setting | None) -> set[int]:
         """Return the numbers of the questions that were asked."""
         return set(self._scores.get(candidate, ()))
 
-    def scores(self, candidate: Candidate | None, numbers: Sequence[int]) -> np.ndarray:
+    def scores(self, candidate: Setting | None, numbers: Sequence[int]) -> np.ndarray:
         """Return the scores of questions that were asked, float64."""
         mine = self._scores[candidate]
         return np.array([mine[number] for number in numbers])
 
-    def cost(self, candidate: Candidate) -> dict[str, Any]:
+    def cost(self, candidate: Setting) -> dict[str, Any]:
         """Return `cost.record` of all that this candidate was asked, against the unpatched model on the same."""
         asked, whole = self._scores[candidate], self._costs[None]
         unpatched = _total(cost for first, cost in whole.items() if first in asked)
@@ -131,7 +130,7 @@ class Evaluator:
         step = max(1, len(self.questions) // _PREDICTED)
         return self.backend.closed_forms(self.questions[::step][:_PREDICTED])
 
-    def predict(self, candidate: Candidate) -> dict[str, float]:
+    def predict(self, candidate: Setting) -> dict[str, float]:
         """Return what the closed forms say that a candidate spends, as shares of the unpatched model's: "work",
         "flops", "tokens", "kv", "tower", and the tower's share of the unpatched work, "tower_share". Of a few
         questions, evenly chosen; {} where the model, or the candidate, does not tell ahead."""
@@ -139,7 +138,7 @@ class Evaluator:
             return {}
         model, loads = self._closed
         try:
-            costs = [model.predict(load, *candidate.steps) for load in loads]
+            costs = [model.predict(load, *candidate.steps()) for load in loads]
         except TokenPruneError:
             return {}  # asking it raises the reason
         wholes = [model.cost(load) for load in loads]
@@ -152,18 +151,17 @@ class Evaluator:
         shares |= {WORK: share("flops"), "flops": share("decoder"), "kv": share("cache")}
         return shares | {"tower_share": sum(cost.tower for cost in wholes) / sum(cost.flops for cost in wholes)}
 
-    def time(self, candidate: Candidate, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
+    def time(self, candidate: Setting, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
         """Return the times of `BenchBackend.timing` on the first of some questions, with the processor; only the first
         token counts here. batch: also those of `BenchBackend.batch_timing` on a batch of them. The first process of the
         group measures, and all get the same."""
         timing, failure = None, None
         if self.group.leads:
             try:
-                setting = _setting(candidate)
-                timing = self.backend.timing(setting, self.questions[numbers[0]], repeats, 2, processor=True)
+                timing = self.backend.timing(candidate, self.questions[numbers[0]], repeats, 2, processor=True)
                 if batch:
                     rows = [self.questions[number] for number in numbers[: self.batch_size]]
-                    timing |= self.backend.batch_timing(setting, rows, repeats)
+                    timing |= self.backend.batch_timing(candidate, rows, repeats)
             except (DataError, RunError):
                 raise
             except TokenPruneError as error:
@@ -184,8 +182,9 @@ def tunable_metric(name: str) -> Metric:
     return metric_named(name)
 
 
-def _setting(candidate: Candidate | None) -> dict[str, Any] | None:
-    return None if candidate is None else candidate.setting
+def _place(candidate: Setting | None) -> dict[str, Any]:
+    """Return plain values that name a candidate in the folder of a run."""
+    return {"setting": None if candidate is None else candidate.as_dict()}
 
 
 def _total(costs: Any) -> Stats:

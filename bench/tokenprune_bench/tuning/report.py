@@ -25,7 +25,7 @@ def tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> 
     if "engine" not in env:  # what vLLM loaded cannot be compared with a model of transformers
         model["fingerprint"] = evaluator.backend.fingerprint()
     return Config(
-        choice.candidate.setting,
+        choice.candidate.as_dict(),
         {
             "promise": {
                 "max_drop": promise.max_drop,
@@ -166,10 +166,10 @@ def _keep(trial: Trial) -> str:
     """Return the keep, and of a stack that was asked what all of its cuts leave."""
     cuts = len(trial.candidate.methods)
     if cuts == 1 or not trial.cost:
-        return trial.candidate.keep
-    if "," in trial.candidate.keep:
-        return f"{trial.candidate.keep} ({percent(trial.cost['keep_ratio'])} in all)"
-    return keep_in_words(trial.candidate.keep, cuts, trial.cost["keep_ratio"])
+        return trial.candidate.keep_text
+    if "," in trial.candidate.keep_text:
+        return f"{trial.candidate.keep_text} ({percent(trial.cost['keep_ratio'])} in all)"
+    return keep_in_words(trial.candidate.keep_text, cuts, trial.cost["keep_ratio"])
 
 
 def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:

@@ -11,8 +11,7 @@ import numpy as np
 
 from tokenprune.base import ImageChooser, Method, Site
 from tokenprune.errors import OptionError
-from tokenprune.integrations.shared.composition import check_places
-from tokenprune_bench.tuning.candidates import Candidate
+from tokenprune.setting import Setting
 from tokenprune_bench.tuning.estimate import CHANCE, Estimate, promote
 from tokenprune_bench.tuning.trial import Trial
 
@@ -26,7 +25,7 @@ class Alone:
     """A setting of one method that has answered. drops: float `[questions]`, score lost on each. spent: share of the
     unpatched model's, of what is made small."""
 
-    candidate: Candidate
+    candidate: Setting
     drops: np.ndarray
     spent: float
 
@@ -41,12 +40,12 @@ class Alone:
         return max(0.0, float(self.drops.mean()))
 
 
-def sites(candidates: Iterable[Candidate]) -> set[Site]:
+def sites(candidates: Iterable[Setting]) -> set[Site]:
     """Return the sites of those that a stack can be made of."""
     return {site for candidate in candidates if (site := site_of(candidate)) is not None}
 
 
-def site_of(candidate: Candidate) -> Site | None:
+def site_of(candidate: Setting) -> Site | None:
     """Return where a setting of one method acts; None if it is a stack already, or nothing to stack."""
     methods: list[Method] = candidate.methods
     one = len(methods) == 1 and not isinstance(methods[0], ImageChooser) and methods[0].site in _SITES
@@ -72,10 +71,10 @@ def needless(trial: Trial, trials: Sequence[Trial], objective: str, enough: int)
 
 def propose(
     answered: Sequence[Alone],
-    spent: Callable[[Candidate], float | None],
+    spent: Callable[[Setting], float | None],
     estimate: Callable[[np.ndarray, float], Estimate],
     most: int = MOST,
-) -> list[Candidate]:
+) -> list[Setting]:
     """Return stacks of two sites and more that are worth asking, at most `most`.
 
     Of each site those settings are stacked that are on its front: no other there spends less and loses less. What a
@@ -86,7 +85,7 @@ def propose(
     """
     fronts = {site: _front([one for one in answered if site_of(one.candidate) is site]) for site in _SITES}
     choices = [[None, *front] for front in fronts.values() if front]
-    found: list[tuple[Candidate, Estimate]] = []
+    found: list[tuple[Setting, Estimate]] = []
     for combination in itertools.product(*choices):
         parts = [one for one in combination if one is not None]
         if len(parts) < 2:
@@ -117,20 +116,18 @@ def _front(alone: Sequence[Alone]) -> list[Alone]:
     return [best[round(place)] for place in np.linspace(0, len(best) - 1, _OF_A_SITE)]
 
 
-def _stacked(parts: Sequence[Alone]) -> Candidate | None:
+def _stacked(parts: Sequence[Alone]) -> Setting | None:
     """Return a candidate of the methods of several, in the order of their sites; None if they are in each other's
     way."""
     entries, keeps = [], []
     for one in parts:
-        setting = one.candidate.setting
-        entries.append({name: value for name, value in setting.items() if name != "keep"})
-        keeps.append(setting.get("keep", one.candidate.methods[0].default_keep))
-    made = Candidate.of({"method": entries, "keep": keeps})
+        entries += one.candidate.entries
+        keeps.append(one.candidate.methods[0].default_keep if one.candidate.keep is None else one.candidate.keep)
+    made = Setting(tuple(entries), keeps)
     try:
-        check_places(made.methods)
+        return made.checked()
     except OptionError:
         return None
-    return made
 
 
 __all__ = ["MOST", "Alone", "needless", "propose", "site_of", "sites"]

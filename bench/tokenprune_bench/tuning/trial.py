@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune_bench.tuning.candidates import Candidate
+from tokenprune.setting import Setting
 from tokenprune_bench.tuning.objective import TIMED, shares
 from tokenprune_bench.tuning.promise import Promise
 
@@ -24,7 +24,7 @@ class Trial:
     of each kind of question, held out. state: why it was left, or "chosen".
     """
 
-    candidate: Candidate
+    candidate: Setting
     state: str = ""
     search: int = 0
     held_out: int = 0

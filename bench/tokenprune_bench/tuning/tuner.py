@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tokenprune.errors import DataError, RunError, TokenPruneError
+from tokenprune.setting import Setting
 from tokenprune_bench.tuning.betting import is_below, questions_likely, upper_bound
-from tokenprune_bench.tuning.candidates import Candidate
+from tokenprune_bench.tuning.candidates import unfit
 from tokenprune_bench.tuning.estimate import CHANCE, Estimate, prior, promote, sequence
 from tokenprune_bench.tuning.evaluator import Evaluator
 from tokenprune_bench.tuning.objective import MAX_SPREAD, TIMED, TITLES, WORK, check_objective, spread
@@ -46,7 +47,7 @@ class Tuner:
     def __init__(
         self,
         evaluator: Evaluator,
-        candidates: Sequence[Candidate],
+        candidates: Sequence[Setting],
         promise: Promise,
         *,
         seed: int = 0,
@@ -70,7 +71,7 @@ class Tuner:
         sizes = [max(_FIRST, len(self.search) >> (rungs - rung)) for rung in range(rungs)]
         self.sizes = sorted({size for size in sizes if size < len(self.search)} | {len(self.search)})
         self._step, self._done = step or (lambda label, done, total: None), 0
-        alive, asked = sum(not trial.candidate.unfit(evaluator.videos) for trial in self.trials) + self.stacks, 0
+        alive, asked = sum(not unfit(trial.candidate, evaluator.videos) for trial in self.trials) + self.stacks, 0
         self.total = len(self.search) + len(self.held_out) * (1 + min(FINALISTS, alive))
         for size in self.sizes:
             self.total += alive * (size - asked)
@@ -106,13 +107,13 @@ class Tuner:
         self._done = 0  # `run` counts these answers
         return self.total, (time.perf_counter() - start) / len(chunk) * self.total
 
-    def _trial(self, candidate: Candidate) -> Trial:
+    def _trial(self, candidate: Setting) -> Trial:
         return Trial(candidate, predicted=self.evaluator.predict(candidate))
 
     def _able(self, trials: Sequence[Trial]) -> list[Trial]:
         """Return the trials that can act, and that are fast enough if that counts."""
         for trial in trials:
-            reason = trial.candidate.unfit(self.evaluator.videos)
+            reason = unfit(trial.candidate, self.evaluator.videos)
             share = trial.expected(self._by)
             if reason is None and share is not None and share >= 1:
                 reason = f"saves nothing: {share:.2f}x {self._by}, by the closed forms"
@@ -191,7 +192,7 @@ class Tuner:
                 trial.state = reason
         return [trial for trial in alive if not trial.state]
 
-    def _asked(self, candidate: Candidate | None, chunk: Sequence[int]) -> None:
+    def _asked(self, candidate: Setting | None, chunk: Sequence[int]) -> None:
         label = "unpatched" if candidate is None else str(candidate)
 
         def on_batch(answers: int) -> None:

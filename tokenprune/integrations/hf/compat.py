@@ -30,6 +30,8 @@ _EMBEDS = "inputs_embeds" if "inputs_embeds" in _OF_MASK else "input_embeds"
 # Whether a decoder is handed where its tokens go in the cache (up to 5.3): masks are made of that, and static layers
 # store by it. Later versions count for themselves.
 COUNTS_OUTSIDE = "cache_position" in _OF_MASK and _OF_MASK["cache_position"].default is inspect.Parameter.empty
+# Whether a mask is written for a number of queries, or (early versions) for their places.
+_LENGTHS = "q_length" in inspect.signature(masking_utils.sdpa_mask).parameters
 # Whether `crop` of a cache takes how many tokens to remove (from 5.14), as a number below 0, or a length to keep. The
 # latter takes numbers below 0 for the same, but 0 for nothing to keep.
 CROP_REMOVES = "tokens_to_remove" in inspect.signature(cache_utils.Cache.crop).parameters
@@ -63,7 +65,7 @@ def mask_of(kind: str, config: Any, embeds: Tensor, mask: Tensor | None, cache: 
 def write_mask(q_length: int, q_offset: int, device: Any, **places: Any) -> Tensor | None:
     """Return what transformers' function for masks of "sdpa" writes."""
     given = dict(q_length=q_length, q_offset=q_offset, device=device)
-    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+    if not _LENGTHS:
         given = dict(cache_position=q_offset + torch.arange(q_length, device=device))
     return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**places | given)
 

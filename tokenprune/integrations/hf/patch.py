@@ -14,34 +14,34 @@ from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, Resi
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.guard.settings import Guard
-from tokenprune.integrations.hf.decoder.blockwise_attention import BlockAttention
-from tokenprune.integrations.hf.decoder.checks import check_abilities, check_steps
-from tokenprune.integrations.hf.decoder.decode_pruning import DecodePruning
-from tokenprune.integrations.hf.decoder.drafts import Drafts
+from tokenprune.integrations.hf.checks.decoder import check_abilities, check_steps
 from tokenprune.integrations.hf.decoder.engine import Engine
-from tokenprune.integrations.hf.decoder.kept_inputs import KeptInputs
-from tokenprune.integrations.hf.decoder.layer_attention import LayerAttention
-from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
-from tokenprune.integrations.hf.decoder.video_frames import VideoFrames, compares_frames
-from tokenprune.integrations.hf.decoder.virtual_unmerging import VirtualUnmerging, check_composition, form_of
 from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.guard.part import check_processor, guard_for
+from tokenprune.integrations.hf.parts.blockwise_attention import BlockAttention
+from tokenprune.integrations.hf.parts.decode_pruning import DecodePruning
+from tokenprune.integrations.hf.parts.drafts import Drafts
+from tokenprune.integrations.hf.parts.kept_inputs import KeptInputs
+from tokenprune.integrations.hf.parts.layer_attention import LayerAttention
+from tokenprune.integrations.hf.parts.static_steps import StaticSteps
+from tokenprune.integrations.hf.parts.video_frames import VideoFrames, compares_frames
+from tokenprune.integrations.hf.parts.virtual_unmerging import VirtualUnmerging, check_composition, form_of
 from tokenprune.integrations.hf.processor.build import patch_for
 from tokenprune.integrations.hf.processor.full_counts import FullCounts
-from tokenprune.integrations.hf.tower.attention_scores import EncoderAttention
+from tokenprune.integrations.hf.tower.attention_scores import BlockReader
 from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.hf.tower.build import tower_patch
 from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.hf.tower.reuse import FeatureReuse
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
-from tokenprune.integrations.shared.composition import check_places, composition_key
+from tokenprune.sites.composition import check_places, composition_key
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.sites.units import UnitDropper
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 
 
@@ -113,7 +113,7 @@ def _parts(
     readers = [
         method
         for method in cutting
-        if isinstance(method, Pruner) and observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)
+        if isinstance(method, Pruner) and observables_of(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
     ]
     if readers:
         if merging := [part.method for part in parts if isinstance(part, (TowerPatch, UnitDrop))]:
@@ -123,7 +123,7 @@ def _parts(
                 f"{readers[0].name} reads the attention of the vision tower's patches, and {merging[0].name} {what}: "
                 "use one of the two"
             )
-        parts.append(EncoderAttention(adapter, readers))
+        parts.append(BlockReader(adapter, readers))
     if any(compares_frames(step) for step in steps):
         merges = [part.method.name for part in parts if isinstance(part, (TowerPatch, UnitDrop))]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
@@ -148,8 +148,8 @@ def _decoder_parts(adapter: Adapter, steps: Sequence[Step], record: bool) -> lis
     parts: list[Part] = [StaticSteps(adapter)]
     parts += [DecodePruning(adapter, step.method, record) for step in steps if isinstance(step.method, DecodeMethod)]
     needs = {need for step in steps for need in step.method.needs}
-    if observables_of(needs, Where.LAYER_BEFORE, Where.NEXT_LAYER, Where.UNROTATED):
+    if observables_of(needs, ObservedAt.LAYER_BEFORE, ObservedAt.NEXT_LAYER, ObservedAt.UNROTATED):
         parts.append(LayerAttention(adapter, by_layer))
-    if observables_of(needs, Where.ENTRY, Where.INPUT_BEFORE, Where.UNROTATED, Where.OWN):
+    if observables_of(needs, ObservedAt.ENTRY, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED, ObservedAt.OWN):
         parts.append(KeptInputs(adapter, by_layer))
     return parts

@@ -28,7 +28,7 @@ def first_of_group(owner: Tensor, groups: int) -> Tensor:
     return first.scatter_reduce(1, group, places, "amin").gather(1, group).masked_fill(owner < 0, -1)
 
 
-def take_packed() -> Packed | None:
+def take_packed() -> PackedFeatures | None:
     """Return what this thread's last `PackRecorder` noted, and forget it."""
     packed, _thread.packed = getattr(_thread, "packed", None), None
     return packed
@@ -59,11 +59,11 @@ class PackRecorder:
         if bound.arguments.get("image_newline") is not None:
             bound.arguments["image_newline"] = newline_number(numbers[0].device)
         images = self.original(*bound.args, **bound.kwargs)[0]
-        _thread.packed = Packed(list(images), numbers[0].shape[1])
+        _thread.packed = PackedFeatures(list(images), numbers[0].shape[1])
         return result
 
 
-class Packed:
+class PackedFeatures:
     """images: float64 `[features, 2]` each, the numbers of the features that were packed, on the host; tokens:
     features a tile."""
 
@@ -90,7 +90,7 @@ class Packed:
         if not torch.equal(packed[:, 1], _check(ids.double())):
             raise UnsupportedSetupError(
                 "this image has so many tiles that the model interpolates its features, so that none of them is a "
-                "patch of the tower; use a smaller image, or a method that acts behind the tower"
+                "patch of the tower; use a smaller image, or a method that acts after the tower"
             )
         return ids
 

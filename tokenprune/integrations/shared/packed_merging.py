@@ -26,7 +26,7 @@ from tokenprune.sites.encoder import Matcher
 
 
 @dataclass
-class Packed:
+class PackedUnits:
     """One forward of a packed tower. N units entered, n are left so far.
 
     unit: patches in one. grids: (frames, height, width) in patches of each image. frame: long `[N]`, the image or frame
@@ -61,7 +61,7 @@ class Packed:
         keep: float | int,
         plan: Callable[[int, float | int], list[Matcher | None]],
         device: torch.device,
-    ) -> Packed:
+    ) -> PackedUnits:
         """Return the state before the first block. plan: what finds the merge of each block, for a frame of so many
         units that keeps so much."""
         left: list[int] = []

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.families import Family, family_of
-from tokenprune.integrations.shared.packed_features import Packed
+from tokenprune.integrations.shared.packed_features import PackedFeatures
 from tokenprune.ops.transfer import to_device
 from tokenprune.view.segments import square_grid
 
@@ -28,7 +29,7 @@ class PatchSource:
     def __init__(self, base: nn.Module | None, config: Any) -> None:
         self.base, self.config = base, config
 
-    @property
+    @cached_property
     def row(self) -> Family:
         """The row of the model's type in the table of families."""
         return family_of(self.config.model_type)
@@ -88,7 +89,7 @@ def place(
     arguments: dict[str, Any],
     total: int | None,
     scores: Tensor,
-    packed: Packed | None,
+    packed: PackedFeatures | None,
 ) -> Placed:
     """Bring scores of patches to the visual tokens that are made of them.
 
@@ -110,7 +111,7 @@ def place(
     if placed is None:
         raise UnsupportedSetupError(
             f"the {modality} features of this {source.config.model_type!r} do not tell which patches of the vision "
-            "tower they were made of; leave them out of the prompt, or use a method that acts behind the tower"
+            "tower they were made of; leave them out of the prompt, or use a method that acts after the tower"
         )
     return placed
 
@@ -158,7 +159,9 @@ def _tiles(source: PatchSource, arguments: dict[str, Any], total: int | None, sc
     return Placed(mean.flatten(0, 1), cells.flatten(0, 1), rows)
 
 
-def _packed(source: PatchSource, arguments: dict[str, Any], scores: Tensor, packed: Packed | None) -> Placed | None:
+def _packed(
+    source: PatchSource, arguments: dict[str, Any], scores: Tensor, packed: PackedFeatures | None
+) -> Placed | None:
     tiles, patches, channels = scores.shape
     grid = _patch_grid(source, arguments, patches)
     if packed is None or packed.tokens != patches or grid is None:

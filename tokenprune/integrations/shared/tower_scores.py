@@ -13,7 +13,7 @@ import torch
 from tokenprune.base import Pruner
 from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.patch_grid import Placed
-from tokenprune.view.observable import TowerBlock, TowerOutput, Where
+from tokenprune.view.observable import ObservedAt, TowerBlock, TowerOutput
 from tokenprune.view.registry import find_observable, observables_of
 from tokenprune.view.segments import Patches
 
@@ -69,9 +69,9 @@ def blocks_read(method: Pruner, depth: int, config: Any) -> Blocks:
     Raises OptionError for blocks that there are not.
     """
     layers = {layer: block_index(method, layer, depth, config) for layer in method.encoder_layers}
-    names = [one.name for one in observables_of(method.needs, Where.TOWER_BLOCK)]
+    names = [one.name for one in observables_of(method.needs, ObservedAt.TOWER_BLOCK)]
     found: Blocks = {(name, layer): block for name in names for layer, block in layers.items()}
-    outputs = [one for one in observables_of(method.needs, Where.TOWER) if isinstance(one, TowerOutput)]
+    outputs = [one for one in observables_of(method.needs, ObservedAt.TOWER) if isinstance(one, TowerOutput)]
     found |= {(one.name,): OUTPUT for one in outputs}
     return found or {("patches",): read_block(config, depth)}
 
@@ -80,7 +80,7 @@ def without_tower(method: Pruner, spell: Callable[[Any], str] = repr) -> str:
     """Return the options under which a method reads nothing of the vision tower; empty if there are none. spell: how
     a value is written."""
     return method.fallback_hint(
-        [one.name for one in observables_of(method.needs, Where.TOWER, Where.TOWER_BLOCK)], spell
+        [one.name for one in observables_of(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)], spell
     )
 
 

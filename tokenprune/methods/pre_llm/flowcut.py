@@ -38,13 +38,13 @@ class FlowCut(Pruner):
 
     inside: cut inside the tower, as the authors do: later blocks compute, and compare, the patches that are left alone.
     On CLIP and SigLIP towers whose images are one tile, of which each patch becomes a visual token; `keep` is then a
-    share or a number of the patches. None: inside where that can be, and behind the tower elsewhere. True refuses what
-    cannot be cut so; False always chooses behind the tower.
+    share or a number of the patches. None: inside where that can be, and after the tower elsewhere. True refuses what
+    cannot be cut so; False always chooses after the tower.
 
     Source: Tong et al., "FlowCut: Rethinking Redundancy via Information Flow for Efficient Vision-Language Models"; the
     authors' code for scores, the blocks that cut, and how many go.
 
-    Differs from the paper: behind the tower (`inside=False`) is not the authors' algorithm: the tower is not cut, so
+    Differs from the paper: after the tower (`inside=False`) is not the authors' algorithm: the tower is not cut, so
     that it saves nothing there, and a block's scores are those of the tower with all patches; in a tower of another
     depth than CLIP-L's the 22 looks are spread evenly over its blocks; in towers without a class token the score is the
     attention that a patch receives times the size of its value; of LLaVA-NeXT and Qwen2-VL the authors leave twice as

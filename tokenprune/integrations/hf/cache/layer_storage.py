@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +13,13 @@ from transformers.cache_utils import Cache
 
 from tokenprune.integrations.hf import compat
 
+# Of abstract classes, of which an instance would be looked up in Python each time.
+_quantizes: Callable[[type], bool] = functools.cache(lambda kind: issubclass(kind, compat.QUANTIZED_LAYERS))
+
 
 def is_quantized(layer: Any) -> bool:
     """Return whether a layer of a cache stores its keys and values quantized."""
-    return isinstance(layer, compat.QUANTIZED_LAYERS)
+    return _quantizes(type(layer))
 
 
 def is_offloaded(cache: Any) -> bool:
@@ -28,7 +33,7 @@ def slots_handed_out(layer: Any) -> int:
     A sliding layer that records its past holds more of them until it is cropped: those that it would otherwise have
     thrown away, so that drafts can be taken back.
     """
-    if is_quantized(layer):
+    if _quantizes(type(layer)):
         return layer.cumulative_length
     keys = getattr(layer, "keys", None)
     held = 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
@@ -36,14 +41,14 @@ def slots_handed_out(layer: Any) -> int:
     return min(held, layer.sliding_window - 1) if records else held
 
 
-def stored_bytes(layer: Any) -> int:
-    """Return the bytes of the slots that a layer hands out, as they are stored: scales and zero points of quantized
+def stored_bytes(layer: Any, slots: int) -> int:
+    """Return the bytes of the `slots` that a layer hands out, as they are stored: scales and zero points of quantized
     ones count, what is kept until the next crop only does not."""
-    if is_quantized(layer):
+    if _quantizes(type(layer)):
         parts = (layer.keys, layer.values, layer._quantized_keys, layer._quantized_values)
         return sum(_bytes(part) for part in parts)
     held = layer.keys.shape[-2]
-    return (layer.keys.nbytes + layer.values.nbytes) * slots_handed_out(layer) // held if held else 0
+    return (layer.keys.nbytes + layer.values.nbytes) * slots // held if held else 0
 
 
 def _bytes(value: Any) -> int:

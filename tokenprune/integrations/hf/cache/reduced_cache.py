@@ -11,18 +11,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
@@ -30,21 +23,40 @@ from tokenprune.integrations.hf.cache.layer_storage import is_quantized, slots_h
 from tokenprune.integrations.shared.attachable import give_back_class, swap_class
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.cache.decode_state import DecodeState
+    from collections.abc import Callable
+
+    from tokenprune.statistics import Stats
 
     _Base: TypeAlias = Cache  # mixins are put in front of a cache's class
 else:
     _Base = object
 
 
-_KNOWN_LAYERS = {
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-    compat.LINEAR_LAYER,
-    compat.EMPTY_LAYER,
-}
+class Remembered(Protocol):
+    """State that a part which acts while decoding keeps on a cache.
+
+    stats: of the prefill, which its steps go on. visual: long `[B]`, the visual tokens of each row.
+    """
+
+    stats: Stats
+    visual: Tensor
+
+    @property
+    def layer(self) -> int:
+        """The first layer from which on it hides tokens."""
+
+    @property
+    def has_hidden(self) -> bool:
+        """True if the cache holds tokens that its layers must not see."""
+
+    def hide(self, columns: Tensor) -> Tensor:
+        """Return the logical positions `[B, K]` of a layer's keys, -1 = those it must not see."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Follow a change of the cache's rows."""
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens that were taken back."""
 
 
 @dataclass
@@ -59,7 +71,7 @@ class Reduction:
     length: int
     slots: list[tuple[int, Tensor]]
     ragged: bool
-    decode: DecodeState | None = None
+    decode: Remembered | None = None
 
     def of_layer(self, layer: int) -> Tensor:
         """long `[B, n]`: the slots of the group that `layer` belongs to."""
@@ -78,17 +90,24 @@ class Reduction:
             self.decode.map(change)
 
 
-class _ReducedMixin(_Base):
-    """Put in front of a cache's own class; see the module's docstring."""
+class Reduced(_Base):
+    """Base of what is put in front of a cache's own class; see the module's docstring."""
 
-    tokenprune_reduction: Reduction
+    tokenprune_reduction: Any
     _tokenprune_original: type[Cache]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.tokenprune_reduction.map_rows(lambda slots: slots.index_select(0, beam_idx.to(slots.device)))
+
+
+class ReducedGrowing(Reduced):
+    """Put in front of the class of a cache that grows."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.tokenprune_reduction.length
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.tokenprune_reduction.length
+    get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         return self.tokenprune_reduction.length + compat.query_length(query_length), 0
@@ -101,10 +120,6 @@ class _ReducedMixin(_Base):
             )
         super().reset()
         restore(self)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self.tokenprune_reduction.map_rows(lambda slots: slots.index_select(0, beam_idx.to(slots.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._refuse_quantized("repeat rows of")
@@ -153,9 +168,9 @@ class _ReducedMixin(_Base):
 
 
 @functools.cache
-def _reduced_class(cls: type[Cache]) -> type[Cache]:
+def _reduced_class(cls: type[Cache], kind: type) -> type[Cache]:
     # The name stays, so that messages and `type(cache).__name__` checks keep reading as before.
-    return type(cls.__name__, (_ReducedMixin, cls), {"_tokenprune_original": cls, "__module__": cls.__module__})
+    return type(cls.__name__, (kind, cls), {"_tokenprune_original": cls, "__module__": cls.__module__})
 
 
 def reduction_of(cache: Cache | None) -> Reduction | None:
@@ -163,30 +178,17 @@ def reduction_of(cache: Cache | None) -> Reduction | None:
     return getattr(cache, "tokenprune_reduction", None)
 
 
-def attach(cache: Any, reduction: Reduction) -> None:
-    """Make `cache` report logical lengths from now on."""
-    if not isinstance(cache, _ReducedMixin):
-        swap_class(cache, _reduced_class(cache.__class__))
+def attach(cache: Any, reduction: Reduction, kind: type = ReducedGrowing) -> None:
+    """Make `cache` report logical lengths from now on, in the way of `kind`."""
+    if not isinstance(cache, Reduced):
+        swap_class(cache, _reduced_class(cache.__class__, kind))
     cache.tokenprune_reduction = reduction
 
 
-def restore(cache: Cache) -> None:
+def restore(cache: Reduced) -> None:
     """Make `cache` an ordinary one again (after it was emptied)."""
-    if isinstance(cache, _ReducedMixin):
-        del cache.tokenprune_reduction
-        give_back_class(cache, cache._tokenprune_original, _ReducedMixin)
-
-
-def check(cache: Cache) -> None:
-    """Raise UnsupportedSetupError if tokens cannot be left out of this kind of cache."""
-    for layer in getattr(cache, "layers", []):
-        if type(layer) not in _KNOWN_LAYERS and not is_quantized(layer):
-            kind = type(layer).__name__
-            known = "dynamic, static or quantized ones" if isinstance(layer, CacheLayerMixin) else "keys and values"
-            raise UnsupportedSetupError(
-                f"cannot prune with cache layers of kind {kind}: only caches of {known} can hold fewer tokens per "
-                "layer; use a DynamicCache, or unpatch the model first"
-            )
+    del cache.tokenprune_reduction
+    give_back_class(cache, cache._tokenprune_original, Reduced)
 
 
 def cached_tokens(cache: Cache | None, layer: int) -> int | None:

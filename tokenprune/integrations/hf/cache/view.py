@@ -11,13 +11,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, StaticLayer
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.cache import reduced_cache, static_cache
-from tokenprune.integrations.hf.cache.decode_state import DecodeState
+from tokenprune.integrations.hf.cache import reduced_cache
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
-from tokenprune.integrations.hf.cache.reduced_cache import Reduction, cached_tokens, reduction_of
+from tokenprune.integrations.hf.cache.reduced_cache import Reduction, Remembered, cached_tokens, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import (
     KeySpan,
-    ReducedStaticMixin,
+    ReducedStatic,
     StaticReduction,
     filled_span,
     held_keys,
@@ -44,7 +43,7 @@ class CacheView:
     def __init__(self, cache: Cache | None) -> None:
         self.cache = cache
         self.reduction: Reduction | None = reduction_of(cache)
-        self.decode: DecodeState | None = None if self.reduction is None else self.reduction.decode
+        self.decode: Remembered | None = None if self.reduction is None else self.reduction.decode
 
     @cached_property
     def past(self) -> int:
@@ -112,7 +111,7 @@ class StaticView(CacheView):
 
     def __init__(self, cache: Cache) -> None:
         super().__init__(cache)
-        if isinstance(cache, ReducedStaticMixin):
+        if isinstance(cache, ReducedStatic):
             self.capacity, self.full = cache.tokenprune_reduction.capacity, cache.tokenprune_reduction.full
         else:
             self.capacity = max(layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer))
@@ -145,7 +144,7 @@ class StaticView(CacheView):
 
     def _attach(self, cache: Cache, length: int, slots: Slots, ragged: bool) -> None:
         found = StaticReduction(length, slots, ragged, self.decode, self.capacity, self.full)
-        static_cache.attach(cache, found)
+        reduced_cache.attach(cache, found, ReducedStatic)
 
 
 def view_of(cache: Any) -> CacheView:

@@ -10,32 +10,34 @@ longest row of what stays. Positions are those of the full prompt throughout.
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.decoder.checks import check_call
+from tokenprune.integrations.hf.checks.decoder import check_call
 from tokenprune.integrations.hf.decoder.entry import cut_entry, mask_functions_of
 from tokenprune.integrations.hf.decoder.planner import Planner
-from tokenprune.integrations.hf.decoder.pruning import cut
+from tokenprune.integrations.hf.decoder.pruning import apply, choose
 from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.part import Encode, Part
+from tokenprune.integrations.hf.forward.part import MOMENTS, Encode, Part, acting
 from tokenprune.integrations.hf.forward.plan import Merged, Step
-from tokenprune.integrations.hf.forward.stats import stats_after
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
+from tokenprune.integrations.hf.statistics import stats_after
 from tokenprune.integrations.hf.tower.feature_hook import FeatureRecorder
 from tokenprune.integrations.shared import eager
-from tokenprune.integrations.shared.attachable import Attachable, hidden_states, states, with_hidden_states, with_output
+from tokenprune.integrations.shared.attachable import Attachable, hidden_states, with_hidden_states, with_output
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Stats
 
@@ -43,6 +45,16 @@ _MODALITIES = ("image", "video")
 
 
 P = TypeVar("P", bound=Part)
+
+
+class _Thread(threading.local):
+    """The calls that a thread is in, of each engine, the innermost last."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Engine, list[Call]] = {}
+
+
+_thread = _Thread()
 
 
 class Engine(Attachable):
@@ -60,18 +72,16 @@ class Engine(Attachable):
         self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
         self._stats = Stats()
         self._reads_text = adapter.reads_prompt or any(part.reads_text for part in self.parts)
-        # Each layer would ask all parts, and torch.compile traces `skips`.
-        self._before_layer, self._on_layer = self._overriding("before_layer"), self._overriding("on_layer")
-        self._skipping = self._overriding("skips")
-        self._finder = (self._overriding("find_features") or [Part()])[0]
+        self._at = {moment: acting(self.parts, moment) for moment in MOMENTS}
+        self._finder = (acting(self.parts, "find_features") or [Part()])[0]
+        # Layers to which a cut is made or what is called with is read, and all of them.
+        self._watched = frozenset(near for layer in self.steps for near in (layer - 1, layer))
+        self._all = frozenset(range(len(self.decoder.layers)))
+        self._shares_keys = type(adapter).key_count is not Adapter.key_count
         # Calls of all threads: in a step with a reduced static cache there are none, which torch.compile can rely on.
         # What a thread knows of its calls changes with every other patched model: a compiled step must not look there.
         self._under_way: list[Call] = []
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
-
-    def _overriding(self, moment: str) -> list[Part]:
-        """Return the parts that act at a moment, named as the method of `Part`."""
-        return [part for part in self.parts if getattr(type(part), moment) is not getattr(Part, moment)]
 
     def part(self, kind: type[P]) -> P:
         """Return the part of class `kind`; the patch has one."""
@@ -103,7 +113,7 @@ class Engine(Attachable):
         hook(base.register_forward_hook, in_call(self._leave_base), always_call=True)
         extras = type(self.adapter).after_layer is not Adapter.after_layer
         for index, layer in enumerate(decoder.layers):
-            hook(layer.register_forward_pre_hook, in_call(partial(self._enter_layer, index)))
+            hook(layer.register_forward_pre_hook, partial(self._meet_layer, index))
             if extras:
                 hook(layer.register_forward_hook, in_call(partial(self._leave_layer, index)))
 
@@ -117,25 +127,22 @@ class Engine(Attachable):
 
     # -- the stack of calls of this thread
 
-    def _stack(self) -> list[Call]:
-        return states().setdefault(self, [])
-
     def _call(self) -> Call | None:
         if not self._under_way:
             return None
-        stack = self._stack()
-        return stack[-1] if stack else None
+        calls = _thread.calls.get(self)
+        return calls[-1] if calls else None
 
     def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         arguments = dict(zip(self._parameters, args, strict=False)) | kwargs if args else kwargs
-        for part in self._skipping:
+        for part in self._at["skips"]:
             if part.skips(arguments):
                 return
         eager.run_eagerly(self._begin_call, arguments)
 
     def _begin_call(self, arguments: dict[str, Any]) -> None:
         call = Call(self.adapter.arguments(arguments))
-        self._stack().append(call)
+        _thread.calls.setdefault(self, []).append(call)
         self._under_way.append(call)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
@@ -151,9 +158,12 @@ class Engine(Attachable):
         call.read_to_host(self.adapter.visual_mask(call.arguments), self._reads_text)
 
     def _leave_base(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        self._stack().remove(call)
+        calls = _thread.calls[self]
+        calls.remove(call)
+        if not calls:
+            del _thread.calls[self]
         self._under_way.remove(call)
-        for part in self.parts:
+        for part in self._at["after_call"]:
             part.after_call(call)
 
     def _features(self, modality: str, arguments: dict[str, Any], original: Encode) -> Any:
@@ -168,7 +178,7 @@ class Engine(Attachable):
         if hasattr(output, "pooler_output"):
             grids = self.adapter.grids(modality, host_args)
             start_record(output, grids, self.adapter.video_frames(host_args) if modality == "video" else None)
-        for part in self.parts:
+        for part in self._at["on_features"]:
             part.on_features(modality, output)
         if (call := self._call()) is not None:
             self._match_features(call, modality, output)
@@ -178,10 +188,10 @@ class Engine(Attachable):
         """Return the output of `original` with some of its arguments `changed`."""
         host_args = self.adapter.on_host(modality, host_args | changed)
         # Before the tower is launched: whoever asks the device now finds it idle.
-        for part in self.parts:
+        for part in self._at["before_encode"]:
             part.before_encode(modality, host_args)
         output = original(changed)
-        for part in self.parts:
+        for part in self._at["after_encode"]:
             part.after_encode(modality, host_args, output)
         return output
 
@@ -207,7 +217,7 @@ class Engine(Attachable):
             self._stats = Stats(notes=call.notes)
         if call.outputs and inputs.embeds.shape[1] > 1:
             self.planner.find_segments(call, inputs.embeds)
-        for part in self.parts:
+        for part in self._at["before_decoder"]:
             inputs = part.before_decoder(call, inputs) or inputs
         cutting = call.has_images and self.planner.plan(call)
         if cutting or call.cached.reduction is not None:
@@ -235,9 +245,13 @@ class Engine(Attachable):
             inputs = DecoderInputs.of(arguments)
         if call.cuts_at(0) or call.state.get(Merged) is not None:
             inputs = cut_entry(call, inputs, self.steps.get(0), self.adapter)
-        for part in self.parts:
+        for part in self._at["after_entry"]:
             part.after_entry(call, inputs.embeds)
         call.groups.append(call.group(0))
+        if call.extras is not None or self._shares_keys:
+            call.busy = self._all
+        else:
+            call.busy = self._watched | call.maskless | call.starts
         return inputs
 
     def _with_cache(self, call: Call, inputs: DecoderInputs) -> DecoderInputs:
@@ -259,9 +273,17 @@ class Engine(Attachable):
 
     # -- decoder layers
 
-    def _enter_layer(
-        self, index: int, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    def _meet_layer(
+        self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict] | None:
+        """Enter a layer, but for one that gets its arguments as they are: in a call most do."""
+        call = self._call()
+        # While torch.compile traces, its graph ends at each layer of a call.
+        if call is None or not (torch.compiler.is_dynamo_compiling() or call.touches(index, kwargs)):
+            return None
+        return eager.run_eagerly(self._enter_layer, index, call, args, kwargs)
+
+    def _enter_layer(self, index: int, call: Call, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if not call.active:
             return None
         if call.extras is not None:
@@ -271,7 +293,7 @@ class Engine(Attachable):
             if call.cuts_at(index):
                 args, kwargs = self._cut_layer(call, index, args, kwargs)
             else:
-                for part in self._before_layer:
+                for part in self._at["before_layer"]:
                     part.before_layer(call, index, args, kwargs)
             if call.starts_group(index):
                 call.groups.append(call.group(index))
@@ -281,18 +303,22 @@ class Engine(Attachable):
         if index not in call.maskless:
             keys = cached.key_span(index, call.layout.width, self.adapter.key_count(index, kwargs))
         args, kwargs = group.arguments(index, args, kwargs, self.adapter, keys)
-        for part in self._on_layer:
+        for part in self._at["on_layer"]:
             part.on_layer(call, index, args, kwargs)
         return args, kwargs
 
     def _cut_layer(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """IN_LLM and DECODE: cut the hidden states that arrive at a layer."""
         start = time.perf_counter()
-        for part in self._before_layer:
+        for part in self._at["before_layer"]:
             part.before_layer(call, index, args, kwargs)
         arrived, step = hidden_states(args, kwargs), self.steps[index]
-        hidden = cut(call, step, self.adapter.flatten(arrived), self.adapter)
-        for part in self.parts:
+        hidden = self.adapter.flatten(arrived)
+        selection = choose(call, step, hidden, self.adapter)
+        for part in self._at["after_choice"]:
+            part.after_choice(call, step)
+        hidden = apply(call, step, selection, hidden, self.adapter)
+        for part in self._at["after_cut"]:
             part.after_cut(call, step)
         call.report.add_time(time.perf_counter() - start)
         return with_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
-from tokenprune.integrations.hf.decoder.pruning import apply, cut
+from tokenprune.integrations.hf.decoder.pruning import apply, choose
 from tokenprune.integrations.hf.families.base import STATEFUL, Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
@@ -47,7 +47,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     if (merged := call.state.get(Merged)) is not None:
         embeds = apply(call, merged.step, merged.selection, embeds, adapter)
     if step is not None and call.cuts_at(0):
-        embeds = cut(call, step, embeds, adapter)
+        embeds = apply(call, step, choose(call, step, embeds, adapter), embeds, adapter)
     index = call.layout.index
     extras = dict(inputs.extras)
     for name, dim in adapter.entry_tokens.items():
@@ -95,6 +95,6 @@ def _mask_of_pairs(call: Call, mask: Any, arrived: LayerInputs, dtype: torch.dty
     def remaining(kind: str, mask: Any) -> Any:
         if kind in STATEFUL:
             return group.state_mask(mask)
-        return group.attention_mask(mask, keys, adapter.attention, dtype)
+        return group.attention_mask(mask, keys, adapter, dtype)
 
     return {kind: remaining(kind, one) for kind, one in mask.items()} if isinstance(mask, dict) else remaining("", mask)

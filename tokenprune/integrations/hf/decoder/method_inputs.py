@@ -13,14 +13,31 @@ from torch import Tensor
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.attention.observer import Seen
 from tokenprune.integrations.hf.decoder.carry import Carry
-from tokenprune.integrations.hf.decoder.kept_inputs import Inputs
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.tower.attention_scores import EncodedTokens
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.kernels.compact import partition
 from tokenprune.view.segments import LayerInput, Patches, Segments
 from tokenprune.view.source import TokenSource
+
+
+@dataclass
+class Inputs:
+    """Everything that a call keeps for the cuts to come.
+
+    entry: `[B, W, D]`, what entered the decoder, and the layout of its slots; last: the layer of the last cut that
+    reads it. before: what the layer before the next cut was called with; unrotated: what its attention would see
+    without rotation; recorded: of each observable with a place of its own, the value of each module, None where it
+    did not run.
+    """
+
+    entry: tuple[Tensor, Layout] | None = None
+    last: int = 0
+    before: LayerInput | None = None
+    unrotated: Observation | None = None
+    recorded: dict[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass

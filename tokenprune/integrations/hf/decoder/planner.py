@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Merged, Step, plan_cuts
 from tokenprune.integrations.hf.forward.report import Report
 from tokenprune.integrations.hf.sequence.segments import RunsPerImage, find_segments
@@ -24,7 +24,8 @@ class Planner:
     def __init__(
         self, adapter: Adapter, shape: DecoderShape, steps: Sequence[Step], parts: Sequence[Part], record: bool
     ) -> None:
-        self.adapter, self.shape, self.steps, self.parts, self.record = adapter, shape, steps, parts, record
+        self.adapter, self.shape, self.steps, self.record = adapter, shape, steps, record
+        self._planning, self._raising = acting(parts, "on_plan"), acting(parts, "raise_budget")
         self.per = steps[0].budget.per if steps else "image"
 
     def find_segments(self, call: Call, embeds: Tensor) -> None:
@@ -56,11 +57,11 @@ class Planner:
         tokens, at_least = call.host.tokens_per_row, partial(self._at_least, call)
         call.plan = plan_cuts(self.steps, self.shape, call.segments, counts, tokens, at_least)
         call.cuts = call.plan.cuts
-        for part in self.parts:
+        for part in self._planning:
             part.on_plan(call)
         return bool(call.cuts) or merged is not None
 
     def _at_least(self, call: Call, step: Step, arrived: list[int], wanted: list[int]) -> list[int]:
-        for part in self.parts:
+        for part in self._raising:
             wanted = part.raise_budget(call, step, arrived, wanted)
         return wanted

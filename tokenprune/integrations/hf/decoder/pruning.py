@@ -10,24 +10,22 @@ import torch
 from torch import Tensor
 
 from tokenprune.base import Pruner, Selection
-from tokenprune.integrations.hf.attention.observer import Seen
 from tokenprune.integrations.hf.decoder.carry import Carries, carry_of
-from tokenprune.integrations.hf.decoder.kept_inputs import release
 from tokenprune.integrations.hf.decoder.method_inputs import Sources
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.forward.stats import note_cut
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
+from tokenprune.integrations.hf.statistics import note_cut
 from tokenprune.integrations.shared.row_ends import keep_row_ends
 from tokenprune.integrations.shared.selection import merge_tokens, validate_selection
 from tokenprune.ops.transfer import to_device
 from tokenprune.view.tokens import VisualTokens
 
 
-def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
-    """Make one cut: `[B, W, D]` hidden states in, `[B, W', D]` out; the call's layout, segments and extras follow."""
+def choose(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Selection:
+    """Let the method of `step` choose among the tokens that arrive, `[B, W, D]`."""
     # A model may be spread over devices.
     segments, call.layout = call.segments.to(hidden.device), call.layout.to(hidden.device)
     # Anew: a method before this one may have kept another number than it was asked for.
@@ -38,14 +36,12 @@ def cut(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Tensor:
     seen = adapter.seen(call.extras, step.layer, hidden)
     tokens = VisualTokens(segments, keep, Sources(call, seen, adapter, step.method.needs, carry))
     with torch.no_grad():
-        selection = cast(Pruner, step.method).select(tokens)
-    call.state.pop(Seen)
-    release(call, step.layer)
-    return apply(call, step, selection, hidden, adapter)
+        return cast(Pruner, step.method).select(tokens)
 
 
 def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter: Adapter) -> Tensor:
-    """Take what `selection` leaves out of the sequence; see `cut`."""
+    """Take what `selection` leaves out of the sequence: `[B, W, D]` hidden states in, `[B, W', D]` out; the call's
+    layout, segments and extras follow."""
     batch = hidden.shape[0]
     segments, before = call.segments.to(hidden.device), call.layout.to(hidden.device)
     keep, counts = validate_selection(selection, segments, step.method)

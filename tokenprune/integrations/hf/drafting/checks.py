@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from transformers.generation import GenerationMixin
 
-from tokenprune.base import Site
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.integrations.hf.families import adapter_for
 
@@ -94,13 +93,3 @@ def _differences(ours: Any, theirs: Any) -> Iterator[tuple[str, Any, Any]]:
 def encodes_ahead(model: nn.Module) -> bool:
     """Return whether `generate` encodes images before any forward, and keeps the pixels to itself."""
     return writer(model)._supports_mm_encoder_outputs()
-
-
-def check_sites(sites: Mapping[str, Site]) -> None:
-    """Raise OptionError for methods that change the prompt, which a draft shares with its target. sites: by name."""
-    for name, site in sites.items():
-        if site is Site.PRE_ENCODER:
-            raise OptionError(
-                f"{name} acts on pixels, and a draft reads the prompt of its target: the target would see less too. "
-                "Use a method that acts in the model, such as divprune or fastv"
-            )

@@ -19,11 +19,11 @@ from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.decoder.drafts import Drafts
 from tokenprune.integrations.hf.drafting.checks import writer
 from tokenprune.integrations.hf.encoded.record import KEY
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.tower.attention_scores import EncoderAttention
+from tokenprune.integrations.hf.parts.drafts import Drafts
+from tokenprune.integrations.hf.tower.attention_scores import BlockReader
 from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.hf.tower.feature_hook import FeatureRecorder
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
@@ -93,7 +93,7 @@ class Target(Attachable):
 def needs_tower(part: Any) -> bool:
     """Return whether a part of a patch acts in the vision tower, or reads it: features that another tower made are
     then not enough."""
-    return isinstance(part, (TowerPatch, UnitDrop, EncoderAttention))
+    return isinstance(part, (TowerPatch, UnitDrop, BlockReader))
 
 
 class DraftImages(Attachable):

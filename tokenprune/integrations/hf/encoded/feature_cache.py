@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from tokenprune.statistics import FeatureCacheCounts
 
 
-class Entry(Protocol):
+class CachedValue(Protocol):
     """One value under a key. intact: True if it still holds what was put there."""
 
     @property
@@ -31,7 +31,7 @@ class FeatureCache:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._lock = Lock()
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, CachedValue] = OrderedDict()
         self._made_by: Any = None
         self._bytes = self._hits = self._misses = self._evictions = self._not_kept = 0
 
@@ -60,7 +60,7 @@ class FeatureCache:
             if made_by != self._made_by:
                 self._empty(made_by)
 
-    def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, CachedValue]:
         """Return what is kept under `keys`. One that stands there twice is looked for once, and found the second
         time: whoever misses it makes it for both."""
         found = {}
@@ -76,7 +76,7 @@ class FeatureCache:
             self._hits += len(keys) - len(set(keys) - set(found))
         return found
 
-    def keep(self, made_by: Any, key: bytes, entry: Entry) -> None:
+    def keep(self, made_by: Any, key: bytes, entry: CachedValue) -> None:
         """Keep `entry`, and let go of those that were used longest ago for it; not one that is larger than the limit,
         or was made by weights that are no longer those of the last `renew`."""
         with self._lock:

@@ -21,7 +21,7 @@ _OF_BLOCKS = ("hidden_states", "attentions")
 
 
 @dataclass
-class Kept:
+class KeptOutput:
     """The kept parts of an output. kind: its class. values: tensors, and what holds tensors. record: of the patch."""
 
     kind: type
@@ -46,7 +46,7 @@ class Kept:
         return [one._version for one in tensors_of(self.values) if not one.is_inference()]
 
 
-class Whole(Kept):
+class Whole(KeptOutput):
     """All of an output but the states of the tower's blocks."""
 
     @classmethod
@@ -64,7 +64,7 @@ class Whole(Kept):
 
 
 @dataclass
-class OfImage(Kept):
+class OfImage(KeptOutput):
     """One image of an output: its features `[n, D]`, the projector's and those of each depth. containers: in what the
     output holds those of all images, `list`, `tuple` or, one upon the other, `Tensor`."""
 

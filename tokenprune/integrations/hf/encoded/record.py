@@ -42,8 +42,8 @@ class EncoderRecord:
     kept: for each image which of its features are of patches that entered the tower, bool `[features]` on the host; the
         others are zeros. Written by `UnitDrop` as the tower ends, read by its `before_decoder`.
     attention: for each observable and block that was read, pieces of float32 `[rows, patches, C]`. Written by
-        `EncoderAttention` as the tower ends, and taken away by its `after_encode`.
-    encoded: the same brought to the visual tokens. Written by `EncoderAttention`, read by `EncodedTokens`.
+        `BlockReader` as the tower ends, and taken away by its `after_encode`.
+    encoded: the same brought to the visual tokens. Written by `BlockReader`, read by `EncodedTokens`.
     looks: how much each image looks like text. Written by `GuardPart.after_encode`, read by guard/pixels.py.
     """
 

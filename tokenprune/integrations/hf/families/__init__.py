@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters to model families: `base` has the common contract, the other files have the exceptions.
+"""Adapters to model families: `base` has the common contract, `facts` what the table says, other files exceptions.
 
 The adapters import transformers, so they load with the first use of a name below.
 """
@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.families.base import (
         Adapter,
-        adapter_for,
         how_to_add,
         register_adapter,
         supported_families,
     )
+    from tokenprune.integrations.hf.families.find import adapter_for
 
-_FILES = ("base", "plain", "qformer", "special")
+_FILES = ("base", "find", "plain", "qformer", "special")
 __all__ = ["Adapter", "adapter_for", "how_to_add", "register_adapter", "supported_families"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base, *_ = (importlib.import_module(f"{__name__}.{file}") for file in _FILES)
-    globals().update((one, getattr(base, one)) for one in __all__)
+    base, find, *_ = (vars(importlib.import_module(f"{__name__}.{file}")) for file in _FILES)
+    globals().update((one, (base | find)[one]) for one in __all__)
     return globals()[name]

@@ -7,21 +7,21 @@ into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedModelError
-from tokenprune.families import REFUSED, SUPPORTED, Family
+from tokenprune.families import SUPPORTED, Family
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import keys_of
+from tokenprune.integrations.hf.families.facts import FamilyFacts
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.shared.patch_grid import PatchSource, image_grid
+from tokenprune.integrations.shared.patch_grid import image_grid
 from tokenprune.ops.transfer import to_device
 
 # Layers that keep a key and a value for each token.
@@ -32,7 +32,7 @@ STATEFUL = {"linear_attention", "conv", "mamba"}
 _POINTWISE = {"mlp", "moe"}
 
 
-class Adapter(PatchSource):
+class Adapter(FamilyFacts):
     """The common contract; it serves every model type that no other adapter names in `families`."""
 
     families: tuple[str, ...] = ()
@@ -132,58 +132,6 @@ class Adapter(PatchSource):
     def attention(self) -> str:
         """Name of the decoder's attention implementation; it may change after the patch."""
         return self.text_config._attn_implementation
-
-    @property
-    def unmergeable(self) -> str | None:
-        """Why the patches of this family cannot be merged in its tower; None if they can."""
-        return None if self.row.merges else "it is not known what becomes of its patches"
-
-    # What the table says of the model's type; an adapter of yours may say it as a class attribute.
-
-    @property
-    def decoder_names(self) -> tuple[str, ...]:
-        """Paths at which the decoder may be in the module that merges images into text."""
-        return self.row.decoder_names
-
-    @property
-    def norm_name(self) -> str:
-        """Name of the decoder's last norm."""
-        return self.row.norm_name
-
-    @property
-    def entry_tokens(self) -> Mapping[str, int]:
-        """Arguments of the decoder that are gathered with the embeddings: name -> axis of the tokens."""
-        return self.row.entry_tokens
-
-    @property
-    def layer_tokens(self) -> Mapping[str | int, int]:
-        """Arguments of each layer with an entry for each token: name or position -> axis of the tokens."""
-        return self.row.layer_tokens
-
-    @property
-    def resizing(self) -> Literal["input", "target"] | None:
-        """The way in which methods on pixels make fewer tokens: see `Family.resizing`."""
-        return self.row.resizing
-
-    @property
-    def features_per_image(self) -> bool:
-        """True if a list of features from the encoder has one entry per image."""
-        return self.row.features_per_image
-
-    @property
-    def step_within_image(self) -> int:
-        """From one placeholder of an image to the next, at most, where no list of features separates images."""
-        return self.row.step_within_image
-
-    @property
-    def tells_frames(self) -> bool:
-        """True if it is known which tokens of a video make up each frame (`video_frames`, `behind_video`)."""
-        return self.row.videos == "frames"
-
-    @property
-    def behind_video(self) -> int:
-        """Tokens of a video that follow its last frame."""
-        return self.row.after_video
 
     # -- reading a call
 
@@ -324,19 +272,19 @@ class Adapter(PatchSource):
         return []
 
 
-_ADAPTERS: list[type[Adapter]] = []
+ADAPTERS: list[type[Adapter]] = []
 
 
 def register_adapter(cls: type[Adapter]) -> type[Adapter]:
     """Register an adapter for the model types in its `families`; it is preferred over those registered before."""
-    _ADAPTERS.append(cls)
+    ADAPTERS.append(cls)
     return cls
 
 
 def supported_families() -> list[str]:
     """Return the model types that are known to work, sorted: those that the test suite covers (`SUPPORTED`), and those
     that registered adapters name."""
-    return sorted({*SUPPORTED, *(family for adapter in _ADAPTERS for family in adapter.families)})
+    return sorted({*SUPPORTED, *(family for adapter in ADAPTERS for family in adapter.families)})
 
 
 def how_to_add() -> str:
@@ -345,31 +293,3 @@ def how_to_add() -> str:
         "too. To add a family, derive from tokenprune.integrations.hf.families.Adapter and decorate the class with "
         "@register_adapter"
     )
-
-
-_WRAPPERS = ("DataParallel", "DistributedDataParallel")
-
-
-def adapter_for(model: nn.Module) -> Adapter:
-    """Return an adapter for `model`; raises UnsupportedModelError with what is supported and how to add a family."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind is None and type(model).__name__ in _WRAPPERS:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} wraps the model: patch .module before wrapping, as in "
-            f"{type(model).__name__}(tokenprune.patch(model, ...)), and ask stats and unpatch of .module too"
-        )
-    if kind is None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is not a transformers model (it has no config.model_type). {how_to_add()}"
-        )
-    if kind in SUPPORTED and compat.lacks(SUPPORTED[kind].since):
-        raise UnsupportedModelError(
-            f"model type {kind!r} can be pruned from transformers {SUPPORTED[kind].since} on, and this is transformers "
-            f"{compat.VERSION}: pip install 'transformers>={SUPPORTED[kind].since}'"
-        )
-    for adapter in reversed(_ADAPTERS):
-        if kind in adapter.families:
-            return adapter(model)
-    if kind in REFUSED:
-        raise UnsupportedModelError(f"model type {kind!r} is not supported: {REFUSED[kind]}. {how_to_add()}")
-    return Adapter(model)

@@ -64,7 +64,7 @@ class QFormerAdapter(Adapter):
             return arguments
         return arguments | self._before_the_merge(prompt, embeds, arguments.get("past_key_values"))
 
-    def _before_the_merge(self, prompt: Prompt, embeds: Tensor, cache: Any) -> dict[str, Any]:
+    def _before_the_merge(self, prompt: PromptArguments, embeds: Tensor, cache: Any) -> dict[str, Any]:
         """Return ids or embeddings of the call's tokens as they were before the merge, and the images among them."""
         rows, length = embeds.shape[:2]
         modality = "video" if "video" in self.placeholders else "image"
@@ -102,7 +102,7 @@ class QFormerAdapter(Adapter):
 
 
 @dataclass
-class Prompt:
+class PromptArguments:
     """The arguments of the current call of the model's `forward` or `generate`.
 
     features: the last output of its projection, `[images or frames, queries, D]`.
@@ -126,7 +126,7 @@ class PromptsAhead(Part):
         self.outer = adapter.outer
         self._parameters = list(inspect.signature(self.outer.forward).parameters)
 
-    def current_prompt(self) -> Prompt | None:
+    def current_prompt(self) -> PromptArguments | None:
         """Return the prompt of this thread's call of the model; None outside of one."""
         return states().get(self)
 
@@ -138,7 +138,7 @@ class PromptsAhead(Part):
             self.wrap(self.outer, "generate", partial(WatchedGenerate, during=self.during))
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        states()[self] = Prompt(dict(zip(self._parameters, args, strict=False)) | kwargs)
+        states()[self] = PromptArguments(dict(zip(self._parameters, args, strict=False)) | kwargs)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         states().pop(self, None)
@@ -157,7 +157,7 @@ class PromptsAhead(Part):
                 "transformers cannot split embeddings into chunks, and this model's generate() hands its images to "
                 "the language model as such: leave out prefill_chunk_size"
             )
-        states()[self] = Prompt(arguments)
+        states()[self] = PromptArguments(arguments)
         try:
             yield
         finally:

@@ -104,7 +104,7 @@ class Call:
     cuts to make, and cuts, their layers. Nobody may ask for report and plan of another call.
     The rest is set where tokens are missing (`active`). layout: the tokens at the current layer; extras: what the
     adapter carries along with them. groups: what the layers are handed, one for each group of layers that hold the same
-    tokens. maskless: layers that need no attention mask.
+    tokens. maskless: layers that need no attention mask. busy: those at which something is done in any case.
     """
 
     arguments: dict[str, Any]
@@ -125,6 +125,7 @@ class Call:
     extras: Any = None
     groups: list[LayerInputs] = field(default_factory=list)
     maskless: frozenset[int] = frozenset()
+    busy: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.cached = view_of(self.arguments.get("past_key_values"))
@@ -185,11 +186,21 @@ class Call:
         """Return True if a method chooses which tokens leave at the input of `layer` (0: at the decoder's entry)."""
         return layer in self.cuts and len(self.segments) > 0
 
+    @cached_property
+    def starts(self) -> frozenset[int]:
+        """The layers from which on the cache holds other tokens than before them."""
+        reduction = self.cached.reduction
+        return frozenset() if reduction is None else frozenset([first for first, _ in reduction.slots])
+
     def starts_group(self, layer: int) -> bool:
         """Return True if the layers from `layer` on hold other tokens than those before it, after a cut at it."""
-        reduction = self.cached.reduction
-        in_cache = reduction is not None and any(first == layer for first, _ in reduction.slots)
-        return in_cache or self.layout is not self.groups[-1].layout
+        return layer in self.starts or self.layout is not self.groups[-1].layout
+
+    def touches(self, layer: int, kwargs: dict[str, Any]) -> bool:
+        """Return False if `layer`, called with `kwargs`, gets these as they are and nothing is read of them."""
+        if not self.groups:
+            return False
+        return layer in self.busy or not self.groups[-1].passes(kwargs.get("attention_mask"))
 
     def group(self, layer: int) -> LayerInputs:
         """Return what the layers from `layer` on are handed if they hold the tokens of the current layout."""

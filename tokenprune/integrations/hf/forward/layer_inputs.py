@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +17,6 @@ from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunction, MaskFunctions
 from tokenprune.integrations.shared.attachable import hidden_states
-
-if TYPE_CHECKING:
-    from tokenprune.integrations.hf.cache.decode_state import DecodeState
-
-T = TypeVar("T")
 
 
 class LayerFacts(Protocol):
@@ -82,25 +78,18 @@ class LayerInputs:
     _memo: dict[Any, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        cached = self.reduction is not None and self.reduction.ragged
+        self.arrival = self.layout if self.start is None else self.start.layout
+        cached = None if self.reduction is None else self.reduction.decode
+        self.decode = cached if cached is not None and self.first >= cached.layer else None
+        missing = self.reduction is not None and self.reduction.ragged
         hidden = self.decode is not None and self.decode.has_hidden
-        self.ragged = self.ragged or cached or hidden or self.layout.valid is not None
+        self.ragged = self.ragged or missing or hidden or self.layout.valid is not None
+        same = self.layout is self.arrival and self.capacity is None and not self.ragged and cached is None
+        self._passes = (same, same and self.reduction is None and not self.past)
 
-    @property
-    def arrival(self) -> Layout:
-        """The layout of the tensors that the decoder made."""
-        return self.layout if self.start is None else self.start.layout
-
-    @property
-    def decode(self) -> DecodeState | None:
-        """The state that hides keys of these layers while decoding."""
-        decode = None if self.reduction is None else self.reduction.decode
-        return decode if decode is not None and self.first >= decode.layer else None
-
-    def _once(self, key: Any, make: Callable[[], T]) -> T:
-        if key not in self._memo:
-            self._memo[key] = make()
-        return self._memo[key]
+    def passes(self, mask: Any) -> bool:
+        """Return True if it is known that layers which are handed `mask` get all of their arguments as they are."""
+        return self._passes[mask is not None]
 
     # -- arguments of a layer
 
@@ -117,9 +106,9 @@ class LayerInputs:
             elif keys is None:
                 mask = None
             else:
-                mask = self.attention_mask(mask, keys, adapter.attention, hidden_states(args, kwargs).dtype, layer)
+                mask = self.attention_mask(mask, keys, adapter, hidden_states(args, kwargs).dtype, layer)
             kwargs["attention_mask"] = mask
-        if self.rows() is not None:
+        if self.rows is not None:
             placed = list(args)
             for name, dim in adapter.layer_tokens.items():
                 if isinstance(name, int):
@@ -130,36 +119,36 @@ class LayerInputs:
             args = tuple(placed)
         return args, kwargs
 
+    @cached_property
     def rows(self) -> Tensor | None:
         """long `[B, W]`: slots of the arrival layout that the group's layout consists of; None if they are the same."""
         if self.layout is self.arrival:
             return None
-        return self._once(
-            "rows", lambda: self.arrival.slot_of.to(self.layout.index.device).gather(1, self.layout.index)
-        )
+        return self.arrival.slot_of.to(self.layout.index.device).gather(1, self.layout.index)
 
     def gathered(self, value: Any, dim: int) -> Any:
         """Gather a per-token tensor, or a tuple of them, for the group's layout; the same object is gathered once."""
-        rows = self.rows()
-        if rows is None or value is None:
+        if self.rows is None or value is None:
             return value
-        if isinstance(value, (tuple, list)):
-            return type(value)(self.gathered(item, dim) for item in value)
-        # The value is kept beside the result: an id is only unique while its object lives.
-        return self._once((id(value), dim), lambda: (gather_tokens(value, rows, dim), value))[0]
+        if (found := self._memo.get((id(value), dim))) is None:
+            if isinstance(value, (tuple, list)):
+                result: Any = type(value)([self.gathered(item, dim) for item in value])
+            else:
+                result = gather_tokens(value, self.rows, dim)
+            # The value is kept beside the result: an id is only unique while its object lives.
+            found = self._memo[id(value), dim] = (result, value)
+        return found[0]
 
     def state_mask(self, mask: Tensor | None) -> Tensor | None:
         """Return the mask of a layer that carries a state: bool or int `[B, W]`, which of the call's tokens enter it
         (None = all). mask: the same for the arrival layout."""
-        rows = self.rows()
-        return mask if rows is None else masks.gather_token_mask(mask, rows, self.layout.valid)
+        return mask if self.rows is None else masks.gather_token_mask(mask, self.rows, self.layout.valid)
 
     def attention_mask(
-        self, mask: Any, keys: KeySpan, attention: str, dtype: torch.dtype, layer: int | None = None
+        self, mask: Any, keys: KeySpan, adapter: LayerFacts, dtype: torch.dtype, layer: int | None = None
     ) -> Any:
         """Return the attention mask of a layer that attends to `keys`. mask: what the decoder made for the arrival
-        layout, or a `MaskFunction`. attention, dtype: see `masks.causal_mask`. layer: which it is, if `mask` was handed
-        to one."""
+        layout, or a `MaskFunction`. dtype: see `masks.causal_mask`. layer: which it is, if `mask` was handed to one."""
         made_for_these = self.capacity is None or self.arrival.whole
         if self.layout is self.arrival and self.reduction is None and made_for_these:
             return self._of_held(mask, keys)  # the decoder made it for exactly these tokens
@@ -168,23 +157,25 @@ class LayerInputs:
         if self.functions is not None and layer is not None:
             mask = self.functions.of_layer(layer, mask)
 
-        def make() -> tuple[Tensor | None, Any]:
-            columns = self.visible_keys(keys)
-            if isinstance(mask, MaskFunction):
-                return mask.mask(self.layout.index + self.past, columns, self._keys_are_queries), mask
-            if mask is None:
-                own = self.layout.positions()
-                queries = torch.where(own < 0, -1, own + self.past)
-                return masks.causal_mask(queries, columns, attention, dtype), mask
-            columns = self._arrival_columns(columns)
-            if self.capacity is None:
-                columns = self._behind_first(mask, columns)
-            else:
-                # Masks of sliding layers end before the tokens to come.
-                columns = columns.masked_fill(columns >= mask.shape[-1], -1)
-            return masks.gather_mask(mask, self.rows(), columns), mask
+        if (found := self._memo.get(("mask", id(mask), keys))) is None:
+            found = self._memo["mask", id(mask), keys] = (self._made_mask(mask, keys, adapter, dtype), mask)
+        return found[0]
 
-        return self._once(("mask", id(mask), keys), make)[0]
+    def _made_mask(self, mask: Any, keys: KeySpan, adapter: LayerFacts, dtype: torch.dtype) -> Tensor | None:
+        columns = self.visible_keys(keys)
+        if isinstance(mask, MaskFunction):
+            return mask.mask(self.layout.index + self.past, columns, self._keys_are_queries)
+        if mask is None:
+            own = self.layout.positions()
+            queries = torch.where(own < 0, -1, own + self.past)
+            return masks.causal_mask(queries, columns, adapter.attention, dtype)
+        columns = self._arrival_columns(columns)
+        if self.capacity is None:
+            columns = self._behind_first(mask, columns)
+        else:
+            # Masks of sliding layers end before the tokens to come.
+            columns = columns.masked_fill(columns >= mask.shape[-1], -1)
+        return masks.gather_mask(mask, self.rows, columns)
 
     @property
     def _keys_are_queries(self) -> bool:
@@ -197,11 +188,10 @@ class LayerInputs:
     def visible_keys(self, keys: KeySpan) -> Tensor:
         """Return the logical positions (long `[B, n]`, -1 = hidden) that a layer sees which attends to `keys`."""
 
-        def make() -> Tensor:
-            columns = keys.of(self.columns)
-            return columns if self.decode is None else self.decode.hide(columns)
-
-        return self._once(("keys", keys), make)
+        if (found := self._memo.get(keys)) is None:
+            found = keys.of(self.columns)
+            found = self._memo[keys] = found if self.decode is None else self.decode.hide(found)
+        return found
 
     def _of_held(self, mask: Any, keys: KeySpan) -> Any:
         """Return what a sliding layer, which holds the last keys, needs of a mask that was made for all of them."""
@@ -218,18 +208,15 @@ class LayerInputs:
         """Translate logical positions into columns of the masks that the decoder made."""
         if self.arrival.whole:
             return columns
-        places = (self.start or self)._places()
+        places = (self.start or self)._places
         return places.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
 
+    @cached_property
     def _places(self) -> Tensor:
         """long `[B, past + length]`: the slot of each logical position, -1 if it is gone."""
-
-        def make() -> Tensor:
-            batch, count = self.columns.shape
-            length = self.past + self.layout.length if self.capacity is None else self.capacity
-            # Empty slots are written to a scratch entry at the end.
-            target = torch.where(self.columns < 0, length, self.columns)
-            slots = torch.arange(count, device=target.device).expand_as(target)
-            return target.new_full((batch, length + 1), -1).scatter_(1, target, slots)[:, :-1]
-
-        return self._once("places", make)
+        batch, count = self.columns.shape
+        length = self.past + self.layout.length if self.capacity is None else self.capacity
+        # Empty slots are written to a scratch entry at the end.
+        target = torch.where(self.columns < 0, length, self.columns)
+        slots = torch.arange(count, device=target.device).expand_as(target)
+        return target.new_full((batch, length + 1), -1).scatter_(1, target, slots)[:, :-1]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.plan import Step
     from tokenprune.statistics import Stats
 
+# Moments of a call, named as the methods of `Part`, at which the engine asks those that act there alone.
+MOMENTS = (
+    "before_encode", "after_encode", "on_features", "skips", "before_decoder", "raise_budget", "on_plan", "after_entry",
+    "before_layer", "after_choice", "after_cut", "on_layer", "after_call",
+)  # fmt: skip
 # Encodes images, with some of the encoder's arguments changed.
 Encode = Callable[[dict[str, Any]], Any]
 
@@ -87,17 +92,26 @@ class Part(Attachable):
         """React after the cuts at the decoder's entry. embeds: `[B, W, D]`, in the call's layout."""
 
     def before_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        """React before a cut at the input of `layer`, and before layers without one. args, kwargs: of the layer, for
-        the tokens that arrive."""
+        """React before `layer`, at whose input a step of the patch stands, whether it cuts in this call or not. args,
+        kwargs: of the layer, for the tokens that arrive."""
+
+    def after_choice(self, call: Call, step: Step) -> None:
+        """React after the method of `step`, inside the decoder, chose: let go of what it has read."""
 
     def after_cut(self, call: Call, step: Step) -> None:
         """React after `step` cut tokens inside the decoder; `call` holds the state after it."""
 
     def on_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        """React to the final arguments of `layer`, which runs next."""
+        """React to the final arguments of `layer`, which runs next and is the last before a step of the patch, or has
+        one at its input."""
 
     def after_call(self, call: Call) -> None:
         """React to the end of the call, after an error too."""
 
     def add_stats(self, stats: Stats) -> None:
         """Add to the statistics that a user asks for."""
+
+
+def acting(parts: Iterable[Part], moment: str) -> list[Part]:
+    """Return the parts that act at a moment, named as the method of `Part`."""
+    return [part for part in parts if getattr(type(part), moment) is not getattr(Part, moment)]

@@ -26,11 +26,11 @@ class Step:
     owner: int = 0
     whole: Budget | None = None
 
-    @property
+    @cached_property
     def layer(self) -> int:
         return self.method.cut_layer
 
-    @property
+    @cached_property
     def acts(self) -> bool:
         """True if the stage runs: it may drop tokens, or looks on behalf of a later stage. A method whose budget keeps
         everything does neither."""

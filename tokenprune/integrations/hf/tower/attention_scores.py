@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _CLASS_TOKENS = {tower.block: tower.class_tokens for tower in TOWERS.values()}
 
 
-class EncoderAttention(Part):
+class BlockReader(Part):
     """Reads what `methods` need of the vision tower, in the blocks that they name in their `encoder_layers`.
 
     Raises UnsupportedSetupError for towers that are not known and families whose tokens cannot be traced to patches,

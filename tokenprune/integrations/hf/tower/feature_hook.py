@@ -32,8 +32,7 @@ class FeatureRecorder:
         # Qwen3-VL's get_video_features calls get_image_features: only the outermost call tells what was encoded.
         if getattr(_thread, "encoding", False):
             return self.original(*args, **kwargs)
-        arguments = self.__signature__.bind(*args, **kwargs).arguments
-        arguments |= arguments.pop("kwargs", {})
+        arguments = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
         output = self.encode(arguments, partial(self._run, args, kwargs))
         # A cached output skips the wrapped encoder, so record its inputs here.
         note = getattr(self.original, "note", None)

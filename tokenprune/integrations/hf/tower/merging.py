@@ -34,7 +34,7 @@ from tokenprune.sites.encoder import EncoderMethod, Tower
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _BlockKind:
     """A kind of block. protected: class tokens before the patches. The others: see `Block`."""
 
     protected: int = 0
@@ -44,12 +44,12 @@ class _Kind:
 
 
 _KINDS = {
-    "CLIPEncoderLayer": _Kind(1),
-    "SiglipEncoderLayer": _Kind(),
-    "Idefics3EncoderLayer": _Kind(),
-    "SmolVLMEncoderLayer": _Kind(),
-    "InternVLVisionLayer": _Kind(1, "layernorm_after", "dropout", "lambda_2"),
-    "QianfanOCRVisionLayer": _Kind(1, "layernorm_after", "drop_path2"),
+    "CLIPEncoderLayer": _BlockKind(1),
+    "SiglipEncoderLayer": _BlockKind(),
+    "Idefics3EncoderLayer": _BlockKind(),
+    "SmolVLMEncoderLayer": _BlockKind(),
+    "InternVLVisionLayer": _BlockKind(1, "layernorm_after", "dropout", "lambda_2"),
+    "QianfanOCRVisionLayer": _BlockKind(1, "layernorm_after", "drop_path2"),
 }
 
 
@@ -174,7 +174,7 @@ class EncoderPatch(TowerPatch):
         if groups is None:
             raise UnsupportedSetupError(
                 f"{self.method.name}: the {modality} features of {self.adapter.config.model_type!r} do not tell which "
-                "patches they were made of; leave them out of the prompt, or use a method that acts behind the tower"
+                "patches they were made of; leave them out of the prompt, or use a method that acts after the tower"
             )
         return groups
 

@@ -21,7 +21,7 @@ from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.block_merging import Block, check_checkpointing
 from tokenprune.integrations.shared.packed_features import first_of_group
-from tokenprune.integrations.shared.packed_merging import Packed, mean_of_groups
+from tokenprune.integrations.shared.packed_merging import PackedUnits, mean_of_groups
 from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
 
 BLOCKS = frozenset(
@@ -72,9 +72,9 @@ class PackedTowerPatch(TowerPatch):
         pixels, weight = args[0] if args else kwargs["hidden_states"], next(self.tower.merger.parameters())
         device = pixels.device if weight.is_meta else weight.device  # that of offloaded weights is not known yet
         assert self.budget.keep is not None  # see `Merger`
-        states()[self] = Packed.of(grids, self.unit, self.budget.keep, self._plan_of_frame, device)
+        states()[self] = PackedUnits.of(grids, self.unit, self.budget.keep, self._plan_of_frame, device)
 
-    def packed(self) -> Packed | None:
+    def packed(self) -> PackedUnits | None:
         """Return this thread's state, which is another than that of towers whose images have rows of their own."""
         return states().get(self)
 

@@ -23,7 +23,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.tower.merging import EncoderPatch
 from tokenprune.integrations.shared.apart import Apart, Plan
 from tokenprune.integrations.shared.attachable import states
-from tokenprune.integrations.shared.packed_features import Packed, newline_number, numbered
+from tokenprune.integrations.shared.packed_features import PackedFeatures, newline_number, numbered
 from tokenprune.ops.merging import most
 from tokenprune.sites.encoder import EncoderMethod
 
@@ -55,7 +55,7 @@ class TilePatch(EncoderPatch):
             packed = pack_numbers(self.adapter, arguments, self.shape.patches)
             states()[self.key] = [tile for image in packed.images for tile in self._goals(packed, image)]
 
-    def _goals(self, packed: Packed, image: Tensor) -> list[tuple[Tensor, list[int]]]:
+    def _goals(self, packed: PackedFeatures, image: Tensor) -> list[tuple[Tensor, list[int]]]:
         """Return for each tile of an image which of its patches are cropped, and how many of those that are not, and of
         those that are, are to be left. image: the image's numbers."""
         ids = packed.numbers(image)
@@ -111,7 +111,7 @@ def share_out(total: int, counts: list[int]) -> list[int]:
     return shares
 
 
-def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> Packed:
+def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> PackedFeatures:
     """Return how the model will pack the features of the images that `get_image_features` is called with. tokens:
     features of a tile."""
     base, sizes = adapter.base, torch.as_tensor(arguments["image_sizes"]).cpu()
@@ -129,7 +129,7 @@ def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> Pa
     pack = type(base).pack_image_features
     known = inspect.signature(pack).parameters
     given = {name: value for name, value in given.items() if name in known}
-    return Packed(list(pack(base, **given)[0]), tokens)
+    return PackedFeatures(list(pack(base, **given)[0]), tokens)
 
 
 def tiles_of(adapter: Adapter, arguments: dict[str, Any], sizes: Tensor) -> list[int]:

@@ -49,7 +49,7 @@ _locks: list[int] = []  # held until this process ends
 # Of the workers, which have no page of their own: read from their files.
 SUMS = {
     "tokenprune:selection_seconds": (
-        "Seconds in which the tokens of images and videos were chosen, behind the vision tower, on the device.",
+        "Seconds in which the tokens of images and videos were chosen, after the vision tower, on the device.",
         ("model_name", "method"),
     ),
     "tokenprune:selections": (

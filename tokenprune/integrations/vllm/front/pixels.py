@@ -15,7 +15,7 @@ from tokenprune.base import ResizeMethod
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.integrations.shared.resizing import Resizer
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.shapes.token_counts import Reader, rule_for
 
 
@@ -38,7 +38,7 @@ class Shrinker:
     Raises OptionError if the model, or an image, does not go with the method.
     """
 
-    setting: Setting
+    setting: ServedSetting
     info: BaseProcessingInfo
     kwargs: Mapping[str, object]
 

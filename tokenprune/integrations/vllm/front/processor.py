@@ -30,7 +30,7 @@ from tokenprune.integrations.vllm.setting.configuration import check_model, conf
 from tokenprune.integrations.vllm.setting.offer import PROFILE
 from tokenprune.integrations.vllm.setting.plan import MODALITIES, Plan, field_name
 from tokenprune.integrations.vllm.setting.position_checks import longest, original_positions
-from tokenprune.integrations.vllm.setting.settings import KEY, Setting
+from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 from tokenprune.integrations.vllm.setting.tower_items import check_items
 from tokenprune.integrations.vllm.setting.towers import check_reachable, drops_units, merges_in_tower, tiles_of
 from tokenprune.sites.encoder import EncoderMethod
@@ -63,7 +63,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
 
     _dummy = False  # while vLLM measures the largest item, which a request may ask for with {"off": true}
 
-    def _setting(self, kwargs: Mapping[str, object]) -> Setting | None:
+    def _setting(self, kwargs: Mapping[str, object]) -> ServedSetting | None:
         """Return the setting in force for a request's `mm_processor_kwargs`; None on a server without one."""
         server = configured(self.info.ctx.model_config)
         if server is None:
@@ -73,7 +73,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
                     f'--mm-processor-kwargs \'{{"{KEY}": {{"off": true}}}}\' to let requests choose'
                 )
             return None
-        setting = Setting() if self._dummy else offered(self.info.ctx.model_config).setting(kwargs.get(KEY, {}))
+        setting = ServedSetting() if self._dummy else offered(self.info.ctx.model_config).setting(kwargs.get(KEY, {}))
         try:
             check_model(setting, self.info.ctx.model_config)
         except UnsupportedSetupError as error:
@@ -126,7 +126,12 @@ class ReducingProcessor(BaseMultiModalProcessor):
         ]
 
     def _reduced(
-        self, update: PromptUpdate, setting: Setting, mm_items: Any, kwargs: Mapping[str, object], out_mm_kwargs: Any
+        self,
+        update: PromptUpdate,
+        setting: ServedSetting,
+        mm_items: Any,
+        kwargs: Mapping[str, object],
+        out_mm_kwargs: Any,
     ) -> PromptUpdate:
         name = next((name for kind, name in _WRITTEN.items() if isinstance(update, kind)), None)
         if name is None:
@@ -220,7 +225,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
         return made
 
 
-def _log(profile: str, setting: Setting, counts: Mapping[str, int], items: list[CountedDetails]) -> None:
+def _log(profile: str, setting: ServedSetting, counts: Mapping[str, int], items: list[CountedDetails]) -> None:
     """Log a request that is served. counts: of items by modality. items: what is written for each."""
     tell(
         "request",
@@ -234,7 +239,7 @@ def _log(profile: str, setting: Setting, counts: Mapping[str, int], items: list[
     )
 
 
-def _merger(setting: Setting) -> EncoderMethod:
+def _merger(setting: ServedSetting) -> EncoderMethod:
     assert isinstance(setting.method, EncoderMethod)
     return setting.method
 

@@ -41,7 +41,7 @@ _LOAD = f"{KEY}_load"
 
 
 @dataclass
-class Load:
+class RequestLoad:
     """Requests of one of the server's front ends: being rendered, and in the engine, running or waiting."""
 
     rendering: int = 0
@@ -53,10 +53,10 @@ class Load:
         return self.rendering + (engine.get_num_unfinished_requests() if engine is not None else 0)
 
 
-def load_of(renderer: Any) -> Load:
+def load_of(renderer: Any) -> RequestLoad:
     """Return the load of a front end by vLLM's `BaseRenderer`, of which it has one."""
     if not hasattr(renderer, _LOAD):
-        setattr(renderer, _LOAD, Load())
+        setattr(renderer, _LOAD, RequestLoad())
     return getattr(renderer, _LOAD)
 
 

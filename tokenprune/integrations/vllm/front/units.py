@@ -13,14 +13,14 @@ from vllm.multimodal.processing import BaseProcessingInfo
 
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, PlaceholderMismatchError
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.sites.units import UnitDropper
 
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
 def kept_units(
-    setting: Setting, item: Any, modality: str, info: BaseProcessingInfo, kwargs: Mapping[str, object], count: int
+    setting: ServedSetting, item: Any, modality: str, info: BaseProcessingInfo, kwargs: Mapping[str, object], count: int
 ) -> tuple[bool, ...]:
     """Return which of the `count` units of an item stay, in the order of its visual tokens.
 
@@ -45,7 +45,7 @@ def kept_units(
     return tuple(kept.tolist())
 
 
-def _most(setting: Setting, count: int) -> int:
+def _most(setting: ServedSetting, count: int) -> int:
     return max(1, Budget.of_checked(setting.keep).resolve_keep(count))
 
 

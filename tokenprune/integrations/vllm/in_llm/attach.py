@@ -12,7 +12,7 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.in_llm import limits
 from tokenprune.integrations.vllm.setting.configuration import configured, offered
-from tokenprune.integrations.vllm.setting.settings import IN_LLM, Setting
+from tokenprune.integrations.vllm.setting.settings import IN_LLM, ServedSetting
 
 
 class RefusedRequestError(VLLMValidationError, OptionError):
@@ -29,10 +29,10 @@ def configure(vllm_config: Any) -> None:
     scheduler.scheduler_cls = limits.SCHEDULERS[bool(scheduler.async_scheduling)]
 
 
-def _asked(vllm_config: Any) -> tuple[Setting, bool]:
+def _asked(vllm_config: Any) -> tuple[ServedSetting, bool]:
     """Return the server's setting, and True if layers after the cut free the KV cache of dropped tokens."""
     model_config = vllm_config.model_config
-    return Setting.of(configured(model_config)), offered(model_config).free_kv
+    return ServedSetting.of(configured(model_config)), offered(model_config).free_kv
 
 
 def check_request(params: Any) -> None:

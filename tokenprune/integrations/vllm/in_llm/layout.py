@@ -13,11 +13,11 @@ import numpy as np
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.vllm.setting.plan import Plan
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 
 @dataclass(frozen=True)
-class Piece:
+class VisualPiece:
     """Visual tokens of a prompt that share a budget: an image, a video, or a tile.
 
     places: their places in the prompt, ascending. keep: how many of them go on after the cut. item: number of the
@@ -43,7 +43,7 @@ class Piece:
         return len(self.places) - self.keep
 
 
-def kept(setting: Setting, count: int, block: int | None) -> int:
+def kept(setting: ServedSetting, count: int, block: int | None) -> int:
     """Return how many of `count` visual tokens go on after the cut.
 
     block: size of the blocks of which an item loses whole ones, or None to keep exactly what the setting asks for. At
@@ -69,14 +69,14 @@ def _plan(feature: Any) -> Plan:
     return plan
 
 
-def pieces_of(plans: Sequence[tuple[Plan, int, str]], block: int | None) -> list[Piece]:
+def pieces_of(plans: Sequence[tuple[Plan, int, str]], block: int | None) -> list[VisualPiece]:
     """Return the pieces of a prompt. plans: of each multimodal item in order, with its place and modality."""
-    pieces: list[Piece] = []
+    pieces: list[VisualPiece] = []
     for item, (plan, offset, modality) in enumerate(plans):
         places = [offset + index for index, embed in enumerate(plan.embeds) if embed]
         for count in plan.counts:
             keep = kept(plan.setting, count, block)
-            pieces.append(Piece(tuple(places[:count]), keep, item, len(pieces), modality))
+            pieces.append(VisualPiece(tuple(places[:count]), keep, item, len(pieces), modality))
             places = places[count:]
     return pieces
 
@@ -96,7 +96,7 @@ class Held:
     items: int = 0
 
     @staticmethod
-    def of(pieces: Sequence[Piece], block: int | None, items: int) -> Held:
+    def of(pieces: Sequence[VisualPiece], block: int | None, items: int) -> Held:
         """block: size of the blocks of which items lose whole ones, or None where tokens are packed (see `kept`)."""
         if block is None:
             return Held(drops=tuple((piece.end, piece.drop) for piece in pieces if piece.drop), items=items)
@@ -118,11 +118,11 @@ class Share:
 
     computed: int
     end: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[VisualPiece]
     prompt: int | None = None
 
     @cached_property
-    def cut(self) -> list[Piece]:
+    def cut(self) -> list[VisualPiece]:
         """The pieces that lose tokens in this step; raises TokenPruneError if one is only partly in it."""
         pieces = [piece for piece in self.pieces if piece.drop and piece.end > self.computed and piece.first < self.end]
         for piece in pieces:
@@ -134,7 +134,7 @@ class Share:
         return pieces
 
     @cached_property
-    def gone(self) -> list[Piece]:
+    def gone(self) -> list[VisualPiece]:
         """The pieces that have lost tokens before this step."""
         return [piece for piece in self.pieces if piece.drop and piece.end <= self.computed]
 
@@ -150,7 +150,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """A step after the cut, of R requests and T' tokens. All arrays are numpy, made without synchronising the device.
 
     lengths:  int64 `[R]`, tokens of each request after the cut, this step included.
@@ -168,7 +168,7 @@ class Layout:
     offset: np.ndarray
 
 
-def lay_out(shares: Sequence[Share], width: int, block_size: int, aligned: bool) -> Layout:
+def lay_out(shares: Sequence[Share], width: int, block_size: int, aligned: bool) -> StepLayout:
     """Lay out a step after the cut.
 
     width: columns of the full block table. aligned: whether items lose whole blocks, which are left out of the table;
@@ -184,7 +184,7 @@ def lay_out(shares: Sequence[Share], width: int, block_size: int, aligned: bool)
     ends = queries.cumsum()
     row = np.repeat(np.arange(len(shares)), queries)
     place = np.arange(int(queries.sum())) - np.repeat(ends - queries, queries) + before[row]
-    return Layout(
+    return StepLayout(
         before + queries,
         np.concatenate([[0], ends]).astype(np.int32),
         columns.clip(max=width - 1),
@@ -194,7 +194,7 @@ def lay_out(shares: Sequence[Share], width: int, block_size: int, aligned: bool)
     )
 
 
-def _blocks_out(pieces: itertools.chain[Piece], block_size: int) -> list[tuple[int, int]]:
+def _blocks_out(pieces: itertools.chain[VisualPiece], block_size: int) -> list[tuple[int, int]]:
     """(first, number) of the blocks that each piece loses, counted as the table stands after those before it."""
     out, shift = [], 0
     for piece in pieces:
@@ -204,7 +204,7 @@ def _blocks_out(pieces: itertools.chain[Piece], block_size: int) -> list[tuple[i
     return out
 
 
-def _columns_out(piece: Piece, block_size: int) -> range:
+def _columns_out(piece: VisualPiece, block_size: int) -> range:
     """Columns of the full block table whose blocks a piece loses: all within it."""
     first = piece.first // block_size + 1
     return range(first, first + piece.drop // block_size)

@@ -11,7 +11,7 @@ from tokenprune.base import Method
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.setting.configuration import family_of
 from tokenprune.integrations.vllm.setting.offer import FREE_KV
-from tokenprune.integrations.vllm.setting.settings import IN_LLM, Setting
+from tokenprune.integrations.vllm.setting.settings import IN_LLM, ServedSetting
 from tokenprune.view.observable import Backend
 
 _PLACE = "tokenprune.integrations.vllm.in_llm.scheduler"
@@ -69,7 +69,7 @@ KV_HOOKS = {
 }
 
 
-def check_engine(vllm_config: Any, setting: Setting, free_kv: bool = False) -> None:
+def check_engine(vllm_config: Any, setting: ServedSetting, free_kv: bool = False) -> None:
     """Raise UnsupportedSetupError with every option that does not fit, and what to change."""
     model_config = vllm_config.model_config
     method = setting.acting

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from tokenprune.base import Pruner
 from tokenprune.integrations.shared.observation import Observation
-from tokenprune.integrations.vllm.in_llm.layout import Piece, Share
+from tokenprune.integrations.vllm.in_llm.layout import Share, VisualPiece
 from tokenprune.integrations.vllm.selection.before_llm import Grid
-from tokenprune.integrations.vllm.selection.in_llm import Seen, choose, segments_of
-from tokenprune.view.observable import Where
+from tokenprune.integrations.vllm.selection.in_llm import RequestSource, choose, segments_of
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 from tokenprune.view.segments import LayerInput
 
 
 @dataclass(frozen=True)
-class Cut:
+class RequestCut:
     """One request whose images lose tokens in this step.
 
     start: the row of its first token in the step. end: behind its last one; of a method that reads the whole prompt,
@@ -37,7 +37,7 @@ class Cut:
 
 
 @dataclass
-class Step:
+class DecoderPass:
     """One pass through the decoder in which tokens leave.
 
     rows: number of rows of the step. left: number of rows that go on after the cut. The other fields are set during the
@@ -46,7 +46,7 @@ class Step:
     those of the kept rows.
     """
 
-    cuts: list[Cut]
+    cuts: list[RequestCut]
     rows: int
     left: int
     attended: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
@@ -63,14 +63,14 @@ class Reducer:
         self.method = method
         self.decoder = decoder
         self.whole = not method.prefix_cache_safe
-        self.step: Step | None = None
+        self.step: DecoderPass | None = None
         layers = list(decoder.layers)
         self.attention: Any = layers[method.cut_layer - 1].self_attn.attn
         # The layers that see fewer tokens, by the names under which vLLM keeps what belongs to their attention.
         self.names = {layer.self_attn.attn.layer_name for layer in layers[method.cut_layer :]}
-        if observables_of(method.needs, Where.LAYER_BEFORE):
+        if observables_of(method.needs, ObservedAt.LAYER_BEFORE):
             self.attention.register_forward_pre_hook(self._observe)
-        if observables_of(method.needs, Where.INPUT_BEFORE):
+        if observables_of(method.needs, ObservedAt.INPUT_BEFORE):
             layers[method.cut_layer - 1].register_forward_pre_hook(self._keep_input)
         layers[method.cut_layer].register_forward_pre_hook(self._cut)
         for layer in layers[method.cut_layer + 1 :]:
@@ -78,7 +78,7 @@ class Reducer:
         layers[-1].register_forward_hook(self._restore)
 
     @contextmanager
-    def during(self, step: Step | None) -> Iterator[None]:
+    def during(self, step: DecoderPass | None) -> Iterator[None]:
         """Apply `step` to the decoder's passes within the context."""
         self.step = step
         try:
@@ -134,7 +134,7 @@ class Reducer:
 
     # -- what a method sees
 
-    def _seen(self, step: Step, cut: Cut, state: Tensor) -> Seen:
+    def _seen(self, step: DecoderPass, cut: RequestCut, state: Tensor) -> RequestSource:
         rows = slice(cut.start, cut.end)
         observed = None
         if step.attended is not None:
@@ -148,7 +148,9 @@ class Reducer:
             for place in piece.places
             if 0 <= place - cut.share.computed < width
         ]
-        return Seen(state[None, rows], self.method.needs, self.decoder.norm, observed, self.whole, visual, entered)
+        return RequestSource(
+            state[None, rows], self.method.needs, self.decoder.norm, observed, self.whole, visual, entered
+        )
 
     def _heads(self, value: Tensor) -> Tensor:
         """`[W, H, Dh]` or `[W, H * Dh]` -> `[1, H, W, Dh]`."""
@@ -161,7 +163,7 @@ def decoder_of(model: Any) -> nn.Module:
     return getattr(language_model, "model", language_model)
 
 
-def grids_of(model: Any, pieces: list[Piece], items: list[Any]) -> list[Grid | None]:
+def grids_of(model: Any, pieces: list[VisualPiece], items: list[Any]) -> list[Grid | None]:
     """Return the grid of each piece: its item's if that fits, else an image's by its number of tokens, else None.
 
     items: vLLM's data of a prompt's items.

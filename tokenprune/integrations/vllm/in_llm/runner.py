@@ -14,8 +14,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.in_llm.layout import Layout, Piece, Share, lay_out, pieces_of, plans_of
-from tokenprune.integrations.vllm.in_llm.reducer import Cut, Reducer, Step, grids_of
+from tokenprune.integrations.vllm.in_llm.layout import Share, StepLayout, VisualPiece, lay_out, pieces_of, plans_of
+from tokenprune.integrations.vllm.in_llm.reducer import DecoderPass, Reducer, RequestCut, grids_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ class InLLM:
         self.reducer = reducer
         self.aligned = aligned
         # Of the requests of the last step: their items, how many these were, and the pieces found in them.
-        self._known: dict[str, tuple[list[Any], int, list[Piece]]] = {}
+        self._known: dict[str, tuple[list[Any], int, list[VisualPiece]]] = {}
         self._warned = False
 
-    def prepare(self, runner: Any) -> Step | None:
+    def prepare(self, runner: Any) -> DecoderPass | None:
         """Point the layers after the cut to their own tokens, and return the cut to be made, if any.
 
         A server's first steps are without metadata (vLLM measures memory) and do not come here.
@@ -73,7 +73,7 @@ class InLLM:
         if not cuts:
             return None
         rows = int(starts[len(shares)])
-        return Step(cuts, rows, rows - sum(piece.drop for cut in cuts for piece in cut.share.cut))
+        return DecoderPass(cuts, rows, rows - sum(piece.drop for cut in cuts for piece in cut.share.cut))
 
     def _shares(self, runner: Any) -> list[Share]:
         batch = runner.input_batch
@@ -91,7 +91,7 @@ class InLLM:
         self._known = known
         return shares
 
-    def _find(self, features: list[Any], runner: Any) -> list[Piece]:
+    def _find(self, features: list[Any], runner: Any) -> list[VisualPiece]:
         items = plans_of(features)
         block = runner.input_batch.block_table[0].block_size if self.aligned else None
         pieces = pieces_of(items, block)
@@ -108,7 +108,7 @@ class InLLM:
             )
         return pieces
 
-    def _cut(self, runner: Any, row: int, start: int, share: Share) -> Cut:
+    def _cut(self, runner: Any, row: int, start: int, share: Share) -> RequestCut:
         request = runner.requests[runner.input_batch.req_ids[row]]
         end = share.end
         if self.reducer.whole:
@@ -119,10 +119,10 @@ class InLLM:
                 )
             end = request.num_prompt_tokens
         grids = grids_of(self.model, share.cut, [feature.data for feature in request.mm_features])
-        return Cut(start, start + end - share.computed, share, grids)
+        return RequestCut(start, start + end - share.computed, share, grids)
 
 
-def _metadata(runner: Any, layout: Layout, group: int) -> tuple[torch.Tensor, Any]:
+def _metadata(runner: Any, layout: StepLayout, group: int) -> tuple[torch.Tensor, Any]:
     """Return the slots of the tokens after the cut in a group of layers, and the metadata of their attention."""
     requests, whole = len(layout.lengths), runner.input_batch.block_table[group]
     full, block_size = whole.get_device_tensor(requests), whole.block_size  # [R, W]

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.vllm.setting.configuration import configured, offered
-from tokenprune.integrations.vllm.setting.settings import Setting
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 _Scheduler: Any = object  # one of vLLM's follows in the classes below
 
@@ -33,7 +33,7 @@ class WholeImages(_Scheduler):
                 f"experimental_in_llm needs one group of KV caches, and this model has {len(groups)}: serve it with a "
                 "method that acts before the language model"
             )
-        setting = Setting.of(configured(model_config))
+        setting = ServedSetting.of(configured(model_config))
         self._whole_prompts = setting.method is not None and not setting.method.prefix_cache_safe
         # vLLM strips items of what the worker will not encode, but for models with M-RoPE: their plans are needed here.
         self.model_uses_mrope = True

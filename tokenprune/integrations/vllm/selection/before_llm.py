@@ -18,7 +18,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.patch_grid import Placed
 from tokenprune.integrations.shared.selection import checked_keep, merge_tokens
 from tokenprune.integrations.shared.tower_scores import Encoded, as_patches
-from tokenprune.view.observable import Backend, TowerScores, Where
+from tokenprune.view.observable import Backend, ObservedAt, TowerScores
 from tokenprune.view.registry import compares_frames, observables_of
 from tokenprune.view.segments import Patches, Segments, Sizes, VisualView
 from tokenprune.view.source import Readable, TokenSource
@@ -166,7 +166,7 @@ def _made_up(method: Pruner, counts: list[int]) -> Encoded:
     generator = torch.Generator().manual_seed(1)
     sizes = Sizes((len(cells),))
     values = {}
-    for one in observables_of(method.needs, Where.TOWER_BLOCK):
+    for one in observables_of(method.needs, ObservedAt.TOWER_BLOCK):
         for layer in method.encoder_layers:
             example = one.example(sizes, generator)[0]
             values[one.name, layer] = example.T if isinstance(one, TowerScores) else example

@@ -23,7 +23,7 @@ from tokenprune.view.tokens import VisualTokens
 
 
 @dataclass(frozen=True)
-class Seen(TokenSource):
+class RequestSource(TokenSource):
     """Source of a `VisualTokens`: one request's tokens in this step, at the input of the layer of the cut.
 
     hidden: `[1, W, D]`. observed: query, key and value of the layer before, if the method needs them. whole: True for a
@@ -95,7 +95,7 @@ def segments_of(
     return made.to(device)
 
 
-def choose(method: Pruner, segments: Segments, keep: list[int], seen: Seen, last: int | None = None) -> Tensor:
+def choose(method: Pruner, segments: Segments, keep: list[int], seen: RequestSource, last: int | None = None) -> Tensor:
     """Return bool `[S, N]`, True for the tokens that go on. Raise TokenPruneError if their numbers are not `keep`.
 
     last: place of the prompt's last token in this step, which stays if it is a visual one.
@@ -121,6 +121,6 @@ def probe(method: Pruner) -> None:
     places = [list(range(2, 18)), list(range(20, 29))]
     norm, visual = torch.nn.functional.normalize, places[0] + places[1]
     entered = LayerInput(torch.randn(1, 40, 16, generator=generator))
-    seen = Seen(hidden, method.needs, norm, observed, method.query_aware, visual, entered)
+    seen = RequestSource(hidden, method.needs, norm, observed, method.query_aware, visual, entered)
     segments = segments_of(places, [0, 1], ["image", "image"], [None, None], hidden.device)
     choose(method, segments, [5, 4], seen)

@@ -13,7 +13,7 @@ from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSet
 from tokenprune.families import SERVED, Family
 from tokenprune.integrations.vllm.setting.offer import Offer, check_spelling, split
 from tokenprune.integrations.vllm.setting.position_checks import arrange
-from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, Setting
+from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, ServedSetting
 from tokenprune.integrations.vllm.setting.towers import check_tower, drops_units, merges_in_tower
 from tokenprune.view.observable import Backend
 
@@ -48,7 +48,7 @@ def family_of(model_config: Any) -> Family:
     return SERVED[architecture]
 
 
-def check_model(setting: Setting, model_config: Any) -> None:
+def check_model(setting: ServedSetting, model_config: Any) -> None:
     """Raise UnsupportedSetupError or OptionError for a method that this model cannot be served with."""
     if setting.method is None:
         return
@@ -90,8 +90,8 @@ def configure(model_config: Any) -> None:
     for layer in layers:
         check_spelling(layer)
 
-    def whole(*profile: Any) -> Setting:
-        setting = Setting.of(*layers, *(_read(layer, model_config) for layer in profile))
+    def whole(*profile: Any) -> ServedSetting:
+        setting = ServedSetting.of(*layers, *(_read(layer, model_config) for layer in profile))
         check_model(setting, model_config)
         return setting
 

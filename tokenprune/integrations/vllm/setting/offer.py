@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, Setting, check_override
+from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, ServedSetting, check_override
 from tokenprune.registry import available_methods, method_class, method_info
-from tokenprune.setting import SCOPE, plain, short
+from tokenprune.setting import SCOPE
+from tokenprune.spelling import plain, short
 
 FREE_KV = "experimental_free_kv"
 # Keys of a server's setting, of no request's.
@@ -79,7 +80,7 @@ class Offer:
     positions: str | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], server: Setting, read: Callable[[Any], Setting]) -> Offer:
+    def of(cls, given: Mapping[str, Any], server: ServedSetting, read: Callable[[Any], ServedSetting]) -> Offer:
         """Check what a server's setting offers beside `server`. read: makes a whole setting of one profile, which
         stands over the server's own. Raises OptionError."""
         given = plain(given, KEY)
@@ -123,21 +124,21 @@ class Offer:
         there = f"it has {', '.join(self.names)}" if self.names else "it names none"
         raise ProfileError(f"{KEY}: this server has no profile {short(name)}; {there}, and {DEFAULT}")
 
-    def setting(self, asked: Any = _NOTHING) -> Setting:
+    def setting(self, asked: Any = _NOTHING) -> ServedSetting:
         """Return the setting in force for a request. asked: the request's value of our key.
 
         Raises ProfileError, LimitError, OptionError, UnknownMethodError or BudgetError, which are ValueErrors.
         """
         if not isinstance(asked, Mapping):
-            return Setting.of(asked, trusted=False)  # raises
+            return ServedSetting.of(asked, trusted=False)  # raises
         server = self.profile(asked.get(PROFILE, DEFAULT))
         if own := sorted(set(asked) & set(OFFER)):
             raise OptionError(f"{KEY}: {', '.join(own)} belongs to the server's setting, not to a request")
         rest = {key: value for key, value in asked.items() if key != PROFILE}
         if not rest:
-            return Setting.of(server)
-        setting = Setting.of(server, rest, trusted=False)
-        check_override(Setting.of(server), setting)
+            return ServedSetting.of(server)
+        setting = ServedSetting.of(server, rest, trusted=False)
+        check_override(ServedSetting.of(server), setting)
         self.check(setting)
         return setting
 
@@ -152,7 +153,7 @@ class Offer:
         step = bisect.bisect_right(self.steps, in_flight)
         return self.under_load[step - 1] if step else DEFAULT
 
-    def check(self, setting: Setting) -> None:
+    def check(self, setting: ServedSetting) -> None:
         """Raise LimitError for a setting beyond `min_keep` and `methods`."""
         used = [step.name for step in (setting.pixels, setting.method) if step is not None]
         for name in used:
@@ -201,7 +202,7 @@ def _log(given: Mapping[str, Any]) -> bool:
     return True
 
 
-def _free_kv(given: Mapping[str, Any], server: Setting) -> bool:
+def _free_kv(given: Mapping[str, Any], server: ServedSetting) -> bool:
     value = given.get(FREE_KV, False)
     _check(isinstance(value, bool), FREE_KV, f"true or false, not {short(value)}")
     if value and not server.in_llm:

@@ -17,7 +17,7 @@ from cachetools import LRUCache, cached
 from torch import Tensor
 
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.setting.settings import KEY, Setting
+from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 from tokenprune.integrations.vllm.setting.towers import merges_in_tower
 from tokenprune.view.frames import frame_counts, tokens_per_frame
 from tokenprune.view.registry import compares_frames
@@ -43,7 +43,7 @@ class Plan:
              them; else 1. Methods that merge in the tower do so frame by frame. A tile is a frame to them.
     """
 
-    setting: Setting
+    setting: ServedSetting
     tokens: tuple[int, ...]
     embeds: tuple[bool, ...]
     per_run: bool
@@ -144,7 +144,7 @@ class Plan:
 
     @staticmethod
     def make(
-        setting: Setting, tokens: Sequence[int], embeds: Sequence[bool] | None, per_run: bool, frames: int = 1,
+        setting: ServedSetting, tokens: Sequence[int], embeds: Sequence[bool] | None, per_run: bool, frames: int = 1,
         behind: int = 0,
     ) -> Plan:  # fmt: skip
         """Make the plan of an item. frames: number of frames of a video; 1 for an image. behind: tokens that follow the
@@ -175,7 +175,7 @@ class Plan:
         return dataclasses.replace(self, frames=frames)
 
 
-def _by_frame(setting: Setting) -> bool:
+def _by_frame(setting: ServedSetting) -> bool:
     """Return True if every frame of a video has a budget of its own."""
     return setting.per == "frame" or merges_in_tower(setting.method)
 
@@ -199,5 +199,5 @@ def _decode(data: bytes) -> Plan:
     kept = content.get("kept")
     if kept is not None:
         kept = tuple(bool(stays) for stays, length in kept for _ in range(length))
-    setting = Setting.of(content["setting"])
+    setting = ServedSetting.of(content["setting"])
     return Plan(setting, tuple(tokens), tuple(embeds), content["per_run"], content["frames"], kept)

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.families import Family
+from tokenprune.families import ROPE_DECODERS, Family
 from tokenprune.integrations.vllm.setting.servable import IN_LLM, KEY
 
-# Model types of decoders that read positions in RoPE alone, and in every layer.
-DECODERS = ("aria_text", "gemma", "llama", "mistral", "qwen2", "qwen3")
 _MARK = f"{KEY}_original_positions"
 # vLLM's table of angles with M-RoPE, in lengths that the config names (`max_position_embeddings`).
 _TABLE = 4
@@ -58,10 +56,10 @@ def arrange(positions: str | None, model_config: Any, family: Family, in_llm: bo
 def _problems(model_config: Any) -> Iterator[str]:
     """Yield in words what would not be exact, and what to do instead."""
     decoder = model_config.hf_text_config
-    if decoder.model_type not in DECODERS:
+    if decoder.model_type not in ROPE_DECODERS:
         yield (
             f"of its language model, {decoder.model_type!r}, it is not known that it reads positions in rope alone (of "
-            f"{', '.join(DECODERS)} it is): {_INSTEAD}"
+            f"{', '.join(ROPE_DECODERS)} it is): {_INSTEAD}"
         )
         return
     rope = getattr(decoder, "rope_parameters", None) or {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The setting `{"method": ..., "keep": ..., option: ...}` or `{"off": true}`: its form and its checks."""
+"""A setting that vLLM serves an item with: one whose methods are known to be servable, apart by where they act."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from tokenprune.base import Method, ResizeMethod, Site
 from tokenprune.budget import Budget, as_json
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.files import File
-from tokenprune.integrations.shared.composition import check_places
 from tokenprune.integrations.vllm.setting.servable import IN_LLM, KEY, check_method, servable
-from tokenprune.setting import Entry, Layer, parse, plain, short
+from tokenprune.setting import Setting
+from tokenprune.sites.composition import check_places
+from tokenprune.spelling import Entry, plain, short
 from tokenprune.view.registry import compares_frames
 
-__all__ = ["IN_LLM", "KEY", "Setting", "check_method", "check_override", "servable"]
+__all__ = ["IN_LLM", "KEY", "ServedSetting", "check_method", "check_override", "servable"]
 
 # Part of every cache key. Raise it whenever the same setting begins to keep other tokens.
 ALGORITHM = 1
@@ -28,8 +29,11 @@ Files = tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """The reduction of an item.
+class ServedSetting:
+    """The reduction of an item: a whole `Setting` that vLLM can serve, its methods built and apart by their places.
+
+    An item is reduced at two places, by numbers that are known before the model runs, and is cached under all that its
+    methods would do: so nothing here is left to a default, and two that reduce alike are equal.
 
     method, keep:  acts on the features of the encoder, in the encoder, or (`in_llm`) in the language model; None if all
                    tokens stay.
@@ -48,7 +52,7 @@ class Setting:
     files: Files = ()
 
     @classmethod
-    def of(cls, *layers: Any, trusted: bool = True) -> Setting:
+    def of(cls, *layers: Any, trusted: bool = True) -> ServedSetting:
         """Merge settings as users write them, the later over the earlier, and check the result.
 
         A layer that names other methods drops the options of the one before. trusted: False if the last layer comes
@@ -74,19 +78,19 @@ class Setting:
         """True if every feature of the encoder stays in the prompt."""
         return self.method is None or self.in_llm or Budget.of_checked(self.keep).is_identity()
 
-    def without_method(self) -> Setting:
+    def without_method(self) -> ServedSetting:
         """Return what is left of the setting where `method` does not act."""
         return dataclasses.replace(self, method=None, keep=1.0, files=())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the setting with nothing left implicit; `Setting.of` reads it."""
+        """Return the setting with nothing left implicit; `ServedSetting.of` reads it."""
         steps = [(self.pixels, self.share, ()), (self.method, self.keep, self.files)]
-        methods = [_written(method, files) for method, _, files in steps if method is not None]
+        entries = tuple(_entry(method, files) for method, _, files in steps if method is not None)
         keeps = [as_json(keep) for method, keep, _ in steps if method is not None]
-        if not methods:
+        if not entries:
             return {"off": True}
-        scope = ({} if self.per == "image" else {"per": self.per}) | ({IN_LLM: True} if self.in_llm else {})
-        return (methods[0] | {"keep": keeps[0]} if len(methods) == 1 else {"method": methods, "keep": keeps}) | scope
+        per = None if self.per == "image" else self.per
+        return Setting(entries, keeps if keeps[1:] else keeps[0], per, in_llm=self.in_llm or None).as_dict()
 
     def label(self) -> tuple[str, str]:
         """Return its labels in metrics: the methods, and the kept share in hundredths, a bounded number of values."""
@@ -114,7 +118,7 @@ class Setting:
         return min(tokens, max(1, self.acting.budget(tokens, wanted)))
 
 
-def check_override(server: Setting, request: Setting) -> None:
+def check_override(server: ServedSetting, request: ServedSetting) -> None:
     """Raise OptionError if a request asks for another reduction than its server, and one of them is inside the language
     model: its layers are prepared for one."""
     if (server.in_llm or request.in_llm) and not request.is_off and request != server:
@@ -141,33 +145,32 @@ def _text(layer: Any) -> str:
 
 # Each request is parsed several times, and many are alike. Exceptions are not cached, and no lock is held.
 @lru_cache(maxsize=256)
-def _parsed(layers: tuple[str, ...], trusted: bool) -> Setting:
-    merged: Layer | None = None
+def _parsed(layers: tuple[str, ...], trusted: bool) -> ServedSetting:
+    merged: Setting | None = None
     for number, text in enumerate(layers, start=1):
-        layer = parse(json.loads(text), KEY).on(merged)
+        layer = Setting.of(json.loads(text), KEY).resolve(merged)
         if number == len(layers) and not trusted:
             layer = layer.without_files()
-        merged = layer.over(merged)
-    return Setting() if merged is None or merged.off else _checked(merged.with_files(_file))
+        merged = layer.merge_onto(merged)
+    return ServedSetting() if merged is None or merged.off else _checked(merged.with_files(_file))
 
 
 # A server reads each of its own files once, so its setting means the same as long as it runs.
 _file = lru_cache(maxsize=64)(File.read)
 
 
-def _checked(layer: Layer) -> Setting:
-    """Return the `Setting` of a whole layer; raises OptionError or BudgetError if vLLM cannot serve it."""
-    per, in_llm, count = layer.per or "image", bool(layer.in_llm), len(layer.names)
+def _checked(whole: Setting) -> ServedSetting:
+    """Return what serves a whole setting; raises OptionError or BudgetError if vLLM cannot serve it."""
+    per, in_llm, count = whole.per or "image", bool(whole.in_llm), len(whole.names)
     if per not in ("image", "frame"):
         raise OptionError(f'{KEY}: per must be "image" or "frame", not {short(per)}')
     if in_llm and count > 1:
         raise OptionError(f"{KEY}: {IN_LLM} goes with one method, not with {count}")
-    methods = layer.methods()
-    for one in layer.keep if isinstance(layer.keep, list) else [layer.keep]:
+    methods = whole.methods
+    for one in whole.keep if isinstance(whole.keep, list) else [whole.keep]:
         if isinstance(one, dict) and set(one) not in ({"keep"}, {"tokens"}):
             raise _no_number(one)
-    budgets = layer.budgets()
-    steps = [_step(*one, in_llm) for one in zip(methods, budgets, layer.entries or (), strict=True)]
+    steps = [_step(*one, in_llm) for one in zip(methods, whole.budgets, whole.entries or (), strict=True)]
     check_places(methods)
     pixels = [step for step in steps if step[0].site is Site.PRE_ENCODER]
     others = [step for step in steps if step[0].site is not Site.PRE_ENCODER]
@@ -183,7 +186,7 @@ def _checked(layer: Layer) -> Setting:
             f"{KEY}: {method.name} compares the frames of a video, so the whole video has one budget: leave out "
             'per="frame"'
         )
-    return Setting(method, keep, shrinker, share, per, in_llm, files)
+    return ServedSetting(method, keep, shrinker, share, per, in_llm, files)
 
 
 def _no_number(keep: Any) -> BudgetError:
@@ -194,7 +197,7 @@ def _no_number(keep: Any) -> BudgetError:
 
 
 def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[Method, float | int, Files]:
-    """Return one of the methods of a setting, its budget and its files (see `Setting`), checked."""
+    """Return one of the methods of a setting, its budget and its files (see `ServedSetting`), checked."""
     keep = budget.keep
     if keep is None:
         raise _no_number(budget)
@@ -213,7 +216,7 @@ def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[M
     return method, keep, tuple((name, str(file), file.digest) for name, file in read.items())
 
 
-def _written(method: Method, files: Files) -> dict[str, Any]:
-    """Return a method and its options as a setting holds them."""
+def _entry(method: Method, files: Files) -> Entry:
+    """Return a method with all of its options."""
     options = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
-    return {"method": method.name} | options | {name: path for name, path, _ in files}
+    return Entry(method.name, options | {name: path for name, path, _ in files})

@@ -17,7 +17,7 @@ def check_items(method: Method, setting: Any, items: Any, info: Any) -> None:
     """Raise OptionError if an item's tokens cannot be traced to patches, or if fewer would be kept than a method that
     traces them needs.
 
-    setting: the `Setting` that names the method. items: vLLM's `MultiModalDataItems`. info: its `ProcessingInfo`.
+    setting: the `ServedSetting` that names the method. items: vLLM's `MultiModalDataItems`. info: its `ProcessingInfo`.
     """
     from vllm.multimodal.parse import EmbeddingItems, ImageProcessorItems
 

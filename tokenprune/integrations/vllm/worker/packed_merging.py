@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tokenprune.budget import Budget
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.packed_features import first_of_group
-from tokenprune.integrations.shared.packed_merging import Packed, mean_of_groups
+from tokenprune.integrations.shared.packed_merging import PackedUnits, mean_of_groups
 from tokenprune.integrations.vllm.setting.towers import served_tower
 from tokenprune.integrations.vllm.worker.tower import all_heads, attentions_of, heads_first
 from tokenprune.integrations.vllm.worker.unit_dropping import check_lengths, longest
@@ -40,7 +40,7 @@ class PackedTowerMerger(Attachable):
         self.heads: int = self.tower.num_heads
         self.kept: Tensor | None = None
         self.left = 0
-        self._packed: Packed | None = None
+        self._packed: PackedUnits | None = None
         self._order: Tensor | None = None
         self._width = 0  # of the features that enter the language model
 
@@ -65,13 +65,13 @@ class PackedTowerMerger(Attachable):
             self._order = known.get("window_index")  # Qwen2.5-VL: units stand window by window
             grids = torch.as_tensor(grid_thw).tolist()
             device, unit = known["rotary_pos_emb_cos"].device, self.tower.spatial_merge_size**2
-            self._packed = Packed.of(grids, unit, self.keep, self._plan, device)
+            self._packed = PackedUnits.of(grids, unit, self.keep, self._plan, device)
             return known
 
         return describe
 
     @property
-    def _state(self) -> Packed:
+    def _state(self) -> PackedUnits:
         assert self._packed is not None  # `_describe` makes it, before the first block
         return self._packed
 

@@ -22,7 +22,7 @@ from tokenprune.base import Pruner
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError, UnsupportedSetupError
 from tokenprune.families import tower_of
 from tokenprune.integrations.shared.observation import Observation
-from tokenprune.integrations.shared.packed_features import Packed, newline_number, numbered
+from tokenprune.integrations.shared.packed_features import PackedFeatures, newline_number, numbered
 from tokenprune.integrations.shared.patch_grid import PatchSource, place
 from tokenprune.integrations.shared.tower_scores import Blocks, Encoded, Seen, blocks_read, empty, take_patches
 from tokenprune.integrations.vllm.compat import TESTED
@@ -106,7 +106,7 @@ class TowerReader:
             own = scores[start : start + counts[index] // each]
         return place(self.served, modality, arguments, _rows(outputs[index]), own, packed)
 
-    def _packed(self, tiles: Tensor, size: Any) -> Packed:
+    def _packed(self, tiles: Tensor, size: Any) -> PackedFeatures:
         """Let the model put together numbers of features in place of features; see `PackRecorder`."""
         model: Any = self.served.base
         numbers = numbered(tiles.shape[0], tiles.shape[1], tiles.device)
@@ -114,7 +114,7 @@ class TowerReader:
         stand_in = SimpleNamespace(config=model.config, image_newline=newline)
         pack = type(model)._merge_image_patch_embeddings
         more = {"image_newline": newline} if "image_newline" in pack.__code__.co_varnames else {}
-        return Packed([pack(stand_in, size, numbers, strategy="spatial_unpad", **more)], tiles.shape[1])
+        return PackedFeatures([pack(stand_in, size, numbers, strategy="spatial_unpad", **more)], tiles.shape[1])
 
     def _sequences(self, kwargs: Mapping[str, Any], modality: str) -> list[int] | None:
         """Lengths of the sequences that the tower lays end to end; None if it makes a row of each."""

@@ -7,7 +7,7 @@ proportionally, or rows are padded, the blocks attend by PyTorch's. Everything i
 
 An image or tile is one row of its tower, all of one size, and its visual tokens are the row's patches (LLaVA-1.5) or
 squares of them (pixel shuffle and pooling: Idefics3, SmolVLM, InternVL, Gemma 3), which then merge as wholes; so their
-number is known beforehand. Towers of Qwen: see packed_merging.py. Tiles that are cropped behind the tower (LLaVA-NeXT,
+number is known beforehand. Towers of Qwen: see packed_merging.py. Tiles that are cropped after the tower (LLaVA-NeXT,
 LLaVA-OneVision) merge on the Hugging Face side only.
 """
 

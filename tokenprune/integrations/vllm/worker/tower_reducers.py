@@ -19,7 +19,7 @@ from tokenprune.integrations.shared.tower_scores import Seen as BlockScores
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.worker.tower import TowerReader
 from tokenprune.integrations.vllm.worker.tower_merging import merging, tower_merger
-from tokenprune.integrations.vllm.worker.unit_dropping import UnitDrop, dropping
+from tokenprune.integrations.vllm.worker.unit_dropping import UnitRestriction, dropping
 from tokenprune.sites.encoder import EncoderMethod
 
 
@@ -88,7 +88,7 @@ class DroppingTower:
     plans: Sequence[Plan]
 
     def running(self) -> AbstractContextManager[Any]:
-        return UnitDrop(self.tower, self.plans)
+        return UnitRestriction(self.tower, self.plans)
 
     def results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
         for plan, rows in zip(self.plans, features, strict=False):

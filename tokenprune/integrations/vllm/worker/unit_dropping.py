@@ -29,7 +29,7 @@ def dropping(plan: Plan) -> bool:
     return plan.kept is not None and plan.reduces
 
 
-class UnitDrop(Attachable):
+class UnitRestriction(Attachable):
     """Restricts `tower` to the kept units between `attach` and `detach`.
 
     plans: of the items of one call, in the order in which their patches stand in the tower's sequence.
@@ -101,7 +101,7 @@ def check_lengths(known: dict[str, Any], refused: str) -> None:
     if any(known.get(f"sequence_lengths{which}") is not None for which in ("", "_full", "_window")):
         raise UnsupportedSetupError(
             f"{refused} a vision tower that attends by FlashInfer, which takes lengths in a form of its own: start "
-            "with --mm-encoder-attn-backend FLASH_ATTN, or use a method behind the tower, such as divprune"
+            "with --mm-encoder-attn-backend FLASH_ATTN, or use a method after the tower, such as divprune"
         )
 
 

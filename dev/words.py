@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Count the words of README and of the pages of docs/, as a reader sees them.
+
+python dev/words.py    # the path, the largest pages, and all of docs/
+
+A word holds a letter or a digit. Markup, targets of links, comments and the lines of tables are none; cells of tables,
+code and folded rows count.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# The way from the front page to a server, in the order of the navigation (mkdocs.yml); the pages of methods follow it.
+PATH = (
+    "index.md",
+    "guide/install.md",
+    "guide/quickstart.md",
+    "guide/which-method.md",
+    "bench.md",
+    "tune.md",
+    "serving.md",
+)
+
+
+def words(text: str) -> int:
+    """Return the number of words in a page of Markdown."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->|<[a-z/][^>\n]*>|\]\([^)\n]*\)|\{ [^}\n]* \}", " ", text, flags=re.DOTALL)
+    return sum(bool(re.search(r"[^\W_]", word)) for word in text.split())
+
+
+def pages() -> dict[str, int]:
+    """Return the words of each page of docs/, by its path in there."""
+    docs = ROOT / "docs"
+    return {path.relative_to(docs).as_posix(): words(path.read_text()) for path in sorted(docs.rglob("*.md"))}
+
+
+def main() -> None:
+    found = pages()
+    print(f"{words((ROOT / 'README.md').read_text()):7,} README.md")
+    for name in PATH:
+        print(f"{found[name]:7,} {name}")
+    print(f"{sum(found[name] for name in PATH):7,} the path")
+    for name in sorted(set(found) - set(PATH), key=found.get, reverse=True)[:20]:
+        print(f"{found[name]:7,} {name}")
+    print(f"{sum(found.values()):7,} docs/, {len(found)} pages")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README and the path through the pages stay short; long tables are folded, and every method's page has its parts."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import yaml
+
+import tokenprune
+from tests.docs.test_docs import ROOT, generator
+from tests.docs.test_site import pages
+
+count = generator("words")
+fold = generator("fold")
+WORDS = count.pages()
+README = (ROOT / "README.md").read_text()
+FIVE_MINUTES = 1200  # words, at 240 a minute
+METHODS = tokenprune.available_methods()
+
+
+def test_the_readme_is_a_page() -> None:
+    assert len(README.splitlines()) <= 100 and count.words(README) <= 700
+
+
+def test_the_path_is_read_in_an_hour_and_each_page_in_five_minutes() -> None:
+    assert sum(WORDS[name] for name in count.PATH) <= 15_000
+    assert not {name: WORDS[name] for name in count.PATH if WORDS[name] > FIVE_MINUTES}
+
+
+def test_the_pages_stay_below_eighty_thousand_words() -> None:
+    assert sum(WORDS.values()) <= 80_000
+
+
+def test_the_navigation_begins_with_the_path() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert tuple(pages(nav))[: len(count.PATH)] == count.PATH
+    titles = [title for part in nav for title in part]
+    assert titles.index("Studies") > titles.index("Methods") > titles.index("Start here")
+
+
+@pytest.mark.parametrize("name", count.PATH)
+def test_a_page_of_the_path_leads_on(name: str) -> None:
+    """Its first paragraph is short, and the next page of the path is linked."""
+    text = (ROOT / "docs" / name).read_text()
+    _, first, *_ = filter(None, re.split(r"\n{2,}", re.sub(r"<!--.*?-->", "", text[text.index("# ") :])))
+    assert count.words(first) < 100
+    following = count.PATH[count.PATH.index(name) + 1 :][:1] or ("methods/",)
+    assert following[0].rpartition("/")[2] in text or "methods/" in following[0]
+
+
+def test_words_are_what_a_reader_sees() -> None:
+    assert count.words("---\nhide: [toc]\n---\n# Two words\n\n<!-- not this -->\n| a | b |\n|---|---|\n") == 4
+    assert count.words("[one](two.md) **three** → `four` <br>") == 3
+
+
+def test_ten_rows_are_shown_and_the_rest_is_folded() -> None:
+    table = "| a | b |\n|---|--:|\n" + "".join(f"| {row} | x |\n" for row in range(12))
+    made = fold.folded(f"Text.\n\n{table}\nMore.\n")
+    shown, rest = made.split("<details class=rest markdown>")
+    assert "| 9 | x |" in shown and "| 10 | x |" not in shown and made.count("| a | b |\n|---|--:|\n") == 2
+    assert "<summary>2 more</summary>" in rest and rest.index("| 11 | x |") < rest.index("</details>") < rest.index(
+        "More."
+    )
+    short = table.replace("| 10 | x |\n| 11 | x |\n", "")
+    assert fold.folded(short) == short
+    for whole in (f"```\n{table}```\n", f'<div id="board" data-filters="a"></div>\n\n{table}'):
+        assert fold.folded(whole) == whole
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_page_says_what_when_when_not_and_what_differs(name: str) -> None:
+    text = (ROOT / f"docs/methods/{name}.md").read_text()
+    first = text.split("\n\n")[1]
+    plain = re.sub(r"`[^`]*`|\[|\]\([^)]*\)", "", first)
+    assert 1 <= len(re.findall(r"[.!?](?=\s|$)", plain)) <= 3 and count.words(first) <= 60, first
+    assert "behind" not in first
+    assert "**When to use it**" in text and "**Where it fails**" in text
+    assert re.search(r"\*\*Differs from|\*\*Ours|reconstruction|Our decision|ours", text, re.IGNORECASE)
+
+
+def test_a_method_page_shows_what_stays_of_the_one_photograph() -> None:
+    made = generator("method_pages")
+    record = {path.stem: json.loads(path.read_text()) for path in made.KEPT.glob("*.json")}
+    assert set(METHODS) - set(record) == {"pevlm", "view_select"}  # the one keeps all, the other whole images
+    for name, one in record.items():
+        original = {"image": "the-photograph", "video": "the-video"}[one["of"]]
+        text = made.image(name)
+        for file in (original, name):
+            assert f"(../images/kept/{file}.webp)" in text and (made.KEPT / f"{file}.webp").is_file()
+        assert f"{one['kept']} of {one['tokens']} tokens" in text
+    assert {path.stem for path in made.KEPT.glob("*.webp")} == {*record, "the-photograph", "the-video"}
+
+
+def test_a_method_page_has_its_row_of_numbers() -> None:
+    made = generator("method_pages")
+    row = made.row("divprune")
+    assert "| `divprune` | 86% | 84% | 76% | 68% |" in row  # benchmarks/results/all_methods-demo_qwen.jsonl
+    assert "| `pixelprune` | 86% | 41% |" in made.row("pixelprune")  # one target reached
+    assert "(../video-bench.md)" in made.row("evs") and made.row("view_select") == ""

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Count what a patch adds to a forward, without a clock: calls of the library's functions, and ATen operations.
+
+python tests/support/engine_costs.py             # print what a prefill and a step of decoding take, beside the table
+python tests/support/engine_costs.py --update    # write lower counts into the table; higher ones are left to an editor
+
+A call is one of a function written in tokenprune/, without comprehensions and generators, which Python versions count
+each in a way of their own. Operations are those beyond the unpatched model's, by name: where a shorter sequence saves
+some, they count as none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tokenprune
+from zoo import FAMILIES
+
+TABLE = Path(__file__).resolve().parents[1] / "engine" / "engine_costs.json"
+PACKAGE = os.path.dirname(tokenprune.__file__) + os.sep
+# For each site its methods: a family, what `make_inputs` gets, and what `patch` gets.
+IMAGES: dict[str, Any] = {"images": (1, 2)}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "pixelprune": ("qwen2_vl", IMAGES, {}),
+    "tome": ("llava", IMAGES, {"keep": 0.5}),
+    "divprune": ("llava", IMAGES, {"keep": 0.25}),
+    "visionzip": ("llava", IMAGES, {"keep": 0.25}),
+    "pevlm": ("qwen2_vl", {"video": 4, "images": (0, 0)}, {"keep": 1.0, "sink_frames": 1, "block_frames": 1}),
+    "fastv": ("llava", IMAGES, {"keep": 0.25}),
+    "dyrate": ("llava", IMAGES, {"keep": 0.5, "layer": 2, "warmup": 0, "update_every": 1}),
+}
+# Its attention takes masks of a class of tensors that cannot be made while operations are counted.
+CALLS_ALONE = {"pevlm"}
+Counts = dict[str, Counter[str]]  # of "calls", and "ops"
+
+
+def versions() -> str:
+    """Return the versions that the counts depend on: operations differ from one to the next."""
+    return ", ".join(f"{one.__name__} {'.'.join(one.__version__.split('.')[:2])}" for one in (torch, transformers))
+
+
+@contextmanager
+def counted_calls(found: Counter[str]) -> Iterator[None]:
+    """Count the calls of the library's functions within, by name."""
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+            found[f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_qualname}"] += 1
+
+    gc.collect()  # calls of finalizers come when they will
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts the ATen operations within, by name."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def counted(run: Callable[[], Any], kinds: Sequence[str]) -> Counts:
+    """Return what `run` calls, which does the same each time. It is asked once before, for what is made only once."""
+    counts: Counts = {kind: Counter() for kind in kinds}
+    run()
+    for kind, found in counts.items():
+        with counted_calls(found) if kind == "calls" else CountedOperations(found):
+            run()
+    return counts
+
+
+def of_forwards(model: Any, inputs: dict[str, Any], kinds: Sequence[str]) -> dict[str, Counts]:
+    """Return the counts of a prefill, and of the step of decoding after it."""
+
+    @torch.no_grad()
+    def prefill() -> Any:
+        return model(**inputs, use_cache=True, logits_to_keep=1)
+
+    found = {"prefill": counted(prefill, kinds)}
+    after: list[Any] = []
+
+    @torch.no_grad()
+    def step() -> None:
+        # Each step on a cache of its own: it grows, and what a method drops there stays dropped.
+        out = after.pop()
+        token = out.logits[:, -1:].argmax(-1)
+        model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+
+    after += [prefill() for _ in range(3)]
+    found["step"] = counted(step, kinds)
+    return found
+
+
+def added(method: str) -> dict[str, Counts]:
+    """Return what a patch with `method` adds to each forward of its family's tiny model."""
+    name, given, options = CASES[method]
+    family = FAMILIES[name]
+    model, inputs = family.build(), family.make_inputs(**given)
+    kinds = ["calls"] if method in CALLS_ALONE else ["calls", "ops"]
+    plain = of_forwards(model, inputs, kinds)
+    with tokenprune.patched(model, method, **options):
+        patched = of_forwards(model, inputs, kinds)
+    return {
+        forward: {kind: one - plain[forward][kind] for kind, one in counts.items()}
+        for forward, counts in patched.items()
+    }
+
+
+def sums(found: dict[str, Counts]) -> dict[str, int]:
+    """Return the sums of `added`, as a row of the table."""
+    return {f"{forward} {kind}": one.total() for forward, counts in found.items() for kind, one in counts.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", action="store_true", help="write lower counts")
+    parser.add_argument("--only", nargs="+", default=list(CASES), choices=CASES, metavar="METHOD")
+    parser.add_argument("--most", type=int, default=0, metavar="N", help="print the N most frequent names of each")
+    asked = parser.parse_args()
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {"versions": versions(), "added": {}}
+    if table["versions"] != versions():
+        parser.error(f"the table is of {table['versions']}, and this is {versions()}")
+    rose = []
+    for method in asked.only:
+        found = added(method)
+        old, new = table["added"].get(method, {}), sums(found)
+        print(f"{method:12}" + "  ".join(f"{name} {old.get(name, '-')} -> {new[name]}" for name in new))
+        for forward, counts in found.items():
+            for kind, one in counts.items():
+                print(
+                    "".join(f"  {forward} {kind} {times:4} {name}\n" for name, times in one.most_common(asked.most)),
+                    end="",
+                )
+        rose += [f"{method} {name}" for name in new if new[name] > old.get(name, new[name])]
+        table["added"][method] = {name: min(new[name], old.get(name, new[name])) for name in new}
+    if rose:
+        print(f"higher than in the table, which is raised by hand alone, with the reason: {', '.join(rose)}")
+    if asked.update:
+        rows = ",\n".join(f"  {json.dumps(method)}: {json.dumps(row)}" for method, row in table["added"].items())
+        TABLE.write_text(f'{{"versions": {json.dumps(table["versions"])}, "added": {{\n{rows}\n}}}}\n')
+    return bool(rose)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

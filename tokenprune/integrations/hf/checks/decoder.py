@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the set-ups in which a decoder can be cut: before a model is patched, and before anything is cut in a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tokenprune import abilities
+from tokenprune.base import Method, Site
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.hf import compat
+from tokenprune.integrations.hf.cache.static_cache import is_static
+from tokenprune.integrations.hf.checks import caches, decoding
+from tokenprune.integrations.hf.checks.caches import check_static
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.sites.decode import DecodeMethod
+from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.units import UnitDropper
+from tokenprune.view.observable import ObservedAt
+from tokenprune.view.registry import observables_of
+
+_IN_LAYERS = (
+    ObservedAt.LAYER_BEFORE,
+    ObservedAt.NEXT_LAYER,
+    ObservedAt.INPUT_BEFORE,
+    ObservedAt.UNROTATED,
+    ObservedAt.OWN,
+)
+# Arguments of a decoder that hold one entry per token and are known to the engine.
+_PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
+
+
+def reads_layer_before(method: Method) -> bool:
+    """Return whether a method reads the attention of the decoder layer before its cut."""
+    return bool(observables_of(method.needs, ObservedAt.LAYER_BEFORE, ObservedAt.UNROTATED))
+
+
+def reads_next_layer(method: Method) -> bool:
+    """Return whether a method reads the attention that the decoder layer behind its cut would have."""
+    return bool(observables_of(method.needs, ObservedAt.NEXT_LAYER))
+
+
+def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:
+    """Raise an error of ours for a method that may not act on this family; see `tokenprune.abilities`."""
+    facts = adapter.facts
+    for step in steps:
+        method, acts = step.method, step.acts
+        if isinstance(method, (EncoderMethod, UnitDropper)):
+            acts = not method.is_identity(step.budget)
+        abilities.check(method, facts, acts=acts)
+
+
+def check_steps(steps: list[Step], adapter: Adapter) -> None:
+    """Raise OptionError for cuts that cannot be made in this decoder, or not together."""
+    layers = len(adapter.decoder.layers)
+    for step in steps:
+        step.method.check_model(adapter.decoder)
+        if step.method.site is not Site.PRE_LLM and not 1 <= step.layer < layers:
+            raise OptionError(
+                f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers, and a "
+                f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
+            )
+        check_layers(step, adapter)
+        if step.method.site is Site.PRE_LLM and (seen := observables_of(step.method.needs, *_IN_LAYERS)):
+            names = [one.name for one in seen]
+            raise OptionError(f"{step.method.name}: a PRE_LLM method cannot need {names}: no layer ran yet")
+    decoding_methods = [step.method for step in steps if step.method.site is Site.DECODE]
+    for method in decoding_methods:
+        decoding.check(method, len(decoding_methods) - 1)
+    if len({step.budget.per for step in steps}) > 1:
+        raise OptionError("composed methods must share their Budget's per=")
+
+
+def check_layers(step: Step, adapter: Adapter) -> None:
+    """Raise OptionError for a cut that this decoder's layers do not allow where it is asked for."""
+    method, layer, family = step.method, step.layer, adapter.config.model_type
+    attending = [index for index in range(len(adapter.decoder.layers)) if index not in adapter.stateful]
+    if reads_layer_before(method) and layer - 1 in adapter.stateful:
+        raise OptionError(
+            f"{method.name}: layer={layer} reads the attention of decoder layer {layer - 1}, which has none in "
+            f"{family!r}; choose a layer behind one of {attending}"
+        )
+    if reads_next_layer(method) and layer in adapter.stateful:
+        raise OptionError(
+            f"{method.name}: layer={layer} reads the attention of that decoder layer, which has none in {family!r}; "
+            f"choose one of {attending}"
+        )
+    rotary = [one.name for one in observables_of(method.needs) if one.rotary]
+    if rotary and not hasattr(adapter.decoder, "rotary_emb"):
+        raise OptionError(
+            f"{method.name}: the decoder of {family!r} has no rotary positions, which {', '.join(rotary)} is made of; "
+            "use a method that does not need them"
+        )
+    if adapter.last_cut is not None and layer > adapter.last_cut[0]:
+        raise OptionError(
+            f"{method.name}: layer={layer} is too late in {family!r}: {adapter.last_cut[1]}; cut at layer "
+            f"{adapter.last_cut[0]} or before"
+        )
+
+
+def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], in_blocks: bool = False) -> None:
+    """Raise UnsupportedSetupError if a decoder that is called with `kwargs` cannot be cut by `steps`.
+
+    in_blocks: whether some of its layers attend in blocks.
+    """
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache):
+        caches.check(cache)
+        if is_static(cache):
+            check_static(cache, int(cache.get_seq_length()))
+            check_static_call(steps, adapter, in_blocks)
+    for step in steps:
+        if isinstance(step.method, DecodeMethod):
+            decoding.check_setup(step.method, adapter.text_config, len(kwargs["inputs_embeds"]))
+            if isinstance(cache, Cache):
+                decoding.check_cache(step.method, cache)
+    if reruns_hooks(adapter.decoder) and any(step.layer for step in steps):
+        raise UnsupportedSetupError(
+            "gradient checkpointing runs decoder layers a second time here, with their hooks and without the state of "
+            "the cut between them; call model.gradient_checkpointing_disable(), use a PRE_LLM method (it cuts before "
+            "the layers), or a newer transformers (5.23 leaves the hooks out)"
+        )
+    check_arguments(adapter, kwargs)
+
+
+def check_static_call(steps: Iterable[Step], adapter: Adapter, in_blocks: bool) -> None:
+    """Raise UnsupportedSetupError if a decoder with a static cache cannot be cut by `steps`."""
+    use, facts = abilities.STATIC.instead, adapter.facts
+    if compat.COUNTS_OUTSIDE:
+        raise UnsupportedSetupError(
+            f"cannot prune with a static cache in transformers {compat.VERSION}, whose models say by their own count "
+            f"where tokens go in it: {use}, or take transformers 5.4 or later"
+        )
+    for step in steps:
+        abilities.check_cache(step.method.site, facts, abilities.STATIC, step.method.name)
+    abilities.check_cache(Site.ATTENTION if in_blocks else Site.PRE_LLM, facts, abilities.STATIC)
+    if (attention := adapter.attention) not in ("sdpa", "eager"):
+        raise UnsupportedSetupError(
+            f"cannot prune with a static cache and attn_implementation={attention!r}: {use}, or load the model with "
+            '"sdpa"'
+        )
+
+
+def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedSetupError if the decoder got an argument with an entry for each token that its adapter does not
+    cut."""
+    shape = kwargs["inputs_embeds"].shape[:2]
+    for name, value in kwargs.items():
+        per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == shape
+        known = _PER_TOKEN | adapter.extra_arguments | adapter.entry_tokens.keys()
+        if per_token and name not in known:
+            raise UnsupportedSetupError(
+                f"the decoder of {adapter.config.model_type!r} got the per-token argument {name!r}, which its "
+                "adapter does not know how to cut; override take_extras in an adapter for this family"
+            )
+
+
+def reruns_layers(decoder: Any) -> bool:
+    """Return True if the backward pass will run the decoder's layers again (gradient checkpointing)."""
+    return decoder.training and getattr(decoder, "gradient_checkpointing", False)
+
+
+def reruns_hooks(decoder: Any) -> bool:
+    """Return True if the backward pass will run the hooks of these layers again, too.
+
+    Versions of transformers after 5.19 checkpoint a layer's `forward` and leave its hooks outside.
+    """
+    inside = "__call__" in GradientCheckpointingLayer.__dict__
+    return reruns_layers(decoder) and (
+        inside or not all(isinstance(layer, GradientCheckpointingLayer) for layer in decoder.layers)
+    )

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep what methods read of the decoder's entry, and of what the layer before a cut is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.base import Method
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.decoder.method_inputs import Inputs
+from tokenprune.integrations.hf.decoder.probe import attention_of
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.shared.attachable import hidden_states
+from tokenprune.integrations.shared.observation import Observation
+from tokenprune.view.observable import ObservedAt, Recorder
+from tokenprune.view.registry import observables_of
+from tokenprune.view.segments import LayerInput
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.plan import Step
+
+
+class KeptInputs(Part):
+    """Keeps in `Inputs` what cuts to come will read. steps: the cuts, by layer."""
+
+    def __init__(self, adapter: Adapter, steps: Mapping[int, Step]) -> None:
+        super().__init__()
+        self.adapter, self.steps = adapter, steps
+        self.entry = {layer for layer in self._readers(ObservedAt.ENTRY) if layer}
+
+    def _readers(self, *where: ObservedAt) -> list[int]:
+        """Return the layers whose cuts read what is observed at `where`."""
+        return sorted(layer for layer, step in self.steps.items() if observables_of(step.method.needs, *where))
+
+    def _attach(self) -> None:
+        for layer, step in self.steps.items():
+            for one in observables_of(step.method.needs, ObservedAt.OWN):
+                recorder = one.attach(self.adapter, layer)
+                for number, module in enumerate(recorder.modules):
+                    record = partial(self._record, layer, one.name, recorder, number)
+                    self.hook_in_call(module.register_forward_hook, record, with_kwargs=True)
+
+    def after_entry(self, call: Call, embeds: Tensor) -> None:
+        if readers := self.entry & call.cuts:
+            call.state.put(Inputs((embeds, call.layout), max(readers)))
+
+    def on_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        if call.cuts_at(layer + 1):
+            keep_input(call, self.steps[layer + 1].method, self.adapter, layer, args, kwargs)
+
+    def after_choice(self, call: Call, step: Step) -> None:
+        if (inputs := call.state.get(Inputs)) is not None:
+            inputs.before = inputs.unrotated = None
+            inputs.recorded.clear()
+            inputs.entry = inputs.entry if step.layer < inputs.last else None
+
+    @torch.no_grad()
+    def _record(
+        self, layer: int, name: str, recorder: Recorder, number: int,
+        module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any,
+    ) -> None:  # fmt: skip
+        call = self.current()
+        if call is not None and call.active and call.cuts_at(layer):
+            inputs = call.state.get(Inputs) or call.state.put(Inputs())
+            values = inputs.recorded.setdefault(name, [None] * len(recorder.modules))
+            values[number] = recorder.read(args, kwargs, output)
+
+
+def keep_input(
+    call: Call, method: Method, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]
+) -> None:  # fmt: skip
+    """Keep what `layer` is called with in the current layout, as far as `method`, which cuts behind it, reads it."""
+    needed = observables_of(method.needs, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED)
+    if not needed:
+        return
+    hidden = adapter.seen(call.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
+    rotation = rotation_of(args, kwargs)
+    if rotation is None and any(one.rotary for one in needed):
+        raise UnsupportedSetupError(
+            f"{method.name} reads {', '.join(one.name for one in needed if one.rotary)}, and decoder layer {layer} of "
+            f"{adapter.config.model_type!r} gets no rotary positions; use a method that does not need them"
+        )
+    batch = len(hidden)
+    turned = rotation and (rotation[0].expand(batch, -1, -1), rotation[1].expand(batch, -1, -1))
+    inputs = call.state.get(Inputs) or call.state.put(Inputs())
+    inputs.before = LayerInput(hidden, turned)
+    if rotation is not None and any(one.where is ObservedAt.UNROTATED for one in needed):
+        inputs.unrotated = unrotated(call, adapter, layer, args, kwargs, rotation)
+
+
+def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Return cosines and sines, `[B or 1, W, R]`, among a layer's arguments; None if it gets none."""
+    found = kwargs.get("position_embeddings")
+    if found is None:
+        found = next((one for one in args if isinstance(one, tuple) and len(one) == 2), None)
+    whole = isinstance(found, tuple) and all(isinstance(one, Tensor) and one.ndim == 3 for one in found)
+    return found if whole else None
+
+
+def unrotated(
+    call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any], rotation: tuple[Tensor, Tensor]
+) -> Observation:
+    """Return what the attention of `layer` would see of this call's tokens if it turned nothing.
+
+    The layer runs with angles of 0 until its attention function is called, so its own norms and projections apply, and
+    whatever it turns against what, in whichever order, and by which factor; nothing behind is computed.
+    """
+    still = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1]))
+    if "position_embeddings" in kwargs:
+        kwargs = kwargs | {"position_embeddings": still}
+    args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
+    observation = attention_of(call, adapter, layer, args, kwargs)
+    if observation.mask is not None and (filled := call.cached.filled(layer, call.layout.width)) is not None:
+        observation.mask = observation.mask[..., :filled]
+    if observation.mask is not None:  # keys of earlier turns are not among these
+        observation.mask = observation.mask[..., -observation.key.shape[2] :]
+    return observation

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of decoding with a reduced static cache: only masks differ, and nothing asks for more than the cache, so that a
+step stays in a compiled graph."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from tokenprune.integrations.hf.cache.static_cache import ReducedStatic, span_of
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.sequence import masks
+from tokenprune.integrations.shared.attachable import hidden_states
+
+
+class StaticSteps(Part):
+    """Hands each decoder layer the mask of its own slots in a step that begins no call."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        super().__init__()
+        self.decoder = adapter.decoder
+
+    def _attach(self) -> None:
+        for index, layer in enumerate(self.decoder.layers):
+            # Not eagerly: torch.compile keeps the step in one graph.
+            self.hook(layer.register_forward_pre_hook, partial(_enter_layer, index), eager=False, with_kwargs=True)
+
+    def skips(self, arguments: dict[str, Any]) -> bool:
+        cache = arguments.get("past_key_values")
+        if not isinstance(cache, ReducedStatic):
+            return False
+        # By name first: torch.compile would guard the shapes of all that is looked at.
+        images = [name for name in arguments if name.startswith(("pixel_values", "mm_encoder_outputs"))]
+        if all(arguments[name] is None for name in images):
+            return True
+        cache.tokenprune_reduction.in_turn = True
+        return False
+
+    def after_call(self, call: Call) -> None:
+        cache = call.arguments.get("past_key_values")
+        if isinstance(cache, ReducedStatic):
+            cache.tokenprune_reduction.in_turn = False
+
+
+def _enter_layer(index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, ReducedStatic) or cache.tokenprune_reduction.in_turn:
+        return None
+    reduction, layer = cache.tokenprune_reduction, cache.layers[index]
+    held = layer.cumulative_length_int if layer.is_sliding else 0  # else all slots are seen
+    columns = span_of(layer, held, hidden_states(args, kwargs).shape[-2]).of(reduction.of_layer(index))
+    # The model made it for the caller's lengths: `[B or 1, 1 or H, tokens, capacity]`.
+    return args, kwargs | {"attention_mask": masks.gather_mask(kwargs["attention_mask"], None, columns)}

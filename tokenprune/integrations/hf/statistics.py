@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of a forward of a patched model: its `Report`, and the state of its cache, become `Stats`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.base import Selection
+from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out, stored_bytes
+from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
+from tokenprune.integrations.hf.cache.static_cache import StaticReduction, is_static
+from tokenprune.statistics import Cut, Stats
+from tokenprune.view.segments import Segments
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.forward.context import Call, OnHost
+    from tokenprune.integrations.hf.forward.plan import Merged, Step
+    from tokenprune.integrations.hf.forward.report import Report
+    from tokenprune.integrations.hf.sequence.layout import Layout
+
+
+def note_cut(call: Call, step: Step, selection: Selection, before: Segments) -> None:
+    """Record a cut; `call` holds the state after it."""
+    _note(call, call.layout, call.segments.counts, step, selection, before)
+
+
+def note_unmerging(call: Call, merged: Merged, layout: Layout) -> None:
+    """Record tokens that the tower merged and that stay one for the decoder's weights, which run on those of `layout`,
+    but not for its attention and cache."""
+    call.report.whole_attention = True
+    _note(call, layout, merged.counts, merged.step, merged.selection, call.segments)
+
+
+def _note(call: Call, layout: Layout, counts: list[int], step: Step, selection: Selection, before: Segments) -> None:
+    call.report.note(step, layout, before, counts)
+    if call.report.record:
+        call.report.stats.defer(_cut_record(call, layout, step, selection, before))
+
+
+def _finish(call: Call, cache: Any) -> Stats:
+    """Return the `Stats` of a call with images; `cache` holds what the decoder cached, None if it cached nothing."""
+    report = call.report
+    note_bytes(report.stats, call, cache, report.length, len(report.tokens))
+    report.stats.defer(report.add_closed_forms)
+    if call.active and (ends := call.host.visual_ends):
+        report.stats.defer(partial(_note_lost_ends, call.layout, ends))
+    return report.stats
+
+
+def _note_cached_tokens(report: Report, host: OnHost, rows: int, held: list[Held], stats: Stats) -> None:
+    stats.kv_bytes_tokens = sum(
+        size * _cached_tokens(report, host, index, slots) // (rows * slots) for index, slots, size, _ in held
+    )
+
+
+def _cached_tokens(report: Report, host: OnHost, layer: int, slots: int) -> int:
+    """Return how many tokens the last `slots` slots of the rows hold after this forward, if the cache was empty
+    before."""
+    group = report.group_of(layer)
+    if group.cut and not report.whole_attention:
+        return sum(min(slots, tokens) for tokens in group.tokens)  # at the right end of each row
+    padding = host.padding_to_drop
+    if padding is None:
+        return min(slots, report.length) * len(report.tokens)
+    return int((~padding[:, -slots:]).sum())
+
+
+def _note_lost_ends(layout: Layout, ends: list[tuple[int, int]], stats: Stats) -> None:
+    """Say it where a row's last token is gone: what a caller reads there, or `generate` starts from, is zero."""
+    slots = layout.inverse.cpu()
+    if lost := [str(row) for row, position in ends if slots[row, position] < 0]:
+        stats.notes.append(
+            f"the prompt ends with an image that was withdrawn (row {', '.join(lost)}): the output there is zero, and "
+            "so is what generate() takes the first new token from; end the prompt with text"
+        )
+
+
+def stats_after(call: Call, cache: Any) -> Stats | None:
+    """Return the statistics after a call: its own where it has images, else those of the prefill that its cache
+    continues; None where there are neither. cache: see `_finish`."""
+    if call.has_images:
+        return _finish(call, cache)
+    if (decode := call.cached.decode) is None:
+        return None
+    note_bytes(decode.stats, call, cache, call.layout.length, len(decode.visual))
+    return decode.stats
+
+
+def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> None:
+    """Note what `cache` holds after a call of `rows` rows of `length` tokens; now, because it goes on growing.
+
+    Which slots are tokens the call's own report tells, where the cache was empty before; else only the device knows,
+    and the question is left for whoever asks for the statistics.
+    """
+    held = _held(cache, call.past + length)
+    stats.kv_bytes, stats.kv_bytes_full = _sums(held)
+    if call.has_images and not call.past:
+        stats.defer(partial(_note_cached_tokens, call.report, call.host, rows, held), "kv_bytes_tokens")
+        return
+    mask = call.arguments.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != call.past + length:
+        mask = None  # padding is not known
+    seen = []
+    for index, slots, size, _ in held:
+        positions = torch.arange(call.past + length).expand(rows, -1)
+        if call.active:
+            positions = call.group_of(index).columns
+            # A static layer has slots for tokens to come.
+            positions = positions.masked_fill(positions >= call.past + length, -1)
+        seen.append((size, positions[:, -slots:]))
+    stats.defer(partial(_note_token_bytes, seen, mask), "kv_bytes_tokens")
+
+
+def _note_token_bytes(seen: list[tuple[int, Tensor]], mask: Tensor | None, stats: Stats) -> None:
+    """seen: for each layer its bytes, and the logical positions in its slots (long `[B, n]`, -1 = empty)."""
+    stats.kv_bytes_tokens = 0
+    for size, positions in seen:
+        real = positions >= 0
+        if mask is not None:
+            real &= mask.to(positions.device).bool().gather(1, positions.clamp(min=0))
+        stats.kv_bytes_tokens += size * int(real.sum()) // real.numel()
+
+
+def count_bytes(cache: Any, full: int) -> tuple[int, int]:
+    """Return the bytes that the cache itself holds, closed forms would hide a cut that frees nothing; and what it would
+    hold of `full` tokens."""
+    return _sums(_held(cache, full))
+
+
+# A layer of a cache that holds keys: its index, its slots, their bytes, and the bytes if no token was removed.
+Held = tuple[int, int, int, int]
+
+
+def _held(cache: Any, full: int) -> list[Held]:
+    """Return what the layers of a cache hold. full: how many tokens it would hold if none was removed."""
+    static, reduction, found = is_static(cache), reduction_of(cache), []
+    made = reduction.full if isinstance(reduction, StaticReduction) else {}
+    for index, layer in enumerate(getattr(cache, "layers", ())):
+        if not (slots := slots_handed_out(layer)):
+            continue
+        size = stored_bytes(layer, slots)
+        if static:
+            whole = made.get(index, layer.max_cache_len)
+        else:
+            window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
+            whole = min(full, window - 1) if window else full
+        found.append((index, slots, size, size * whole // slots))
+    return found
+
+
+def _sums(held: list[Held]) -> tuple[int, int]:
+    return sum([size for _, _, size, _ in held]), sum([whole for _, _, _, whole in held])
+
+
+def _cut_record(
+    call: Call, layout: Layout, step: Step, selection: Selection, before: Segments
+) -> Callable[[Stats], None]:
+    """Return a function that adds a `Cut` to the statistics; until then nothing is read of the device."""
+    positions = layout.positions()
+    padding = call.padding(layout.length)
+    if padding is not None:
+        positions = positions.masked_fill(padding.to(positions.device).gather(1, layout.index), -1)
+    cut = partial(Cut, step.method.site, step.layer, step.method.name)
+    return partial(_add_cut, cut, call.past, positions, selection, before)
+
+
+def _add_cut(
+    cut: Callable[..., Cut], past: int, positions: Tensor, selection: Selection, before: Segments, stats: Stats
+) -> None:
+    kept = [[past + p for p in row if p >= 0] for row in positions.tolist()]
+    sources: list[dict[int, list[int]]] | None = None
+    weights: list[dict[int, list[float]]] | None = None
+    if selection.assign is not None:
+        sources, weights = [{} for _ in kept], [{} for _ in kept]
+        targets, place = selection.assign.tolist(), before.position.tolist()
+        given = None if selection.weight is None else selection.weight.tolist()
+        for segment, row in enumerate(before.row):
+            for index in range(before.counts[segment]):
+                target = targets[segment][index]
+                if target >= 0:
+                    key = past + place[segment][target]
+                    sources[row].setdefault(key, []).append(past + place[segment][index])
+                    weights[row].setdefault(key, []).append(1.0 if given is None else given[segment][index])
+        weights = None if given is None else [{key: _shares(of) for key, of in row.items()} for row in weights]
+    stats.cuts.append(cut(kept, sources, weights=weights))
+
+
+def _shares(weights: list[float]) -> list[float]:
+    """Scale weights so that they sum to 1; those of one token are 1, as it is copied whatever it weighs."""
+    total = sum(weights)
+    return [one / total for one in weights] if total > 0 else [1.0] * len(weights)
