@@ -50,7 +50,7 @@ import tokenprune
 from tokenprune import Method, Pruner, Site, VisualTokens
 from tokenprune.ops.merging import bipartite_match, threshold_match
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.view.observable import Where
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import compares_frames, observables_of
 from tokenprune.view.segments import Patches, Segments
 from tokenprune.view.source import TokenSource
@@ -75,7 +75,7 @@ def _fits(name: str) -> bool:
     """Whether a method makes its cut itself, not by stages of others, and reads what is made up here."""
     about = tokenprune.method_info(name)
     itself = about.cls.select is not Pruner.select or about.cls.score is not Pruner.score
-    places = (Where.ENTRY, Where.UNROTATED, Where.INPUT_BEFORE, Where.OWN)
+    places = (ObservedAt.ENTRY, ObservedAt.UNROTATED, ObservedAt.INPUT_BEFORE, ObservedAt.OWN)
     unknown = {"values", "value_heads", "last_row_output", "encoder_flow"}
     return itself and not about.needs & unknown and not observables_of(about.needs, *places)
 

@@ -52,9 +52,9 @@ def drawn(subject: Any, images: Any, question: str, method: str) -> tuple[dict[s
             reasons.append(str(error))
             continue
         (seen,) = found.seen
-        told = {"model": subject.name, "keep": keep, "tokens": found.tokens, "kept": int(seen.kept.sum())}
-        told["answer"] = seen.answer.rstrip(".")
-        return told, [found.panels[0].image, found.kept_panels[0].image]
+        record = {"model": subject.name, "keep": keep, "tokens": found.tokens, "kept": int(seen.kept.sum())}
+        record["answer"] = seen.answer.rstrip(".")
+        return record, [found.panels[0].image, found.kept_panels[0].image]
     print(f"{method}: no image. {reasons[-1]}")
     return None
 
@@ -86,13 +86,13 @@ def main() -> None:
             old.unlink()
         if found is None:
             continue
-        told, (before, after) = found
+        record, (before, after) = found
         example, shown = (clip, "video") if is_video else (photo, "image")
-        record = {"question": example.question, "right": example.answer, "of": shown, **told}
-        (FOLDER / f"{method}.json").write_text(json.dumps(record, ensure_ascii=False) + "\n")
+        question = {"question": example.question, "right": example.answer, "of": shown}
+        (FOLDER / f"{method}.json").write_text(json.dumps(question | record, ensure_ascii=False) + "\n")
         save(before, "the-video" if is_video else "the-photograph")  # the same for all
         save(after, method)
-        print(method, told)
+        print(method, record)
 
 
 if __name__ == "__main__":

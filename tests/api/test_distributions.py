@@ -49,7 +49,7 @@ importlib.metadata.entry_points = without
 # Runs each code as if it were alone, but for what others imported: importing torch is what takes the time.
 EACH = """
 import contextlib, io, json, traceback
-told = []
+outcomes = []
 for code in json.loads(sys.argv.pop()):
     out, err, status = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -60,8 +60,8 @@ for code in json.loads(sys.argv.pop()):
         except Exception:
             status = 1
             traceback.print_exc()
-    told.append((status, out.getvalue(), err.getvalue()))
-print(json.dumps(told))
+    outcomes.append((status, out.getvalue(), err.getvalue()))
+print(json.dumps(outcomes))
 """
 
 

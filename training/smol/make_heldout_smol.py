@@ -98,7 +98,7 @@ def encoded(scene: NativeScene) -> bytes:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--out", type=Path, default=Path("demo/tokenprune_demo/heldout_smol"))
+    parser.add_argument("--out", type=Path, default=Path("runs/heldout_smol"))
     args = parser.parse_args()
 
     fresh = args.out.with_name(f".{args.out.name}.new")

@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from smol_decoder import Words
-from smol_targets import GRID, HEADS, SHAPES, SORTS
 from torch import nn
 
 from native_scenes import MANY
+from smol_decoder import Words
+from smol_targets import GRID, HEADS, SHAPES, SORTS
 from tokenprune_demo.scenes import COLORS, WORDS
 
 PLACE, BACKGROUND = 0.3, 0.5  # how loudly a patch says where it is, and that it shows nothing

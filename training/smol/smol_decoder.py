@@ -84,7 +84,7 @@ class Packer:
         return self.known[text]
 
     def pack(self, rows: Sequence[Sequence[tuple[str, str, str]]], visual: int) -> dict[str, torch.Tensor]:
-        """Return ids, positions, labels, number of the question [B, L] and mask [B, 1, L, L] of (kind, text, answer)."""
+        """Return ids, positions, labels, question numbers [B, L] and a mask [B, 1, L, L] of (kind, text, answer)."""
         table, begin = [], len(self.before) + visual
         for row in rows:
             ids, segment, position = self.before + [0] * visual, [0] * begin, list(range(begin))
@@ -103,7 +103,7 @@ class Packer:
         ids, segment, position, label, number = columns
         same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
         mask = (same & torch.ones(most, most, dtype=torch.bool).tril())[:, None]
-        mask |= torch.eye(most, dtype=torch.bool)  # what pads sees itself
+        mask |= torch.eye(most, dtype=torch.bool)  # a row that only pads sees itself
         return {"ids": ids, "mask": mask, "position": position, "label": label, "number": number}
 
 

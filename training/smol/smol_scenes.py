@@ -21,9 +21,9 @@ from PIL import Image, ImageDraw, ImageFont
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "training/qwen"))
 
-from native_scenes import Canvas, NativeScene, _letters, backdrop, clear_of_middle, quadrant  # noqa: E402
-from tokenprune_demo.backgrounds import BACKGROUNDS, PHOTOS  # noqa: E402
-from tokenprune_demo.scenes import COLORS, LARGE, TINY, WORDS, Item, SceneQuestion  # noqa: E402
+from native_scenes import Canvas, NativeScene, _letters, backdrop, clear_of_middle, quadrant
+from tokenprune_demo.backgrounds import BACKGROUNDS, PHOTOS
+from tokenprune_demo.scenes import COLORS, LARGE, TINY, WORDS, Item, SceneQuestion
 
 SIZE = 336
 SORTS = ("shapes", "photo", "sparse", "sign", "document", "chart")
@@ -54,7 +54,7 @@ SMOL_PHOTOS = {
     ),
 }
 # Cups are round, bricks square, and flags have stars: over a photograph only these are counted or may be absent.
-_UNLIKE_PHOTOS = ("triangle",)
+UNLIKE_PHOTOS = ("triangle",)
 _TEXT_SIZES = (9, 10, 11)
 
 
@@ -188,7 +188,7 @@ def _look_up(groups: dict[str, list[Item]]) -> list[SceneQuestion]:
 def _shapes(rng: np.random.Generator, photos) -> NativeScene:
     """Three to eight large shapes on any background, a digit and a sign; one shape is there up to four times."""
     canvas, where = _start(rng, photos, BACKGROUNDS[int(rng.choice(4, p=(0.2, 0.2, 0.3, 0.3)))])
-    fair = _UNLIKE_PHOTOS if where == "photo" else LARGE
+    fair = UNLIKE_PHOTOS if where == "photo" else LARGE
     crowd, count = _one(rng, fair), int(rng.integers(5))
     singles = _some(rng, [what for what in LARGE if what != crowd], 3 if count == 0 else int(rng.integers(2, 4)))
     for what in [*singles, *[crowd] * count]:

@@ -17,20 +17,21 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from smol_align import Goals, align
-from smol_decoder import Packer, Words, adapt, adapters, answer_logits
-from smol_scenes import draw, photographs
-from smol_targets import GRID
 from torch import nn
-from train_tower_smol import build_tower, draw_batch, to_pixels
 from transformers import PreTrainedTokenizerBase
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from running import Batches, Log, rate
+from smol_align import Goals, align
+from smol_decoder import Packer, Words, adapt, adapters, answer_logits
+from smol_scenes import UNLIKE_PHOTOS, draw, photographs
+from smol_targets import GRID
+from tokenprune_demo.scenes import LARGE, SceneQuestion
 from tokenprune_demo.smol import assemble, load_decoder
+from train_tower_smol import build_tower, draw_batch, to_pixels
 
-MIX = {"presence": 4, "colour": 2, "position": 2, "count": 2, "thing": 2}  # questions an image; of other kinds one
-SHAPES_FIRST = 0.7  # share of the scenes that hold the kinds which need to be looked up
+MIX = {"presence": 4, "colour": 2, "position": 2, "count": 3, "thing": 2}  # questions an image; of other kinds one
+SORTS = {"shapes": 0.42, "photo": 0.22, "sparse": 0.06, "sign": 0.05, "document": 0.09, "chart": 0.16}  # of training
 
 
 def sentence(kind: str, text: str, answer: str) -> str:
@@ -66,13 +67,25 @@ def choose(rng: np.random.Generator, questions, mix: dict[str, int]) -> list[tup
     return [(q.kind, q.text, sentence(q.kind, q.text, q.answer)) for q in order]
 
 
+def counts(rng: np.random.Generator, scene) -> list[SceneQuestion]:
+    """Return two questions about how often a shape is there that the scene does not count yet; it may be absent."""
+    fair = UNLIKE_PHOTOS if scene.background == "photo" else tuple(LARGE)
+    asked = {question.text for question in scene.questions}
+    number = {what: sum(item.what == what for item in scene.items) for what in fair}
+    questions = [SceneQuestion("count", f"how many {what}s?", str(n), ()) for what, n in number.items()]
+    fresh = [question for question in questions if question.text not in asked]
+    return [fresh[i] for i in rng.permutation(len(fresh))[:2]]
+
+
 def draw_questions(seed, size: int = 6, split: str = "train", mix: dict[str, int] | None = None):
     """Return pixels as bytes [B, H, W, 3] and the questions asked about each image."""
     rng, photos = np.random.default_rng(seed), photographs(split)
     pixels, rows = [], []
     while len(rows) < size:
-        scene = draw(rng, photos, "shapes" if split == "train" and rng.random() < SHAPES_FIRST else None)
-        if asked := choose(rng, scene.questions, MIX if mix is None else mix):
+        sort = str(rng.choice(tuple(SORTS), p=tuple(SORTS.values()))) if split == "train" else None
+        scene = draw(rng, photos, sort)
+        more = counts(rng, scene) if sort == "shapes" else []
+        if asked := choose(rng, [*scene.questions, *more], MIX if mix is None else mix):
             pixels.append(scene.pixels[0])
             rows.append(asked)
     return np.stack(pixels), rows

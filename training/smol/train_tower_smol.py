@@ -13,12 +13,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from smol_scenes import draw_crowd, photographs
-from smol_targets import GRID, PATCH, PatchHead, patch_labels
 from torch import nn
 from transformers import AutoModelForImageTextToText, CLIPVisionConfig, CLIPVisionModel
 
 from running import Batches, Log, rate
+from smol_scenes import draw_crowd, photographs
+from smol_targets import GRID, PATCH, PatchHead, patch_labels
 
 SIZE = GRID * PATCH
 

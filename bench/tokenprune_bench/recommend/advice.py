@@ -22,9 +22,10 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenprune.setting import Setting
+if TYPE_CHECKING:
+    from tokenprune.setting import Setting
 
 ASSETS = Path(__file__).parent
 QUESTIONS, STEP, SIZE = 500, 2.0, 3.0
@@ -75,6 +76,8 @@ class Advice:
     @property
     def setting(self) -> Setting:
         """The method at its keep."""
+        from tokenprune.setting import Setting  # it imports torch, and the command's help reads this table
+
         return Setting.of({"method": self.method, "keep": self.keep})
 
     def evidence(self, size: float = REFERENCE) -> tuple[list[Evidence], list[Evidence]]:
