@@ -44,6 +44,7 @@ class Example:
     question: str
     answer: str
     boxes: tuple[Box, ...]
+    sentence: str | None = None  # what a model says that answers in sentences
 
     @property
     def image(self) -> Image.Image:
@@ -55,7 +56,7 @@ class Example:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        return (self.answer,)
+        return (self.answer,) if self.sentence is None else (self.answer, self.sentence)
 
     @property
     def looks(self) -> tuple[tuple[tuple[int, Box], ...], ...]:
@@ -67,8 +68,8 @@ class Example:
         return False
 
     def is_right(self, generated: str) -> bool:
-        """Return True if generated text (special tokens removed) is the answer and nothing else."""
-        return generated.strip().lower() == self.answer
+        """Return True if generated text (special tokens removed) is an answer and nothing else."""
+        return generated.strip().lower() in self.answers
 
 
 def load_heldout(
@@ -91,6 +92,7 @@ def load_heldout(
                         asked["question"],
                         asked["answer"],
                         boxes,
+                        asked.get("sentence"),
                     )
                 )
     return examples

@@ -23,7 +23,7 @@ from tokenprune.errors import DataError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.profiling.media import BadRow, check_sizes
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.shapes.model_config import SHIPPED, shipped_checkpoint
+from tokenprune.shapes.model_config import SHIPPED, longest_answer, shipped_checkpoint
 from tokenprune.startup import require
 
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.
@@ -157,9 +157,9 @@ class Model:
 def demo_model(name: str = "demo_vlm", *, device: str | None = None) -> tuple[Any, Any]:
     """Return (model, processor) of a model of tokenprune-demo, ready for `patch`; nothing is downloaded.
 
-    name: "demo_vlm", a LLaVA of 4.5 M parameters, "demo_qwen", a Qwen2.5-VL of 4.8 M, or "demo_smol", a LLaVA around the
-    pretrained SmolLM2-135M, which needs another package. device: where torch shall put
-    it; default: a CUDA device if there is one. They answer questions about drawn scenes, in a word.
+    name: "demo_vlm", a LLaVA of 4.5 M parameters, "demo_qwen", a Qwen2.5-VL of 4.8 M, which answer questions about drawn
+    scenes in a word, or "demo_smol", a LLaVA around the pretrained SmolLM2-135M, which answers in a sentence and needs
+    another package. device: where torch shall put it; default: a CUDA device if there is one.
     Raises OptionError for another name, MissingPackageError where tokenprune-demo is not installed.
     """
     if name not in SHIPPED:
@@ -180,7 +180,7 @@ def _shown(images: Sequence[Any], labels: Sequence[str]) -> list[dict[str, Any]]
 def load(
     model: str | None = None, *, device: str | None = None, dtype: str = "auto", suffix: str | None = None
 ) -> Model:
-    """Load a shipped model ("demo_vlm", which is the default, "demo_qwen" or "demo_smol"), or a local directory or hub id.
+    """Load a shipped model ("demo_vlm", the default, "demo_qwen" or "demo_smol"), or a local directory or hub id.
 
     device: where torch shall put it; default: a CUDA device if there is one. dtype: "auto" or the name of a dtype.
     suffix: text added to every question; default: nothing for the shipped models, `SHORT` for others.
@@ -212,9 +212,11 @@ def load(
     if shipped is not None:
         digest = hashlib.sha256((shipped / "model.safetensors").read_bytes()).hexdigest()[:16]
         heldout = require("tokenprune_demo.heldout", "held-out questions").heldout_of(name)
-        subject = Model(loaded, processor, f"{name} (shipped)", suffix or "", weights=digest, heldout=heldout)
+        subject = Model(
+            loaded, processor, f"{name} (shipped)", suffix or "", longest_answer(name), weights=digest, heldout=heldout
+        )
     else:
         title = Path(source).resolve().name if Path(source).is_dir() else source
-        subject = Model(loaded, processor, title, SHORT if suffix is None else suffix, max_new_tokens=16)
+        subject = Model(loaded, processor, title, SHORT if suffix is None else suffix, max_new_tokens=longest_answer(source))
     _ = subject.adapter  # an unsupported model is said here, before any work
     return subject

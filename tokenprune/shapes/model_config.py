@@ -29,6 +29,13 @@ def shipped_checkpoint(model: str | Path) -> Path | None:
     return require("tokenprune_demo", f"{model} is a model of another package").checkpoint(str(model))
 
 
+def longest_answer(model: str | Path) -> int:
+    """Return how many tokens an answer to a short question may have. Raises MissingPackageError."""
+    if str(model) not in SHIPPED:
+        return 16
+    return require("tokenprune_demo", f"{model} is a model of another package").LONGEST_ANSWER[str(model)]
+
+
 def read_model_config(model: str | Path) -> Any:
     """Return the config of a model on disk or in the hub's cache, or of one that ships; raises TokenPruneError where it
     cannot be read."""

@@ -349,3 +349,21 @@ def _chart(rng: np.random.Generator, photos) -> NativeScene:
         _ask("chart", "what color is the lowest bar?", ordered[-1].value, ordered[-1]),
     )
     return _scene(canvas, "chart", questions)
+
+
+def sentence(kind: str, text: str, answer: str) -> str:
+    """Return the answer as a sentence that says again what was asked about, as large models are trained to answer.
+
+    The decoder can then copy what stands beside the same word in the image, which is what it has learned from text.
+    """
+    if kind in ("colour", "position", "chart") or text.startswith(("what color is the", "where is the")):
+        return f"the {text.rstrip('?').partition(' is the ')[2]} is {answer}"
+    if kind == "digits" or (kind == "document" and answer.isdigit()):
+        return f"the digit is {answer}"
+    if kind in ("word", "document"):
+        return f"the sign says {answer}"
+    if kind == "count":
+        return f"{text.rstrip('?').removeprefix('how many ')}: {answer}"
+    if kind == "presence":
+        return f"{text.rstrip('?').removeprefix('is there ')}: {answer}"
+    return f"the thing is {answer}"

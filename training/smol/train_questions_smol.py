@@ -24,7 +24,7 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 from running import Batches, Log, rate
 from smol_align import Goals, align
 from smol_decoder import Packer, Words, adapt, adapters, answer_logits
-from smol_scenes import UNLIKE_PHOTOS, draw, photographs
+from smol_scenes import UNLIKE_PHOTOS, draw, photographs, sentence
 from smol_targets import GRID
 from tokenprune_demo.scenes import LARGE, SceneQuestion
 from tokenprune_demo.smol import assemble, load_decoder
@@ -32,24 +32,6 @@ from train_tower_smol import build_tower, draw_batch, to_pixels
 
 MIX = {"presence": 4, "colour": 2, "position": 2, "count": 3, "thing": 2}  # questions an image; of other kinds one
 SORTS = {"shapes": 0.42, "photo": 0.22, "sparse": 0.06, "sign": 0.05, "document": 0.09, "chart": 0.16}  # of training
-
-
-def sentence(kind: str, text: str, answer: str) -> str:
-    """Return the answer as a sentence that says again what was asked about, as large models are trained to answer.
-
-    The decoder can then copy what stands beside the same word in the image, which is what it has learned from text.
-    """
-    if kind in ("colour", "position", "chart") or text.startswith(("what color is the", "where is the")):
-        return f"the {text.rstrip('?').partition(' is the ')[2]} is {answer}"
-    if kind == "digits" or (kind == "document" and answer.isdigit()):
-        return f"the digit is {answer}"
-    if kind in ("word", "document"):
-        return f"the sign says {answer}"
-    if kind == "count":
-        return f"{text.rstrip('?').removeprefix('how many ')}: {answer}"
-    if kind == "presence":
-        return f"{text.rstrip('?').removeprefix('is there ')}: {answer}"
-    return f"the thing is {answer}"
 
 
 def choose(rng: np.random.Generator, questions, mix: dict[str, int]) -> list[tuple[str, str, str]]:
