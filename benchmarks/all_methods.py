@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import calm_threads  # noqa: F401
 import typer
-from rank_agreement import agreement, answers, published_scores
+from rank_agreement import agreement, answers, images_of, published_scores
 
 from tokenprune.cli.common import ErrorGroup, get_console, show_progress
 from tokenprune.errors import OptionError, RunError
@@ -151,16 +151,16 @@ def section(path: Path, whole: bool = True) -> str:
     records = read_records(path)
     results = summarise(records)
     base, targets = results.baseline, list(dict.fromkeys(row.keep for row in results.rows[1:]))
-    share = base.overall
+    share, count = base.overall, len(set(images_of(records[0])))
     head = (
         f"Unpatched: {100 * share.value:.1f} % right [{100 * share.low:.0f}–{100 * share.high:.0f}] of "
-        f"{base.questions} questions on {base.questions // len(base.kinds)} images, {base.tokens_in:.0f} visual tokens "
+        f"{base.questions} questions on {count} images, {base.tokens_in:.0f} visual tokens "
         f"each, {len(base.stats['visual_tokens_per_layer'])} decoder layers."
     )
     source = (
         f"Raw data, with accuracy by kind: [{path.name}](../benchmarks/results/{path.name}), by `python "
         f"benchmarks/all_methods.py ask --model {path.stem.partition('-')[2]} --questions "
-        f"{base.questions // len(base.kinds)}`."
+        f"{count}`."
     )
     parts = [
         f"## {results.header['environment']['model']}", head, _table(results, targets), *_agreements(records, targets),
@@ -205,13 +205,13 @@ def _mean(places: list[int]) -> float:
 
 def _agreements(records: list[dict[str, Any]], targets: list[float]) -> list[str]:
     """Kendall's tau between our order and the papers', at the targets that have a published order."""
-    told, per_image = [], len(records[0]["kinds"])
+    told, images = [], images_of(records[0])
     for at, budget in PUBLISHED.items():
         scores = answers(records, at)
         theirs = published_scores(list(scores), budget)
         if at not in targets or len(theirs) < 3:
             continue
-        one = agreement(scores, theirs, per_image)
+        one = agreement(scores, theirs, images)
         told.append(
             f"At {100 * at:g} %, beside the papers at {budget} of 576 tokens: Kendall's tau {one['tau']:.2f} "
             f"[{one['low']:.2f}, {one['high']:.2f}] over {len(theirs)} methods."

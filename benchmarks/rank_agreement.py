@@ -45,21 +45,29 @@ def answers(records: Sequence[Mapping[str, Any]], keep: float) -> dict[str, np.n
     return {row["method"]: np.mean([[int(c) for c in seed] for seed in row["right"]], axis=0) for row in rows}
 
 
+def images_of(header: Mapping[str, Any]) -> list[int]:
+    """Return the number of each question's image; older headers lack it, and have one question of each kind an image."""
+    return header.get("image_of_question") or [n // len(header["kinds"]) for n in range(len(header["kind_of_question"]))]
+
+
 def agreement(
-    scores: Mapping[str, np.ndarray], theirs: Mapping[str, float], per_image: int, resamples: int = RESAMPLES
+    scores: Mapping[str, np.ndarray], theirs: Mapping[str, float], images: Sequence[int], resamples: int = RESAMPLES
 ) -> dict[str, float]:
     """Return Kendall's tau-b between the order of our means and `theirs`, with its 95 % interval.
 
-    scores: by method, of each question, those of one image side by side. per_image: questions of each image.
+    scores: by method, of each question. images: the number of each question's image.
     """
     names = sorted(theirs)
-    ours = np.stack([scores[name].reshape(-1, per_image).mean(1) for name in names])  # [methods, images]
+    _, places, asked = np.unique(images, return_inverse=True, return_counts=True)
+    ours = np.zeros((len(names), len(asked)))  # right answers of each image
+    for row, name in zip(ours, names, strict=True):
+        np.add.at(row, places, scores[name])
     ranks = [theirs[name] for name in names]
     generator = np.random.default_rng(0)
-    draws = generator.integers(ours.shape[1], size=(resamples, ours.shape[1]))
-    taus = [kendalltau(ours[:, draw].mean(1), ranks).statistic for draw in draws]
+    draws = generator.integers(len(asked), size=(resamples, len(asked)))
+    taus = [kendalltau(ours[:, draw].sum(1) / asked[draw].sum(), ranks).statistic for draw in draws]
     low, high = np.nanpercentile(taus, [2.5, 97.5])
-    tau = kendalltau(ours.mean(1), ranks).statistic
+    tau = kendalltau(ours.sum(1), ranks).statistic
     return {"tau": round(float(tau), 3), "low": round(float(low), 3), "high": round(float(high), 3)}
 
 
@@ -86,7 +94,7 @@ def compare(path: Path, keep: float) -> dict[str, Any]:
         for name in sorted(theirs, key=theirs.get, reverse=True)
     ]
     about = {"record": "rank_agreement", "bench": path.name, "model": records[0]["environment"]["model"], "keep": keep}
-    return about | {"methods": rows} | agreement(scores, theirs, len(records[0]["kinds"]))
+    return about | {"methods": rows} | agreement(scores, theirs, images_of(records[0]))
 
 
 def show(record: Mapping[str, Any], console: Console) -> None:

@@ -71,7 +71,8 @@ class Row:
     run, or the metric knows no right and wrong. groups: shares of the groups beside the kinds, if there are some.
     evidence: mean evidence recall over all questions with evidence, and of each kind and group ("", kind, group); empty
     where the method does not choose among tokens. setting: what the method was given, where each was given another
-    (`Plan.equal_cost`); else None.
+    (`Plan.equal_cost`); else None. loyalty: the share of answers that are, letter for letter, the unpatched model's;
+    None of that model itself, and of records that lack it.
     """
 
     method: str
@@ -88,6 +89,7 @@ class Row:
     groups: dict[str, ScoreShare] = field(default_factory=dict)
     evidence: dict[str, float] = field(default_factory=dict)
     setting: dict[str, Any] | None = None
+    loyalty: ScoreShare | None = None
 
     @property
     def keep_in_words(self) -> str:
@@ -304,6 +306,7 @@ def _row(
         groups={group: share_of(answers, indices) for group, indices in groups.items()},
         evidence=_evidence(record, places | groups),
         setting=record.get("setting"),
+        loyalty=ScoreShare(*pooled_interval(record["same"])) if "same" in record else None,
     )
 
 

@@ -72,6 +72,7 @@ class Bench:
         self.evidence_only = evidence_only
         self.controls: list[Control] = []
         self.groups: list[str] = []
+        self._said: list[str] = []  # the unpatched model's answers
         self.options: dict[str, dict[str, Any]] = {}
         if questions is None:
             heldout = demo("heldout")
@@ -122,7 +123,7 @@ class Bench:
                 self._done += sum(map(len, mine.values()))
             if name == UNPATCHED:
                 (batches,) = mine.values()
-                whole = _cost(batches)
+                whole, self._said = _cost(batches), _predictions(batches)
             if record["record"] != "skipped":
                 passes |= mine
             yield record
@@ -133,6 +134,7 @@ class Bench:
     def header(self) -> dict[str, Any]:
         index = {kind: f"{number}" for number, kind in enumerate(self.kinds)}
         asked = [index[example.kind] for example in self.examples]
+        images = [getattr(example, "number", None) for example in self.examples]
         return {
             "record": "header",
             "schema": SCHEMA,
@@ -141,6 +143,7 @@ class Bench:
             # One entry a question: the index of its kind. `right` and `scores` of every result have the same order.
             "kind_of_question": "".join(asked) if len(self.kinds) <= 10 else asked,
             **({"group_of_question": self.groups} if self.groups else {}),
+            **({"image_of_question": images} if all(one is not None for one in images) else {}),
             **({"evidence_only": True} if self.evidence_only else {}),
             **({"options": self.options} if self.options else {}),
             "metric": self.metric.name,
@@ -218,13 +221,15 @@ class Bench:
         seen = [_evidence(batches) for batches in passes.values()]
         if any(one is not None for one in seen[0]):
             record[EVIDENCE] = [[one if one is None else round(one, 6) for one in some] for some in seen]
+        if name != UNPATCHED and not self.evidence_only:
+            same = [[a == b for a, b in zip(_predictions(one), self._said, strict=True)] for one in passes.values()]
+            record["same"] = ["".join(str(int(value)) for value in one) for one in same]
         if self.metric.graded:
             record["scores"] = [[round(score, 6) for score in one] for one in scores]
         return record
 
     def _scores(self, batches: dict[int, Batch]) -> list[float]:
-        predictions = [answer for _, (answers, _) in sorted(batches.items()) for answer in answers]
-        return self.metric.score(predictions, [example.answers for example in self.examples])
+        return self.metric.score(_predictions(batches), [example.answers for example in self.examples])
 
     def _controlled(self, control: Control) -> tuple[dict[str, Any], dict[Pass, dict[int, Batch]]]:
         """Return the record of a control, and the unpatched model's answers to what it shows."""
@@ -277,6 +282,10 @@ class Bench:
             return (asking or self._asking).ask(one.place, setting, range(len(self.examples)), on_batch)
         finally:
             self._done = start + batches
+
+
+def _predictions(batches: dict[int, Batch]) -> list[str]:
+    return [answer for _, (answers, _) in sorted(batches.items()) for answer in answers]
 
 
 def _cost(batches: dict[int, Batch]) -> Stats:

@@ -39,7 +39,7 @@ def answers(share: float, images: int = 50) -> np.ndarray:
 @pytest.mark.parametrize(("ours", "tau"), [((0.9, 0.6, 0.2), 1.0), ((0.2, 0.6, 0.9), -1.0), ((0.9, 0.2, 0.6), 1 / 3)])
 def test_tau_tells_how_many_pairs_are_in_the_same_order(script: Any, ours: tuple, tau: float) -> None:
     theirs = {"a": 97.0, "b": 90.0, "c": 70.0}
-    found = script.agreement({name: answers(share) for name, share in zip("abc", ours, strict=True)}, theirs, 8, 60)
+    found = script.agreement({name: answers(share) for name, share in zip("abc", ours, strict=True)}, theirs, [n // 8 for n in range(400)], 60)
     assert found["tau"] == pytest.approx(tau, abs=1e-3)
     assert found["low"] <= found["tau"] <= found["high"]
 
@@ -47,7 +47,7 @@ def test_tau_tells_how_many_pairs_are_in_the_same_order(script: Any, ours: tuple
 def test_the_interval_is_wide_where_images_decide_the_order(script: Any) -> None:
     generator = np.random.default_rng(0)
     close = {name: np.repeat(generator.permutation(20) < 10 + n, 8).astype(float) for n, name in enumerate("cba")}
-    found = script.agreement(close, {"a": 97.0, "b": 90.0, "c": 70.0}, 8, 60)
+    found = script.agreement(close, {"a": 97.0, "b": 90.0, "c": 70.0}, [n // 8 for n in range(160)], 60)
     assert found["low"] < 0 < found["high"]
 
 
