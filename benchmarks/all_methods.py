@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,13 +29,13 @@ from tokenprune.shapes.model_config import SHIPPED
 from tokenprune_bench.equal_cost import in_words
 from tokenprune_bench.lines import Lines, read_lines
 from tokenprune_bench.results import UNPATCHED, Results, read_records, summarise
-from tokenprune_bench.significance import pooled_interval
+from tokenprune_bench.significance import LEVEL, better_p, holm, interleaved, pooled_interval
 from tokenprune_bench.suite import Bench, BenchPlan
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/all-methods.md"
-TARGETS = (0.5, 0.25, 0.11)
+BASELINES = {"random": "≤rnd", "uniform": "≤uni", "downsample": "≤down"}
 FAIR = "demo_qwen"
 # The published budget, of 576 tokens, that comes nearest to a target; at 0.5 nothing is published.
 PUBLISHED = {0.25: 128, 0.11: 64}
@@ -181,22 +181,38 @@ def _table(results: Results, targets: list[float]) -> str:
     theirs = {at: published_scores(names, budget) for at, budget in PUBLISHED.items() if at in targets}
     their_places = {at: ranks(scores) for at, scores in theirs.items()}
     # The best mean place first; who reached fewer targets stands among those by the ones that it reached.
+    marks = {at: marks_at(results, names, at) for at in targets}
     order = sorted(names, key=lambda name: (_mean([places[at][name] for at in targets if name in places[at]]), name))
     header = ["method", *(f"at {100 * at:g} %, rank" for at in targets)]
     header += [f"published at {PUBLISHED[at]} of 576, rank" for at in theirs]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for name in order:
-        cells = [_cell(rows.get((name, at)), places[at].get(name)) for at in targets]
+        cells = [_cell(rows.get((name, at)), places[at].get(name), marks[at].get(name, ())) for at in targets]
         cells += [f"{theirs[at][name]:.1f}, {their_places[at][name]}" if name in theirs[at] else "" for at in theirs]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _cell(row: Any, place: int | None) -> str:
+def marks_at(results: Results, names: Sequence[str], at: float) -> dict[str, list[str]]:
+    """Return the baselines that each method is not shown to beat at a target: one-sided McNemar tests, corrected by
+    Holm for all methods held against one baseline."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+    asked = {name: interleaved(results.answers[name, at].right) for name in names if (name, at) in results.answers}
+    for baseline, mark in BASELINES.items():
+        if baseline in asked:
+            p = {name: better_p(right, asked[baseline]) for name, right in asked.items() if name not in BASELINES}
+            for name, corrected in holm(p).items():
+                if corrected >= LEVEL:
+                    found[name].append(mark)
+    return found
+
+
+def _cell(row: Any, place: int | None, marks: Sequence[str]) -> str:
     if row is None:
         return ""
-    share, marks = row.overall, "".join(f" {mark}" for mark in row.marks)
-    return f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}], {place}{marks}"
+    share, loyal = row.overall, "" if row.loyalty is None else f", {100 * row.loyalty.value:.0f} same"
+    said = f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}], {place}{loyal}"
+    return " ".join([said, *marks])
 
 
 def _mean(places: list[int]) -> float:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from tokenprune.errors import TokenPruneError
+
+T = TypeVar("T", bound=Hashable)
 
 LEVEL = 0.05  # of the one-sided test
 
@@ -59,6 +61,15 @@ def better_p(ours: str, theirs: str) -> float:
     if wins + losses == 0:
         return 1.0
     return float(binomtest()(wins, wins + losses, 0.5, alternative="greater").pvalue)
+
+
+def holm(p: Mapping[T, float]) -> dict[T, float]:
+    """Return p-values corrected for their number (Holm, 1979): each compares with one level for the whole family."""
+    corrected, highest = {}, 0.0
+    for place, (name, value) in enumerate(sorted(p.items(), key=lambda item: item[1])):
+        highest = max(highest, min(1.0, (len(p) - place) * value))
+        corrected[name] = highest
+    return corrected
 
 
 def is_better(ours: Sequence[str], theirs: Sequence[str]) -> bool:

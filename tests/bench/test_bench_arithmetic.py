@@ -47,3 +47,10 @@ def test_interleaving_takes_each_question_once_and_every_seed() -> None:
 def test_quantiles_by_hand() -> None:
     assert timing.quantiles([5, 1, 2, 4, 3]) == {"p20": 1.8, "p50": 3, "p80": 4.2}
     assert timing.quantiles([7.0]) == {"p20": 7, "p50": 7, "p80": 7}
+
+
+def test_holm_compares_the_smallest_with_the_whole_family_and_keeps_the_order() -> None:
+    """The example of Holm (1979), worked by hand: 4 x .01, 3 x .013 raised to it, 2 x .03, 1 x .04 raised to it."""
+    found = significance.holm({"a": 0.04, "b": 0.01, "c": 0.03, "d": 0.013})
+    assert found == pytest.approx({"b": 0.04, "d": 0.04, "c": 0.06, "a": 0.06})
+    assert significance.holm({"a": 0.7, "b": 0.8}) == {"a": 1.0, "b": 1.0}

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +119,19 @@ def test_a_section_says_accuracy_rank_setting_and_what_was_not_reached(rows: Pat
     assert "- `fastv` at 25 %: cannot be reached by a cut at layer 2 of 6" in text
     assert "average_share=0.5: 100 %, 25 % from layer 2 (50.0 %)" in text
     assert "Kendall" not in text  # one published method at 0.25 is no order
+
+
+def test_marks_are_corrected_for_the_number_of_methods(script: Any) -> None:
+    """Eight wins and no loss are p = .004: enough for one method, not for the weakest of twenty."""
+    answers = {("random", 0.25): "0" * 20, ("best", 0.25): "1" * 20, ("close", 0.25): "1" * 8 + "0" * 12}
+    equal = {(f"m{n}", 0.25): "0" * 20 for n in range(20)}
+
+    def marks(some: dict) -> dict:
+        made = {key: SimpleNamespace(right=[right]) for key, right in some.items()}
+        return script.marks_at(SimpleNamespace(answers=made), [name for name, _ in some], 0.25)
+
+    assert marks(answers) == {"random": [], "best": [], "close": []}
+    assert marks(answers | equal)["close"] == ["≤rnd"] and marks(answers | equal)["best"] == []
 
 
 def test_equals_share_the_better_rank(script: Any) -> None:
