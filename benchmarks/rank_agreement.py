@@ -46,8 +46,10 @@ def answers(records: Sequence[Mapping[str, Any]], keep: float) -> dict[str, np.n
 
 
 def images_of(header: Mapping[str, Any]) -> list[int]:
-    """Return the number of each question's image; older headers lack it, and have one question of each kind an image."""
-    return header.get("image_of_question") or [n // len(header["kinds"]) for n in range(len(header["kind_of_question"]))]
+    """Return the number of each question's image. Older headers lack it: each image has one question of each kind."""
+    if "image_of_question" in header:
+        return header["image_of_question"]
+    return [number // len(header["kinds"]) for number in range(len(header["kind_of_question"]))]
 
 
 def agreement(

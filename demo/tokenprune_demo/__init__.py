@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 _HERE = Path(__file__).resolve().parent
 MODELS = {name: _HERE / "models" / name for name in ("demo_vlm", "demo_qwen", "demo_smol")}
-LONGEST_ANSWER = {"demo_vlm": 4, "demo_qwen": 4, "demo_smol": 16}  # tokens; demo_smol answers in sentences
+SENTENCES = ("demo_smol",)  # models that answer in a sentence, which ends in the answer; others say a word
 
 
 def checkpoint(name: str) -> Path:

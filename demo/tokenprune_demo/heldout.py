@@ -44,7 +44,6 @@ class Example:
     question: str
     answer: str
     boxes: tuple[Box, ...]
-    sentence: str | None = None  # what a model says that answers in sentences
 
     @property
     def image(self) -> Image.Image:
@@ -56,7 +55,7 @@ class Example:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        return (self.answer,) if self.sentence is None else (self.answer, self.sentence)
+        return (self.answer,)
 
     @property
     def looks(self) -> tuple[tuple[tuple[int, Box], ...], ...]:
@@ -68,8 +67,8 @@ class Example:
         return False
 
     def is_right(self, generated: str) -> bool:
-        """Return True if generated text (special tokens removed) is an answer and nothing else."""
-        return generated.strip().lower() in self.answers
+        """Return True if generated text (special tokens removed) is the answer and nothing else."""
+        return generated.strip().lower() == self.answer
 
 
 def load_heldout(
@@ -92,7 +91,6 @@ def load_heldout(
                         asked["question"],
                         asked["answer"],
                         boxes,
-                        asked.get("sentence"),
                     )
                 )
     return examples

@@ -35,7 +35,9 @@ def test_methods_and_a_stack_stand_side_by_side_with_what_they_cost(subject: Mod
     names = ["divprune", "tome", "divprune+fastv:layer=3"]
     steps = []
     wanted = settings(0.25, *names)
-    shown = side_by_side.show(subject, [ramp(600, 400)], QUESTION, wanted, step=lambda *progress: steps.append(progress))
+    shown = side_by_side.show(
+        subject, [ramp(600, 400)], QUESTION, wanted, step=lambda *progress: steps.append(progress)
+    )
     titles = [panel.title for panel in shown.panels]
     *keeps, stack = (f"{name}, keep 0.25" for name in names)
     assert titles == ["unpatched", *keeps, f"{stack} each, 6.25 % in all"]

@@ -39,7 +39,8 @@ def answers(share: float, images: int = 50) -> np.ndarray:
 @pytest.mark.parametrize(("ours", "tau"), [((0.9, 0.6, 0.2), 1.0), ((0.2, 0.6, 0.9), -1.0), ((0.9, 0.2, 0.6), 1 / 3)])
 def test_tau_tells_how_many_pairs_are_in_the_same_order(script: Any, ours: tuple, tau: float) -> None:
     theirs = {"a": 97.0, "b": 90.0, "c": 70.0}
-    found = script.agreement({name: answers(share) for name, share in zip("abc", ours, strict=True)}, theirs, [n // 8 for n in range(400)], 60)
+    scores = {name: answers(share) for name, share in zip("abc", ours, strict=True)}
+    found = script.agreement(scores, theirs, [n // 8 for n in range(400)], 60)
     assert found["tau"] == pytest.approx(tau, abs=1e-3)
     assert found["low"] <= found["tau"] <= found["high"]
 

@@ -23,7 +23,7 @@ from tokenprune.errors import DataError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.profiling.media import BadRow, check_sizes
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.shapes.model_config import SHIPPED, longest_answer, shipped_checkpoint
+from tokenprune.shapes.model_config import SHIPPED, answers_in_sentences, shipped_checkpoint
 from tokenprune.startup import require
 
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.
@@ -38,7 +38,8 @@ DRAWINGS_ONLY = (
 class Model:
     """A model with its processor, and how questions are put to it.
 
-    suffix: added to every question. heldout: folder of the held-out set of a shipped model.
+    suffix: added to every question. heldout: folder of the held-out set of a shipped model. metric: the metric of
+    tokenprune-bench that grades its answers unless another is asked for.
     """
 
     model: Any
@@ -48,6 +49,7 @@ class Model:
     max_new_tokens: int = 4
     weights: str | None = None
     heldout: Path | None = None
+    metric: str = "exact"
 
     def limits(self, files: Iterable[Path] = ()) -> str:
         """Return what has to be known of a shipped model's answers about images of others; "" of another model, and
@@ -157,8 +159,8 @@ class Model:
 def demo_model(name: str = "demo_vlm", *, device: str | None = None) -> tuple[Any, Any]:
     """Return (model, processor) of a model of tokenprune-demo, ready for `patch`; nothing is downloaded.
 
-    name: "demo_vlm", a LLaVA of 4.5 M parameters, "demo_qwen", a Qwen2.5-VL of 4.8 M, which answer questions about drawn
-    scenes in a word, or "demo_smol", a LLaVA around the pretrained SmolLM2-135M, which answers in a sentence and needs
+    name: "demo_vlm", a LLaVA of 4.5 M parameters, or "demo_qwen", a Qwen2.5-VL of 4.8 M, which answer questions about
+    drawn scenes in a word; "demo_smol", a LLaVA around the pretrained SmolLM2-135M, answers in a sentence and needs
     another package. device: where torch shall put it; default: a CUDA device if there is one.
     Raises OptionError for another name, MissingPackageError where tokenprune-demo is not installed.
     """
@@ -212,11 +214,11 @@ def load(
     if shipped is not None:
         digest = hashlib.sha256((shipped / "model.safetensors").read_bytes()).hexdigest()[:16]
         heldout = require("tokenprune_demo.heldout", "held-out questions").heldout_of(name)
-        subject = Model(
-            loaded, processor, f"{name} (shipped)", suffix or "", longest_answer(name), weights=digest, heldout=heldout
-        )
+        subject = Model(loaded, processor, f"{name} (shipped)", suffix or "", weights=digest, heldout=heldout)
+        if answers_in_sentences(name):
+            subject.max_new_tokens, subject.metric = 16, "ending"
     else:
         title = Path(source).resolve().name if Path(source).is_dir() else source
-        subject = Model(loaded, processor, title, SHORT if suffix is None else suffix, max_new_tokens=longest_answer(source))
+        subject = Model(loaded, processor, title, SHORT if suffix is None else suffix, max_new_tokens=16)
     _ = subject.adapter  # an unsupported model is said here, before any work
     return subject

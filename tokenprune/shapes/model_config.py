@@ -29,11 +29,9 @@ def shipped_checkpoint(model: str | Path) -> Path | None:
     return require("tokenprune_demo", f"{model} is a model of another package").checkpoint(str(model))
 
 
-def longest_answer(model: str | Path) -> int:
-    """Return how many tokens an answer to a short question may have. Raises MissingPackageError."""
-    if str(model) not in SHIPPED:
-        return 16
-    return require("tokenprune_demo", f"{model} is a model of another package").LONGEST_ANSWER[str(model)]
+def answers_in_sentences(model: str | Path) -> bool:
+    """Return True for a model that ships and answers in sentences. Raises MissingPackageError."""
+    return str(model) in SHIPPED and str(model) in require("tokenprune_demo", "it is of another package").SENTENCES
 
 
 def read_model_config(model: str | Path) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from smol_scenes import NAMES, SMOL_PHOTOS, NativeScene, draw, photographs, sentence
+from smol_scenes import NAMES, SMOL_PHOTOS, NativeScene, draw, photographs
 from tokenprune_demo.scenes import COLORS, POSITIONS, WORDS, SceneQuestion
 
 SEED = 20261123
@@ -108,16 +108,7 @@ def main() -> None:
     for number, (scene, chosen) in enumerate(scenes(args.seed)):
         name = f"images/{number:03d}.jpg"
         (fresh / name).write_bytes(encoded(scene))
-        questions = [
-            {
-                "kind": q.kind,
-                "question": q.text,
-                "answer": q.answer,
-                "sentence": sentence(q.kind, q.text, q.answer),
-                "boxes": q.boxes,
-            }
-            for q in chosen
-        ]
+        questions = [{"kind": q.kind, "question": q.text, "answer": q.answer, "boxes": q.boxes} for q in chosen]
         rows.append({"image": name, "background": scene.background, "size": scene.size, "questions": questions})
     (fresh / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     readme = args.out / "README.md"

@@ -351,19 +351,23 @@ def _chart(rng: np.random.Generator, photos) -> NativeScene:
     return _scene(canvas, "chart", questions)
 
 
-def sentence(kind: str, text: str, answer: str) -> str:
-    """Return the answer as a sentence that says again what was asked about, as large models are trained to answer.
+def sentence(scene: NativeScene, question: SceneQuestion) -> str:
+    """Return the answer in a sentence that says again what was asked about, and that ends in the answer.
 
-    The decoder can then copy what stands beside the same word in the image, which is what it has learned from text.
+    The decoder can then copy what stands beside the same word in the image, which is what it has learned from text. It
+    counts by naming the colours, from top to bottom: "stars: red, blue: 2".
     """
+    kind, text, answer = question.kind, question.text.rstrip("?"), question.answer
     if kind in ("colour", "position", "chart") or text.startswith(("what color is the", "where is the")):
-        return f"the {text.rstrip('?').partition(' is the ')[2]} is {answer}"
+        return f"the {text.partition(' is the ')[2]} is {answer}"
     if kind == "digits" or (kind == "document" and answer.isdigit()):
         return f"the digit is {answer}"
     if kind in ("word", "document"):
         return f"the sign says {answer}"
     if kind == "count":
-        return f"{text.rstrip('?').removeprefix('how many ')}: {answer}"
+        asked = text.removeprefix("how many ")
+        found = sorted((item for item in scene.items if f"{item.what}s" == asked), key=lambda item: item.box[1])
+        return ": ".join([asked, ", ".join(item.value for item in found) or "none", answer])
     if kind == "presence":
-        return f"{text.rstrip('?').removeprefix('is there ')}: {answer}"
-    return f"the thing is {answer}"
+        return f"{text.removeprefix('is there ')}: {answer}"
+    return f"{text.removeprefix('which thing is ').replace('shown', 'the thing')}: {answer}"

@@ -30,12 +30,20 @@ from tokenprune_demo.scenes import LARGE, SceneQuestion
 from tokenprune_demo.smol import assemble, load_decoder
 from train_tower_smol import build_tower, draw_batch, to_pixels
 
-MIX = {"presence": 4, "colour": 2, "position": 2, "count": 3, "thing": 2}  # questions an image; of other kinds one
+MIX = {
+    "presence": 4,
+    "colour": 2,
+    "position": 2,
+    "count": 3,
+    "thing": 2,
+    "chart": 2,
+    "document": 2,
+}  # questions an image
 SORTS = {"shapes": 0.42, "photo": 0.22, "sparse": 0.06, "sign": 0.05, "document": 0.09, "chart": 0.16}  # of training
 
 
-def choose(rng: np.random.Generator, questions, mix: dict[str, int]) -> list[tuple[str, str, str]]:
-    """Return up to `mix[kind]` questions of each kind; of presence as many yes as no."""
+def choose(rng: np.random.Generator, scene, questions, mix: dict[str, int]) -> list[tuple[str, str, str]]:
+    """Return up to `mix[kind]` of the questions of each kind; of presence as many yes as no."""
     kinds: dict[str, list] = {}
     for question in questions:
         kinds.setdefault(question.kind, []).append(question)
@@ -46,7 +54,7 @@ def choose(rng: np.random.Generator, questions, mix: dict[str, int]) -> list[tup
         for part in parts:
             chosen += [part[i] for i in rng.permutation(len(part))[: max(1, most // len(parts))]]
     order = [chosen[i] for i in rng.permutation(len(chosen))]
-    return [(q.kind, q.text, sentence(q.kind, q.text, q.answer)) for q in order]
+    return [(q.kind, q.text, sentence(scene, q)) for q in order]
 
 
 def counts(rng: np.random.Generator, scene) -> list[SceneQuestion]:
@@ -67,7 +75,7 @@ def draw_questions(seed, size: int = 6, split: str = "train", mix: dict[str, int
         sort = str(rng.choice(tuple(SORTS), p=tuple(SORTS.values()))) if split == "train" else None
         scene = draw(rng, photos, sort)
         more = counts(rng, scene) if sort == "shapes" else []
-        if asked := choose(rng, [*scene.questions, *more], MIX if mix is None else mix):
+        if asked := choose(rng, scene, [*scene.questions, *more], MIX if mix is None else mix):
             pixels.append(scene.pixels[0])
             rows.append(asked)
     return np.stack(pixels), rows

@@ -61,7 +61,7 @@ class Engines:
         if self.backend == "hf":
             return load_model(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)
         from tokenprune.profiling.model import SHORT
-        from tokenprune.shapes.model_config import SHIPPED, longest_answer, shipped_checkpoint
+        from tokenprune.shapes.model_config import SHIPPED, answers_in_sentences, shipped_checkpoint
         from tokenprune_bench.vllm_backend import VllmBackend
 
         name = self.model or SHIPPED[0]
@@ -77,7 +77,9 @@ class Engines:
             engine = OfflineEngine(model, self.dtype, _read(self.engine_args), images)
         stack.callback(engine.close)
         suffix = (SHORT if shipped is None else "") if self.suffix is None else self.suffix
-        return VllmBackend(engine, suffix, max_new_tokens=longest_answer(name))
+        if shipped is not None and answers_in_sentences(name):
+            return VllmBackend(engine, suffix, max_new_tokens=16, metric="ending")
+        return VllmBackend(engine, suffix, max_new_tokens=16 if shipped is None else 4)
 
 
 def _read(engine_args: str | None) -> dict[str, Any]:
