@@ -80,10 +80,11 @@ def photographs(split: str = "train") -> tuple[Image.Image, ...]:
 
 
 def draw(rng: np.random.Generator, photos: Sequence[Image.Image] = (), kind_of_scene: str | None = None) -> NativeScene:
-    """Draw one scene of a sort (`SORTS`; None: any) with its questions."""
+    """Draw one scene of a sort with its questions: one of `SORTS` (None: any), or "crowds", for training."""
     sort = kind_of_scene or SORTS[int(rng.choice(len(SORTS), p=WEIGHTS))]
     return {
         "shapes": _shapes,
+        "crowds": _crowds,
         "photo": _photo,
         "sparse": _sparse,
         "sign": _sign,
@@ -204,6 +205,19 @@ def _shapes(rng: np.random.Generator, photos) -> NativeScene:
     known = {what: group for what, group in groups.items() if what in fair}
     questions += _presence(rng, known, [what for what in fair if what not in groups])
     return _scene(canvas, where, questions)
+
+
+def _crowds(rng: np.random.Generator, photos) -> NativeScene:
+    """One to three shapes, each up to four times, on any background but a photograph; all shapes are counted."""
+    canvas, where = _start(rng, (), BACKGROUNDS[int(rng.choice(3))])
+    kinds = _some(rng, LARGE, int(rng.integers(1, 4)))
+    for what in rng.permutation([what for what in kinds for _ in range(int(rng.integers(1, 5)))]):
+        canvas.scale = float(rng.uniform(1.2, 1.55))
+        canvas.shape(str(what), _one(rng, COLORS))
+    groups = _groups(canvas.items)
+    there = {what: groups.get(what, []) for what in LARGE}
+    questions = [_ask("count", f"how many {what}s?", str(len(found)), *found) for what, found in there.items()]
+    return _scene(canvas, where, [*_look_up(groups), *questions])
 
 
 def _photo(rng: np.random.Generator, photos) -> NativeScene:

@@ -30,16 +30,11 @@ from tokenprune_demo.scenes import LARGE, SceneQuestion
 from tokenprune_demo.smol import assemble, load_decoder
 from train_tower_smol import build_tower, draw_batch, to_pixels
 
-MIX = {
-    "presence": 4,
-    "colour": 2,
-    "position": 2,
-    "count": 3,
-    "thing": 2,
-    "chart": 2,
-    "document": 2,
-}  # questions an image
-SORTS = {"shapes": 0.36, "photo": 0.34, "sparse": 0.04, "sign": 0.04, "document": 0.08, "chart": 0.14}  # of training
+# How many questions of a kind are asked of an image, and the share of each sort of scene; of other kinds one.
+MIX = {"presence": 2, "colour": 1, "position": 1, "count": 6, "thing": 3, "chart": 2, "document": 2}
+SORTS = {
+    "shapes": 0.14, "crowds": 0.3, "photo": 0.36, "sparse": 0.04, "sign": 0.04, "document": 0.05, "chart": 0.07
+}  # fmt: skip
 
 
 def choose(rng: np.random.Generator, scene, questions, mix: dict[str, int]) -> list[tuple[str, str, str]]:
@@ -50,7 +45,8 @@ def choose(rng: np.random.Generator, scene, questions, mix: dict[str, int]) -> l
     chosen = []
     for kind, group in kinds.items():
         most = mix.get(kind, 1)
-        parts = [[q for q in group if q.answer == a] for a in ("yes", "no")] if kind == "presence" else [group]
+        first = {"presence": ("yes",), "count": tuple("234")}.get(kind, ())  # as many of these as of the others
+        parts = [[q for q in group if (q.answer in first) == said] for said in (True, False)] if first else [group]
         for part in parts:
             chosen += [part[i] for i in rng.permutation(len(part))[: max(1, most // len(parts))]]
     order = [chosen[i] for i in rng.permutation(len(chosen))]
