@@ -32,9 +32,10 @@ app = typer.Typer(cls=ErrorGroup, add_completion=False, pretty_exceptions_enable
 
 def peak(subject: Model, example: Any, method: str, keep: float) -> int:
     """Return the most bytes of tensors that the prefill of one question holds at once, the vision tower included."""
-    inputs = subject.inputs([example.images], [example.question])
-    with patched(subject, method, keep), Live() as live:
-        subject.generate(inputs, max_new_tokens=1)
+    with patched(subject, method, keep):
+        inputs = subject.inputs([example.images], [example.question])  # a method may act on pixels
+        with Live() as live:
+            subject.generate(inputs, max_new_tokens=1)
     return live.bytes
 
 
@@ -47,7 +48,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs.")] = 15,
     threads: Annotated[int, typer.Option(min=1)] = 1,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
-    allow_load: Annotated[bool, typer.Option("--allow-load", help="Write rows of a loaded machine too, marked.")] = False,
+    allow_load: Annotated[bool, typer.Option("--allow-load", help="Write marked rows of a loaded machine.")] = False,
     out: Annotated[Path, typer.Option()] = OUT,
 ) -> None:
     """Measure, and write the records."""
@@ -67,7 +68,9 @@ def main(
             one |= machine.record()
     write(out, records)
     whole = next(one for one in records if one.get("method") == UNPATCHED)
-    get_console(error=True).print(f"{out.name}: {len(records) - 1} rows, {whole['peak_bytes'] / 2**20:.0f} MiB unpatched")
+    get_console(error=True).print(
+        f"{out.name}: {len(records) - 1} rows, {whole['peak_bytes'] / 2**20:.0f} MiB unpatched"
+    )
 
 
 if __name__ == "__main__":
