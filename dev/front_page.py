@@ -61,7 +61,7 @@ def headline(up: str = "") -> str:
     results, found = measured()
     header = ("setting", "visual tokens", "questions right", "time to first token", "KV cache", "peak memory")
     lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
-    whole, (first, *_) = results.baseline, found
+    whole = results.baseline
     unpatched = next(one for one in read_records(HEADLINE) if one.get("method") == UNPATCHED)
     lines.append(_line("all tokens", whole, unpatched, f"{results.whole_ms():.0f} ms"))
     lines += [_line(f"`{row.method}` {row.keep:g}", row, one, f"{row.ttft_ratio:.2f}x") for row, one in found]
@@ -69,8 +69,8 @@ def headline(up: str = "") -> str:
     chance = ", ".join(f"{100 * row.overall.value:.1f} % at {row.keep:g}" for row in random)
     name = _model(results)
     note = (
-        f"`{name}`, {ABOUT[name]}; {whole.questions} held-out questions, 95 % intervals, on {_threads(results)}, vision "
-        f"tower included. `random` has {chance}. A small model is no promise for a large one: "
+        f"`{name}`, {ABOUT[name]}; {whole.questions} held-out questions, 95 % intervals, on {_threads(results)}, "
+        f"vision tower included. `random` has {chance}. A small model is no promise for a large one: "
         f"[measure yours]({up}docs/bench.md). [Raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
     )
     return "\n\n".join(["\n".join(lines), note])
