@@ -365,11 +365,17 @@ def _chart(rng: np.random.Generator, photos) -> NativeScene:
     return _scene(canvas, "chart", questions)
 
 
+def _cell(item: Item) -> str:
+    """Return the row and the column of an item's centre, of six each."""
+    x, y = item.center
+    return f"{'abcdef'[min(5, int(6 * y / SIZE))]}{1 + min(5, int(6 * x / SIZE))}"
+
+
 def sentence(scene: NativeScene, question: SceneQuestion) -> str:
     """Return the answer in a sentence that says again what was asked about, and that ends in the answer.
 
     The decoder can then copy what stands beside the same word in the image, which is what it has learned from text. It
-    counts by naming the colours, from top to bottom: "stars: red, blue: 2".
+    counts by pointing, from top to bottom: "stars: b2, d5: 2", rows a to f and columns 1 to 6.
     """
     kind, text, answer = question.kind, question.text.rstrip("?"), question.answer
     if kind in ("colour", "position", "chart") or text.startswith(("what color is the", "where is the")):
@@ -380,8 +386,8 @@ def sentence(scene: NativeScene, question: SceneQuestion) -> str:
         return f"the sign says {answer}"
     if kind == "count":
         asked = text.removeprefix("how many ")
-        found = sorted((item for item in scene.items if f"{item.what}s" == asked), key=lambda item: item.box[1])
-        return ": ".join([asked, ", ".join(item.value for item in found) or "none", answer])
+        found = sorted(_cell(item) for item in scene.items if f"{item.what}s" == asked)
+        return ": ".join([asked, ", ".join(found) or "none", answer])
     if kind == "presence":
         return f"{text.removeprefix('is there ')}: {answer}"
     return f"{text.removeprefix('which thing is ').replace('shown', 'the thing')}: {answer}"

@@ -33,7 +33,7 @@ from train_tower_smol import build_tower, draw_batch, to_pixels
 # How many questions of a kind are asked of an image, and the share of each sort of scene; of other kinds one.
 MIX = {"presence": 2, "colour": 1, "position": 1, "count": 6, "thing": 3, "chart": 2, "document": 2}
 SORTS = {
-    "shapes": 0.14, "crowds": 0.3, "photo": 0.36, "sparse": 0.04, "sign": 0.04, "document": 0.05, "chart": 0.07
+    "shapes": 0.14, "crowds": 0.4, "photo": 0.26, "sparse": 0.04, "sign": 0.04, "document": 0.05, "chart": 0.07
 }  # fmt: skip
 
 
