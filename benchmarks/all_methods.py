@@ -221,18 +221,18 @@ def _mean(places: list[int]) -> float:
 
 def _agreements(records: list[dict[str, Any]], targets: list[float]) -> list[str]:
     """Kendall's tau between our order and the papers', at the targets that have a published order."""
-    told, images = [], images_of(records[0])
+    lines, images = [], images_of(records[0])
     for at, budget in PUBLISHED.items():
         scores = answers(records, at)
         theirs = published_scores(list(scores), budget)
         if at not in targets or len(theirs) < 3:
             continue
         one = agreement(scores, theirs, images)
-        told.append(
+        lines.append(
             f"At {100 * at:g} %, beside the papers at {budget} of 576 tokens: Kendall's tau {one['tau']:.2f} "
             f"[{one['low']:.2f}, {one['high']:.2f}] over {len(theirs)} methods."
         )
-    return told
+    return lines
 
 
 def _not_reached(results: Results) -> str:

@@ -43,6 +43,7 @@ import figure_sites  # noqa: E402
 import fold  # noqa: E402
 import house  # noqa: E402
 import method_pages  # noqa: E402
+import notebook_outputs  # noqa: E402
 
 import docs  # noqa: E402
 
@@ -166,12 +167,17 @@ def source_of(uri: str) -> str:
 
 
 def as_markdown(path: Path) -> str:
-    """A notebook as a page: text as it is, code in fences; outputs are not in git."""
+    """Return a notebook as a page: text, code in fences, and the outputs that dev/notebook_outputs.py kept."""
     cells = json.loads(path.read_text())["cells"]
-    title, *rest = ("".join(cell["source"]) if cell["cell_type"] == "markdown" else code(cell) for cell in cells)
-    note = f'!!! note\n    Run it: <a href="{path.name}" download>{path.name}</a>. Outputs are computed, never stored.'
+    folder = notebook_outputs.OUTPUTS / path.stem
+    title, *rest = (
+        "".join(cell["source"]) if cell["cell_type"] == "markdown" else code(cell, folder) for cell in cells
+    )
+    kept = "shows a run of it" if folder.is_dir() else "has no outputs; a run computes them"
+    note = f'!!! note\n    Run it: <a href="{path.name}" download>{path.name}</a>. This page {kept}.'
     return "\n\n".join([title, note, *rest]) + "\n"
 
 
-def code(cell: dict[str, Any]) -> str:
-    return f"```python\n{''.join(cell['source'])}\n```"
+def code(cell: dict[str, Any], outputs: Path) -> str:
+    fence = f"```python\n{''.join(cell['source'])}\n```"
+    return "\n\n".join(filter(None, [fence, notebook_outputs.shown(outputs, cell)]))

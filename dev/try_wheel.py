@@ -39,7 +39,7 @@ ASK = """
 import sys
 from gradio_client import Client, handle_file
 page = Client(sys.argv[1], download_files=False, verbose=False)
-asked = handle_file(sys.argv[2]), None, "is there a star?", "divprune", "", 0.5
+asked = handle_file(sys.argv[2]), "is there a star?", "divprune", "", 0.5
 print(page.predict(*asked, api_name="/compare")[0])
 """
 

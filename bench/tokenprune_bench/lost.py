@@ -7,11 +7,17 @@ POINTS = (1, 3)  # that may be lost, of the verdict
 
 
 def signed(change: float) -> str:
-    """Return a change of a share in points, "-1.0"; with two decimals or more where a bound of `POINTS` lies between
-    the number and its rounding: -1.04 is more than one point lost."""
+    """Return a change of a share in points, "-1.5"; with two decimals or more where one would put it on a bound of
+    `POINTS` that it does not lie on: -1.04 is more than one point lost, and -0.96 less."""
+    return f"{100 * change:+.{decimals(change)}f}"
+
+
+def decimals(change: float) -> int:
+    """Return the number of decimals that a change of a share has in points; see `signed`."""
     value = 100 * change
-    for digits in (1, 2, 3):
-        shown = round(value, digits)
-        if all((-shown <= points) == (-value <= points + 1e-7) for points in POINTS):
-            break
-    return f"{value:+.{digits}f}"
+    return next((digits for digits in (1, 2, 3) if _bound(round(value, digits)) == _bound(value)), 3)
+
+
+def _bound(value: float) -> int | None:
+    """Return the bound that a change, in points, lies on."""
+    return next((points for points in POINTS if abs(value + points) <= 1e-7), None)

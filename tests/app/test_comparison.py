@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the app asks, tells and gives to copy; no browser and no gradio here."""
+"""The app's comparisons, and what it gives to copy; no browser and no gradio here."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -20,8 +21,9 @@ from tokenprune.profiling.model import Model, load
 from tokenprune.setting import Setting
 from tokenprune.show import side_by_side
 from tokenprune_bench.app import snippets
-from tokenprune_bench.app.comparison import checked, compare
+from tokenprune_bench.app.comparison import PagePrompt, checked, kept, stages
 from tokenprune_bench.app.loading import Loading, own_folder
+from tokenprune_bench.app.session import Session, Superseded
 from tokenprune_bench.app.snippets import LONGEST
 from tokenprune_demo.drawn_sets import drawn_set
 from tokenprune_demo.heldout import load_heldout
@@ -32,27 +34,51 @@ def subject() -> Model:
     return load("demo_qwen", device="cpu")
 
 
-def test_two_settings_side_by_side(subject: Model) -> None:
+def test_what_is_kept_is_known_first_then_answers_then_times(subject: Model) -> None:
     asked = load_heldout(folder=subject.heldout, limit=1)[0]
-    steps: list[tuple[int, int, str]] = []
-    one, two = compare(
-        subject, [asked.image], asked.question, ["divprune", "tome+fastv"], 0.5, lambda *step: steps.append(step)
-    )
-    assert [one.setting.spec, two.setting.spec] == ["divprune", "tome+fastv"]
+    prompt = PagePrompt([asked.image], asked.question, ("divprune", "tome+fastv"))
+    drawn, answered, half, whole = stages(subject, prompt, 0.5)
+    assert [one.name for one in drawn.asked] == ["divprune 0.5", "tome+fastv 0.5 each, 25 % in all"]
+    assert drawn.before is None and [one.answer for one in drawn.asked] == [None, None]
+    assert answered.before and all(one.answer and one.ttft is None for one in answered.asked)
+    assert half.asked[0].ttft and half.asked[1].ttft is None and not half.complete and whole.complete
     assert not tokenprune.is_patched(subject.model)
-    assert one.before == two.before and one.kept == one.tokens // 2 and two.kept == two.tokens // 4
+    one, two = whole.asked
+    assert one.kept == one.tokens // 2 and two.kept == two.tokens // 4
+    assert [one.drawing for one in drawn.asked] == [one.drawing for one in whole.asked]
     direct = side_by_side.show(subject, [asked.image], asked.question, [Setting.from_spec("tome+fastv", 0.5)])
-    assert direct.pair(0).tobytes() == two.drawing.tobytes() and direct.seen[0].answer == two.seen.answer
-    assert two.drawing.size == (2 * direct.panels[0].image.width + 6, direct.panels[0].image.height)
-    assert one.faster > 0 and [step[:2] for step in steps] == [(number, 5) for number in range(5)]
-    assert steps[2][2] == "tome+fastv: answers" and steps[3][2] == "divprune: times"
+    assert direct.before == whole.before and direct.seen[0].answer == two.answer
+    alone = kept(subject, prompt, [Setting.from_spec(name, 0.5) for name in prompt.methods])
+    assert [one.drawing for one in alone.asked] == [one.drawing for one in drawn.asked]  # what the slider shows
+    with Image.open(io.BytesIO(two.drawing)) as image, Image.open(io.BytesIO(whole.original)) as original:
+        assert image.size == original.size  # the same scale
 
 
 def test_a_video_is_a_video(subject: Model) -> None:
     question = drawn_set("small-videos", 1).questions[-1]
-    (one,) = compare(subject, question.frames, question.question, ["vidcom2"], 0.5)
-    assert len(one.seen.frames) == 4  # pairs of frames
-    assert one.kept == one.tokens // 2 and one.drawing.width > one.drawing.height  # a strip above the other
+    *_, last = stages(subject, PagePrompt(question.frames, question.question, ("vidcom2",)), 0.5)
+    (one,) = last.asked
+    assert last.strips and one.kept == one.tokens // 2
+    with Image.open(io.BytesIO(one.drawing)) as image:
+        assert image.width > 2 * image.height  # a strip of frames
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 3, 5, 8])
+def test_a_run_that_is_not_wanted_ends_with_the_model_as_it_was(subject: Model, calls: int) -> None:
+    session, lock = Session(), threading.Lock()
+    check, left = session.begin(), iter(range(calls))
+
+    def still_wanted() -> None:
+        assert lock.locked()
+        if next(left, None) is None:
+            session.begin()
+        check()
+
+    prompt = PagePrompt([Image.new("RGB", (112, 112), "red")], "what is shown?", ("divprune",))
+    with pytest.raises(Superseded):
+        for _ in stages(subject, prompt, 0.25, still_wanted, lock):
+            assert not lock.locked() and not tokenprune.is_patched(subject.model)
+    assert not lock.locked() and not tokenprune.is_patched(subject.model)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +100,7 @@ def test_what_cannot_be_asked(
     subject: Model, images: int, question: str, methods: list[str], keep: float, error: type, said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        compare(subject, [Image.new("RGB", (128, 128))] * images, question, methods, keep)
+        next(stages(subject, PagePrompt([Image.new("RGB", (128, 128))] * images, question, tuple(methods)), keep))
     assert not tokenprune.is_patched(subject.model)
 
 
@@ -105,8 +131,10 @@ def test_who_waits_for_a_model_gets_it_or_hears_why() -> None:
     assert not loading.over
     loading.give("model")
     waiting.join()
-    loading.fail()  # at the end of the command; the model stays
-    assert heard == [loading.get()] == ["model"] and loading.over
+    assert loading.lock.acquire(blocking=False)
+    loading.lock.release()
+    loading.fail()  # at the end of the command; the model stays, and nobody works with it
+    assert heard == [loading.get()] == ["model"] and loading.over and loading.lock.locked()
     lost = Loading("lost")
     lost.fail()
     with pytest.raises(TokenPruneError, match="lost could not be loaded"):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The app in a real browser, wide and narrow: drop, ask, slide, switch; it loads nothing from elsewhere."""
+"""The app in a real browser, wide and narrow: open, drop, ask, slide, switch; it loads nothing from elsewhere."""
 
 from __future__ import annotations
 
+import base64
 import socket
 import subprocess
 import sys
@@ -16,11 +17,16 @@ from PIL import Image
 
 pytest.importorskip("gradio", reason="gradio makes the page: make test-app sets it up")
 
+import gradio as gr
+
 from tokenprune.errors import TokenPruneError
 from tokenprune.profiling.model import Model, load
-from tokenprune_bench.app.comparison import compare
+from tokenprune_bench.app.examples import Examples
+from tokenprune_bench.app.handlers import Handlers
 from tokenprune_bench.app.loading import Loading, own_folder
-from tokenprune_bench.app.page import _table, build, launch
+from tokenprune_bench.app.page import build, launch
+from tokenprune_bench.app.session import Session
+from tokenprune_demo.heldout import load_heldout
 
 PATIENCE = 120_000  # milliseconds
 
@@ -28,13 +34,6 @@ PATIENCE = 120_000  # milliseconds
 @pytest.fixture(scope="module")
 def subject() -> Model:
     return load("demo_qwen", device="cpu")
-
-
-def test_times_of_a_busy_machine_are_marked(subject: Model) -> None:
-    asked = compare(subject, [Image.new("RGB", (112, 112), "red")], "what is shown?", ["divprune"], 0.25)
-    for load_then, marked in ((100.0, True), (0.5, False), (None, False)):
-        asked[0].ttft["load"] = load_then
-        assert ("The machine was busy with other work (load 100.0" in _table("what?", asked, None)) is marked
 
 
 @contextmanager
@@ -48,6 +47,7 @@ def served(loading: Loading) -> Iterator[str]:
         with pytest.raises(TokenPruneError, match="another --port"):
             launch(build(Loading("demo_vlm"), folder), "127.0.0.1", port, open_browser=False, block=False)
         yield f"http://127.0.0.1:{port}"
+        loading.fail()
         page.close()
 
 
@@ -59,7 +59,10 @@ def address(subject: Model) -> Iterator[str]:
         yield found
 
 
-@pytest.fixture(params=[(1280, "light"), (400, "dark")], ids=["wide", "narrow"])
+WIDE, NARROW = pytest.param((1280, "light"), id="wide"), pytest.param((390, "dark"), id="narrow")
+
+
+@pytest.fixture(params=[WIDE, NARROW])
 def opened(browser: Any, address: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     width, scheme = request.param
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
@@ -68,11 +71,19 @@ def opened(browser: Any, address: str, request: pytest.FixtureRequest) -> Iterat
     page.on("console", lambda one: said.append(one.text) if one.type == "error" else None)
     page.on("pageerror", lambda one: said.append(str(one)))
     page.goto(address, timeout=PATIENCE)
-    page.get_by_role("button", name="Compare").wait_for(timeout=PATIENCE)
+    finished(page, "divprune 0.25")
     yield page
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.close()
     assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == [] and said == []
+
+
+def finished(page: Any, name: str, question: str = "") -> str:
+    """Wait for the answers and times of a setting, and return the headline."""
+    page.locator(".tokenprune-row figure", has_text=name).get_by_text("first token").first.wait_for(timeout=PATIENCE)
+    page.get_by_role("heading", name=question, level=2).wait_for(timeout=PATIENCE)
+    page.locator(".tokenprune-status").wait_for(state="detached", timeout=PATIENCE)
+    return page.locator("#tokenprune-head").inner_text()
 
 
 def test_the_page_is_there_before_the_model(browser: Any, subject: Model) -> None:
@@ -81,14 +92,14 @@ def test_the_page_is_there_before_the_model(browser: Any, subject: Model) -> Non
         page = browser.new_page()
         page.goto(address, timeout=PATIENCE)
         page.get_by_text("demo_qwen is loading").wait_for(timeout=PATIENCE)
-        assert page.get_by_text("or a video, or a GIF").count() == 0  # nobody knows yet
+        assert page.get_by_text("what color was the").count() == 0  # nobody knows yet whether it takes videos
         page.get_by_label("Question").fill("what?")
         page.get_by_role("button", name="Compare").click()  # waits, as the page does
+        page.get_by_text("the model is loading").wait_for(timeout=PATIENCE)
         loading.give(subject)
         page.get_by_text("demo_qwen (shipped)").wait_for(timeout=PATIENCE)
-        page.get_by_text("or a video, or a GIF").first.wait_for(timeout=PATIENCE)
         page.get_by_text("there is no image").wait_for(timeout=PATIENCE)
-        page.get_by_text("A drawn video").wait_for(timeout=PATIENCE)
+        page.get_by_text("what color was the").first.wait_for(timeout=PATIENCE)
         page.close()
 
 
@@ -99,16 +110,19 @@ def test_the_page_imports_no_transformers_before_the_model_is_there() -> None:
         import gradio as gr
         from tokenprune import TokenPruneError
         from tokenprune_bench.app import page
+        from tokenprune_bench.app.examples import Examples
         from tokenprune_bench.app.loading import Loading
+        from tokenprune_bench.app.session import Session
 
         class Watched(Loading):
             def get(self):
                 print("transformers" in sys.modules)
                 raise TokenPruneError("no model")
 
-        page._loaded(Watched("some"))
+        do = page.Handlers(Watched("some"), Examples())
+        do.loaded(None)
         try:
-            page._answer(Watched("some"), None, None, "what?", "divprune", None, 0.5, lambda *_, **more: None)
+            list(do.compare(Session(), None, "what?", "divprune", None, 0.5))
         except gr.Error:
             print("said")
     """
@@ -116,31 +130,145 @@ def test_the_page_imports_no_transformers_before_the_model_is_there() -> None:
     assert done.stdout.split() == ["False", "False", "said"]
 
 
-def table(page: Any) -> str:
-    return page.locator(".tokenprune-table table").inner_text(timeout=PATIENCE)
+def test_it_opens_with_an_example_that_was_asked(opened: Any) -> None:
+    head = finished(opened, "fastv 0.25")
+    assert "divprune 0.25: 4x fewer visual tokens, " in head and "answer" in head and "time" in head
+    boxes = [one.bounding_box() for one in opened.locator(".tokenprune-row img").all()]
+    assert len(boxes) == 3 and len({(round(box["width"]), round(box["height"])) for box in boxes}) == 1  # one scale
+    wide = opened.viewport_size["width"] > 1000
+    assert len({box["y"] for box in boxes}) == (1 if wide else 2)
+    assert opened.get_by_text("✓ right").count() + opened.get_by_text("✗ wrong").count() == 3
+    summary = opened.locator(".tokenprune-row summary").nth(1)
+    summary.focus()
+    opened.keyboard.press("Enter")  # enlarges it
+    large = opened.locator(".tokenprune-row img").nth(1).bounding_box()
+    assert large["width"] == opened.viewport_size["width"]
+    opened.keyboard.press("Enter")
+    assert opened.locator(".tokenprune-row img").nth(1).bounding_box()["width"] == boxes[1]["width"]
 
 
 def test_drop_ask_slide_and_switch(opened: Any, tmp_path: Path) -> None:
     Image.new("RGB", (256, 192), "navy").save(tmp_path / "dropped.png")
-    opened.locator("input[type=file]").first.set_input_files(tmp_path / "dropped.png")
-    opened.get_by_label("Question").fill("is there a <b>star</b>?")
-    opened.get_by_role("button", name="Compare").click()
-    first = table(opened)
-    assert "divprune 0.25" in first and "fastv 0.25" in first and "192 → 48" in first
-    assert "<b>star</b>" in opened.locator(".tokenprune-table h3").inner_text()
+    drop(opened, tmp_path / "dropped.png", "image/png")
+    finished(opened, "192 → 48")
+    question = opened.get_by_label("Question")
+    question.fill("is there a <b>star</b>?")
+    question.press("Enter")
+    head = finished(opened, "192 → 48", "is there a <b>star</b>?")
+    assert "these settings, without your file" in head and opened.get_by_text("✓ right").count() == 0
     slider = opened.locator("input[type=range]")
     slider.focus()
     for _ in range(5):
         opened.keyboard.press("ArrowRight")
-    slider.dispatch_event("pointerup")
-    opened.get_by_role("button", name="Compare").click()
-    opened.get_by_text("divprune 0.5").first.wait_for(timeout=PATIENCE)
+    finished(opened, "divprune 0.5")
     method = opened.get_by_label("Method")
     method.fill("dart:pivot_text=0")
     method.press("Enter")
     opened.get_by_role("button", name="Compare").click()
-    opened.get_by_text("dart:pivot_text=0 0.5").first.wait_for(timeout=PATIENCE)
+    finished(opened, "dart:pivot_text=0 0.5")
     method.fill("no_such_method")
     method.press("Enter")
     opened.get_by_role("button", name="Compare").click()
     opened.get_by_text("no_such_method").last.wait_for(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("opened", [NARROW], indirect=True)
+def test_the_slider_redraws_without_an_answer_until_it_is_released(opened: Any) -> None:
+    slider = opened.locator("input[type=range]")
+    box = slider.bounding_box()
+    middle, drawn = box["y"] + box["height"] / 2, opened.get_by_text("let go of the slider for answers and times")
+    opened.mouse.move(box["x"] + box["width"] * 0.22, middle)
+    opened.mouse.down()
+    for _ in range(120):  # until the keep beside it was drawn ahead
+        for share in (0.22, 0.27):
+            opened.mouse.move(box["x"] + box["width"] * share, middle)
+            opened.wait_for_timeout(500)
+        if drawn.count():
+            break
+    seen = opened.locator(".tokenprune-row figure").nth(1)
+    assert "divprune 0.3" in seen.inner_text() and "80 → 24" in seen.inner_text()
+    opened.wait_for_timeout(3000)
+    assert "…" in seen.inner_text() and drawn.count() == 1  # no answer yet
+    assert slider.bounding_box() == box  # it does not move under the hand
+    opened.mouse.up()
+    finished(opened, "divprune 0.3")
+
+
+def test_a_request_that_is_not_wanted_leaves_the_page_as_it_is(subject: Model) -> None:
+    loading, session = Loading("demo_qwen"), Session()
+    file = str(load_heldout(folder=subject.heldout, limit=1)[0].path)
+    asking = Handlers(loading, Examples()).compare(session, file, "what?", "divprune", "", 0.3)
+    assert "the model is loading" in next(asking)[0]
+    session.begin()
+    loading.give(subject)
+    assert list(asking) == [[gr.skip()] * 6] and session.at == {}
+    assert not loading.lock.locked()
+
+
+def test_the_slider_waits_for_no_model() -> None:
+    loading = Loading("never there")
+    do, session = Handlers(loading, Examples()), Session()
+    with loading.lock:
+        head, _ = do.slid(session, None, "what?", "divprune", "", 0.3)
+    assert "let go of the slider to see what 0.3 keeps" in head
+
+
+def test_an_address_sets_the_page_and_is_not_trusted(browser: Any, address: str) -> None:
+    page = browser.new_page()
+    page.goto(f"{address}/?example=2&question=is+there+a+ring%3F&first=dart&second=&keep=0.5", timeout=PATIENCE)
+    assert "dart 0.5: 1.6x fewer" in finished(page, "dart 0.5", "is there a ring?")
+    assert page.locator(".tokenprune-row figure").count() == 2
+    link = page.get_by_role("link", name="Link to these settings")
+    link.click()
+    finished(page, "dart 0.5", "is there a ring?")
+    assert "example=2" in page.url
+    for wrong, said in (
+        ("keep=7", "keep=7 in the address"),
+        ("first=dymu:thresholds=/etc/passwd", "opens no files"),
+        ("first=<img src=x onerror=alert(1)>", "write methods and their options"),
+        ("example=99", "there are 1 to"),
+    ):
+        page.goto(f"{address}/?{wrong}", timeout=PATIENCE)
+        page.get_by_text("The address is left aside").wait_for(timeout=PATIENCE)
+        assert said in page.get_by_text("The address is left aside").inner_text()
+        finished(page, "divprune 0.25")
+    page.close()
+
+
+@pytest.mark.parametrize("opened", [WIDE], indirect=True)
+def test_a_video_is_dropped_on_the_page(opened: Any, tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (112, 112), (20 * number, 80, 120)) for number in range(8)]
+    frames[0].save(tmp_path / "video.gif", save_all=True, append_images=frames[1:], duration=200)
+    drop(opened, tmp_path / "video.gif", "image/gif")
+    opened.locator(".tokenprune-row.strips").wait_for(timeout=PATIENCE)
+    finished(opened, "divprune 0.25")
+    tops = [one.bounding_box()["y"] for one in opened.locator(".strips img").all()]
+    assert len(set(tops)) == 3  # strips, one below the other
+
+
+def test_a_model_without_video_says_so(browser: Any, tmp_path: Path) -> None:
+    loading = Loading("demo_vlm")
+    loading.give(load("demo_vlm", device="cpu"))
+    frames = [Image.new("RGB", (112, 112), (20 * number, 80, 120)) for number in range(8)]
+    frames[0].save(tmp_path / "video.gif", save_all=True, append_images=frames[1:], duration=200)
+    with served(loading) as address:
+        page = browser.new_page()
+        page.goto(address, timeout=PATIENCE)
+        finished(page, "divprune 0.25")
+        drop(page, tmp_path / "video.gif", "image/gif")
+        page.get_by_text("takes no videos").wait_for(timeout=PATIENCE)
+        page.close()
+
+
+def drop(page: Any, file: Path, kind: str) -> None:
+    """Drop a file on the headline, as from a desktop."""
+    page.evaluate(
+        """([name, type, data]) => {
+          const held = new DataTransfer();
+          held.items.add(new File([Uint8Array.from(atob(data), (one) => one.charCodeAt(0))], name, {type}));
+          const where = document.querySelector("#tokenprune-head");
+          for (const event of ["dragenter", "dragover", "drop"])
+            where.dispatchEvent(new DragEvent(event, {dataTransfer: held, bubbles: true, cancelable: true}));
+        }""",
+        [file.name, kind, base64.b64encode(file.read_bytes()).decode()],
+    )

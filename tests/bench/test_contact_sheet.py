@@ -22,7 +22,7 @@ from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.profiling.media import read_frames
 from tokenprune.profiling.model import Model
 from tokenprune.setting import Setting
-from tokenprune.show import contact_sheet, draw, side_by_side
+from tokenprune.show import contact_sheet, draw, layout, side_by_side
 from tokenprune.show.contact_sheet import _GAP
 from tokenprune.show.grids import grids_of
 from zoo import FAMILIES
@@ -210,7 +210,7 @@ def test_show_takes_frames(tmp_path: Path) -> None:
     out = tmp_path / "strip.png"
     result = call("show", tmp_path, "--method", "uniform", "--frames", 2, "--device", "cpu", "--out", out)
     assert "512 → 128" in result.output and "of each frame as the model has it: 64/256 64/256" in result.output
-    assert Image.open(out).width == 2 * 16 * 8 + _GAP + 48
+    assert Image.open(out).width == layout.WIDTH
     (tmp_path / "none").mkdir()
     assert "no images" in refused("show", tmp_path / "none")
 
@@ -238,7 +238,7 @@ def test_show_takes_as_many_frames_as_the_context_holds(
     said = call("show", video, "--method", method, "--device", "cpu", "--out", out).output
     assert "7 of the 8 frames are taken: all of them and the question take" in said and "context is 2048" in said
     assert "1792 → 448" in said and max(lengths) <= 2048
-    assert Image.open(out).width == 7 * (16 if method == "dart" else 8) * 8 + 6 * _GAP + 48
+    assert Image.open(out).width == layout.WIDTH
     said = call("show", video, "--method", method, "--frames", 7, "--device", "cpu", "--out", out).output
     assert "1792 → 448" in said and "are taken" not in said
 

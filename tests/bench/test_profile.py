@@ -21,8 +21,9 @@ from tokenprune.config import Config
 from tokenprune.cost.model import CostModel, Load, decode_limit, site_limits
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.profiling.model import Model, load
-from tokenprune.profiling.profile import FIRST_TOKEN, STAGES, Profile, Side, profile_call
-from tokenprune.profiling.profile_tables import limit_table, stage_table
+from tokenprune.profiling.profile import Profile, Side, profile_call
+from tokenprune.profiling.profile_tables import TO_FIRST_TOKEN, limit_table, stage_table
+from tokenprune.profiling.stages import FIRST_TOKEN, STAGES
 from tokenprune.setting import Setting
 from tokenprune_bench.report.flame import flames, profile_page
 from tokenprune_demo.heldout import load_heldout
@@ -119,15 +120,44 @@ def test_the_table_says_what_limits() -> None:
 
 def test_bars_span_their_stages_on_one_scale() -> None:
     before, after = flames(_made_up())
-    whole = {bar.title.split(":")[0]: bar for bar in before.bars}
-    assert before.total == 110 and after.total == 55 and whole["call"].width == pytest.approx(1000)
-    parts = ("vision tower and projector", "decoder", "output head, embeddings, generate()")
-    assert sum(whole[part].width for part in parts) == pytest.approx(whole["to the first token"].width)
-    assert whole["decoder"].x == pytest.approx(whole["vision tower and projector"].x + whole[parts[0]].width)
+    whole = {bar.name: bar for bar in before.bars}
+    assert before.first_token == "100.0 ms" and after.first_token == "50.0 ms"
+    parts = [STAGES[stage] for stage in FIRST_TOKEN]
+    assert sum(whole[part].width for part in parts) == pytest.approx(whole[TO_FIRST_TOKEN].width)
+    assert whole["a step of decoding"].x == pytest.approx(whole[TO_FIRST_TOKEN].width)
+    assert whole["a step of decoding"].x + whole["a step of decoding"].width == pytest.approx(1000)
     assert [bar.width for bar in after.bars] == pytest.approx([bar.width / 2 for bar in before.bars])
     page = profile_page(_made_up(), 0.25)
     assert "&lt;m&gt;" in page and "<m>" not in page and page.count("<svg viewBox") == 2
     assert "http://" not in page and "https://" not in page and "style=" not in page
+
+
+def test_bars_and_table_show_the_same_numbers_in_the_same_order() -> None:
+    """Of runs whose stages take turns at being slow: medians of single stages would not add up."""
+    made = _made_up()
+    for side, factor in ((made.before, 1.0), (made.after, 0.7)):
+        stages = (
+            {"tower": 60.04, "selection": 1.0},
+            {"tower": 90.0, "prefill": 1.23},
+            {"tower": 60.0, "prefill": 80.0},
+        )
+        side.runs = [{name: factor * ms for name, ms in (dict.fromkeys(STAGES, 10.0) | one).items()} for one in stages]
+    page = profile_page(made, 0.25)
+    table = page[page.index("<tbody>") : page.index("</tbody>")]
+    rows = re.findall(r'<th scope="row">(.*?)</th>((?:\s*<td>[^<]*</td>)*)', table)
+    cells = [(name, re.findall(r"<td>(.*?)</td>", rest)) for name, rest in rows]
+    for place, figure in zip((0, 2), page.split('<figure class="flame">')[1:], strict=True):
+        wanted = [(name, found[place]) for name, found in cells if found[place].endswith(" ms")]
+        assert [name for name, _ in wanted][-2:] == [TO_FIRST_TOKEN, "a step of decoding"] and len(wanted) == 7
+        assert re.findall(r"<li class=\"\w+\">(.*?) <b>(.*?)</b>", figure) == wanted
+        assert [tuple(text.split(": ")) for text in re.findall(r"<title>(.*?)</title>", figure)] == wanted
+        *stages, total, _ = (float(time.split()[0]) for _, time in wanted)
+        assert sum(stages) == pytest.approx(total, abs=0.3)
+    medians = [made.before.median(stage) for stage in FIRST_TOKEN]
+    assert sum(medians) < sum(made.before.middle[stage] for stage in FIRST_TOKEN) - 10
+    assert made.before.middle["tower"] == 90
+    made.before.runs.append(dict.fromkeys(STAGES, 0.1))  # of four the faster of the two in the middle
+    assert sum(made.before.middle[stage] for stage in FIRST_TOKEN) == pytest.approx(91.04)
 
 
 def test_limits_are_those_of_the_closed_forms() -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from report_runs import GOOD, RIVALS, made, result, timing
+from tests.bench.test_contact_sheet import flat
 from tests.bench.test_report import EVIL, evil_run
 from tests.bench.test_report_samples import entry, folder
 from tokenprune_bench.report.page import make_page
 from tokenprune_bench.report.runs import Run
-from tokenprune_bench.report.samples import read_samples
+from tokenprune_bench.report.samples import FOLDER, read_samples
 
 WIDE, NARROW = 1280, 400
 
@@ -177,6 +178,54 @@ def test_a_method_lights_up_wherever_it_is(opened: Any) -> None:
     button.click()
     opened.mouse.move(0, 0)
     assert button.get_attribute("aria-pressed") == "false" and {"m0", "m1", "m2"} < clear("#run-1 g.series")
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("methods", [2, 4, 7, 8])
+def test_rows_of_samples_are_even(browser: Any, tmp_path: Path, width: int, methods: int) -> None:
+    """Whatever the shape of a drawing, and where there is none: captions of a row begin at one height, and no row has
+    one tile more than another, but the last."""
+    made_of = [entry(method=f"m{number}", image=f"0-{number % 2}.webp") for number in range(methods - 1)]
+    drawn = folder(tmp_path, *made_of, entry(method="blank", image=None, note="a reason of many words " * 3))
+    flat(1, 64).resize((64, 90)).save(drawn / FOLDER / "0-0.webp")
+    one = made("", *RIVALS)
+    file = tmp_path / "page.html"
+    file.write_text(make_page([Run("run", one.results, read_samples(drawn))]))
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto(file.as_uri())
+    tops = page.evaluate(
+        """[...document.querySelectorAll(".tile")].map(one => [one, one.querySelector("figcaption")].map(part =>
+          Math.round(part.getBoundingClientRect().top)))"""
+    )
+    page.close()
+    rows: dict[int, list[int]] = {}
+    for top, caption in tops:
+        rows.setdefault(top, []).append(caption)
+    assert all(len(set(captions)) == 1 for captions in rows.values())
+    across = 2 if width == NARROW else {2: 3, 4: 3, 7: 4, 8: 3}[methods]
+    full, rest = divmod(methods + 1, across)
+    assert [len(captions) for captions in rows.values()] == [across] * full + [rest] * (rest > 0)
+
+
+def test_a_verdict_of_none_takes_less_room(browser: Any, tmp_path: Path) -> None:
+    def card(lost: int, width: int) -> tuple[float, str, str]:
+        file = tmp_path / f"{lost}.html"
+        file.write_text(make_page([made("", *RIVALS, result("some", 0.25, 100 - lost, 100 - lost))]))
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.goto(file.as_uri())
+        found = page.evaluate(
+            """(() => {
+              const card = document.querySelector(".verdict");
+              const style = (part) => getComputedStyle(card.querySelector(part));
+              return [card.getBoundingClientRect().height, style(".taken").fontSize, style("dl").display];
+            })()"""
+        )
+        page.close()
+        return tuple(found)
+
+    for width in (WIDE, NARROW):
+        (none, letters, facts), (best, _, _) = card(20, width), card(0, width)
+        assert none < 0.6 * best and (letters, facts) == ("16px", "block")
 
 
 def test_without_script_the_page_is_whole(browser: Any, page_file: Path) -> None:

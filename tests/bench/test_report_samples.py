@@ -215,11 +215,27 @@ def test_a_video_is_drawn_frame_by_frame_and_pixels_are_not(tmp_path: Path, buil
     question = asked(is_video=True, video=[flat(number) for number in range(2 * times)])
     whole, divprune, pixels, chooser = sampled(tmp_path, subject, question, "divprune", "downsample", "view_select")
     assert (whole["tokens"], divprune["kept"]) == (total, round(total / 2))
-    cell = drawing.FRAME_SIDE // (max(height, width) // 2)
-    with Image.open(tmp_path / FOLDER / divprune["image"]) as image:
-        assert image.size == (times * (width // 2) * cell + 6 * (times - 1), height // 2 * cell)
+    for one in (whole, divprune):  # two frames are one for the model, and the unpatched one is drawn as it has them
+        with Image.open(tmp_path / FOLDER / one["image"]) as image:
+            assert image.size == (times * drawing.FRAME_SIDE + 6 * (times - 1), drawing.FRAME_SIDE)
     assert pixels["image"] is None and "pixels of the video" in pixels["note"]
     assert chooser["image"] is None and "nothing to draw" in chooser["note"]
+
+
+def test_every_drawing_of_a_question_has_the_same_size(tmp_path: Path) -> None:
+    """Also where a method leaves the model another grid: of 5 x 3 tokens, and of what is left of them."""
+    from processors import photo
+    from tokenprune.profiling.model import load
+
+    question = asked(images=(photo(280, 170, 0),), question="is there a star?")
+    methods = ("downsample", "divprune", "pool")
+    drawn = sampled(tmp_path, load("demo_qwen", device="cpu"), question, *methods)
+    sizes = []
+    for one in drawn:
+        with Image.open(tmp_path / FOLDER / one["image"]) as image:
+            sizes.append(image.size)
+    assert sizes == [(drawing.SIDE * 17 // 28, drawing.SIDE)] * 4
+    assert len({drawn[0]["tokens"], *(one["kept"] for one in drawn[1:])}) > 1
 
 
 def test_several_images_are_drawn_side_by_side(tmp_path: Path) -> None:

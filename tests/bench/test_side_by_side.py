@@ -11,7 +11,7 @@ import tokenprune
 from tokenprune.errors import AlreadyPatchedError, OptionError
 from tokenprune.profiling.model import Model, load
 from tokenprune.setting import Setting
-from tokenprune.show import draw, side_by_side
+from tokenprune.show import draw, layout, side_by_side
 
 QUESTION = "is there a star?"
 
@@ -45,8 +45,7 @@ def test_methods_and_a_stack_stand_side_by_side_with_what_they_cost(subject: Mod
     assert shown.panels[3].lines[0].startswith("256 to 16 visual tokens, 40 on average")
     assert shown.caption[:2] == ("demo_vlm (shipped)", f"Q: {QUESTION}")
     assert steps[0] == ("unpatched", 0, 4) and steps[-1] == (names[-1], 3, 4)
-    image = shown.image()
-    assert image.width == 3 * shown.panels[0].image.width + 2 * 24 + 2 * 24  # three in a line, the fourth below
+    assert shown.across == 2 and shown.image().width == layout.WIDTH  # two in a line, as large as fits
     assert not tokenprune.is_patched(subject.model)
 
 

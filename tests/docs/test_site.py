@@ -103,6 +103,24 @@ def test_notebooks_are_committed_bare(path: Path) -> None:
         assert (path.parent / target).exists(), target
 
 
+def test_the_page_of_a_notebook_shows_the_outputs_that_were_kept(hooks: Any) -> None:
+    """They were made of the notebook's code as it is now, and each stands after its cell."""
+    made = tool("notebook_outputs")
+    kept = [path for path in NOTEBOOKS if (made.OUTPUTS / path.stem).is_dir()]
+    assert [path.stem for path in kept] == ["tour"]
+    for path in kept:
+        folder, cells = made.OUTPUTS / path.stem, json.loads(path.read_text())["cells"]
+        text = hooks.as_markdown(path)
+        assert (folder / "code.sha256").read_text() == made.digest(cells), f"python dev/notebook_outputs.py {path.stem}"
+        outputs = {one for one in folder.iterdir() if one.suffix != ".sha256"}
+        code = {cell["id"]: "".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"}
+        assert len(outputs) > 9 and {one.stem for one in outputs} <= set(code)
+        for one in outputs:
+            after = text[text.index(code[one.stem]) + len(code[one.stem]) :].split("```python")[0]
+            said = f"](../images/{path.stem}/{one.name})" if one.suffix == ".webp" else one.read_text()
+            assert said in after, one.name
+
+
 def page_of(hooks: Any, uri: str, text: str) -> str:
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri=uri))
     return hooks.on_page_markdown(text, page=page, config={}, files=None)

@@ -34,12 +34,23 @@ def show(
         str,
         typer.Option("--methods", "--method", help=f"{METHODS_HELP}.", autocompletion=complete_methods),
     ] = "dart",
-    keep: Annotated[str, typer.Option(help="Share of the visual tokens, or a whole number of them.")] = "0.25",
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            help="Share of the visual tokens, or a whole number of them; default: 0.25. With --gif keep: several, with "
+            "commas between them."
+        ),
+    ] = None,
     question: Annotated[str, typer.Option(help="Some methods choose by it.")] = QUESTION,
     scores: Annotated[
         bool, typer.Option("--scores", help="Draw a map of scores, too, of methods that rank tokens by one.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("tokenprune.png"),
+    gif: Annotated[
+        str | None, typer.Option(help="Write a GIF that moves over keep (1.0 to 0.1), or over the frames of a video.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; default: tokenprune.png, or tokenprune.gif.")
+    ] = None,
     frames: Annotated[int, typer.Option(min=1, help="Frames of a video to take, evenly chosen.")] = 8,
     model: ModelOption = None,
     device: DeviceOption = None,
@@ -48,22 +59,33 @@ def show(
     """Draw which patches of an image, or of frames, methods keep (outlined), drop (dark, hatched) and merge (one
     colour), side by side, with the answers below."""
     from tokenprune.profiling.media import read_frames
-    from tokenprune.show import contact_sheet, side_by_side
+    from tokenprune.show import animation, contact_sheet, side_by_side
 
     settings = read_specs(methods)
     if not settings:
         raise OptionError("--methods names none: see `tokenprune methods`")
-    (share,) = read_keeps(keep, one=True)
-    settings = [one.with_keep(share) for one in settings]
-    read_frames(files, 1)  # a file that cannot be read is said before the model is loaded
+    keeps = read_keeps(keep or (animation.KEEPS if gif == animation.KEEP else "0.25"), one=gif is None)
+    wanted = [one.with_keep(share) for share in keeps for one in settings]
+    for one in wanted:
+        one.checked().steps()
+    # What cannot be read or shown is said before the model is loaded.
+    found = len(read_frames(files, min(2, frames)))
+    if gif is not None:
+        animation.check_kind(gif, keeps, found)
+    out = out or Path("tokenprune.png" if gif is None else "tokenprune.gif")
+    if gif is not None and out.suffix.lower() != ".gif":
+        raise OptionError(f"--gif writes a GIF: give --out {out} a name that ends in .gif")
     subject = load_model(model, device, threads, suffix="")
-    images, left_out = contact_sheet.fitting(subject, partial(read_frames, files), frames, question, settings[0])
+    images, left_out = contact_sheet.fitting(subject, partial(read_frames, files), frames, question, wanted[0])
     with show_progress(lines=False) as step:
-        shown = side_by_side.show(subject, images, question, settings, scores, step)
-    try:
-        shown.image().save(out)
-    except (OSError, ValueError) as error:
-        raise TokenPruneError(f"cannot write {out}: {error}") from error
+        shown = side_by_side.show(subject, images, question, wanted, scores, step)
+    if gif is not None:
+        animation.save(animation.stills(shown, gif, len(settings)), out)
+    else:
+        try:
+            shown.image().save(out)
+        except (OSError, ValueError) as error:
+            raise TokenPruneError(f"cannot write {out}: {error}") from error
     console = get_console()
     for line in (left_out, *shown.notes, subject.limits(files)):
         if line:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import TYPE_CHECKING
 
 from tokenprune.cost.model import CostModel, Load, decode_limit, site_limits
@@ -12,7 +11,9 @@ from tokenprune.profiling.stages import FIRST_TOKEN, STAGES
 from tokenprune.profiling.table import Cell, Table
 
 if TYPE_CHECKING:
-    from tokenprune.profiling.profile import Profile
+    from tokenprune.profiling.profile import Profile, Side
+
+TO_FIRST_TOKEN = "to the first token"
 
 
 def setting_name(profile: Profile) -> str:
@@ -23,28 +24,35 @@ def setting_name(profile: Profile) -> str:
     return " + ".join(f"{method.name} {budget.short()}" for method, budget in zip(methods, budgets, strict=True))
 
 
+def stage_times(side: Side) -> dict[str, float]:
+    """Return the milliseconds of a side by name, in the order of the table: the stages to the first token, their sum,
+    and a step of decoding."""
+    run = side.middle
+    first = {STAGES[stage]: run[stage] for stage in FIRST_TOKEN}
+    return {**first, TO_FIRST_TOKEN: sum(first.values()), STAGES["decode"]: run["decode"]}
+
+
 def stage_table(profile: Profile) -> Table:
     """Return the milliseconds of each stage, before and after."""
     before, after = profile.before, profile.after
-    whole = sum(before.median(stage) for stage in FIRST_TOKEN)
+    ours, theirs = stage_times(before), None if after is None else stage_times(after)
+    ratios = {STAGES[stage]: profile.ratio(stage) for stage in STAGES if stage != "selection"}
+    ratios[TO_FIRST_TOKEN] = profile.ratio()
+    summed = [STAGES[stage] for stage in FIRST_TOKEN]
     rows = []
-    for stage in FIRST_TOKEN:
-        row = [STAGES[stage], _ms(before.median(stage)), f"{before.median(stage) / whole:.0%}"]
-        if after is not None:
-            row += [_ms(after.median(stage)), _ratio(profile.ratio(stage) if stage != "selection" else None)]
+    for name, took in ours.items():
+        row = [name, in_ms(took), f"{took / ours[TO_FIRST_TOKEN]:.0%}" if name in summed else ""]
+        if theirs is not None:
+            row += [in_ms(theirs[name]), _ratio(ratios.get(name))]
         rows.append([*map(Cell, row)])
-    total = ["to the first token", _ms(median(before.first_token())), ""]
-    step = [STAGES["decode"], _ms(before.median("decode")), ""]
     cache = ["KV cache", f"{before.kv_bytes / 1024:.0f} KiB", ""]
     tokens = ["visual tokens, first to last layer", f"{before.visual[0]}", ""]
     if after is not None:
-        total += [_ms(median(after.first_token())), _ratio(profile.ratio())]
-        step += [_ms(after.median("decode")), _ratio(profile.ratio("decode"))]
         cache += [f"{after.kv_bytes / 1024:.0f} KiB", _ratio(before.kv_bytes / max(1, after.kv_bytes))]
         average = before.visual[0] / max(1.0, after.visual[2])
         share = percent(after.visual[1] / max(1, before.visual[0]))
         tokens += [f"{after.visual[0]} → {after.visual[1]} ({share})", _ratio(average)]
-    rows += [[*map(Cell, row)] for row in (total, step, cache, tokens)]
+    rows += [[*map(Cell, row)] for row in (cache, tokens)]
     columns: tuple[str, ...] = ("stage", "unpatched", "share")
     columns += () if after is None else (setting_name(profile), "faster by")
     return Table(f"Where a call's time goes: {profile.environment['model']}", columns, rows, tuple(_notes(profile)))
@@ -79,8 +87,8 @@ def limit_table(model: CostModel, load: Load, keep: float, title: str = "What ea
 def _notes(profile: Profile) -> list[str]:
     before, after = profile.before, profile.after
     runs, load = len(before.runs), profile.machine_load
-    said = f"Medians of {runs} run{'s'[: runs != 1]}" + ("" if after is None else " of each, in turn, with ratios")
-    said += " taken run by run" if after is not None else ""
+    said = f"The run with the median time to the first token, of {runs}"
+    said += "" if after is None else " of each, in turn; ratios are medians over pairs of runs"
     notes = [said + ("." if load is None else f"; load of the machine {load:.1f}.")]
     predicted = profile.predicted()
     if predicted is not None:
@@ -90,8 +98,9 @@ def _notes(profile: Profile) -> list[str]:
         )
     if after is not None and profile.setting is not None:
         notes.append(f"Asked for: {cuts_in_words(*profile.setting.steps(), profile.visual_of_an_image)}.")
-        slowest = max(FIRST_TOKEN, key=after.median)
-        share = after.median(slowest) / median(after.first_token())
+        took = after.middle
+        slowest = max(FIRST_TOKEN, key=lambda stage: took[stage])
+        share = took[slowest] / sum(took[stage] for stage in FIRST_TOKEN)
         notes.append(f"What limits it now: {STAGES[slowest]}, {share:.0%} of the time to the first token.")
         notes.append(f"Answers: {before.answer!r} unpatched, {after.answer!r} patched.")
     if profile.environment["device"] != "cpu" and after is not None:
@@ -103,5 +112,6 @@ def _ratio(value: float | None) -> str:
     return "" if value is None else f"x{value:.2f}" if value < 10 else f"x{value:.0f}"
 
 
-def _ms(value: float) -> str:
+def in_ms(value: float) -> str:
+    """Return milliseconds as text, of a table and of a bar alike."""
     return f"{value:.1f} ms"

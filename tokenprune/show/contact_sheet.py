@@ -120,13 +120,12 @@ def look(
     is. Raises UnsupportedSetupError where the tokens of an image form no grid, OptionError for a method that chooses
     between images.
 
-    video: whether the images are a video. side: pixels of a drawing's longer side, about. labels: the text before each
-    image.
+    video: whether the images are a video. side: pixels of a drawing's longer side, of every method. labels: the text
+    before each image.
     """
     draw.check_drawable(setting)
     seen = seen_under(subject, images, question, setting, video, labels)
-    cell = max(2, side // max(max(grid) for grid in seen.grids))
-    return row(seen.drawings(cell)), int(seen.kept.sum())
+    return row(seen.drawings(0, draw.sizes_of(seen.frames, side))), int(seen.kept.sum())
 
 
 def asked(
@@ -147,18 +146,30 @@ def seen_under(
 ) -> PromptView:
     with patched_by(subject, setting, video, record=True), watched_scores(subject.model) as found:
         inputs = asked(subject, frames, question, video, labels)
-        grids = grids_of(subject, inputs, len(frames), video)
+        shown, grids = seen_frames(subject, inputs, frames, video)
         (answer,) = subject.generate(inputs)
         stats = stats_of(subject.model)
     kept, groups = draw.patches(subject, inputs, stats)
     scores = placed_scores(subject, inputs, stats, found)
-    # A model that merges frames in time has fewer of them: each shows its first.
-    step = math.ceil(len(frames) / len(grids))
-    shown = [
-        frames[place] if video else draw.seen_image(subject, inputs, frames[place], place)
-        for place in (min(number * step, len(frames) - 1) for number in range(len(grids)))
-    ]
     return PromptView(shown, grids, kept, groups, answer, stats, scores)
+
+
+def seen_frames(
+    subject: Model, inputs: dict[str, Any], frames: Sequence[Image.Image], video: bool
+) -> tuple[list[Image.Image], list[Grid]]:
+    """Return the images, or frames, as a model has them, and the grid of each.
+
+    A model that merges frames in time has fewer of them: each shows its first. Raises UnsupportedSetupError where the
+    tokens form no grid.
+    """
+    grids = grids_of(subject, inputs, len(frames), video)
+    step = math.ceil(len(frames) / len(grids))
+    places = [min(number * step, len(frames) - 1) for number in range(len(grids))]
+    shown = [
+        frames[place].convert("RGB") if video else draw.seen_image(subject, inputs, frames[place], place)
+        for place in places
+    ]
+    return shown, grids
 
 
 def as_video(subject: Model, setting: Setting) -> bool:

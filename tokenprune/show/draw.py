@@ -23,6 +23,7 @@ from tokenprune.workflows.two_pass import ESCALATE
 CELL = 32  # pixels of a patch in the drawing
 _DARK, _HATCH = 0.22, 64
 _BORDERS = (255, 255, 255), (0, 60, 160)  # of a dark patch, and of a light one
+_BOX = (255, 140, 0)
 CROPS = "its processor crops away"
 _CROP = 0.02  # of a side: less is rounding
 _LIGHT = 150  # mean brightness from which a patch is light
@@ -93,7 +94,8 @@ def draw(
     wide, high = size or (width * cell, height * cell)
     rows, columns = np.arange(high) * height // high, np.arange(wide) * width // wide
     side = min(wide // width, high // height)
-    line, step = max(1, side // 24), max(4, side // 4)
+    # Few large patches need no thicker lines than many small ones.
+    line, step = max(1, min(side // 24, max(wide, high) // 200)), max(4, min(side // 4, max(wide, high) // 40))
 
     def spread(values: np.ndarray) -> np.ndarray:
         return values[rows][:, columns]
@@ -116,6 +118,15 @@ def draw(
         x, y = (2 * int(column) + 1) * wide // (2 * width), (2 * int(row) + 1) * high // (2 * height)
         pen.ellipse((x - dot, y - dot, x + dot, y + dot), fill=color_of(groups[row, column]))
     return drawn
+
+
+def sizes_of(frames: Sequence[Image.Image], side: int) -> list[tuple[int, int]]:
+    """Return the sizes of drawings of frames whose longer side is `side`."""
+    scales = [side / max(frame.size) for frame in frames]
+    return [
+        (max(1, round(frame.width * scale)), max(1, round(frame.height * scale)))
+        for frame, scale in zip(frames, scales, strict=True)
+    ]
 
 
 def _edges(labels: np.ndarray, line: int) -> np.ndarray:
@@ -181,6 +192,18 @@ def cropped_away(image: Image.Image, box: tuple[int, int, int, int] | None) -> s
     sides = [f"{share:.0%} at the {side}" for side, share in cut if share >= _CROP]
     seen = f"the model sees {right - left} x {bottom - top} of the image's {width} x {height} pixels"
     return f"{CROPS} {' and '.join(sides)}: {seen}" if sides else ""
+
+
+def boxed(image: Image.Image, box: tuple[int, int, int, int], side: int = 280) -> Image.Image:
+    """Return the image, its longer side `side` pixels, dark but for the box, which has an outline."""
+    scale = side / max(image.size)
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    shown = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+    left, top, right, bottom = (round(edge * scale) for edge in box)
+    dark = shown.point(lambda value: int(value * _DARK) + _HATCH)
+    dark.paste(shown.crop((left, top, right, bottom)), (left, top))
+    ImageDraw.Draw(dark).rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), outline=_BOX, width=4)
+    return dark
 
 
 def seen_box(subject: Model, image: Image.Image) -> tuple[int, int, int, int] | None:

@@ -5,40 +5,32 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.profiling.kept import keep_in_words
 from tokenprune.profiling.model import Model
 from tokenprune.setting import Setting
-from tokenprune.show import contact_sheet, draw
+from tokenprune.show import contact_sheet, draw, layout
 from tokenprune.show.contact_sheet import PromptView
+from tokenprune.show.layout import Panel
 from tokenprune.spelling import split_methods
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LARGEST, SMALLEST = 1280, 384  # pixels of a drawing's longer side, at most and at least
-_ACROSS, _GAP, _INK, _PAPER = 3, 24, "#202020", "white"
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A drawing, with its title and the lines of text below it. scores: whether it is a map of them."""
-
-    image: Image.Image
-    title: str
-    lines: tuple[str, ...]
-    scores: bool = False
+_At = Callable[[Sequence[tuple[int, int]]], list[Image.Image]]
 
 
 @dataclass(frozen=True)
 class Shown:
     """The output of `tokenprune show`. caption: model and question. panels: unpatched first, then the kept tokens of
-    each method, and its scores if they were asked for. seen: the view of each method. tokens: visual tokens before."""
+    each method, and its scores if they were asked for. seen: the view of each method. tokens: visual tokens before.
+    cropped: the image with a box around what the model sees of it, where its processor crops."""
 
     caption: tuple[str, ...]
     panels: list[Panel]
@@ -46,6 +38,7 @@ class Shown:
     before: str
     tokens: int
     notes: tuple[str, ...] = ()
+    cropped: Image.Image | None = None
 
     @property
     def kept_panels(self) -> list[Panel]:
@@ -55,47 +48,53 @@ class Shown:
     @property
     def across(self) -> int:
         """Return the number of drawings side by side; those of several frames stand one below the other."""
-        return 1 if max(len(one.frames) for one in self.seen) > 1 else min(_ACROSS, 1 + len(self.seen))
+        if max(panel.frames for panel in self.panels) > 1:
+            return 1
+        maps = any(panel.scores for panel in self.panels)  # each stands under the drawing of its method
+        return layout.columns(len(self.columns), self.panels[0].shape * (1 + maps))
+
+    @property
+    def columns(self) -> list[list[Panel]]:
+        """Each drawing, with the map of scores that stands under it."""
+        columns: list[list[Panel]] = []
+        for panel in self.panels:
+            if panel.scores:
+                columns[-1].append(panel)
+            else:
+                columns.append([panel])
+        return columns
 
     def lines(self, across: int) -> list[list[Panel | None]]:
         """Return the panels line by line, a map of scores under the drawing of its own method; None: an empty place."""
-        columns: list[list[Panel | None]] = []
-        for panel in self.panels:
-            if panel.scores:
-                columns[-1][1] = panel
-            else:
-                columns.append([panel, None])
-        lines = []
-        for start in range(0, len(columns), across):
-            drawings, maps = map(list, zip(*columns[start : start + across], strict=True))
-            lines += [drawings, maps] if any(maps) else [drawings]
+        lines: list[list[Panel | None]] = []
+        for start in range(0, len(self.columns), across):
+            part = self.columns[start : start + across]
+            lines.append([column[0] for column in part])
+            if any(column[1:] for column in part):
+                lines.append([column[1] if column[1:] else None for column in part])
         return lines
 
-    def image(self) -> Image.Image:
-        """Return all panels with their text as one image."""
-        across = self.across
-        width = max(panel.image.width for panel in self.panels)
-        size = max(15, min(26, width // 26))
-        blank = Image.new("RGB", (width, 1), _PAPER)
-        lines = [
-            [blank if panel is None else _written(panel, width, size) for panel in line] for line in self.lines(across)
-        ]
-        head = _text(self.caption, across * (width + _GAP) - _GAP, size)
-        rows = [contact_sheet.row(line, _GAP) for line in lines]
-        height = sum(one.height + _GAP for one in rows)
-        whole = Image.new("RGB", (head.width + 2 * _GAP, head.height + 2 * _GAP + height), _PAPER)
-        whole.paste(head, (_GAP, _GAP))
-        top = head.height + 2 * _GAP
-        for one in rows:
-            whole.paste(one, (_GAP, top))
-            top += one.height + _GAP
-        return whole
+    def image(self, width: int = layout.WIDTH, least: int = 0) -> Image.Image:
+        """Return all panels with their text as one image, `width` pixels wide; narrower where images are tall. least:
+        pixels of a caption, at least."""
+        return layout.sheet(self.caption, self.lines(self.across), width, self.cropped, least)
+
+    def of_settings(self, start: int, stop: int) -> Shown:
+        """Return what is shown of these settings alone."""
+        panels = [panel for column in self.columns[1 + start : 1 + stop] for panel in column]
+        return replace(self, panels=[self.panels[0], *panels], seen=self.seen[start:stop])
+
+    def of_frame(self, number: int) -> Shown:
+        """Return what is shown of one frame of a video, as the model has it."""
+        most = max(panel.frames for panel in self.panels)
+        panels = [panel.of_frame(number) for panel in self.panels]
+        return replace(self, caption=(*self.caption, f"frame {number + 1} of {most}"), panels=panels)
 
     def pair(self, number: int) -> Image.Image:
         """Return the unpatched panel and what the method `number` keeps, without text: side by side, of several frames
         one below the other."""
         pair = self.panels[0].image, self.kept_panels[number].image
-        return contact_sheet.row(pair) if len(self.seen[number].frames) == 1 else _column(pair)
+        return contact_sheet.row(pair) if len(self.seen[number].frames) == 1 else layout.column(pair)
 
 
 def show(
@@ -128,9 +127,12 @@ def show(
     single, several = len(images) == 1, len(asked) > 1 or scores
     views = [image.convert("RGB") for image in images]
     notes: list[str] = []
+    cropped = None
     if not any(videos):
         boxes = [draw.seen_box(subject, image) for image in views]
         notes += list(dict.fromkeys(filter(None, map(draw.cropped_away, views, boxes))))
+        pairs = zip(views, boxes, strict=True)
+        cropped = next((draw.boxed(image, box) for image, box in pairs if box and draw.cropped_away(image, box)), None)
         views = [image.crop(box) if box else image for image, box in zip(views, boxes, strict=True)]
     panels: list[Panel] = []
     shown: list[PromptView] = []
@@ -144,17 +146,18 @@ def show(
         sizes = [_size(frame, grid, single, several) for frame, grid in zip(seen.frames, seen.grids, strict=True)]
         if not panels:
             whole = [frame.resize(size) for frame, size in zip(seen.frames, sizes, strict=True)]
-            panels.append(Panel(_strip(whole), "unpatched", (f"{tokens} visual tokens", f"answer: {before}")))
+            about = f"{tokens} visual tokens", _said(before)
+            panels.append(_panel(_strip(whole), "unpatched", about, seen.frames, _plain(seen.frames)))
         said = keep_in_words(setting.keep, len(setting.names), int(seen.kept.sum()) / max(1, tokens))
-        panels.append(Panel(_strip(seen.drawings(0, sizes)), f"{name}, keep {said}", _about(seen, tokens)))
+        image, title = _strip(seen.drawings(0, sizes)), f"{name}, keep {said}"
+        panels.append(_panel(image, title, _about(seen, tokens), seen.frames, _kept(seen)))
         if scores and seen.scores is None:
             notes.append(f"{name} ranks no tokens by a score: there is no map of it")
         elif scores and seen.scores is not None:
-            maps = zip(seen.frames, seen.split(seen.scores), sizes, strict=True)
-            heated = [draw.heat(frame, own, size) for frame, own, size in maps]
-            panels.append(Panel(_strip(heated), f"{name}: scores", ("ranks, from dark (low) to yellow (high)",), True))
+            heated, scale = _heat(seen), ("ranks, from dark (low) to yellow (high)",)
+            panels.append(_panel(_strip(heated(sizes)), f"{name}: scores", scale, seen.frames, heated, scores=True))
     caption = subject.name, f"Q: {question}", *(note for note in notes if note.startswith(draw.CROPS))
-    return Shown(caption, panels, shown, before, tokens, tuple(notes))
+    return Shown(caption, panels, shown, before, tokens, tuple(notes), cropped)
 
 
 def plot(
@@ -211,7 +214,7 @@ def plot(
 
 def _about(seen: PromptView, tokens: int) -> tuple[str, ...]:
     average = f", {seen.stats.visual_tokens_average:.0f} on average over the layers" if seen.stats else ""
-    return f"{tokens} to {int(seen.kept.sum())} visual tokens{average}", f"answer: {seen.answer}"
+    return f"{tokens} to {int(seen.kept.sum())} visual tokens{average}", _said(seen.answer)
 
 
 def _size(frame: Image.Image, grid: tuple[int, int], single: bool, several: bool) -> tuple[int, int]:
@@ -223,41 +226,43 @@ def _size(frame: Image.Image, grid: tuple[int, int], single: bool, several: bool
     return max(1, round(frame.width * scale)), max(1, round(frame.height * scale))
 
 
+def _said(answer: str) -> str:
+    return f"answer: {answer.strip() or '(nothing)'}"
+
+
+def _panel(
+    image: Image.Image, title: str, lines: tuple[str, ...], frames: Sequence[Image.Image], draw_at: _At, **more: bool
+) -> Panel:
+    """Return a panel whose frames can be drawn at any width. draw_at: returns them at given sizes."""
+
+    def wide(width: int) -> list[Image.Image]:
+        return draw_at([(width, max(1, round(width * frame.height / frame.width))) for frame in frames])
+
+    ratio = max(frame.height / frame.width for frame in frames)
+    return Panel(image, title, lines, frames=len(frames), ratio=ratio, draw=wide, **more)
+
+
+def _plain(frames: Sequence[Image.Image]) -> _At:
+    """Return a function that draws frames as they are."""
+    return lambda sizes: [
+        frame.resize(size, Image.Resampling.LANCZOS) for frame, size in zip(frames, sizes, strict=True)
+    ]
+
+
+def _kept(seen: PromptView) -> _At:
+    """Return a function that draws what is kept of each frame."""
+    return lambda sizes: seen.drawings(0, sizes)
+
+
+def _heat(seen: PromptView) -> _At:
+    """Return a function that draws the scores of each frame."""
+    scores = seen.split(seen.scores) if seen.scores is not None else []
+    return lambda sizes: [draw.heat(*one) for one in zip(seen.frames, scores, sizes, strict=True)]
+
+
 def _strip(frames: Sequence[Image.Image]) -> Image.Image:
     """Return frames side by side, eight at most in a line."""
-    return _column([contact_sheet.row(frames[start : start + 8]) for start in range(0, len(frames), 8)])
-
-
-def _column(rows: Sequence[Image.Image]) -> Image.Image:
-    """Return images one below the other."""
-    if len(rows) == 1:
-        return rows[0]
-    size = max(row.width for row in rows), sum(row.height + 6 for row in rows) - 6
-    image, top = Image.new("RGB", size, _PAPER), 0
-    for row in rows:
-        image.paste(row, (0, top))
-        top += row.height + 6
-    return image
-
-
-def _written(panel: Panel, width: int, size: int) -> Image.Image:
-    """Return a panel with its text below, `width` wide."""
-    text = _text((panel.title, *panel.lines), width, size)
-    whole = Image.new("RGB", (width, panel.image.height + size // 3 + text.height), _PAPER)
-    whole.paste(panel.image, (0, 0))
-    whole.paste(text, (0, panel.image.height + size // 3))
-    return whole
-
-
-def _text(lines: Sequence[str], width: int, size: int) -> Image.Image:
-    """Return lines of text on paper, broken where they are too long."""
-    font = ImageFont.load_default(size)
-    broken = [part for line in lines for part in textwrap.wrap(line, max(12, int(width / (0.52 * size)))) or [""]]
-    image = Image.new("RGB", (width, int(1.35 * size * len(broken)) + 4), _PAPER)
-    pen = ImageDraw.Draw(image)
-    for place, part in enumerate(broken):
-        pen.text((0, int(1.35 * size * place)), part, fill=_INK, font=font)
-    return image
+    return layout.strip(frames, 8)
 
 
 __all__ = ["Panel", "Shown", "plot", "show"]

@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from tokenprune.profiling.model import Model
 
 
+AT_REST = 10  # seconds that the end of a page waits for the model
+
+
 class Loading:
     """A model that another thread loads. name: as `--model` takes it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.lock = threading.Lock()  # a model is patched for everybody: held while one works with it
         self._subject: Model | None = None
         self._over = threading.Event()
 
@@ -38,8 +42,10 @@ class Loading:
         self._over.set()
 
     def fail(self) -> None:
-        """Tell all who wait that there will be none."""
+        """Tell all who wait that there will be none, and let nobody work with one that is there: a process that ends
+        while a thread computes is aborted."""
         self._over.set()
+        self.lock.acquire(timeout=AT_REST)
 
     def get(self) -> Model:
         """Return the model as soon as it is there; raises TokenPruneError where it could not be loaded."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 import tokenprune
-from tokenprune.errors import OptionError, RunError, TokenPruneError
+from tokenprune.errors import OptionError, RunError, TokenPruneError, UnsupportedSetupError
 from tokenprune.profiling.patched import escalating
 from tokenprune.setting import Setting
 from tokenprune.show import contact_sheet, draw
@@ -215,17 +216,14 @@ def _draw(
 
 def _whole(subject: Model, question: Any) -> tuple[Image.Image, int]:
     """Return the images as the unpatched model sees them, and the number of their tokens."""
-    if question.is_video:
-        frames = question.video
-        inputs = subject.video_inputs(frames, question.question)
-    else:
-        frames = list(question.images)
-        inputs = subject.inputs([frames], [question.question])
-        pixels = inputs.get("pixel_values")
-        if len(frames) == 1 and pixels is not None and pixels.shape[:-3].numel() == 1:
-            frames = [draw.seen_image(subject, inputs, frames[0])]  # a processor may cut off a part
-    side = SIDE if len(frames) == 1 else FRAME_SIDE
-    return contact_sheet.row([ImageOps.contain(frame, (side, side)) for frame in frames]), subject.visual_tokens(inputs)
+    frames = list(question.video if question.is_video else question.images)
+    labels = getattr(question, "labels", ())
+    inputs = contact_sheet.asked(subject, frames, question.question, question.is_video, labels)
+    with suppress(UnsupportedSetupError):  # no grid: the methods are not drawn, and the images are shown as they are
+        frames, _ = contact_sheet.seen_frames(subject, inputs, frames, question.is_video)
+    sizes = draw.sizes_of(frames, _side(question))
+    shown = [frame.resize(size) for frame, size in zip(frames, sizes, strict=True)]
+    return contact_sheet.row(shown), subject.visual_tokens(inputs)
 
 
 def _look(subject: Model, question: Any, setting: Setting) -> tuple[Image.Image, int]:
@@ -234,9 +232,13 @@ def _look(subject: Model, question: Any, setting: Setting) -> tuple[Image.Image,
     if video and any(method.site is tokenprune.Site.PRE_ENCODER for method in methods):
         raise TokenPruneError("it acts on the pixels of the video, before there are tokens")
     frames = question.video if video else question.images
-    side = SIDE if len(frames) == 1 and not video else FRAME_SIDE
     labels = getattr(question, "labels", ())
-    return contact_sheet.look(subject, frames, text, setting, video, side, labels)
+    return contact_sheet.look(subject, frames, text, setting, video, _side(question), labels)
+
+
+def _side(question: Any) -> int:
+    """Return the pixels of the longer side of each drawing of a question, whatever the method."""
+    return SIDE if len(question.images) == 1 and not question.is_video else FRAME_SIDE
 
 
 def _answers(path: Path, keep: float | int, numbers: Sequence[int]) -> dict[tuple, dict[str, Any]]:

@@ -1,58 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profile as a page: a bar for each stage under what it is a part of, before and after on one scale."""
+"""A profile as a page: the rows of its table of stages as bars, before and after on one scale."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tokenprune
-from tokenprune.profiling.profile import STAGES, Profile, Side
-from tokenprune.profiling.profile_tables import limit_table, setting_name, stage_table
+from tokenprune.profiling.profile import Profile
+from tokenprune.profiling.profile_tables import (
+    TO_FIRST_TOKEN,
+    in_ms,
+    limit_table,
+    setting_name,
+    stage_table,
+    stage_times,
+)
+from tokenprune.profiling.stages import FIRST_TOKEN, STAGES
 from tokenprune_bench.report.page import filled
 from tokenprune_bench.report.styles import Styles
 
 WIDTH, HEIGHT, GAP = 1000, 26, 3
-_LETTER = 7.5  # units that a letter takes, at most
-# Which stages a bar spans; those that stand in several spans stand under each other.
-_SPANS = (
-    (("call", tuple(STAGES)),),
-    (
-        ("processor", ("processor",)),
-        ("to the first token", ("tower", "selection", "prefill", "rest")),
-        ("a step", ("decode",)),
-    ),
-    (
-        ("tower", ("tower",)),
-        ("decoder", ("selection", "prefill")),
-        ("rest", ("rest",)),
-    ),
-    (("choosing", ("selection",)), ("layers", ("prefill",))),
-)
+_LETTER, _MARGIN = 8, 8  # units that a letter takes, at most, and what stays free beside a label
 _COLORS = {"processor": 5, "tower": 0, "selection": 7, "prefill": 1, "rest": 4, "decode": 2}
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar, in units of the drawing. label: what fits inside. title: all of it. css: its colour."""
+    """A bar, in units of the drawing. name, time: as in the table of stages. label: what fits inside. css: its
+    colour."""
 
     x: float
     y: float
     width: float
+    name: str
+    time: str
     label: str
-    title: str
     css: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}: {self.time}"
 
 
 @dataclass(frozen=True)
 class Flame:
-    """Bars of one side. name: of the side. total: milliseconds, from the image to the end of one step of decoding."""
+    """Bars of one side, in the order of the table of stages. name: of the side. first_token: its time, as text."""
 
     name: str
-    total: float
+    first_token: str
     bars: list[Bar]
     width: int = WIDTH
-    height: int = len(_SPANS) * (HEIGHT + GAP)
+    height: int = 2 * (HEIGHT + GAP)
     bar_height: int = HEIGHT
 
 
@@ -61,8 +59,9 @@ def flames(profile: Profile) -> list[Flame]:
     sides = [("unpatched", profile.before)]
     if profile.after is not None:
         sides.append((setting_name(profile), profile.after))
-    longest = max(_total(side) for _, side in sides)
-    return [Flame(name, _total(side), _bars(side, WIDTH / longest)) for name, side in sides]
+    made = [(name, stage_times(side)) for name, side in sides]
+    scale = WIDTH / max(times[TO_FIRST_TOKEN] + times[STAGES["decode"]] for _, times in made)
+    return [Flame(name, in_ms(times[TO_FIRST_TOKEN]), _bars(times, scale)) for name, times in made]
 
 
 def profile_page(profile: Profile, keep: float) -> str:
@@ -85,28 +84,19 @@ def profile_page(profile: Profile, keep: float) -> str:
     )
 
 
-def _total(side: Side) -> float:
-    return sum(side.median(stage) for stage in STAGES)
-
-
-def _bars(side: Side, scale: float) -> list[Bar]:
-    starts, at = {}, 0.0
-    for stage in STAGES:
-        starts[stage] = at
-        at += side.median(stage)
-    made = []
-    for level, spans in enumerate(_SPANS):
-        for name, stages in spans:
-            took = sum(side.median(stage) for stage in stages)
-            if took <= 0:
-                continue
-            title = f"{_whole_name(name, stages)}: {took:.1f} ms"
-            width = took * scale
-            label = next((text for text in (title, name) if len(text) * _LETTER < width), "")
-            css = f"c{_COLORS[stages[-1]]}" if len(stages) < 3 else "base1"
-            made.append(Bar(starts[stages[0]] * scale, level * (HEIGHT + GAP), width, label, title, css))
+def _bars(times: dict[str, float], scale: float) -> list[Bar]:
+    """Return a bar for each stage that takes time; the sum lies above its stages."""
+    css = {STAGES[stage]: f"c{color}" for stage, color in _COLORS.items()} | {TO_FIRST_TOKEN: "base0"}
+    below = [STAGES[stage] for stage in FIRST_TOKEN]
+    made, at = [], 0.0
+    for name, took in times.items():
+        x, width = 0.0 if name == TO_FIRST_TOKEN else at * scale, took * scale
+        if name != TO_FIRST_TOKEN:
+            at += took
+        if took > 0:
+            time = in_ms(took)
+            label = next(
+                (text for text in (f"{name}: {time}", name, time) if len(text) * _LETTER + _MARGIN < width), ""
+            )
+            made.append(Bar(x, HEIGHT + GAP if name in below else 0, width, name, time, label, css[name]))
     return made
-
-
-def _whole_name(name: str, stages: Sequence[str]) -> str:
-    return STAGES[stages[0]] if len(stages) == 1 else name

@@ -58,6 +58,12 @@ class Sample:
     note: str
     drawn: tuple[DrawnAnswer, ...]
 
+    @property
+    def is_strip(self) -> bool:
+        """Return True if its drawings are wide: frames side by side."""
+        images = (self.image, *(one.image for one in self.drawn))
+        return any(image.width > 2 * image.height for image in images if image)
+
 
 @dataclass(frozen=True)
 class Samples:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tokenprune_bench.lost import POINTS, signed
+from tokenprune_bench.lost import POINTS, decimals, signed
 from tokenprune_bench.metrics import METRICS
 from tokenprune_bench.paired import versus
 from tokenprune_bench.results import MARKS, UNPATCHED, Results, Row, busy_load
@@ -176,4 +176,5 @@ def _kv(row: Row) -> str:
 def _score(results: Results, row: Row) -> tuple[str, str]:
     gap = row.versus[UNPATCHED]
     change = f"{signed(gap.difference)} [{signed(gap.low)}, {signed(gap.high)}]"
-    return METRICS[results.header.get("metric", "exact")].title, f"{100 * row.overall.value:.1f}, {change}"
+    score = f"{100 * row.overall.value:.{decimals(gap.difference)}f}"
+    return METRICS[results.header.get("metric", "exact")].title, f"{score}, {change}"

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sheet of drawings with captions, of a size that is sent in a chat and read on a phone."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from tokenprune.show import contact_sheet
+
+WIDTH, ANIMATED = 1440, 960  # pixels of a sheet, and of one that moves
+GAP, FRAME_GAP = 24, 6  # between drawings, and between frames of one drawing
+PAPER, INK, PALE, EDGE = "white", "#202020", "#505050", "#909090"
+TALLEST = 1500  # pixels of a drawing
+_PHONE, _LEAST = 800, 13  # width to which a phone scales a sheet, and the letters that can be read then
+_RATIO = 0.9  # height of a sheet to its width, where there is a choice
+_ACROSS, _FRAMES = 4, 8  # drawings and frames in a line, at most
+_NARROW = 340  # pixels that a caption needs
+_MOST_LINES = 5  # of an answer
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A drawing, with its title and the lines of text below it.
+
+    image: at the resolution of what is drawn. scores: whether it is a map of them. frames: how many it has. ratio:
+    height of a frame to its width. draw: returns the frames, as many pixels wide each as it is called with; None: the
+    image is scaled.
+    """
+
+    image: Image.Image
+    title: str
+    lines: tuple[str, ...]
+    scores: bool = False
+    frames: int = 1
+    ratio: float | None = None
+    draw: Callable[[int], list[Image.Image]] | None = None
+
+    @property
+    def shape(self) -> float:
+        """Height of a frame to its width."""
+        return self.image.height / self.image.width if self.ratio is None else self.ratio
+
+    def drawn(self, width: int) -> list[Image.Image]:
+        """Return the frames, `width` pixels wide each."""
+        if self.draw is not None:
+            return self.draw(width)
+        return [self.image.resize((width, max(1, round(width * self.shape))), Image.Resampling.LANCZOS)]
+
+    def of_frame(self, number: int) -> Panel:
+        """Return the panel with one of its frames."""
+        return replace(self, frames=1, draw=lambda width: [self.drawn(width)[min(number, self.frames - 1)]])
+
+
+def columns(number: int, ratio: float, width: int = WIDTH, most: int = _ACROSS) -> int:
+    """Return how many of `number` drawings stand in a line, so that the sheet is about as high as wide and has few
+    empty places. ratio: height of a drawing to its width."""
+
+    def cost(across: int) -> float:
+        down = math.ceil(number / across)
+        high = down * ((width / across - GAP) * ratio + 6 * letters(width))
+        return abs(math.log(high / width / _RATIO)) + 1.5 * (across * down - number) / across
+
+    return min(range(1, min(number, most) + 1), key=cost)
+
+
+def letters(width: int) -> int:
+    """Return the size of the letters on a sheet, of which a phone scales down the wide ones."""
+    return math.ceil(_LEAST * max(1.0, width / _PHONE))
+
+
+def sheet(
+    head: Sequence[str],
+    rows: Sequence[Sequence[Panel | None]],
+    width: int = WIDTH,
+    beside: Image.Image | None = None,
+    least: int = 0,
+) -> Image.Image:
+    """Return rows of panels with their captions, under lines of text. beside: an image right of those. None: an empty
+    place. least: pixels of a caption, at least."""
+    across, size = max(map(len, rows)), letters(width)
+    cell, frame, per_line = _places(rows, width)
+    parts = []
+    for line in rows:
+        images = [None if one is None else strip(one.drawn(frame), per_line) for one in line]
+        texts = [None if one is None else caption(one, cell, size) for one in line]
+        tall = max(image.height for image in images if image)
+        deep = max(least, *(text.height for text in texts if text))
+        part = Image.new("RGB", (across * (cell + GAP) - GAP, tall + size // 3 + deep), PAPER)
+        for place, (image, text) in enumerate(zip(images, texts, strict=True)):
+            if image and text:
+                part.paste(image, (place * (cell + GAP), 0))
+                if per_line == 1:  # a white page on white paper needs an edge
+                    edge = place * (cell + GAP), 0, place * (cell + GAP) + image.width - 1, image.height - 1
+                    ImageDraw.Draw(part).rectangle(edge, outline=EDGE)
+                part.paste(text, (place * (cell + GAP), tall + size // 3))
+        parts.append(part)
+    whole = column([_head(head, parts[0].width, size, beside), *parts], GAP)
+    return ImageOps.expand(whole, GAP, PAPER)
+
+
+def deepest(rows: Sequence[Sequence[Panel | None]], width: int = WIDTH) -> int:
+    """Return the height of the longest caption of a sheet."""
+    cell, _, _ = _places(rows, width)
+    return max(caption(one, cell, letters(width)).height for line in rows for one in line if one is not None)
+
+
+def _places(rows: Sequence[Sequence[Panel | None]], width: int) -> tuple[int, int, int]:
+    """Return the width of a panel, that of a frame, and how many frames stand in a line."""
+    panels = [one for line in rows for one in line if one is not None]
+    across = max(map(len, rows))
+    cell = (width - 2 * GAP - (across - 1) * GAP) // across
+    per_line = _per_line(panels, cell)
+    frame = (cell - (per_line - 1) * FRAME_GAP) // per_line
+    frame = max(1, min(frame, round(TALLEST / max(one.shape for one in panels))))
+    if per_line == 1 and frame < cell:  # tall images: no wide margins beside them
+        cell = max(frame, _NARROW * letters(width) // letters(WIDTH))
+    return cell, frame, per_line
+
+
+def caption(panel: Panel, width: int, size: int) -> Image.Image:
+    """Return the caption of a panel, `width` pixels wide."""
+    font = ImageFont.load_default(size)
+    title = [(part, INK) for part in wrapped(panel.title, font, width)]
+    return _text([*title, *((part, PALE) for line in panel.lines for part in wrapped(line, font, width))], width, size)
+
+
+def wrapped(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> list[str]:
+    """Return a text in as few lines as fit, all about as long: no word is left alone on the last one. Names of methods
+    are broken after a plus, a comma, a colon or an equals sign."""
+    words = re.findall(r"\s*[^\s+,:=]*[+,:=]*", text.strip())
+    pieces = [part for word in words if word for part in _pieces(word, font, width)]
+    lines = _filled(pieces, font, width)
+    if len(lines) < 2:
+        return lines or [""]
+    if len(lines) == 2:  # after a comma, where both sides of it fit
+        halves = [(text[: at.start() + 1], text[at.end() :]) for at in re.finditer(r", ", text)]
+        fitting = [pair for pair in halves if max(map(font.getlength, pair)) <= width]
+        if fitting:
+            return list(min(fitting, key=lambda pair: max(map(font.getlength, pair))))
+    low, high = 1, width
+    while low < high:  # the narrowest column that takes no more lines
+        middle = (low + high) // 2
+        if max(map(font.getlength, pieces)) <= middle and len(_filled(pieces, font, middle)) <= len(lines):
+            high = middle
+        else:
+            low = middle + 1
+    lines = _filled(pieces, font, low)
+    if len(lines) <= _MOST_LINES:
+        return lines
+    last = lines[_MOST_LINES - 1]
+    while font.getlength(f"{last} ...") > width:
+        last = last[:-1]
+    return [*lines[: _MOST_LINES - 1], f"{last} ..."]
+
+
+def _pieces(word: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> list[str]:
+    """Return a word, cut where even a line of its own does not hold it."""
+    pieces = [""]
+    for letter in word:
+        if pieces[-1] and font.getlength((pieces[-1] + letter).strip()) > width:
+            pieces.append("")
+        pieces[-1] += letter
+    return pieces
+
+
+def _filled(pieces: Sequence[str], font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: float) -> list[str]:
+    lines: list[str] = []
+    for piece in pieces:
+        if lines and font.getlength(lines[-1] + piece) <= width:
+            lines[-1] += piece
+        else:
+            lines.append(piece.lstrip())
+    return lines
+
+
+def _per_line(panels: Sequence[Panel], cell: int) -> int:
+    """Return how many frames of each drawing stand in a line; drawings of several frames stand below each other."""
+    frames, ratio = max(one.frames for one in panels), max(one.shape for one in panels)
+    if frames <= _ACROSS:
+        return frames
+
+    def cost(across: int) -> float:
+        down = math.ceil(frames / across)
+        high = len(panels) * (down * cell / across * ratio + 5 * letters(cell))
+        return abs(math.log(high / cell / _RATIO)) + (across * down - frames) / across
+
+    return min(range(_ACROSS, _FRAMES + 1), key=cost)
+
+
+def strip(frames: Sequence[Image.Image], per_line: int) -> Image.Image:
+    """Return frames side by side, and in further lines where there are more than `per_line`."""
+    lines = [frames[start : start + per_line] for start in range(0, len(frames), per_line)]
+    return column([contact_sheet.row(line, FRAME_GAP) if len(line) > 1 else line[0] for line in lines])
+
+
+def column(rows: Sequence[Image.Image], gap: int = FRAME_GAP) -> Image.Image:
+    """Return images one below the other."""
+    if len(rows) == 1:
+        return rows[0]
+    size = max(row.width for row in rows), sum(row.height + gap for row in rows) - gap
+    image, top = Image.new("RGB", size, PAPER), 0
+    for row in rows:
+        image.paste(row, (0, top))
+        top += row.height + gap
+    return image
+
+
+def _head(lines: Sequence[str], width: int, size: int, beside: Image.Image | None) -> Image.Image:
+    """Return the text above a sheet, with an image on its right."""
+    if beside is not None:
+        beside = ImageOps.contain(beside, (width // 5, 6 * size))
+    own = width if beside is None else width - beside.width - GAP
+    font = ImageFont.load_default(size)
+    text = _text([(part, INK) for line in lines for part in wrapped(line, font, own)], own, size)
+    if beside is None:
+        return text
+    head = Image.new("RGB", (width, max(text.height, beside.height)), PAPER)
+    head.paste(text, (0, 0))
+    head.paste(beside, (width - beside.width, 0))
+    return head
+
+
+def _text(lines: Sequence[tuple[str, str]], width: int, size: int) -> Image.Image:
+    """Return lines of text on paper, each with its colour."""
+    font, high = ImageFont.load_default(size), int(1.35 * size)
+    image = Image.new("RGB", (width, high * len(lines) + 4), PAPER)
+    pen = ImageDraw.Draw(image)
+    for place, (line, color) in enumerate(lines):
+        pen.text((0, high * place), line, fill=color, font=font)
+    return image
+
+
+__all__ = [
+    "ANIMATED",
+    "WIDTH",
+    "Panel",
+    "caption",
+    "column",
+    "columns",
+    "deepest",
+    "letters",
+    "sheet",
+    "strip",
+    "wrapped",
+]
