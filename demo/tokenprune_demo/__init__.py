@@ -9,7 +9,8 @@ __version__ = "0.1.0"
 
 _HERE = Path(__file__).resolve().parent
 MODELS = {name: _HERE / "models" / name for name in ("demo_vlm", "demo_qwen", "demo_smol")}
-SENTENCES = ("demo_smol",)  # models that answer in a sentence, which ends in the answer; others say a word
+# Models that answer in a sentence, which ends in the answer, with its most tokens; others say a word.
+SENTENCES = {"demo_smol": 24}
 
 
 def checkpoint(name: str) -> Path:

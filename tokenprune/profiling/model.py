@@ -23,7 +23,7 @@ from tokenprune.errors import DataError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.profiling.media import BadRow, check_sizes
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.shapes.model_config import SHIPPED, answers_in_sentences, shipped_checkpoint
+from tokenprune.shapes.model_config import SHIPPED, sentence_tokens, shipped_checkpoint
 from tokenprune.startup import require
 
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.
@@ -215,8 +215,8 @@ def load(
         digest = hashlib.sha256((shipped / "model.safetensors").read_bytes()).hexdigest()[:16]
         heldout = require("tokenprune_demo.heldout", "held-out questions").heldout_of(name)
         subject = Model(loaded, processor, f"{name} (shipped)", suffix or "", weights=digest, heldout=heldout)
-        if answers_in_sentences(name):
-            subject.max_new_tokens, subject.metric = 16, "ending"
+        if (longest := sentence_tokens(name)) is not None:
+            subject.max_new_tokens, subject.metric = longest, "ending"
     else:
         title = Path(source).resolve().name if Path(source).is_dir() else source
         subject = Model(loaded, processor, title, SHORT if suffix is None else suffix, max_new_tokens=16)

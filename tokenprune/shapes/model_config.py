@@ -29,9 +29,14 @@ def shipped_checkpoint(model: str | Path) -> Path | None:
     return require("tokenprune_demo", f"{model} is a model of another package").checkpoint(str(model))
 
 
-def answers_in_sentences(model: str | Path) -> bool:
-    """Return True for a model that ships and answers in sentences. Raises MissingPackageError."""
-    return str(model) in SHIPPED and str(model) in require("tokenprune_demo", "it is of another package").SENTENCES
+def sentence_tokens(model: str | Path) -> int | None:
+    """Return the most tokens of an answer of a model that ships and answers in sentences, None for any other.
+
+    Raises MissingPackageError.
+    """
+    if str(model) not in SHIPPED:
+        return None
+    return require("tokenprune_demo", f"{model} is a model of another package").SENTENCES.get(str(model))
 
 
 def read_model_config(model: str | Path) -> Any:

@@ -61,7 +61,7 @@ class Engines:
         if self.backend == "hf":
             return load_model(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)
         from tokenprune.profiling.model import SHORT
-        from tokenprune.shapes.model_config import SHIPPED, answers_in_sentences, shipped_checkpoint
+        from tokenprune.shapes.model_config import SHIPPED, sentence_tokens, shipped_checkpoint
         from tokenprune_bench.vllm_backend import VllmBackend
 
         name = self.model or SHIPPED[0]
@@ -77,8 +77,8 @@ class Engines:
             engine = OfflineEngine(model, self.dtype, _read(self.engine_args), images)
         stack.callback(engine.close)
         suffix = (SHORT if shipped is None else "") if self.suffix is None else self.suffix
-        if shipped is not None and answers_in_sentences(name):
-            return VllmBackend(engine, suffix, max_new_tokens=16, metric="ending")
+        if shipped is not None and (longest := sentence_tokens(name)) is not None:
+            return VllmBackend(engine, suffix, max_new_tokens=longest, metric="ending")
         return VllmBackend(engine, suffix, max_new_tokens=16 if shipped is None else 4)
 
 
