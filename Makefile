@@ -95,7 +95,7 @@ BENCH_PYTHON ?= .venv/bin/python
 # What matters most first. Rows of a loaded machine are refused, and it ends: the same command goes on where it stopped.
 # One thread: beside it one other program may run on two cores.
 bench-cpu: setup ## measure speed on the CPU, then rewrite the pages (about three hours on a quiet machine; goes on where it stopped)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/headline.py
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/headline.py time
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --cases 576:64 --resume $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py --device cpu --resume $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/mixed_batches.py --resume

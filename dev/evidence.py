@@ -185,7 +185,7 @@ def measured_speed() -> Iterator[Entry]:
             model, timing = one["environment"]["model"], one["timing"]
             text = (
                 f"{timing['ttft_ms_unpatched']['p50']:.0f} to {timing['ttft_ms']['p50']:.0f} ms from the image to the "
-                f"first token, tower included: {model}, keep {one['keep']:g}, {one['environment']['threads']} CPU threads"
+                f"first token, tower included: {model}, keep {one['keep']:g}, {one['threads']} CPU threads"
             )
             sure = timing["ttft_ratio"]["p80"] < 1
             yield timed(one["method"], None, one["keep"], text, "headline.jsonl", sure=sure, size=_size(model))

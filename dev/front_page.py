@@ -40,19 +40,18 @@ def _model(results: Results) -> str:
 
 def speed_and_accuracy() -> str:
     """Speed and accuracy of the first setting, the tower included: one sentence."""
-    results, ((row, _), *_) = measured()
+    results, ((row, one), *_) = measured()
     name, whole, ratio = _model(results), results.baseline, row.timing["ttft_ratio"]["p50"]
     return (
         f"With `{row.method}` and {100 * row.keep:.0f} % of the tokens `{name}`, {ABOUT[name]}, gives its first token "
-        f"{1 / ratio:.2f} times as fast (on {_threads(results)}, vision tower included) and answers "
+        f"{1 / ratio:.2f} times as fast (on {_threads(one)}, vision tower included) and answers "
         f"{100 * row.overall.value:.1f} % of {whole.questions} held-out questions right, "
         f"{100 * whole.overall.value:.1f} % with all of them."
     )
 
 
-def _threads(results: Results) -> str:
-    count = results.header["environment"]["threads"]
-    return f"{count} CPU thread{'' if count == 1 else 's'}"
+def _threads(one: dict[str, Any]) -> str:
+    return f"{one['threads']} CPU thread{'' if one['threads'] == 1 else 's'}"
 
 
 def headline(up: str = "") -> str:
@@ -69,7 +68,7 @@ def headline(up: str = "") -> str:
     chance = ", ".join(f"{100 * row.overall.value:.1f} % at {row.keep:g}" for row in random)
     name = _model(results)
     note = (
-        f"`{name}`, {ABOUT[name]}; {whole.questions} held-out questions, 95 % intervals, on {_threads(results)}, "
+        f"`{name}`, {ABOUT[name]}; {whole.questions} held-out questions, 95 % intervals, on {_threads(unpatched)}, "
         f"vision tower included. `random` has {chance}. A small model is no promise for a large one: "
         f"[measure yours]({up}docs/bench.md). [Raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
     )
