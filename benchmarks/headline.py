@@ -63,7 +63,7 @@ def ask(
     torch.set_num_threads(threads)
     subject = load(model, device="cpu")
     names = tuple(name.strip() for name in methods.split(","))
-    plan = BenchPlan(names, read_keeps(keeps), images=images, batch_size=batch_size, repeats=0)
+    plan = BenchPlan(names, read_keeps(keeps), images=images, batch_size=batch_size, seeds=(0,), repeats=0)
     with show_progress() as step, Rows(out, Bench(subject, plan).header()) as rows:
         made = list(Bench(subject, plan, step, folder=rows).records())
     get_console(error=True).print(f"{out.name}: {len(made) - 1} rows")
