@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -98,7 +97,7 @@ def test_a_number_about_choosing_comes_from_the_raw_file(tmp_path: Path, monkeyp
 
 def test_times_of_the_shipped_benchmark_are_of_quiet_rows() -> None:
     pages = readme.accuracy_pages
-    for path in (pages.BENCH, pages.FAIR, pages.VIDEOS):
+    for path in (pages.BENCH, pages.VIDEOS):
         shown = {(row.method, row.keep) for row in pages.results_of(path).rows if row.timing}
         _, records = rows.read(path)
         taken = [one for one in records if one.get("timing")]

@@ -87,8 +87,8 @@ def test_what_is_there_is_not_asked_again(
 
 
 def test_rows_of_other_questions_are_not_mixed(rows: Path, call: Callable[..., int], capsys: Any) -> None:
-    before = rows.read_bytes()
-    assert call("ask", "--model", "demo_vlm", "--questions", 2, "--device", "cpu", "--methods", "fastv", "--out", rows) == 2
+    before, two = rows.read_bytes(), ["--questions", 2, "--device", "cpu", "--methods", "fastv"]
+    assert call("ask", "--model", "demo_vlm", *two, "--out", rows) == 2
     assert "made with other questions or another model" in capsys.readouterr().err
     assert rows.read_bytes() == before
 
