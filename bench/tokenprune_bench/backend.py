@@ -29,12 +29,14 @@ Answer = Callable[[int, list[Any]], Batch]  # from the number of a batch's first
 class BenchBackend(Protocol):
     """The engine interface of a benchmark and of the tuner.
 
-    suffix: what is added to every question. max_new_tokens: the longest answer. Whoever cannot run a setting raises a
-    TokenPruneError, with which it is skipped, and DataError or RunError where the whole run has to end.
+    suffix: what is added to every question. max_new_tokens: the longest answer. metric: the one that grades its answers
+    unless another is asked for. Whoever cannot run a setting raises a TokenPruneError, with which it is skipped, and
+    DataError or RunError where the whole run has to end.
     """
 
     suffix: str
     max_new_tokens: int
+    metric: str
 
     def misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
         """Return the places of questions that cannot be asked, each with the reason."""
@@ -89,6 +91,10 @@ class HfBackend:
     @property
     def max_new_tokens(self) -> int:
         return self.subject.max_new_tokens
+
+    @property
+    def metric(self) -> str:
+        return self.subject.metric
 
     def misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
         found = dict(misfits(questions, self.subject.processor))

@@ -49,6 +49,12 @@ def exact(prediction: str, answer: str) -> float:
     return float(_plain(prediction) == _plain(answer))
 
 
+def ending(prediction: str, answer: str) -> float:
+    """1 if a sentence ends in the answer, compared as in `exact`: "the star is red" for "red"."""
+    ours, theirs = _plain(prediction), _plain(answer)
+    return float(ours == theirs or ours.endswith(f" {theirs}"))
+
+
 def _plain(text: str) -> str:
     return text.strip().rstrip(".").strip().lower()
 
@@ -160,6 +166,7 @@ METRICS = {
     metric.name: metric
     for metric in (
         Metric("exact", "accuracy %", best(exact), graded=False),
+        Metric("ending", "accuracy %", best(ending), graded=False),
         Metric("vqa", "VQA accuracy %", vqa),
         Metric("anls", "ANLS %", best(anls)),
         Metric("relaxed", "relaxed acc. %", best(relaxed), graded=False),

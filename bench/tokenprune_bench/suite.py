@@ -47,7 +47,8 @@ class Bench:
     """One run; `records()` does the work, record by record.
 
     subject: a model, or another backend that answers. questions: what is asked (`data.Question`), or a set that is
-    drawn, with its controls; default: the held-out set that ships with the model. about: what the header tells of them.
+    drawn, with its controls; default: the held-out set that ships with the model. metric: a name of `bench.metrics`;
+    default: the back end's. about: what the header tells of them.
     evidence_only: nothing is asked for its answer; each question is run once, for what is kept of its evidence. folder:
     where the run is kept, and goes on from. group: the processes that share it; each answers its part of the batches,
     and all have the same records in the end, but for the times, which only the first process takes.
@@ -60,14 +61,14 @@ class Bench:
         step: Step | None = None,
         *,
         questions: Sequence[Any] | DrawnSet | None = None,
-        metric: str = "exact",
+        metric: str | None = None,
         about: dict[str, Any] | None = None,
         evidence_only: bool = False,
         folder: RunFolder | None = None,
         group: Group = ALONE,
     ) -> None:
-        self.subject, self.plan, self.metric = subject, plan, metric_named(metric)
-        self.backend = backend_of(subject)
+        self.subject, self.plan, self.backend = subject, plan, backend_of(subject)
+        self.metric = metric_named(metric or self.backend.metric)
         self.about, self.folder, self.group = about or {}, folder, group
         self.evidence_only = evidence_only
         self.controls: list[Control] = []

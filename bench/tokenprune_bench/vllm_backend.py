@@ -84,8 +84,8 @@ class VllmBackend:
     prompts that the engine reports. Times are those of single requests, each with an image that no cache has seen.
     """
 
-    def __init__(self, engine: VllmEngine, suffix: str, max_new_tokens: int) -> None:
-        self.engine, self.suffix, self.max_new_tokens = engine, suffix, max_new_tokens
+    def __init__(self, engine: VllmEngine, suffix: str, max_new_tokens: int, metric: str = "exact") -> None:
+        self.engine, self.suffix, self.max_new_tokens, self.metric = engine, suffix, max_new_tokens, metric
         text = engine.config and engine.config.get_text_config()
         self._shape = DecoderShape.from_config(text) if text else None
         self._seen: dict[int, int] = {}  # visual tokens of the batches, before reduction

@@ -8,4 +8,18 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 _HERE = Path(__file__).resolve().parent
-MODELS = {name: _HERE / "models" / name for name in ("demo_vlm", "demo_qwen")}
+MODELS = {name: _HERE / "models" / name for name in ("demo_vlm", "demo_qwen", "demo_smol")}
+# Models that answer in a sentence, which ends in the answer, with its most tokens; others say a word.
+SENTENCES = {"demo_smol": 24}
+
+
+def checkpoint(name: str) -> Path:
+    """Return the folder of a model's checkpoint. That of demo_smol is built the first time: see `tokenprune_demo.smol`.
+
+    Raises MissingPackageError where the decoder of demo_smol is not installed.
+    """
+    if name == "demo_smol":
+        from tokenprune_demo import smol
+
+        return smol.checkpoint()
+    return MODELS[name]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fixed held-out sets: drawn images that ship with the package, with one question of each kind per image.
+"""The fixed held-out sets: drawn images that ship with the package, with questions of several kinds.
 
-`FOLDER` holds images of 224 x 224 pixels (of `demo_vlm`), `NATIVE` images of 112 to 448 pixels a side (of `demo_qwen`).
+`FOLDER` holds images of 224 x 224 pixels (of `demo_vlm`), `NATIVE` images of 112 to 448 pixels a side (of `demo_qwen`),
+`SMOL` images of 336 x 336 pixels (of `demo_smol`), more than half of them with photographs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent / "heldout"
 NATIVE = FOLDER.with_name("heldout_native")
+SMOL = FOLDER.with_name("heldout_smol")
 
 Box = tuple[int, int, int, int]
 
@@ -28,7 +30,7 @@ def _open(path: Path) -> Image.Image:
 
 def heldout_of(model: str | None) -> Path:
     """Return the folder of the set that belongs to a model, by its name; None: the default model."""
-    return NATIVE if model == "demo_qwen" else FOLDER
+    return {"demo_qwen": NATIVE, "demo_smol": SMOL}.get(model or "", FOLDER)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 
 from tokenprune.profiling import timing
 from tokenprune_bench import significance
+from tokenprune_bench.metrics import METRICS
 
 
 def test_wilson_by_hand() -> None:
@@ -54,3 +55,12 @@ def test_holm_compares_the_smallest_with_the_whole_family_and_keeps_the_order() 
     found = significance.holm({"a": 0.04, "b": 0.01, "c": 0.03, "d": 0.013})
     assert found == pytest.approx({"b": 0.04, "d": 0.04, "c": 0.06, "a": 0.06})
     assert significance.holm({"a": 0.7, "b": 0.8}) == {"a": 1.0, "b": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "score"),
+    [("the star is red", "red", 1), ("Red.", "red", 1), ("stars: red, blue: 2", "2", 1), ("a star: no", "yes", 0),
+     ("the star is infrared", "red", 0), ("red it is", "red", 0), ("", "red", 0)],
+)  # fmt: skip
+def test_a_sentence_is_right_by_its_last_words(said: str, answer: str, score: float) -> None:
+    assert METRICS["ending"].score([said], [[answer]]) == [score]

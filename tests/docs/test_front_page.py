@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,15 +36,14 @@ def test_the_readme_is_in_order() -> None:
     assert works.count("\n- ") == 3 and works.startswith("- ")
 
 
-def test_the_first_code_has_eight_lines_and_prints_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    module = importlib.import_module("first_run")
-    lines = [line for line in module.code().splitlines() if line and not line.startswith("#")]
-    assert module.code() == CODE[0] and len(lines) == 8
-    recorded = json.loads(module.OUT.read_text())
-    assert module.run() == recorded["printed"]
-    assert module.PATCHED.search(module.code()).groups() == ("divprune", "0.25")  # what the time is taken of
-    assert f"# prints: {' '.join(recorded['printed'])}\n```" in README
+def test_the_first_code_has_eight_lines_and_prints_what_the_readme_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = CODE[0]
+    assert len([line for line in code.splitlines() if line and not line.startswith("#")]) == 8
+    monkeypatch.chdir(ROOT)
+    exec(compile(code, "README.md", "exec"), {})
+    assert f"# prints: {capsys.readouterr().out.strip()}\n```" in README
 
 
 def test_the_method_of_the_readme_has_twelve_lines_and_works(build) -> None:
@@ -60,31 +59,49 @@ def test_the_method_of_the_readme_has_twelve_lines_and_works(build) -> None:
         registry._METHODS.pop("loudest", None)
 
 
-def test_a_row_of_the_headline_has_speed_and_accuracy_of_one_record() -> None:
-    """Of one file and one model, timed on a quiet machine."""
+def test_a_row_of_the_headline_has_speed_memory_and_accuracy_of_one_record() -> None:
     front_page = generator("front_page")
-    header, records = front_page.rows.read(front_page.HEADLINE)
-    found = [one for one in records if "group" in one and not front_page.rows.is_loaded(one)]
+    records = front_page.read_records(front_page.HEADLINE)
     table = front_page.headline()
-    assert table in README and len({one["environment"]["model"] for one in found}) == 1
-    rows = [line for line in table.splitlines() if line.startswith("| `")]
-    assert len(rows) == len(found)
-    for one in found:
-        (row,) = (row for row in rows if re.sub(r"`", "", row).startswith(f"| {one['name']} |"))
-        right = 100 * (header["unpatched"] - one["drop"])
-        assert row.endswith(f"| {1 / one['speedup']:.2f}x | {right:.1f} % |")
-    assert "random" not in found[0]["environment"]["model"]
+    assert table in README
+    for one in records:
+        if one["record"] != "result" or one["method"] in ("random", "downsample", "uniform"):
+            continue
+        whole = one["method"] == "unpatched"
+        name = "all tokens" if whole else f"`{one['method']}` {one['keep']:g}"
+        (row,) = (row for row in table.splitlines() if row.startswith(f"| {name} |"))
+        right = 100 * one["right"][0].count("1") / len(one["right"][0])
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[1] == f"{one['stats']['visual_tokens_average'] / one['questions']:.0f}"
+        assert cells[2].startswith(f"{right:.1f} % [")
+        assert cells[3].endswith(" ms") if whole else cells[3] == f"{one['timing']['ttft_ratio']['p50']:.2f}x"
+        assert cells[4] == f"{one['stats']['kv_bytes'] / one['questions'] / 2**20:.1f} MiB"
+        assert cells[5] == f"{one['peak_bytes'] / 2**20:.0f} MiB"
 
 
-def test_a_loaded_row_stays_out_of_the_headline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """timed(load): the committed records, timed at so much load; returns the module that reads them."""
     front_page = generator("front_page")
-    header, records = front_page.rows.read(front_page.HEADLINE)
-    one = next(one for one in records if "group" in one)
+    records = front_page.read_records(front_page.HEADLINE)
     monkeypatch.setattr(front_page, "ROOT", tmp_path)
-    monkeypatch.setattr(front_page, "HEADLINE", tmp_path / "stacks.jsonl")
-    for load, rows in ((1.0, 1), (9.0, 0)):
-        front_page.rows.write(front_page.HEADLINE, [header, {**one, "load": load, "cpus": 2}])
-        assert front_page.headline().count("| `") == rows
+    monkeypatch.setattr(front_page, "HEADLINE", tmp_path / "headline.jsonl")
+
+    def at(load: float) -> Any:
+        changed = [{**one, "load": load, "cpus": 2} if one["record"] == "result" else one for one in records]
+        for one in changed:
+            if "timing" in one:
+                one["timing"] = one["timing"] | {"load": load}
+        front_page.rows.write(front_page.HEADLINE, changed)
+        return front_page
+
+    return at
+
+
+def test_a_loaded_row_stays_out_of_the_headline(timed: Any) -> None:
+    assert timed(1.0).headline() in README.replace("benchmarks/results/headline.jsonl", "headline.jsonl")
+    with pytest.raises(ValueError, match="no row of a quiet machine"):
+        timed(9.0).headline()
 
 
 @torch.no_grad()

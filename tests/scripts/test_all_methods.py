@@ -42,7 +42,7 @@ def call(script: Any) -> Callable[..., int]:
     return run
 
 
-ASK = ["ask", "--questions", 1, "--device", "cpu", "--targets", "0.5,0.25"]
+ASK = ["ask", "--model", "demo_vlm", "--questions", 1, "--device", "cpu", "--targets", "0.5,0.25"]
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,8 @@ def test_what_is_there_is_not_asked_again(
 
 
 def test_rows_of_other_questions_are_not_mixed(rows: Path, call: Callable[..., int], capsys: Any) -> None:
-    before = rows.read_bytes()
-    assert call("ask", "--questions", 2, "--device", "cpu", "--methods", "fastv", "--out", rows) == 2
+    before, two = rows.read_bytes(), ["--questions", 2, "--device", "cpu", "--methods", "fastv"]
+    assert call("ask", "--model", "demo_vlm", *two, "--out", rows) == 2
     assert "made with other questions or another model" in capsys.readouterr().err
     assert rows.read_bytes() == before
 
@@ -96,7 +96,7 @@ def test_rows_of_other_questions_are_not_mixed(rows: Path, call: Callable[..., i
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--model", "llava"], "'llava' is none of demo_vlm, demo_qwen"),
+        (["--model", "llava"], "'llava' is none of demo_vlm, demo_qwen, demo_smol"),
         (["--methods", "fastvv"], "did you mean 'fastv'"),
         (["--targets", "64"], "a share of the unpatched model's visual tokens"),
         (["--targets", "1.5"], "is no share"),

@@ -45,7 +45,7 @@ def training() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def smol() -> ModuleType:
-    return imported("smol_checkpoint")
+    return importlib.import_module("tokenprune_demo.smol")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -34,7 +34,7 @@ def complete_of(*values: str) -> Callable[[str], list[str]]:
 
 def complete_models(incomplete: str) -> list[str]:
     """Return the models that ship, and the folders that begin like this."""
-    shipped = [name for name in ("demo_qwen", "demo_vlm") if name.startswith(incomplete)]
+    shipped = [name for name in ("demo_qwen", "demo_smol", "demo_vlm") if name.startswith(incomplete)]
     path = Path(incomplete)
     folder, begun = (path, "") if incomplete.endswith("/") else (path.parent, path.name)
     if not incomplete or not folder.is_dir():

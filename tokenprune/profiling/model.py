@@ -23,7 +23,7 @@ from tokenprune.errors import DataError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.profiling.media import BadRow, check_sizes
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.shapes.model_config import SHIPPED, shipped_folder
+from tokenprune.shapes.model_config import SHIPPED, sentence_tokens, shipped_checkpoint
 from tokenprune.startup import require
 
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.
@@ -38,7 +38,8 @@ DRAWINGS_ONLY = (
 class Model:
     """A model with its processor, and how questions are put to it.
 
-    suffix: added to every question. heldout: folder of the held-out set of a shipped model.
+    suffix: added to every question. heldout: folder of the held-out set of a shipped model. metric: the metric of
+    tokenprune-bench that grades its answers unless another is asked for.
     """
 
     model: Any
@@ -48,6 +49,7 @@ class Model:
     max_new_tokens: int = 4
     weights: str | None = None
     heldout: Path | None = None
+    metric: str = "exact"
 
     def limits(self, files: Iterable[Path] = ()) -> str:
         """Return what has to be known of a shipped model's answers about images of others; "" of another model, and
@@ -157,8 +159,9 @@ class Model:
 def demo_model(name: str = "demo_vlm", *, device: str | None = None) -> tuple[Any, Any]:
     """Return (model, processor) of a model of tokenprune-demo, ready for `patch`; nothing is downloaded.
 
-    name: "demo_vlm", a LLaVA of 4.5 M parameters, or "demo_qwen", a Qwen2.5-VL of 4.8 M. device: where torch shall put
-    it; default: a CUDA device if there is one. They answer questions about drawn scenes, in a word.
+    name: "demo_vlm", a LLaVA of 4.5 M parameters, or "demo_qwen", a Qwen2.5-VL of 4.8 M, which answer questions about
+    drawn scenes in a word; "demo_smol", a LLaVA around the pretrained SmolLM2-135M, answers in a sentence and needs
+    another package. device: where torch shall put it; default: a CUDA device if there is one.
     Raises OptionError for another name, MissingPackageError where tokenprune-demo is not installed.
     """
     if name not in SHIPPED:
@@ -179,13 +182,14 @@ def _shown(images: Sequence[Any], labels: Sequence[str]) -> list[dict[str, Any]]
 def load(
     model: str | None = None, *, device: str | None = None, dtype: str = "auto", suffix: str | None = None
 ) -> Model:
-    """Load a shipped model ("demo_vlm", which is the default, or "demo_qwen"), or a local directory or hub id.
+    """Load a shipped model ("demo_vlm", the default, "demo_qwen" or "demo_smol"), or a local directory or hub id.
 
     device: where torch shall put it; default: a CUDA device if there is one. dtype: "auto" or the name of a dtype.
     suffix: text added to every question; default: nothing for the shipped models, `SHORT` for others.
     Raises TokenPruneError where the model cannot be loaded, UnsupportedModelError where it cannot be patched.
     """
-    shipped = shipped_folder(model or SHIPPED[0])
+    name = model or SHIPPED[0]
+    shipped = shipped_checkpoint(name)
     source = str(model if shipped is None else shipped)
     if shipped is not None and not (shipped / "model.safetensors").is_file():
         raise TokenPruneError("this installation lacks the shipped model; name another one with --model")
@@ -209,10 +213,12 @@ def load(
         raise TokenPruneError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
     if shipped is not None:
         digest = hashlib.sha256((shipped / "model.safetensors").read_bytes()).hexdigest()[:16]
-        heldout = require("tokenprune_demo.heldout", "held-out questions").heldout_of(shipped.name)
-        subject = Model(loaded, processor, f"{shipped.name} (shipped)", suffix or "", weights=digest, heldout=heldout)
+        heldout = require("tokenprune_demo.heldout", "held-out questions").heldout_of(name)
+        subject = Model(loaded, processor, f"{name} (shipped)", suffix or "", weights=digest, heldout=heldout)
+        if (longest := sentence_tokens(name)) is not None:
+            subject.max_new_tokens, subject.metric = longest, "ending"
     else:
-        name = Path(source).resolve().name if Path(source).is_dir() else source
-        subject = Model(loaded, processor, name, SHORT if suffix is None else suffix, max_new_tokens=16)
+        title = Path(source).resolve().name if Path(source).is_dir() else source
+        subject = Model(loaded, processor, title, SHORT if suffix is None else suffix, max_new_tokens=16)
     _ = subject.adapter  # an unsupported model is said here, before any work
     return subject

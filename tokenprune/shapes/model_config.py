@@ -9,14 +9,34 @@ from typing import Any
 from tokenprune.errors import TokenPruneError
 from tokenprune.startup import require, torch_hidden
 
-SHIPPED = ("demo_vlm", "demo_qwen")  # models of tokenprune-demo; the first is the default of commands
+SHIPPED = ("demo_vlm", "demo_qwen", "demo_smol")  # models of tokenprune-demo; the first is the default of commands
 
 
 def shipped_folder(model: str | Path) -> Path | None:
-    """Return the folder of a model that tokenprune-demo brings, None for any other. Raises MissingPackageError."""
+    """Return the folder with the config of a model that tokenprune-demo brings, None for any other.
+
+    Raises MissingPackageError.
+    """
     if str(model) not in SHIPPED:
         return None
     return require("tokenprune_demo", f"{model} is a model of another package").MODELS[str(model)]
+
+
+def shipped_checkpoint(model: str | Path) -> Path | None:
+    """Return the folder with the whole checkpoint of such a model, None for any other. Raises MissingPackageError."""
+    if str(model) not in SHIPPED:
+        return None
+    return require("tokenprune_demo", f"{model} is a model of another package").checkpoint(str(model))
+
+
+def sentence_tokens(model: str | Path) -> int | None:
+    """Return the most tokens of an answer of a model that ships and answers in sentences, None for any other.
+
+    Raises MissingPackageError.
+    """
+    if str(model) not in SHIPPED:
+        return None
+    return require("tokenprune_demo", f"{model} is a model of another package").SENTENCES.get(str(model))
 
 
 def read_model_config(model: str | Path) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from smol_checkpoint import HERE, assemble, load_decoder
+from tokenprune_demo.smol import HERE, assemble, load_decoder
 from train_tower_smol import build_tower
 
 

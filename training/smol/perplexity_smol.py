@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForImageTextToText
 
-from smol_checkpoint import checkpoint, load_decoder
+from tokenprune_demo.smol import checkpoint, load_decoder
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = {  # plain English of three sorts, none of them ours

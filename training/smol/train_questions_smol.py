@@ -23,11 +23,11 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from running import Batches, Log, rate
 from smol_align import Goals, align
-from smol_checkpoint import assemble, load_decoder
 from smol_decoder import Packer, Words, adapt, adapters, answer_logits
 from smol_scenes import UNLIKE_PHOTOS, draw, photographs, sentence
 from smol_targets import GRID
 from tokenprune_demo.scenes import LARGE, SceneQuestion
+from tokenprune_demo.smol import assemble, load_decoder
 from train_tower_smol import build_tower, draw_batch, to_pixels
 
 # How many questions of a kind are asked of an image, and the share of each sort of scene; of other kinds one.

@@ -97,7 +97,10 @@ def bench(
             help="Ask nothing for its answer: tell how much of what a question needs is kept. For our own questions.",
         ),
     ] = False,
-    metric: Annotated[str, typer.Option(help="exact, vqa, anls, relaxed, f1 or cider.")] = "exact",
+    metric: Annotated[
+        str | None,
+        typer.Option(help="exact (default), ending (default of demo_smol), vqa, anls, relaxed, f1 or cider."),
+    ] = None,
     columns: ColumnsOption = "",
     split: SplitOption = None,
     skip_bad: SkipBadOption = False,
@@ -147,7 +150,8 @@ def bench(
     significance.wilson(1, 2)  # a missing scipy is said before the work, not after it
     check_set(set_, evidence, data, backend, html, plot, samples, sample)
     wanted = Wanted.of(0 if evidence else samples, sample, run, here=backend == "hf")
-    metric_named(metric)
+    if metric is not None:
+        metric_named(metric)
     planned = partial(
         BenchPlan,
         methods=tuple(read_specs(methods)),
@@ -178,6 +182,7 @@ def bench(
     with resumable(run), ExitStack() as stack:
         images = max((len(one.sources) for one in asked.questions), default=1) if data is not None else 1
         subject = engines.open(stack, images)
+        metric = metric or subject.metric
         subject.max_new_tokens = 1 if evidence else max_new_tokens or subject.max_new_tokens
         group = stack.enter_context(joined())
         if data is not None and skip_bad:

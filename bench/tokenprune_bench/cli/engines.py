@@ -61,10 +61,11 @@ class Engines:
         if self.backend == "hf":
             return load_model(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)
         from tokenprune.profiling.model import SHORT
-        from tokenprune.shapes.model_config import SHIPPED, shipped_folder
+        from tokenprune.shapes.model_config import SHIPPED, sentence_tokens, shipped_checkpoint
         from tokenprune_bench.vllm_backend import VllmBackend
 
-        shipped = shipped_folder(self.model or SHIPPED[0]) if self.server is None else None
+        name = self.model or SHIPPED[0]
+        shipped = shipped_checkpoint(name) if self.server is None else None
         if self.server is not None:
             from tokenprune_bench.vllm_server import ServerEngine
 
@@ -72,10 +73,12 @@ class Engines:
         else:
             from tokenprune_bench.vllm_offline import OfflineEngine
 
-            model = self.model if shipped is None else None if shipped.name == "demo_vlm" else str(shipped)
+            model = self.model if shipped is None else None if name == SHIPPED[0] else str(shipped)
             engine = OfflineEngine(model, self.dtype, _read(self.engine_args), images)
         stack.callback(engine.close)
         suffix = (SHORT if shipped is None else "") if self.suffix is None else self.suffix
+        if shipped is not None and (longest := sentence_tokens(name)) is not None:
+            return VllmBackend(engine, suffix, max_new_tokens=longest, metric="ending")
         return VllmBackend(engine, suffix, max_new_tokens=16 if shipped is None else 4)
 
 

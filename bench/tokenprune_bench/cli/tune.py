@@ -76,7 +76,9 @@ def tune(
     data: Annotated[
         Path | None, typer.Option(help="Your own questions, as for `bench`; default: those that ship, 8 kinds of them.")
     ] = None,
-    metric: Annotated[str, typer.Option(help="exact, vqa, anls, relaxed or f1.")] = "exact",
+    metric: Annotated[
+        str | None, typer.Option(help="exact (default), ending (default of demo_smol), vqa, anls, relaxed or f1.")
+    ] = None,
     columns: ColumnsOption = "",
     split: SplitOption = None,
     skip_bad: SkipBadOption = False,
@@ -123,7 +125,8 @@ def tune(
 
     engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
     engines.check()
-    tunable_metric(metric)
+    if metric is not None:
+        tunable_metric(metric)
     check_objective(objective)
     if objective == "throughput" and backend != "hf":
         raise OptionError("--objective throughput is measured with the model in this process: use --backend hf")
@@ -147,7 +150,7 @@ def tune(
     with resumable(run), ExitStack() as stack:
         subject = engines.open(stack, 1 if data is None else max(len(one.sources) for one in questions))
         subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
-        asked = backend_of(subject)
+        asked, metric = backend_of(subject), metric or subject.metric
         group = stack.enter_context(joined())
         if data is not None and skip_bad:
             read = left_out(read, asked.misfits(questions))

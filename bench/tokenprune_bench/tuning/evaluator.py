@@ -41,8 +41,8 @@ class Evaluator:
     """The answers to numbered questions, unpatched (candidate None) or patched.
 
     subject: a model, or another back end that answers. questions: of `bench.data` or `bench.heldout`. metric: a name
-    out of `bench.metrics`; scores must lie in [0, 1]. folder: where answers are kept, and from which a killed run goes
-    on. group: the processes that share the work; each has all answers.
+    out of `bench.metrics`, default the back end's; scores must lie in [0, 1]. folder: where answers are kept, and from
+    which a killed run goes on. group: the processes that share the work; each has all answers.
     Questions are asked in chunks, sequences of their numbers; all candidates must get the same ones for their costs to
     compare. Raises OptionError for CIDEr, DataError for questions that cannot be asked, UnsupportedSetupError for a
     server of whose model the config is not at hand.
@@ -52,13 +52,14 @@ class Evaluator:
         self,
         subject: Model | BenchBackend,
         questions: Sequence[Any],
-        metric: str = "exact",
+        metric: str | None = None,
         *,
         batch_size: int = 32,
         folder: RunFolder | None = None,
         group: Group = ALONE,
     ) -> None:
-        self.backend, self.questions, self.metric = backend_of(subject), list(questions), tunable_metric(metric)
+        self.backend, self.questions = backend_of(subject), list(questions)
+        self.metric = tunable_metric(metric or self.backend.metric)
         self.group, self.videos = group, any(one.is_video for one in questions)
         self.backend.begin(self.questions)
         self.environment = self.backend.environment()

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers that README, the site and the report quote: one model, and each setting's cost and accuracy side by side.
+
+    python benchmarks/headline.py ask --methods divprune,scope --keeps 0.25,0.11    # goes on where it stopped
+    python benchmarks/headline.py time    # on a quiet machine; then dev/readme.py
+
+`ask` writes a row for the unpatched model and for each setting: right answers on the whole held-out set with their
+interval, visual tokens, KV bytes. `random` and `downsample` stand beside every setting. `time` adds to each row the
+time to the first token with the vision tower, in turn with the unpatched model, and the most memory that a prefill
+holds at once beyond the model; on a loaded machine it ends with what `rows.Load` says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import calm_threads  # noqa: F401
+import typer
+from all_methods import Rows
+from common import Live
+from rows import Load, read, write
+
+from tokenprune.cli.common import ErrorGroup, get_console, read_keeps, show_progress
+from tokenprune.profiling.model import Model, load
+from tokenprune.profiling.patched import UNPATCHED, patched
+from tokenprune.setting import Setting
+from tokenprune.shapes.model_config import SHIPPED
+from tokenprune_bench.backend import backend_of
+from tokenprune_bench.suite import Bench, BenchPlan
+
+OUT = Path(__file__).parent / "results/headline.jsonl"
+
+app = typer.Typer(
+    cls=ErrorGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+)
+Out = Annotated[Path, typer.Option(help="The file of rows.")]
+Threads = Annotated[int, typer.Option(min=1)]
+
+
+def peak(subject: Model, example: Any, method: str, keep: float) -> int:
+    """Return the most bytes of tensors that the prefill of one question holds at once, the vision tower included."""
+    with patched(subject, method, keep):
+        inputs = subject.inputs([example.images], [example.question])  # a method may act on pixels
+        with Live() as live:
+            subject.generate(inputs, max_new_tokens=1)
+    return live.bytes
+
+
+@app.command()
+def ask(
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHIPPED)}.")] = SHIPPED[-1],
+    methods: Annotated[str, typer.Option(help="Comma-separated.")] = "divprune,scope",
+    keeps: Annotated[str, typer.Option(help="Comma-separated shares.")] = "0.25,0.11",
+    images: Annotated[int, typer.Option(min=0, help="Held-out images; 0: all.")] = 0,
+    threads: Threads = 1,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    out: Out = OUT,
+) -> None:
+    """Ask the unpatched model and every setting; rows that are in the file already are not asked again."""
+    import torch
+
+    torch.set_num_threads(threads)
+    subject = load(model, device="cpu")
+    names = tuple(name.strip() for name in methods.split(","))
+    plan = BenchPlan(names, read_keeps(keeps), images=images, batch_size=batch_size, seeds=(0,), repeats=0)
+    with show_progress() as step, Rows(out, Bench(subject, plan).header()) as rows:
+        made = list(Bench(subject, plan, step, folder=rows).records())
+    get_console(error=True).print(f"{out.name}: {len(made) - 1} rows")
+
+
+@app.command("time")
+def timed(
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs.")] = 15,
+    threads: Threads = 1,
+    allow_load: Annotated[bool, typer.Option("--allow-load", help="Write marked rows of a loaded machine.")] = False,
+    out: Out = OUT,
+) -> None:
+    """Take time and memory of every row anew."""
+    import torch
+
+    machine = Load(allow_load)
+    torch.set_num_threads(threads)
+    header, records = read(out)
+    subject = load(header["environment"]["model"].partition(" ")[0], device="cpu")
+    example = Bench(subject, BenchPlan(("divprune",), images=1)).examples[0]
+    for one in records:
+        if one["record"] != "result":
+            continue
+        if one["method"] != UNPATCHED:
+            setting = Setting.of({"method": one["method"], "keep": one["keep"]})
+            one["timing"] = backend_of(subject).timing(setting, example, repeats)
+        one["peak_bytes"] = peak(subject, example, one["method"], one["keep"])
+        one |= machine.record() | {"threads": threads}
+    write(out, [header, *records])
+    get_console(error=True).print(f"{out.name}: {len(records)} rows timed")
+
+
+if __name__ == "__main__":
+    app(prog_name="headline.py")
