@@ -39,7 +39,6 @@ ALLOWED = {
     "lmms_eval/suite.py": (r'"picture"',),
     "docs/methods/dyrate.md": (r'"Describe this picture\."',),
     "docs/serving-in-full.md": (r"heldout/pictures/",),
-    "benchmarks/first_run.py": (r"heldout/pictures/",),
     "benchmarks/serving.py": (r"What is in the picture\?",),
     "benchmarks/studies/guard_proof.py": (r'"pictures": \[FIRST',),
     # The function of training/make_heldout.py.

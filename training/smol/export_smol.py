@@ -34,6 +34,7 @@ def main() -> None:
     save_file(kept, fresh)
     os.replace(fresh, args.out / "parts.safetensors")
     model, _ = assemble(*load_decoder(), build_tower().config)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(args.out)
     print(f"{sum(w.numel() for w in kept.values()) / 1e6:.1f} M numbers in {args.out}")
 
