@@ -102,7 +102,7 @@ def test_what_was_drawn_is_weak_and_what_two_papers_print_strong() -> None:
     assert ("measured by us", False, "strong") not in grades and ("published", True, "strong") in grades
     general, _ = ADVICE["general"].evidence(SIZE)
     assert [one.grade for one in general if one.kind == "published"] == ["strong", "strong"]
-    assert {one.grade for one in ADVICE["general"].evidence(1e8)[0]} == {"weak"}  # of a model of another size
+    assert {one.grade for one in ADVICE["general"].evidence(1e9)[0]} == {"weak"}  # of a model of another size
 
 
 def test_the_rule_stands_on_the_page_as_in_the_docstring() -> None:

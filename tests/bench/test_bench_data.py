@@ -249,7 +249,7 @@ def test_f1_is_that_of_transformers() -> None:
 
 
 def test_unknown_metrics_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="no metric 'bleu': use one of exact, vqa"):
+    with pytest.raises(OptionError, match="no metric 'bleu': use one of exact, ending, vqa"):
         metrics.metric_named("bleu")
     monkeypatch.setitem(sys.modules, "pycocoevalcap.cider.cider", None)
     with pytest.raises(TokenPruneError, match="pip install pycocoevalcap"):
