@@ -55,6 +55,9 @@ PAGES = {
     "tests/README.md": "tests.md",
     "training/README.md": "training.md",
     "training/qwen/README.md": "training-qwen.md",
+    "training/smol/README.md": "training-smol.md",
+    "benchmarks/gpu/plan.md": "gpu-plan.md",
+    "benchmarks/gpu/rehearsal.md": "gpu-rehearsal.md",
 }
 MADE: dict[str, Callable[[], str]] = {
     "index": docs.index,
