@@ -25,7 +25,6 @@ from tokenprune.families import REFUSED_IN_VLLM, SERVED
 ROOT = Path(__file__).parents[2]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# Pages that dev/mkdocs_hooks.py makes of files outside docs/.
 
 
 def tool(name: str) -> Any:
