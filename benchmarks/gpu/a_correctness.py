@@ -21,12 +21,12 @@ from typing import Any
 
 from kit import ROOT, Sheet  # isort: skip
 import torch
+import video_inputs as videos
 from clocks import Clocks, bound
 from common import Clock, llava, qwen
 from efficiency import BLOCKS, Case, dropping_methods
 
 import tokenprune
-import videos
 from tokenprune import Site
 
 CPU, VISUAL, KEEP, GRID, SHAKEN = torch.device("cpu"), 576, 64, (12, 4, 4), 3

@@ -16,13 +16,13 @@ from typing import Any
 
 from kit import Sheet  # isort: skip
 import torch
+import video_inputs as videos
 from clocks import Choosing, Clocks, bound
 from common import ladder, qwen
 from limits import SHAPES
 from prefills import NONE, held, peak_of
 
 import tokenprune
-import videos
 
 METHODS = ("evs", "vidcom2", "dart", "divprune", "holitom", "pevlm", "tome", "pixelprune")
 KEEP, GRID, TINY_GRID = 0.25, (64, 16, 16), (8, 4, 4)
