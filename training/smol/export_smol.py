@@ -35,6 +35,7 @@ def main() -> None:
     os.replace(fresh, args.out / "parts.safetensors")
     model, _ = assemble(*load_decoder(), build_tower().config)
     model.config.architectures = [type(model).__name__]
+    model.config.text_config._name_or_path = ""  # a path of the machine
     model.config.save_pretrained(args.out)
     print(f"{sum(w.numel() for w in kept.values()) / 1e6:.1f} M numbers in {args.out}")
 
