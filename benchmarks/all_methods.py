@@ -102,14 +102,20 @@ def results_file(model: str) -> Path:
 def ask(
     model: Annotated[str, typer.Option(help=f"{' or '.join(SHIPPED)}.")] = MODELS[0],
     methods: Annotated[str, typer.Option(help="Comma-separated; default: all that act on images.")] = "",
-    questions: Annotated[int, typer.Option(min=1, help="Of each kind, the first ones.")] = 10,
+    questions: Annotated[int, typer.Option(min=0, help="Held-out images with their questions; 0: all.")] = 0,
+    every: Annotated[int, typer.Option(min=1, help="Of these images, take each n-th one.")] = 1,
     targets: Annotated[str, typer.Option(help="Shares of the visual tokens, comma-separated.")] = "0.5,0.33,0.25,0.11",
     out: Annotated[Path | None, typer.Option(help="Default: benchmarks/results/all_methods-MODEL.jsonl.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     device: Annotated[str | None, typer.Option()] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: as many as PyTorch takes.")] = None,
 ) -> None:
     """Ask every method at every target; rows that are in the file already are not asked again."""
+    import torch
+
     from tokenprune.cli.common import read_keeps
+    from tokenprune_demo.heldout import load_heldout
 
     if model not in SHIPPED:
         raise OptionError(f"--model {model!r} is none of {', '.join(SHIPPED)}")
@@ -117,10 +123,14 @@ def ask(
         methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
         keeps=read_keeps(targets), images=questions, batch_size=batch_size, repeats=0, equal_cost=True,
     )  # fmt: skip
-    subject = load(model, device=device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    subject = load(model, device=device, dtype=dtype)
+    asked = load_heldout(limit=questions or None, folder=subject.heldout)
+    first = {"questions": [one for one in asked if one.number % every == 0], "about": {"every": every}}
     path = out or results_file(model)
-    with show_progress() as step, Rows(path, Bench(subject, plan).header()) as rows:
-        made = list(Bench(subject, plan, step, folder=rows).records())
+    with show_progress() as step, Rows(path, Bench(subject, plan, **first).header()) as rows:
+        made = list(Bench(subject, plan, step, folder=rows, **first).records())
     count = sum((one.get("method"), one.get("keep")) not in rows.known for one in made)
     get_console(error=True).print(f"{path}: {count} new rows", markup=False)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenprune.shapes.model_config import SHIPPED
 from tokenprune.startup import require
+from tokenprune_bench.plan import DEFAULT_IMAGES
 
 
 def demo(module: str) -> Any:
@@ -14,3 +16,11 @@ def demo(module: str) -> Any:
         f"tokenprune_demo.{module}",
         "our own questions are of another package (or name yours with --data, and your model with --model)",
     )
+
+
+def sample_of(model: str | None) -> int:
+    """Return the number of held-out images, videos or prompts asked about by default; None: the first model."""
+    if model not in SHIPPED:
+        return DEFAULT_IMAGES
+    found: int = require("tokenprune_demo", f"{model} is a model of another package").SAMPLES.get(model, DEFAULT_IMAGES)
+    return found

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
@@ -94,3 +95,22 @@ def load_heldout(
                     )
                 )
     return examples
+
+
+def load_sample(images: int, folder: str | Path = FOLDER) -> list[Example]:
+    """Return the examples of so many images (0: all), image by image, with each kind of question as often as may be.
+
+    The next image is always the first one that asks about the kind that was asked about least so far.
+    """
+    rest: dict[int, list[Example]] = {}
+    for example in load_heldout(folder=folder):
+        rest.setdefault(example.number, []).append(example)
+    asked = Counter(dict.fromkeys((one.kind for examples in rest.values() for one in examples), 0))
+    taken: list[Example] = []
+    for _ in range(min(images, len(rest)) or len(rest)):
+        kinds = {one.kind for examples in rest.values() for one in examples}
+        least = min(kinds, key=lambda kind: (asked[kind], kind))
+        number = next(number for number, examples in rest.items() if any(one.kind == least for one in examples))
+        asked.update(one.kind for one in rest[number])
+        taken += rest.pop(number)
+    return sorted(taken, key=lambda one: one.number)

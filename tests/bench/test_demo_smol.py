@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 from pathlib import Path
@@ -19,6 +20,7 @@ from tokenprune_demo import MODELS, smol
 from tokenprune_demo.heldout import SMOL, Example, load_heldout
 
 FOLDER = MODELS["demo_smol"]
+ROOT = Path(__file__).parents[2]
 installed = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in (smol.PACKAGE, "gguf")), reason=smol.INSTALL
 )
@@ -41,6 +43,14 @@ def test_what_ships_is_small() -> None:
     config = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
     assert "auto_map" not in config and config["architectures"] == ["LlavaForConditionalGeneration"]
     assert read_model_config("demo_smol").text_config.num_hidden_layers == 30
+
+
+@installed
+def test_its_weights_are_told_by_what_ships_alike_on_every_processor(subject: Model) -> None:
+    shipped = hashlib.sha256((FOLDER / "parts.safetensors").read_bytes()).hexdigest()
+    assert subject.weights == shipped[:16]
+    header = json.loads((ROOT / "benchmarks/results/headline.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert header["environment"]["weights"] == subject.weights
 
 
 def test_without_the_decoder_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

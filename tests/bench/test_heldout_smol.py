@@ -11,8 +11,10 @@ from pathlib import Path
 import PIL
 import pytest
 
+from tokenprune_bench.own_questions import sample_of
+from tokenprune_bench.plan import DEFAULT_IMAGES
 from tokenprune_demo.backgrounds import PHOTOS
-from tokenprune_demo.heldout import SMOL, heldout_of, load_heldout
+from tokenprune_demo.heldout import FOLDER, SMOL, heldout_of, load_heldout, load_sample
 
 TRAINING = Path(__file__).parents[2] / "training"
 PILLOW = "13.0.0"  # that drew the set: other versions set letters and resize a little differently
@@ -39,6 +41,19 @@ def test_the_set_is_balanced_and_every_answer_is_one_of_its_kind(script):
 def test_no_question_is_asked_twice_of_an_image():
     asked = Counter((example.number, example.question) for example in load_heldout(folder=SMOL))
     assert set(asked.values()) == {1}
+
+
+def test_a_sample_asks_about_every_kind_and_the_first_images_where_each_has_all():
+    sample = load_sample(12, SMOL)
+    counts = Counter(one.kind for one in sample)
+    assert len({one.number for one in sample}) == 12 and min(counts.values()) >= 2 and len(counts) == 10
+    assert sample == [one for one in load_heldout(folder=SMOL) if one.number in {other.number for other in sample}]
+    assert load_sample(0, SMOL) == load_sample(10**6, SMOL) == load_heldout(folder=SMOL)
+    assert load_sample(5, FOLDER) == load_heldout(limit=5)
+
+
+def test_a_slow_model_is_asked_about_fewer_images_by_default():
+    assert sample_of("demo_smol") < sample_of("demo_vlm") == sample_of(None) == sample_of("mine") == DEFAULT_IMAGES
 
 
 def test_the_images_are_small_enough_to_ship():

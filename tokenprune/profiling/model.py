@@ -23,7 +23,7 @@ from tokenprune.errors import DataError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.profiling.media import BadRow, check_sizes
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.shapes.model_config import SHIPPED, sentence_tokens, shipped_checkpoint
+from tokenprune.shapes.model_config import SHIPPED, sentence_tokens, shipped_checkpoint, shipped_folder
 from tokenprune.startup import require
 
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.
@@ -212,7 +212,9 @@ def load(
     except (RuntimeError, AssertionError) as error:
         raise TokenPruneError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
     if shipped is not None:
-        digest = hashlib.sha256((shipped / "model.safetensors").read_bytes()).hexdigest()[:16]
+        # Of the file that ships: a checkpoint put together from it differs between processors in its last bits.
+        (file,) = shipped_folder(name).glob("*.safetensors")
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         heldout = require("tokenprune_demo.heldout", "held-out questions").heldout_of(name)
         subject = Model(loaded, processor, f"{name} (shipped)", suffix or "", weights=digest, heldout=heldout)
         if (longest := sentence_tokens(name)) is not None:

@@ -71,7 +71,7 @@ def bench(
         int | None,
         typer.Option(
             min=0,
-            help="Held-out images (videos, prompts, documents), each with one question of every kind, default 24; "
+            help="Held-out images (videos, prompts, documents) with all their questions, default 24, of demo_smol 12; "
             "with --data: rows, default all. 0: all.",
         ),
     ] = None,
@@ -141,9 +141,10 @@ def bench(
     from tokenprune_bench.data import left_out, load_data, read_columns
     from tokenprune_bench.group import joined
     from tokenprune_bench.metrics import metric_named
+    from tokenprune_bench.own_questions import sample_of
     from tokenprune_bench.report.drawing import Wanted
     from tokenprune_bench.report.runs import finished_run
-    from tokenprune_bench.suite import DEFAULT_IMAGES, BenchPlan
+    from tokenprune_bench.suite import BenchPlan
 
     engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
     engines.check()
@@ -156,7 +157,7 @@ def bench(
         BenchPlan,
         methods=tuple(read_specs(methods)),
         keeps=read_keeps(keep),
-        images=DEFAULT_IMAGES if limit is None else limit,
+        images=sample_of(model) if limit is None else limit,
         batch_size=batch_size,
         repeats=0 if evidence else repeats,
         equal_cost=equal_cost,
