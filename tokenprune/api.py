@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from annotated_types import Ge
 
-from tokenprune.base import Method
+from tokenprune.base import Method, Site
 from tokenprune.budget import Budget, joint_share
 from tokenprune.config import read_config
 from tokenprune.errors import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE = "_tokenprune_patch"
 _DEFAULT_METHOD = "dart"
+_ANY_DEPTH = 32  # layers of a decoder that stages are asked for where none is at hand
 _BYTES = Annotated[int, Ge(1)] | None
 ModelT = TypeVar("ModelT")
 
@@ -131,8 +132,26 @@ def _budgets(keep: Any, methods: Sequence[Method]) -> list[Budget]:
             raise BudgetError(
                 f"keep has {len(keep)} entries for {len(methods)} methods: give one number, or one for each method"
             )
-        return [Budget.of(one) for one in keep]
-    return [Budget.of(keep)] * len(methods)
+        budgets = [Budget.of(one) for one in keep]
+    else:
+        budgets = [Budget.of(keep)] * len(methods)
+    for method, budget in zip(methods, budgets, strict=True):
+        _check_age(method, budget)
+    return budgets
+
+
+def _check_age(method: Method, budget: Budget) -> None:
+    """Raise BudgetError for a budget by age of a method whose choice changes when a chat gets longer, or that cuts at
+    several places."""
+    if budget.age is None:
+        return
+    once = method.site is Site.PRE_LLM and method.stages(budget, _ANY_DEPTH) == [(method, budget)]
+    if not once or not method.prefix_cache_safe:
+        why = "reads the question" if once else "does not make its one cut before the language model"
+        raise BudgetError(
+            f"{method.name} {why}, so a longer prompt would change what it keeps of earlier images: age= goes with "
+            "methods such as divprune, visionzip or pool (tokenprune methods --site PRE_LLM --prefix-cache-safe)"
+        )
 
 
 def _parts(

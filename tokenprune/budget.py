@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from tokenprune.ages import Tiers, aged, checked_tiers
 from tokenprune.errors import BudgetError
 from tokenprune.shapes.decoder import DecoderShape
 
 _SCOPES = ("image", "frame", "prompt")
 TARGETS = ("keep", "tokens", "average_tokens", "average_share", "kv_share", "flops_share")
+AGES = ("age", "step")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class Budget:
     per:             "image": every image, video or tile has the budget for itself; "frame": so has every frame of a
                      video, such as the decoder sees (Qwen's towers join two); "prompt": all visual tokens of a prompt
                      share it, and compete.
+    age:             pairs (age, what is kept), for prompts of several images: an image with that many images behind it
+                     keeps this share of its budget, or this number of tokens. ((0, 1.0), (2, 0.5)) leaves the last two
+                     images alone. It goes with `keep` or `tokens`, and with PRE_LLM methods that read no question.
+    step:            ages are counted anew when the number of images is a multiple of it. Between, a prompt that gets
+                     longer keeps its earlier images as they are, so that a prefix cache holds.
 
     All but `keep` are solved for the layer at which the method cuts, from closed forms (accounting.py); of a method
     that cuts several times all of them are averages over the layers (schedule.py).
@@ -44,6 +51,8 @@ class Budget:
     kv_share: float | None = None
     flops_share: float | None = None
     per: str = "image"
+    age: Tiers | None = None
+    step: int = 1
 
     def __post_init__(self) -> None:
         given = [name for name in TARGETS if getattr(self, name) is not None]
@@ -54,6 +63,9 @@ class Budget:
             )
         if self.per not in _SCOPES:
             raise BudgetError(f"per={self.per!r} is not known; use one of {', '.join(map(repr, _SCOPES))}")
+        if self.age is not None and (given[0] not in ("keep", "tokens") or self.per != "image"):
+            raise BudgetError('age= goes with keep= or tokens=, and with per="image"')
+        object.__setattr__(self, "age", checked_tiers(self.age, self.step))
         value = getattr(self, given[0])
         if not _is_real(value) or value != value:  # NaN
             raise BudgetError(f"{given[0]} must be a number, not {value!r}")
@@ -72,11 +84,14 @@ class Budget:
         left_out = "keep" if self.tokens == 1 else "tokens"
         targets = [name for name in TARGETS if getattr(self, name) is not None and name != left_out]
         given = [f"{name}={getattr(self, name)!r}" for name in targets]
-        return f"Budget({', '.join([*given, f'per={self.per!r}'] if self.per != 'image' else given)})"
+        given += [] if self.per == "image" else [f"per={self.per!r}"]
+        given += [] if self.age is None else [f"age={self.age!r}", f"step={self.step}"]
+        return f"Budget({', '.join(given)})"
 
     def short(self) -> str:
         """Return the budget as one writes it after `keep=`: a number alone where that says it all."""
-        return repr(self) if self.keep is None or self.tokens == 1 or self.per != "image" else repr(self.keep)
+        plain = self.keep is not None and self.tokens != 1 and self.per == "image" and self.age is None
+        return repr(self.keep) if plain else repr(self)
 
     @staticmethod
     def _check_keep(name: str, keep: Any) -> None:
@@ -122,7 +137,7 @@ class Budget:
 
     def is_identity(self) -> bool:
         """Return True if this keeps every token of any image."""
-        return self.keep == 1 and self.tokens is None
+        return self.keep == 1 and self.tokens is None and self.age is None
 
     def resolve(
         self,
@@ -141,10 +156,11 @@ class Budget:
         """
         if self.keep is None:
             return self.solve([(layer, 1.0)], counts, shape=shape, text_tokens=text_tokens)[0]
-        return [self.resolve_keep(count) for count in counts]
+        kept = [self.resolve_keep(count) for count in counts]
+        return kept if self.age is None else aged(kept, self.age, self.step)
 
     def resolve_keep(self, count: int) -> int:
-        """Return how many of `count` tokens a `keep` leaves, a share or a number."""
+        """Return how many of `count` tokens a `keep` leaves of a new image, a share or a number."""
         if self.tokens is not None:
             return min(self.tokens, count)
         assert self.keep is not None  # of other budgets `solve` is asked

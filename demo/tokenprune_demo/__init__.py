@@ -11,7 +11,7 @@ _HERE = Path(__file__).resolve().parent
 MODELS = {name: _HERE / "models" / name for name in ("demo_vlm", "demo_qwen", "demo_smol")}
 # Models that answer in a sentence, which ends in the answer, with its most tokens; others say a word.
 SENTENCES = {"demo_smol": 24}
-# Models whose answers take a second, with the number of held-out images that a benchmark asks about unless told.
+# Held-out images that a benchmark asks about by default, of models whose answers take a second.
 SAMPLES = {"demo_smol": 12}
 
 

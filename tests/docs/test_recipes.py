@@ -101,6 +101,13 @@ def of_a_chat(names: dict[str, Any], seen: list[str]) -> None:
     assert tokenprune.stats(names["model"]).keep_ratio == pytest.approx(0.25)
 
 
+def of_an_agent(names: dict[str, Any], seen: list[str]) -> None:
+    """In the fourth turn two screenshots are new, and two have two or more after them."""
+    visual = int((names["inputs"]["input_ids"] == names["model"].config.image_token_id).sum()) // 4
+    stats = tokenprune.stats(names["model"])
+    assert stats.visual_tokens_in == 4 * visual and stats.visual_tokens_out == 2 * visual + 2 * round(visual / 2)
+
+
 def of_a_kept_cache(names: dict[str, Any], seen: list[str]) -> None:
     """The second turn wrote into the cache of the first, which holds a quarter of the image's tokens."""
     visual = int((names["ids"] == names["model"].config.image_token_id).sum())
@@ -134,6 +141,7 @@ def of_your_own_method(names: dict[str, Any], seen: list[str]) -> None:
 DOES = {
     "documents": of_documents,
     "chat": of_a_chat,
+    "agent": of_an_agent,
     "kept-cache": of_a_kept_cache,
     "long-video": of_a_long_video,
     "lora": of_lora,

@@ -213,7 +213,7 @@ def load(
         raise TokenPruneError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
     if shipped is not None:
         # Of the file that ships: a checkpoint put together from it differs between processors in its last bits.
-        (file,) = shipped_folder(name).glob("*.safetensors")
+        (file,) = (shipped_folder(name) or shipped).glob("*.safetensors")
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         heldout = require("tokenprune_demo.heldout", "held-out questions").heldout_of(name)
         subject = Model(loaded, processor, f"{name} (shipped)", suffix or "", weights=digest, heldout=heldout)

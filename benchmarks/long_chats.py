@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens does an agent's chat compute, when each turn brings a screenshot and older ones keep fewer tokens?
+
+    python benchmarks/long_chats.py           # print the table
+    python benchmarks/long_chats.py --page    # write it into docs/recipes/agent.md
+
+Counted, no times. A turn sends the whole chat again, as most clients do. What it shares with the turn before, from the
+start on, comes from a prefix cache; everything after the first change is computed. An image of which other tokens are
+kept is another image.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import calm_threads  # noqa: F401
+from common import fill_page
+
+from tokenprune.ages import aged
+
+PAGE = Path(__file__).parents[1] / "docs/recipes/agent.md"
+BEGIN, END = "<!-- chats:begin (benchmarks/long_chats.py --page) -->", "<!-- chats:end -->"
+TURNS, SYSTEM, VISUAL, TEXT = 50, 1000, 1024, 100  # tokens of the system prompt, of a screenshot, and of a turn's words
+TIERS = ((0, 1.0), (2, 0.5), (8, 0.1))
+
+Item = tuple[str, int, int]  # its kind, its number, and its tokens
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to shorten a chat. last: the images that stay, 0 for all; chunk: how many leave at once. step: of the ages
+    of `TIERS`, 0 where every image keeps all tokens."""
+
+    name: str
+    last: int = 0
+    chunk: int = 1
+    step: int = 0
+
+    def prompt(self, turns: int) -> list[Item]:
+        """Return the chat as it is sent in a turn."""
+        gone = max(0, turns - self.last) // self.chunk * self.chunk if self.last else 0
+        counts = [VISUAL] * (turns - gone)
+        counts = aged(counts, TIERS, self.step) if self.step else counts
+        items: list[Item] = [("system", 0, SYSTEM)]
+        for turn in range(turns):
+            items += [("image", turn, counts[turn - gone])] if turn >= gone else []
+            items.append(("text", turn, TEXT))
+        return items
+
+
+WAYS = (
+    Way("everything stays"),
+    Way("the last 3 images, one leaves a turn", last=3),
+    Way("the last 3 to 12 images, ten leave at once", last=3, chunk=10),
+    *(Way(f"`age={TIERS}`, `step={step}`", step=step) for step in (1, 5, 10)),
+)
+
+
+def tokens(items: list[Item]) -> int:
+    return sum(count for *_, count in items)
+
+
+def shared(before: list[Item], now: list[Item]) -> int:
+    """Return how many tokens two prompts share from their start on."""
+    found = 0
+    for one, other in zip(before, now, strict=False):
+        if one != other:
+            break
+        found += one[2]
+    return found
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    lines = [
+        "| way | computed in all | of them again | longest prompt | images seen in the last turn |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for way in WAYS:
+        prompts = [way.prompt(turns) for turns in range(1, TURNS + 1)]
+        computed = tokens(prompts[0]) + sum(tokens(now) - shared(before, now) for before, now in pairwise(prompts))
+        first = SYSTEM + TURNS * (VISUAL + TEXT)
+        seen = sum(kind == "image" for kind, *_ in prompts[-1])
+        longest = max(map(tokens, prompts))
+        lines.append(f"| {way.name} | {computed:,} | {max(0, computed - first):,} | {longest:,} | {seen} |")
+    return "\n".join(lines) + (
+        f"\n\n{TURNS} turns with a screenshot of {VISUAL} visual tokens and {TEXT} tokens of words each, after a "
+        f"system prompt of {SYSTEM}; every turn finds the tokens of the turn before in a prefix cache. "
+        "By `python benchmarks/long_chats.py`."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", action="store_true", help="write the table into docs/recipes/agent.md")
+    if not parser.parse_args().page:
+        print(table())
+        return
+    fill_page(PAGE, BEGIN, END, table())
+
+
+if __name__ == "__main__":
+    main()

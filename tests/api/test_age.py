@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budgets by age: `Budget(keep=..., age=((0, 1.0), (2, 0.5)), step=4)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from oracle import close, reduced
+from tokenprune import Budget, BudgetError
+from tokenprune.ages import aged, ages
+from tokenprune.setting import Setting
+from zoo import FAMILIES, Family
+
+AGE = ((0, 1.0), (1, 0.5), (3, 2))
+# Tiles or images side by side, M-RoPE, a newline after each row.
+NAMES = ("llava", "qwen2_5_vl", "llava_onevision", "internvl")
+
+
+def naive(count: int, number: int, images: int, keep: float, step: int) -> int:
+    """Return what image `number` of `images` keeps of `count` tokens, as the docstring of `Budget` says it."""
+    there = images
+    while there % step:
+        there -= 1
+    behind = max(0, there - (number + 1))
+    new = max(1, round(count * keep))
+    if behind >= 3:
+        return min(2, max(1, round(new * 0.5)))
+    return max(1, round(new * 0.5)) if behind >= 1 else new
+
+
+def kept(model: Any, inputs: Any) -> list[list[int]]:
+    with torch.no_grad():
+        model(**inputs)
+    cuts = tokenprune.stats(model).cuts
+    return cuts[0].kept if cuts else [list(range(inputs["input_ids"].shape[1]))] * len(inputs["input_ids"])
+
+
+def per_image(family: Family, model: Any, inputs: Any, row: int, places: list[int]) -> list[int]:
+    """Return how many of `places` lie in each image of a row."""
+    visual = family.visual_mask(model, inputs)[row].nonzero().flatten().tolist()
+    found, start = [], 0
+    for count in family.visual_counts(model, inputs)[row]:
+        found.append(len(set(places) & set(visual[start : start + count])))
+        start += count
+    return found
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_older_images_of_each_row_keep_less(name: str, step: int, build: Any) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(5, 1, 4))
+    with tokenprune.patched(model, "divprune", keep=Budget(keep=0.8, age=AGE, step=step), record=True):
+        rows = kept(model, inputs)
+        out = tokenprune.stats(model).visual_tokens_out
+    want = [
+        [naive(count, number, len(counts), 0.8, step) for number, count in enumerate(counts)]
+        for counts in family.visual_counts(model, inputs)
+    ]
+    assert [per_image(family, model, inputs, row, places) for row, places in enumerate(rows)] == want
+    assert out == sum(map(sum, want))
+    assert any(len(set(of_row)) > 1 for of_row in want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_dropping_by_age_equals_the_masked_model(name: str, build: Any) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(images=(4, 2))
+    with tokenprune.patched(model, "divprune", keep=Budget(keep=1.0, age=AGE), record=True):
+        logits, stats = model(**inputs).logits, tokenprune.stats(model)
+    with reduced(family, model, stats.cuts, inputs["input_ids"].shape[1]):
+        want = model(**inputs).logits
+    real = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
+    for row, places in enumerate(stats.cuts[0].kept):
+        real[row, places] = True
+    close(logits[real], want[real])
+
+
+@torch.no_grad()
+def test_a_longer_prompt_of_the_same_step_keeps_its_earlier_images_as_they_are(build: Any) -> None:
+    """Between two steps nothing of the shared prefix changes; at a step it does."""
+    family = FAMILIES["qwen2_5_vl"]
+    model, whole = build(family), family.make_inputs(rows=1, images=5, padding=None)
+    ids = whole["input_ids"][0]
+    counts = family.visual_counts(model, whole)[0]
+    visual = family.visual_mask(model, whole)[0].nonzero().flatten().tolist()
+    ends = [visual[sum(counts[: number + 1]) - 1] + 1 for number in range(5)]
+    grids, pixels = whole["image_grid_thw"], whole["pixel_values"]
+
+    def first(number: int) -> dict[str, Any]:
+        patches = int(grids[:number].prod(1).sum())
+        cut = {"input_ids": ids[None, : ends[number - 1]], "attention_mask": torch.ones(1, ends[number - 1]).long()}
+        types = {name: whole[name][:, : ends[number - 1]] for name in whole if name.endswith("type_ids")}
+        return cut | types | {"image_grid_thw": grids[:number], "pixel_values": pixels[:patches]}
+
+    with tokenprune.patched(model, "divprune", keep=Budget(keep=1.0, age=AGE, step=2), record=True):
+        found = {number: kept(model, first(number))[0] for number in (2, 3, 4)}
+        said = {number: model(**first(number)).logits[0, : ends[1]] for number in (2, 3)}
+    before = {number: [place for place in places if place < ends[1]] for number, places in found.items()}
+    assert before[2] == before[3] != before[4]
+    close(said[2][before[2]], said[3][before[3]])
+
+
+@torch.no_grad()
+def test_one_image_and_a_single_tier_are_as_without_age(build: Any) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    whole = model(**inputs).logits
+    with tokenprune.patched(model, "divprune", keep=Budget(keep=1.0, age=AGE)):
+        assert torch.equal(model(**inputs).logits, whole)
+    assert Budget(keep=0.5, age=((0, 1.0),)) == Budget(keep=0.5)
+
+
+def test_ages_count_from_the_last_full_step() -> None:
+    assert ages(5) == [4, 3, 2, 1, 0] and ages(3, 4) == [0, 0, 0] and ages(6, 4) == [3, 2, 1, 0, 0, 0]
+    assert ages(0) == []
+
+
+def test_counts_do_not_rise_with_age_and_an_image_keeps_a_token() -> None:
+    assert aged([10] * 6, ((0, 1.0), (1, 0.5), (3, 8)), 1) == [5, 5, 5, 5, 5, 10]
+    assert aged([1, 1, 4], ((0, 1.0), (1, 0.1)), 1) == [1, 1, 4]
+
+
+def test_a_file_or_dict_says_the_same() -> None:
+    said = {"method": "divprune", "keep": {"keep": 0.5, "age": [[0, 1.0], [2, 0.25]], "step": 4}}
+    (budget,) = Setting.of(said).budgets
+    assert budget == Budget(keep=0.5, age=((0, 1.0), (2, 0.25)), step=4)
+    assert eval(repr(budget)) == budget and budget.short() == repr(budget)
+    assert repr(budget) == "Budget(keep=0.5, age=((0, 1.0), (2, 0.25)), step=4)"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"age": ((1, 0.5),)}, r"begins with \(1, 0.5\)"),
+        ({"age": ((0, 0.5),)}, r"begins with \(0, 0.5\)"),
+        ({"age": ((0, 1.0), (2, 0.5), (2, 0.25))}, r"ages must rise, and \(2, 0.25\)"),
+        ({"age": ((0, 1.0), (1, 0.25), (2, 0.5))}, r"\(2, 0.5\) keeps more than \(1, 0.25\)"),
+        ({"age": ((0, 1.0), (1, 0))}, r"\(1, 0\) must end with a share in \(0, 1\]"),
+        ({"age": ((0, 1.0), (1, 1.5))}, r"\(1, 1.5\) must end with"),
+        ({"age": ((0, 1.0), (True, 0.5))}, "must begin with a number of images"),
+        ({"age": 3}, "must be pairs"),
+        ({"age": ((0, 1.0, 2),)}, "must be pairs"),
+        ({"age": AGE, "step": 0}, "step=0 must be a whole number"),
+        ({"step": 2}, "no age= is given"),
+        ({"age": AGE, "per": "prompt"}, 'goes with keep= or tokens=, and with per="image"'),
+        ({"age": AGE, "keep": None, "average_share": 0.5}, "goes with keep= or tokens="),
+    ],
+)
+def test_what_means_nothing_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BudgetError, match=said):
+        Budget(**({"keep": 0.5} | given))
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [("cdpruner", "reads the question"), ("fastv", "before the language model"), ("vscan", "before the language model"),
+     ("tome", "before the language model"), ("downsample", "before the language model")],
+)  # fmt: skip
+def test_a_method_whose_choice_a_longer_chat_changes_is_refused(method: str, said: str, build: Any) -> None:
+    model = build(FAMILIES["llava"])
+    with pytest.raises(BudgetError, match=said):
+        tokenprune.patch(model, method, keep=Budget(keep=0.5, age=AGE))
+    with pytest.raises(tokenprune.NotPatchedError):
+        tokenprune.unpatch(model)

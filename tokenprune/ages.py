@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budgets by age: older images of a prompt keep fewer tokens, in steps, so that a prefix cache holds between them."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from tokenprune.errors import BudgetError
+
+Tiers = tuple[tuple[int, float | int], ...]
+
+
+def checked_tiers(age: Any, step: Any) -> Tiers | None:
+    """Return the tiers of `Budget(age=, step=)` as a tuple of pairs, None where they change nothing.
+
+    Raises BudgetError, which names the pair that is wrong.
+    """
+    if not _is_whole(step) or step < 1:
+        raise BudgetError(f"step={step!r} must be a whole number of images, at least 1")
+    if age is None:
+        if step != 1:
+            raise BudgetError(f"step={step} is about ages, and no age= is given: add one, or leave step out")
+        return None
+    try:
+        pairs = [tuple(pair) for pair in age]
+    except TypeError:
+        pairs = []
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise BudgetError(f"age={age!r} must be pairs of an age and what is kept, such as ((0, 1.0), (2, 0.5))")
+    tiers: Tiers = tuple((_age(pair), _kept(pair)) for pair in pairs)
+    if tiers[0] != (0, 1.0):
+        raise BudgetError(f"age={age!r} begins with {pairs[0]}: the newest image keeps all of its budget, (0, 1.0)")
+    for (earlier, more), (later, less) in pairwise(tiers):
+        if later <= earlier:
+            raise BudgetError(f"age: ages must rise, and {(later, less)} follows {(earlier, more)}")
+        if isinstance(less, float) and isinstance(more, float) and less > more:
+            raise BudgetError(f"age: {(later, less)} keeps more than {(earlier, more)}, and older images may not")
+    return None if all(kept == 1.0 and isinstance(kept, float) for _, kept in tiers) else tiers
+
+
+def _age(pair: tuple[Any, Any]) -> int:
+    if not _is_whole(pair[0]) or pair[0] < 0:
+        raise BudgetError(f"age: {pair} must begin with a number of images, 0 for the newest")
+    return int(pair[0])
+
+
+def _kept(pair: tuple[Any, Any]) -> float | int:
+    kept: Any = pair[1]
+    if _is_whole(kept) and kept >= 1:
+        return int(kept)
+    if isinstance(kept, numbers.Real) and not isinstance(kept, numbers.Integral) and 0 < float(kept) <= 1:
+        return float(kept)
+    raise BudgetError(f"age: {pair} must end with a share in (0, 1] of the image's budget, or a number of tokens")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def ages(images: int, step: int = 1) -> list[int]:
+    """Return the age of each of a prompt's images, in order: the number of images behind it, as it was when the number
+    of images last was a multiple of `step`. Images that came since are of age 0."""
+    counted = step * (images // step)
+    return [max(0, counted - 1 - number) for number in range(images)]
+
+
+def aged(kept: Sequence[int], tiers: Tiers, step: int) -> list[int]:
+    """Return what each of a prompt's images, in order, keeps at its age; kept: what it keeps when it is new.
+
+    An image takes the last tier that is not above its age: a share of what it keeps when new, or a number of tokens.
+    Counts do not rise with age, and are at least 1.
+    """
+    found = []
+    for count, age in zip(kept, ages(len(kept), step), strict=True):
+        left = count
+        for tier in [one for since, one in tiers if since <= age]:
+            left = min(left, tier if isinstance(tier, int) else max(1, round(count * tier)))
+        found.append(left)
+    return found
