@@ -247,9 +247,14 @@ class Pruner(Method):
 
 @dataclass(frozen=True)
 class ResizeMethod(Method):
-    """Base of the methods that resize images before they are encoded (PRE_ENCODER); a subclass implements `shares`."""
+    """Base of the methods that resize images before they are encoded (PRE_ENCODER); a subclass implements `shares`.
+
+    takes_tokens: True if `keep` may be a number of tokens: larger images then shrink to that many, and `shares` is not
+    asked.
+    """
 
     site: ClassVar[Site] = Site.PRE_ENCODER
+    takes_tokens: ClassVar[bool] = False
     # True if frames of videos shrink too, each by `keep`; an option of some methods.
     if TYPE_CHECKING:
 

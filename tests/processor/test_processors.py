@@ -53,7 +53,7 @@ def test_errors_leave_the_model_alone(method: str, demo: Any, build: Any) -> Non
     wrong: list[tuple[type[Exception], dict]] = [
         (OptionError, dict(keep=0.5)),
         (OptionError, dict(keep=0.5, processor=tokenizer())),
-        (BudgetError, dict(keep=64, processor=processor)),
+        (BudgetError, dict(keep=Budget(average_tokens=64), processor=processor)),
         (BudgetError, dict(keep=Budget(kv_share=0.5), processor=processor)),
         (OptionError, dict(keep=0.5, processor=processor, layer=2)),
     ]
@@ -156,7 +156,7 @@ def test_patch_processor_says_what_it_cannot_do() -> None:
     with pytest.raises(OptionError, match="pass the model's processor"):
         patch_processor(None)
     with pytest.raises(BudgetError, match="share"):
-        patch_processor(Qwen2VLImageProcessor(), keep=64)
+        patch_processor(Qwen2VLImageProcessor(), "dynres", keep=64)
     with pytest.raises(OptionError, match="sharpness"):
         patch_processor(Qwen2VLImageProcessor(), sharpness=1)
 

@@ -53,9 +53,10 @@ class Resizer:
                 f"{name}: the processor of {family!r} makes as many tokens of a small image as of a large one; "
                 "use method='pool' for a baseline without fine detail"
             )
-        if keep is None or isinstance(keep, numbers.Integral):
+        if keep is None or (isinstance(keep, numbers.Integral) and not self.method.takes_tokens):
             raise BudgetError(f"{name} takes keep as a share (a float), not {self.budget}")
-        self.method.check_keep(float(keep))
+        if self.most is None:
+            self.method.check_keep(float(keep))
         if not given and self.processor is not None:
             raise OptionError(
                 f"{name} acts on pixels: a {type(self.processor).__name__} makes none; give the model's whole "
@@ -70,6 +71,10 @@ class Resizer:
             raise UnsupportedSetupError(
                 f"{name}: how {type(self.image_processor).__name__} makes tokens is not known; known are "
                 f"{', '.join(countable_processors())}; use a method that acts on the model, such as 'pool', instead"
+            )
+        if self.rule is None and self.most is not None:
+            raise UnsupportedSetupError(
+                f"{name}: the tokens of {type(self.image_processor).__name__} cannot be counted; give keep as a share"
             )
         if self.rule is None and self.resizing == "input" and "height" in Reader(self.processor).size():
             raise UnsupportedSetupError(
@@ -111,7 +116,7 @@ class Resizer:
         found, rebuild = collect(self.image_processor.fetch_images(images), make)
         if not found:
             return images, kwargs
-        shares = self.method.shares(found, self.share, self.budget.per)
+        shares = self._shares(found)
         if self.resizing == "target":
             # Images of a call are stacked, so they have one size.
             share = 1.0 if max(shares) >= 1 else sum(shares) / len(shares)
@@ -119,13 +124,18 @@ class Resizer:
             self._note(found, [one.size for one in found], kwargs)
             return images, kwargs
         if rule is not None and rule.grid is not None:
-            sizes, size = _on_grid(rule.grid, read, found, shares)
+            sizes, size = _on_grid(rule.grid, read, found, shares, self.most)
             kwargs = {name: value for name, value in kwargs.items() if name not in ("min_pixels", "max_pixels")}
             kwargs["size"] = size
         else:
-            sizes = [_scaled(one, share) for one, share in zip(found, shares, strict=True)]
+            sizes = [_scaled(one, share, self.most) for one, share in zip(found, shares, strict=True)]
         self._note(found, sizes, kwargs)
         return rebuild([one.resized(*size) for one, size in zip(found, sizes, strict=True)]), kwargs
+
+    def _shares(self, images: list[InputImage]) -> list[float]:
+        if self.most is None:
+            return self.method.shares(images, self.share, self.budget.per)
+        return [min(1.0, self.most / image.tokens) for image in images]
 
     def _note(self, images: list[InputImage], sizes: list[tuple[int, int]], kwargs: dict[str, Any]) -> None:
         """Remember how many tokens `images` make with `sizes` and settings `kwargs`, and would have made."""
@@ -142,7 +152,7 @@ class Resizer:
         for name in ("size", "crop_size"):
             for edge, value in read.size(name).items():
                 full = value // self._patch
-                patches = _patches(full, share)
+                patches = _patches(full, share, self.most)
                 # Left as it is where the share rounds to everything: it need not be a multiple of the patch.
                 side = value if patches == full else patches * self._patch
                 changed.setdefault(name, {})[edge] = side
@@ -153,8 +163,13 @@ class Resizer:
         return self.adapter.config.vision_config.patch_size
 
     @property
+    def most(self) -> int | None:
+        """The most tokens of an image; None where the budget is a share."""
+        return self.budget.tokens
+
+    @property
     def share(self) -> float:
-        """The share of the tokens to keep."""
+        """The share of the tokens to keep, of a budget that is one."""
         assert self.budget.keep is not None  # see `_check`
         return float(self.budget.keep)
 
@@ -165,7 +180,8 @@ class Resizer:
         if (height, width) != (full, full):
             return True
         patches = full // self._patch
-        if not self.method.by_content and _patches(patches, self.share) < patches:
+        share = self.share if self.most is None else min(1.0, self.most / patches**2)
+        if not self.method.by_content and _patches(patches, share, self.most) < patches:
             raise UnsupportedSetupError(
                 f"{self.method.name}: these pixels have the full size: make them with the processor that was given to "
                 "patch()"
@@ -174,9 +190,10 @@ class Resizer:
 
 
 def _on_grid(
-    grid: Grid, read: Reader, images: list[InputImage], shares: list[float]
+    grid: Grid, read: Reader, images: list[InputImage], shares: list[float], tokens: int | None = None
 ) -> tuple[list[tuple[int, int]], dict]:
-    """Return sizes in whole tokens, which the processor then leaves alone, and its setting `size` for them."""
+    """Return sizes in whole tokens, which the processor then leaves alone, and its setting `size` for them. tokens: the
+    most of an image."""
     sizes = []
     for image, share in zip(images, shares, strict=True):
         height, width = image.size
@@ -184,14 +201,14 @@ def _on_grid(
         # An image of full size is left to the processor, unless it is only made that large by the lower limit,
         # which has to go: what becomes of an image must not depend on the others in the call.
         left = share >= 1 and round(height / factor) * round(width / factor) * factor**2 >= least
-        small = token_grid(rows, columns, share)
+        small = token_grid(rows, columns, share, tokens)
         sizes.append(image.size if left else (small[0] * factor, small[1] * factor))
     return sizes, {"shortest_edge": min(least, factor**2), "longest_edge": most}
 
 
-def token_grid(rows: int, columns: int, share: float) -> tuple[int, int]:
-    """Return the grid whose tokens are closest to the share of `rows * columns`, its shape off by less than a token on
-    the shorter side."""
+def token_grid(rows: int, columns: int, share: float, most: int | None = None) -> tuple[int, int]:
+    """Return the grid whose tokens are closest to the share of `rows * columns`, and at most `most`, its shape off by
+    less than a token on the shorter side."""
     if share >= 1:
         return rows, columns
     wanted, ideal = max(1.0, rows * columns * share), rows / columns
@@ -201,17 +218,19 @@ def token_grid(rows: int, columns: int, share: float) -> tuple[int, int]:
         for other in (math.floor(wanted / side), math.ceil(wanted / side)):
             other = min(max(1, other), max(rows, columns))
             grids.append((side, other) if rows <= columns else (other, side))
+    grids = [grid for grid in grids if most is None or grid[0] * grid[1] <= most]  # those rounded down are
     return min(grids, key=lambda grid: (abs(grid[0] * grid[1] - wanted), abs(math.log(grid[0] / grid[1] / ideal))))
 
 
-def _patches(side: int, share: float) -> int:
-    """Return the number whose square is closest to the share of `side ** 2`."""
-    wanted = side**2 * share
-    return min(range(1, side + 1), key=lambda patches: abs(patches**2 - wanted))
+def _patches(side: int, share: float, most: int | None = None) -> int:
+    """Return the number whose square is closest to the share of `side ** 2`, and at most `most`."""
+    wanted, last = side**2 * share, side if most is None else min(side, math.isqrt(most))
+    return min(range(1, last + 1), key=lambda patches: abs(patches**2 - wanted))
 
 
-def _scaled(image: InputImage, share: float) -> tuple[int, int]:
-    """Return the size with the same shape whose tokens are closest to the share; the largest of several."""
+def _scaled(image: InputImage, share: float, most: int | None = None) -> tuple[int, int]:
+    """Return the size with the same shape whose tokens are closest to the share, and at most `most`; the largest of
+    several. Raises BudgetError where no size has so few tokens."""
     height, width = image.size
     if share >= 1:
         return height, width
@@ -226,10 +245,14 @@ def _scaled(image: InputImage, share: float) -> tuple[int, int]:
 
     def at(power: float) -> tuple[float, float, tuple[int, int]]:
         size = shrunk(math.pow(2, -power))
-        return abs(count(*size) - wanted), power, size
+        tokens = count(*size)
+        return math.inf if most is not None and tokens > most else abs(tokens - wanted), power, size
 
     # Counts go in steps, which are not quite monotone: look at all octaves coarsely, then finely around the best.
     octaves = math.ceil(math.log2(max(height, width)))
     coarse = min(at(step / 8) for step in range(8 * octaves + 1))
     fine = (at(coarse[1] + step / 128) for step in range(-15, 16) if coarse[1] + step / 128 >= 0)
-    return min(coarse, *fine)[2]
+    distance, _, size = min(coarse, *fine)
+    if distance == math.inf:
+        raise BudgetError(f"keep={most}: an image of {height} x {width} pixels makes {count(1, 1)} tokens or more here")
+    return size

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tokenprune.base import ResizeMethod, Site
 from tokenprune.options import check_options
@@ -15,9 +15,9 @@ from tokenprune.registry import register
 class Downsample(ResizeMethod):
     """Hand the model a smaller image, or smaller frames of a video: the baseline that needs no library at all.
 
-    `keep` is the share of the image's visual tokens, so both sides shrink by its square root. It acts through the
-    processor: `tokenprune.patch(model, "downsample", keep=0.25, processor=processor)`, and saves work in the vision
-    tower as well.
+    `keep` is the share of the image's visual tokens, so both sides shrink by its square root; or a number, the most
+    tokens of an image ("max visual tokens"), which leaves smaller images as they are. It acts through the processor:
+    `tokenprune.patch(model, "downsample", keep=0.25, processor=processor)`, and saves work in the vision tower as well.
 
     videos: whether frames of videos shrink too; False leaves them as they are. Where a processor makes as many tokens
     of small frames as of large ones, a video raises UnsupportedSetupError.
@@ -29,6 +29,8 @@ class Downsample(ResizeMethod):
     size would undo the resizing; their target size shrinks instead, to whole patches, and the tower interpolates its
     position table.
     """
+
+    takes_tokens: ClassVar[bool] = True
 
     videos: bool = True
 

@@ -59,7 +59,8 @@ class PixelPatch(Attachable):
             return
         method, videos = self.resizer.method, getattr(self.processor, "video_processor", None)
         if method.videos and videos is not None:
-            self.swap_class(videos, smaller_videos(type(videos), method.name, self.resizer.share))
+            share = self.resizer.share if self.resizer.most is None else None
+            self.swap_class(videos, smaller_videos(type(videos), method.name, share))
         if self.prompts is not None:
             self.swap_class(self.processor, intercepted(self.processor, partial(self._around, self.prompts), {}))
         if self.resizer.resizing == "target":
