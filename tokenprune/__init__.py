@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make vision-language models see fewer visual tokens, in one line: `tokenprune.patch(model, method="dart",
+"""Make vision-language models see fewer visual tokens, in one line: `tokenprune.patch(model, method="divprune",
 keep=0.25)`.
 
 Importing this package changes nothing in torch or transformers, and loads neither: names are resolved on first use.

@@ -26,13 +26,13 @@ from tokenprune.guard.settings import Guard
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.options import fits, in_words
 from tokenprune.registry import build
+from tokenprune.startup import DEFAULT_METHOD
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 
 _ATTRIBUTE = "_tokenprune_patch"
-_DEFAULT_METHOD = "dart"
 _ANY_DEPTH = 32  # layers of a decoder that stages are asked for where none is at hand
 _BYTES = Annotated[int, Ge(1)] | None
 ModelT = TypeVar("ModelT")
@@ -54,7 +54,7 @@ def patch(
     """Make `model` see fewer visual tokens, in place, and return it.
 
     method:    a registered name (`available_methods()`), a configured `Method`, or a list of them that act at different
-               places. None: "dart".
+               places. None: "divprune".
     keep:      float in (0, 1]: share of the visual tokens of each image or video; int >= 2: tokens per image (more than
                an image has keeps all of it; `Budget(tokens=1)` keeps one); a `Budget`; for a list of methods also a
                list with one of these each. With a list of methods and a single `keep`, every method keeps that share of
@@ -87,7 +87,7 @@ def patch(
         read = read_config(config)
         read.check_model(model)
         method, keep = read.steps()
-    methods = _methods(_DEFAULT_METHOD if method is None else method, options)
+    methods = _methods(DEFAULT_METHOD if method is None else method, options)
     budgets = _budgets(keep, methods)
     present = getattr(model, _ATTRIBUTE, None)
     if present is not None and not replace:

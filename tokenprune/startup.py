@@ -15,6 +15,9 @@ from typing import Any, cast
 
 from tokenprune.errors import MissingPackageError
 
+# The method of who names none; it stands here because a command's help is shown without torch. Why this one:
+# docs/guide/which-method.md.
+DEFAULT_METHOD = "divprune"
 _HIDDEN = ("torch", "torchvision")
 _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 

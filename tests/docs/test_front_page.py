@@ -171,9 +171,10 @@ def test_choices_without_attention_weights_need_none(method: str) -> None:
 def test_the_default_is_what_the_readme_says(build) -> None:
     model = build(FAMILIES["llava"])
     with tokenprune.patched(model):
-        assert "tokenprune: dart(), keep=0.25" in repr(model)
-    assert "`patch(model)` alone is `dart` at 0.25" in " ".join(README.split())
-    assert tokenprune.method_info("dart").query_aware
+        assert "tokenprune: divprune(), keep=0.25" in repr(model)
+    assert "`patch(model)` alone is `divprune` at 0.25" in " ".join(README.split())
+    info = tokenprune.method_info("divprune")
+    assert info.prefix_cache_safe and not info.needs and info.cls.default_keep == 0.25
 
 
 def test_the_citation_names_authors_and_license_of_the_project() -> None:

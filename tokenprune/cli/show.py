@@ -23,6 +23,7 @@ from tokenprune.cli.common import (
 )
 from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.startup import DEFAULT_METHOD
 
 
 def show(
@@ -33,7 +34,7 @@ def show(
     methods: Annotated[
         str,
         typer.Option("--methods", "--method", help=f"{METHODS_HELP}.", autocompletion=complete_methods),
-    ] = "dart",
+    ] = DEFAULT_METHOD,
     keep: Annotated[
         str | None,
         typer.Option(

@@ -18,6 +18,7 @@ from tokenprune.show import contact_sheet, draw, layout
 from tokenprune.show.contact_sheet import PromptView
 from tokenprune.show.layout import Panel
 from tokenprune.spelling import split_methods
+from tokenprune.startup import DEFAULT_METHOD
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -165,7 +166,7 @@ def plot(
     processor: Any,
     images: Any,
     question: str,
-    methods: str | Sequence[str] = "dart",
+    methods: str | Sequence[str] = DEFAULT_METHOD,
     *,
     keep: float | int = 0.25,
     scores: bool = False,
