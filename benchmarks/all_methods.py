@@ -159,23 +159,35 @@ def section(path: Path, whole: bool = True) -> str:
     reached, and the settings."""
     records = read_records(path)
     results = summarise(records)
-    base, targets = results.baseline, list(dict.fromkeys(row.keep for row in results.rows[1:]))
-    share, count = base.overall, len(set(images_of(records[0])))
+    base, targets, header = results.baseline, finished_targets(records), results.header
+    share, count, dtype = base.overall, len(set(images_of(header))), header["environment"]["dtype"]
     head = (
         f"Unpatched: {100 * share.value:.1f} % right [{100 * share.low:.0f}–{100 * share.high:.0f}] of "
         f"{base.questions} questions on {count} images, {base.tokens_in:.0f} visual tokens "
-        f"each, {len(base.stats['visual_tokens_per_layer'])} decoder layers."
+        f"each, {len(base.stats['visual_tokens_per_layer'])} decoder layers, {dtype}."
     )
+    asked = {"--questions": header["plan"]["images"], "--every": header.get("every", 1)}
+    more = "".join(f" {name} {value}" for name, value in asked.items() if value not in (0, 1))
+    more += "" if dtype == "float32" else f" --dtype {dtype}"
     source = (
         f"Raw data, with accuracy by kind: [{path.name}](../benchmarks/results/{path.name}), by `python "
-        f"benchmarks/all_methods.py ask --model {path.stem.partition('-')[2]} --questions "
-        f"{count}`."
+        f"benchmarks/all_methods.py ask --model {path.stem.partition('-')[2]}{more}`."
     )
     parts = [
-        f"## {results.header['environment']['model']}", head, _table(results, targets), *_agreements(records, targets),
-        *([_not_reached(results), "### Settings", _settings(results, targets)] if whole else []), source,
+        f"## {header['environment']['model']}", head, _table(results, targets), *_agreements(records, targets),
+        *([_not_reached(results, targets), "### Settings", _settings(results, targets)] if whole else []), source,
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
+
+
+def finished_targets(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the targets at which every method has a row, or a reason why it has none."""
+    asked: dict[float, set[str]] = {}
+    for one in records[1:]:
+        if one["method"] != UNPATCHED:
+            asked.setdefault(one["keep"], set()).add(one["method"])
+    everyone = set().union(*asked.values())
+    return sorted(target for target, methods in asked.items() if methods == everyone)
 
 
 def ranks(scores: Mapping[str, float]) -> dict[str, int]:
@@ -244,10 +256,10 @@ def _agreements(records: list[dict[str, Any]], targets: list[float]) -> list[str
     return lines
 
 
-def _not_reached(results: Results) -> str:
+def _not_reached(results: Results, targets: list[float]) -> str:
     """Methods without a row, by reason."""
     by_reason: dict[str, list[str]] = {}
-    for one in results.skipped:
+    for one in (one for one in results.skipped if one["keep"] in targets):
         # The same sentence for several targets, and methods.
         who = re.escape(one["method"])
         promised, solved = rf"{who} has no setting for a layer average of [\d.]+: ", r"Budget\(average_share=[\d.]+\) "

@@ -28,8 +28,11 @@ import rows  # noqa: E402
 FILE = ROOT / "bench/tokenprune_bench/recommend/evidence.json"
 RESULTS, PAPERS = ROOT / "benchmarks/results", ROOT / "benchmarks/papers"
 # The kinds of our questions behind each kind of evidence; (): all of them.
-IMAGES = {"general": (), "reading": ("digits", "word"), "places": ("grounding", "position"), "counting": ("count",)}
+READING, PLACES = ("digits", "word", "document", "chart"), ("grounding", "position")
+IMAGES = {"general": (), "reading": READING, "places": PLACES, "counting": ("count",)}
 RUNS = {
+    "headline.jsonl": IMAGES,
+    "all_methods-demo_smol.jsonl": IMAGES,
     "all_methods-demo_qwen.jsonl": IMAGES,
     "bench.jsonl": IMAGES,
     "bench_videos.jsonl": {"video": ()},

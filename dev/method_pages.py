@@ -5,6 +5,7 @@ committed files, between the text written by hand; then what the registry knows 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,8 @@ import docs  # noqa: E402
 
 KEPT = ROOT / "docs/images/kept"
 RESULTS = ROOT / "benchmarks/results"
-IMAGES, VIDEOS = RESULTS / "all_methods-demo_qwen.jsonl", RESULTS / "bench_small_videos.jsonl"
+IMAGES, VIDEOS = ROOT / "docs/all-methods.md", RESULTS / "bench_small_videos.jsonl"
+BASELINES = {"rnd": "random", "uni": "uniform", "down": "downsample"}  # the marks of the table of all methods
 
 
 def page(name: str, text: str) -> str:
@@ -53,22 +55,49 @@ def image(name: str) -> str:
 
 
 def row(name: str) -> str:
-    """Return what the small model answers right with the method, as a table of one row; nothing where it was not
-    measured."""
-    on_images = any(method == name for method, _ in _right(IMAGES))
-    source, page_of = (IMAGES, "all-methods") if on_images else (VIDEOS, "video-bench")
-    found = _right(source)
+    """Return what a small model answers right with the method, as a table of one row: on images the row of the table of
+    all methods, else on drawn videos; nothing where it was not measured."""
+    model, whole, rows = _images()
+    if name in rows:
+        cells = {title: cell for title, cell in rows[name].items() if title.startswith("at ") and cell}
+        shown = {title.partition(",")[0]: cell.partition("]")[0] + "]" for title, cell in cells.items()}
+        titles, values = ["questions right, %", "all tokens", *shown], [f"`{name}`", whole, *shown.values()]
+        missed = {title.partition(",")[0]: _not_beaten(cell) for title, cell in cells.items()}
+        said = [f"Not shown to beat {', '.join(names)} {title}." for title, names in missed.items() if names]
+        note = " ".join(
+            [f"Measured with `{model}`, tokens averaged over layers ([all methods](../all-methods.md)).", *said]
+        )
+        return f"{_table(titles, values)}\n\n{note}"
+    found = _right(VIDEOS)
     keeps = sorted({keep for method, keep in found if method == name}, reverse=True)
     if not keeps:
         return ""
-    unit = "tokens, averaged over layers" if source == IMAGES else "tokens"
-    kind = "images" if source == IMAGES else "videos"
-    titles = [f"questions about drawn {kind} right", "all tokens", *(f"{keep:.0%} of the {unit}" for keep in keeps)]
+    titles = ["questions about drawn videos right", "all tokens", *(f"{keep:.0%} of the tokens" for keep in keeps)]
     cells = [f"`{name}`", f"{found['unpatched', 1.0]:.0%}", *(f"{found[name, keep]:.0%}" for keep in keeps)]
-    table = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", f"| {' | '.join(cells)} |"]
     return (
-        "\n".join(table) + f"\n\nMeasured with `demo_qwen`, a small model that ships: [all methods](../{page_of}.md)."
+        f"{_table(titles, cells)}\n\nMeasured with `demo_qwen`, a small model that ships: [videos](../video-bench.md)."
     )
+
+
+def _table(titles: list[str], cells: list[str]) -> str:
+    return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", f"| {' | '.join(cells)} |"])
+
+
+def _not_beaten(cell: str) -> list[str]:
+    """Return the baselines that a cell of the table of all methods marks."""
+    return [f"`{BASELINES[mark]}`" for mark in cell.partition("≤")[2].split("/") if mark]
+
+
+@cache
+def _images() -> tuple[str, str, dict[str, dict[str, str]]]:
+    """Return the model of the first table of all methods, the percentage that is right unpatched, and the rows by
+    method, each by the title of its column."""
+    text = IMAGES.read_text().partition("<!-- all:begin")[2]
+    model, whole = re.search(r"^## (\w+).*?^Unpatched: ([\d.]+) %", text, re.MULTILINE | re.DOTALL).groups()
+    lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    titles = lines[0]
+    end = next((at for at, line in enumerate(lines) if at and line[0] == "method"), len(lines))
+    return model, whole, {one[0].strip("`"): dict(zip(titles, one, strict=True)) for one in lines[2:end]}
 
 
 @cache

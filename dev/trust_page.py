@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import front_page
+import numpy as np
 from accuracy_pages import RESULTS, link
 from all_methods import PUBLISHED, results_file
 from rank_agreement import agreement, answers, images_of, published_scores
 
 from tokenprune_bench.results import Row, read_records
+from tokenprune_demo.heldout import SMOL, load_heldout
+
+TOKEN = 14  # pixels a side of a visual token of demo_smol
 
 LLAVA = RESULTS.parent / "papers/llava15_7b.json"
 
@@ -32,19 +38,39 @@ def _share(row: Row, kind: str) -> str:
 
 
 def order() -> str:
-    """Return how far the order of methods is that of the papers, at each budget that has a published one."""
+    """Return how far the order of methods is that of the papers, at each budget that has a published one, of all
+    questions and of those about smaller and about larger objects."""
     path = results_file("demo_smol")
     if not path.exists():
         return ""
-    records, lines = read_records(path), []
+    records, rows = read_records(path), []
+    sizes = _sizes(records[0])
+    middle = np.nanmedian(sizes)
+    groups = {"all": np.full(len(sizes), True), "smaller": sizes < middle, "larger": sizes >= middle}
     for at, budget in PUBLISHED.items():
         scores = answers(records, at)
         theirs = published_scores(list(scores), budget)
-        if len(theirs) < 3:
-            continue
-        one = agreement(scores, theirs, images_of(records[0]))
-        lines.append(
-            f"- {100 * at:.0f} % beside {budget} of 576 tokens: Kendall's tau **{one['tau']:.2f}** "
-            f"[{one['low']:.2f}, {one['high']:.2f}] over {len(theirs)} methods."
-        )
-    return "\n".join([*lines, "", f"Raw data: {link(path, '../')}, {link(LLAVA, '../')}."])
+        if len(theirs) >= 3:
+            found = [_tau(records, scores, theirs, chosen) for chosen in groups.values()]
+            rows.append(f"| {100 * at:.0f} % | {budget} of 576 | {len(theirs)} | {' | '.join(found)} |")
+    titles = ["here", "papers", "methods", *(f"{name}: {chosen.sum()} questions" for name, chosen in groups.items())]
+    note = (
+        f"Kendall's tau with its 95 % interval. Smaller, larger: the object asked about covers less, or more, than "
+        f"{middle:.0f} tokens, the median. Raw data: {link(path, '../')}, {link(LLAVA, '../')}."
+    )
+    table = [f"| {' | '.join(titles)} |", "|---|---|---:|---|---|---|", *rows]
+    return "\n".join(table) + "\n\n" + note
+
+
+def _tau(records: list[dict[str, Any]], scores: dict[str, Any], theirs: dict[str, float], chosen: Any) -> str:
+    images = [one for one, here in zip(images_of(records[0]), chosen, strict=True) if here]
+    one = agreement({name: right[chosen] for name, right in scores.items()}, theirs, images)
+    return f"**{one['tau']:.2f}** [{one['low']:.2f}, {one['high']:.2f}]"
+
+
+def _sizes(header: dict[str, Any]) -> Any:
+    """Return the visual tokens that the object of each question covers, float `[questions]`; nan where it has none."""
+    images = set(images_of(header))
+    asked = [one for one in load_heldout(folder=SMOL) if one.number in images]
+    areas = [sum((right - left) * (low - top) for left, top, right, low in one.boxes) for one in asked]
+    return np.array([area / TOKEN**2 if area else np.nan for area in areas])

@@ -162,7 +162,7 @@ def test_a_tower_that_is_most_of_the_work_is_told() -> None:
 def test_what_vllm_does_not_serve_says_so() -> None:
     found = recommend(AutoConfig.for_model("fuyu"))
     assert found.vllm is None and "does not know this family" in str(found)
-    found = recommend("demo_qwen", task="documents")
+    found = recommend("demo_qwen", task="long-prompts")
     assert found.vllm is None and "not served: dart" in str(found) and "--task server" in str(found)
     narrow = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512}
     found = recommend(AutoConfig.for_model("llava_next", text_config=narrow), task="tower")

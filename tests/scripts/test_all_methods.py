@@ -114,11 +114,27 @@ def test_a_section_says_accuracy_rank_setting_and_what_was_not_reached(rows: Pat
     text = script.section(rows)
     (line,) = (one for one in text.splitlines() if one.startswith("| `fastv` | ") and "average_share" not in one)
     accuracy = next(one for one in read_records(rows) if one.get("method") == "fastv")["accuracy"]
-    assert line.startswith(f"| `fastv` | {100 * accuracy:.1f} [") and line.split("|")[3].strip() == ""
+    assert line.startswith(f"| `fastv` |  | {100 * accuracy:.1f} [")  # not reached at the smaller target
     assert "- `dynres` at 50 %, `dynres` at 25 %: content decides" in text
     assert "- `fastv` at 25 %: cannot be reached by a cut at layer 2 of 6" in text
     assert "average_share=0.5: 100 %, 25 % from layer 2 (50.0 %)" in text
     assert "Kendall" not in text  # one published method at 0.25 is no order
+
+
+def test_a_target_that_not_all_methods_were_asked_at_is_not_shown(rows: Path, script: Any) -> None:
+    records = read_records(rows)
+    assert script.finished_targets(records) == [0.25, 0.5]
+    fewer = [one for one in records if (one.get("method"), one.get("keep")) != ("dynres", 0.25)]
+    assert script.finished_targets(fewer) == [0.5]
+
+
+def test_every_nth_image_is_asked_about(call: Callable[..., int], tmp_path: Path, script: Any) -> None:
+    path = tmp_path / "all_methods-spread.jsonl"
+    asked = ["ask", "--model", "demo_vlm", "--questions", 4, "--every", 3, "--targets", "0.5", "--methods", "uniform"]
+    assert call(*asked, "--dtype", "bfloat16", "--threads", 1, "--device", "cpu", "--out", path) == 0
+    header = read_records(path)[0]
+    assert sorted(set(header["image_of_question"])) == [0, 3] and header["environment"]["dtype"] == "bfloat16"
+    assert "--questions 4 --every 3 --dtype bfloat16`" in script.section(path)
 
 
 def test_marks_are_corrected_for_the_number_of_methods(script: Any) -> None:

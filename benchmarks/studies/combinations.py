@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a combination of known ideas beat the best published method at equal cost, without training?
+
+    python benchmarks/studies/combinations.py    # a quarter of demo_smol's held-out images; goes on where it stopped
+
+Each combination is a method of a few lines, and acts where `divprune` and `scope` do, at the same cost. It is held
+against the best published method here by a one-sided McNemar test; one below .05 would have been asked about the other
+images, and on another model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import calm_threads  # noqa: F401
+import torch
+from all_methods import Rows
+from rich.table import Table
+from torch import Tensor
+
+from tokenprune.base import Pruner, Selection, Site
+from tokenprune.cli.common import get_console, show_progress
+from tokenprune.kernels.coverage import alike, cosines, cover
+from tokenprune.kernels.farthest import farthest
+from tokenprune.kernels.pairs import Relation
+from tokenprune.kernels.take import top_mask
+from tokenprune.methods.pre_llm.pool import rectangles
+from tokenprune.methods.scores import saliency, stretched
+from tokenprune.profiling.model import load
+from tokenprune.registry import register
+from tokenprune.view.tokens import VisualTokens
+from tokenprune_bench.results import read_records, summarise
+from tokenprune_bench.significance import better_p, interleaved
+from tokenprune_bench.suite import Bench, BenchPlan
+from tokenprune_demo.heldout import load_heldout
+
+OUT = Path(__file__).parents[1] / "results/combinations.jsonl"
+PUBLISHED = ("divprune", "scope", "cdpruner", "mmtok")
+PAPER = "none (a study)"
+
+
+def asked(tokens: VisualTokens) -> Tensor:
+    """float32 `[S, N]`: how much more a token is like one word of the question than the image's tokens are on average;
+    the best word counts."""
+    text, mask = tokens.text, tokens.mask
+    if not text.mask.shape[1]:
+        return mask.float()
+    cosine = cosines(tokens.hidden, text.hidden, mask)
+    mean = (cosine * mask.unsqueeze(2)).sum(1, keepdim=True) / mask.sum(1)[:, None, None]
+    return (cosine - mean).masked_fill(~text.mask.unsqueeze(1), -torch.inf).amax(2)
+
+
+def covering(tokens: VisualTokens, factor: Tensor) -> Tensor:
+    """Return the picks, bool `[S, N]`, that cover the image best, each gain multiplied by `factor` `[S, N]`."""
+    relation = Relation(alike(tokens.hidden, tokens.mask))
+    return cover([relation], tokens.mask, tokens.budget, max(tokens.keep), factor)
+
+
+def merged(tokens: VisualTokens, keep: Tensor) -> Selection:
+    """Merge each token that does not stay into the one of `keep` that is most like it."""
+    cosine = cosines(tokens.hidden, mask=tokens.mask).masked_fill(~keep.unsqueeze(1), -torch.inf)
+    assign = torch.where(keep, torch.arange(keep.shape[1]), cosine.argmax(2)).masked_fill(~tokens.mask, -1)
+    return Selection(keep, assign, counts=tokens.keep)
+
+
+@register("cover_merge", site=Site.PRE_LLM, needs=("encoder_attention",), paper=PAPER, merges=True)
+@dataclass(frozen=True)
+class CoverMerge(Pruner):
+    """`scope`'s picks, each the mean of all tokens that are most like it."""
+
+    encoder_layers = (-1,)
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        return merged(tokens, covering(tokens, stretched(saliency(tokens), tokens.mask, 1e-6)))
+
+
+@register("cover_asked", site=Site.PRE_LLM, paper=PAPER)
+@dataclass(frozen=True)
+class CoverAsked(Pruner):
+    """Coverage, with likeness to a word of the question in place of `scope`'s saliency."""
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        return Selection(covering(tokens, stretched(asked(tokens), tokens.mask, 0.05)), counts=tokens.keep)
+
+
+@register("cover_both", site=Site.PRE_LLM, needs=("encoder_attention",), paper=PAPER)
+@dataclass(frozen=True)
+class CoverBoth(Pruner):
+    """Coverage, with the product of `scope`'s saliency and likeness to a word of the question."""
+
+    encoder_layers = (-1,)
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        salient = stretched(saliency(tokens), tokens.mask, 1e-6)
+        return Selection(covering(tokens, salient * stretched(asked(tokens), tokens.mask, 0.05)), counts=tokens.keep)
+
+
+@register("half_asked", site=Site.PRE_LLM, paper=PAPER)
+@dataclass(frozen=True)
+class HalfAsked(Pruner):
+    """Half by likeness to a word of the question; of the rest, what differs most from each other (`divprune`)."""
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        half = tokens.budget // 2
+        named = top_mask(asked(tokens), tokens.mask, half, max(tokens.keep))
+        others = farthest(tokens.hidden, tokens.mask & ~named, tokens.budget - half, max(tokens.keep))
+        return Selection(named | others, counts=tokens.keep)
+
+
+@register("pool_distinct", site=Site.PRE_LLM, paper=PAPER, merges=True)
+@dataclass(frozen=True)
+class PoolDistinct(Pruner):
+    """A quarter of the budget as means of rectangles, so that no part is empty; the rest by `divprune`."""
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        size = tokens.mask.shape
+        middles, assign = torch.zeros(size, dtype=torch.bool), torch.full(size, -1)
+        for row, (count, budget, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
+            cell, middle = rectangles(count, max(1, budget // 4), grid)
+            middles[row, middle], assign[row, :count] = True, middle[cell]
+        rest = tokens.budget - middles.sum(1)
+        keep = middles | farthest(tokens.hidden, tokens.mask & ~middles, rest, max(tokens.keep))
+        return Selection(keep, torch.where(keep, torch.arange(size[1]), assign), counts=tokens.keep)
+
+
+COMBINATIONS = ("cover_merge", "cover_asked", "cover_both", "half_asked", "pool_distinct")
+
+
+def ask(out: Path, threads: int) -> None:
+    """Ask the baselines, the published methods and the combinations about images 1, 5, 9 ... of demo_smol."""
+    torch.set_num_threads(threads)
+    subject = load("demo_smol", device="cpu", dtype="bfloat16")
+    questions: list[Any] = [one for one in load_heldout(folder=subject.heldout) if one.number % 4 == 1]
+    plan = BenchPlan((*PUBLISHED, *COMBINATIONS), (0.25, 0.11), batch_size=16, repeats=0, seeds=(0,))
+    with show_progress() as step, Rows(out, Bench(subject, plan, questions=questions).header()) as rows:
+        list(Bench(subject, plan, step, questions=questions, folder=rows).records())
+
+
+def table(path: Path) -> Table:
+    """Return what is right of each method, and of a combination how likely it is to beat the best published one by
+    chance alone."""
+    results = summarise(read_records(path))
+    table = Table("method", "keep", "right, %", "p against the best published")
+    for keep in (0.25, 0.11):
+        right = {name: interleaved(one.right) for (name, at), one in results.answers.items() if at == keep}
+        best = max(PUBLISHED, key=lambda name: sum(map(int, right[name])))
+        for row in (row for row in results.rows[1:] if row.keep == keep):
+            share = row.overall
+            p = f"{better_p(right[row.method], right[best]):.2f} ({best})" if row.method in COMBINATIONS else ""
+            table.add_row(row.method, f"{keep}", f"{100 * share.value:.1f} [{share.low:.0%}, {share.high:.0%}]", p)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    ask(args.out, args.threads)
+    get_console().print(table(args.out))
+
+
+if __name__ == "__main__":
+    main()
