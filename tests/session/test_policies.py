@@ -13,24 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tokenprune
+from policy_views import view_of
 from tokenprune import registry
 from tokenprune.errors import OptionError, RegistrationError, UnknownPolicyError
 from tokenprune.policies import registry as policies
 from tokenprune.policies.base import Policy, PolicyView
-
-
-def view_of(
-    frames: int, cells: int, *, heads: int = 2, seed: int = 0, step: int = 0, first: int = 0, session_seed: int = 0
-) -> PolicyView:
-    """A view of whole frames, between each two of which a token of text came."""
-    g = torch.Generator().manual_seed(seed)
-    n = frames * cells
-    frame = torch.arange(first, first + frames).repeat_interleave(cells)[None]
-    cell = torch.arange(cells).repeat(frames)[None]
-    index = frame * (cells + 1) + cell
-    keys, values = torch.randn(2, heads, n, 8, generator=g)
-    return PolicyView(keys, values, frame, cell, index, index[None], 1, 4, step, session_seed)
-
 
 SIZES = given(frames=st.integers(2, 12), cells=st.integers(1, 9), share=st.floats(0.05, 0.95), seed=st.integers(0, 9))
 

@@ -10,8 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 import tokenprune
+from tokenprune.families import SUPPORTED
 from tokenprune.integrations.hf.session.memory import INDEX
-from zoo import IMAGE, Family, InputImage, join
+from zoo import FAMILIES, IMAGE, Family, InputImage, join
+
+NAMES = [name for name in FAMILIES if SUPPORTED[name].sessions]
 
 
 @dataclass
@@ -133,3 +136,21 @@ def images_of(family: Family, number: int, seed: int = 3, size: int = 0) -> list
     """Return images of one size; of OneVision such as stand beside others in a prompt."""
     g = torch.Generator().manual_seed(seed)
     return [family.image(family.sizes[size], g, 2) for _ in range(number)]
+
+
+def played(made: Recorded, frames: int = 12, block: int = 2, asked: bool = False, size: int = 0) -> Recorded:
+    """Say, see and ask; the last is text, whose logits are compared."""
+    images = images_of(made.family, frames, size=size)
+    made.session.say([1, 20, 21, 22])
+    for start in range(0, frames, block):
+        made.see(images[start : start + block])
+        if asked:
+            answers = [made.session.ask([30, 31, 32], max_new_tokens=3, return_dict=True) for _ in range(2)]
+            assert torch.equal(answers[0].logits, answers[1].logits)
+        if start == 4:
+            made.session.say([40, 41, 42, 43, 44])
+    return made
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return (found - wanted).abs().max().item() <= 1e-5 * max(1.0, wanted.abs().max().item())

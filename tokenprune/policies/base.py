@@ -60,6 +60,11 @@ class Policy(ReprIsCall):
     def __post_init__(self) -> None:
         check_options(self)
 
+    @property
+    def pinned(self) -> int:
+        """The visual entries that stay whatever comes; a session needs room for more."""
+        return 0
+
     def select(self, view: PolicyView, keep: int) -> Tensor:
         """Return the entries that stay: long `[keep]`, or `[H, keep]` where each head keeps its own; ascending.
 

@@ -29,6 +29,10 @@ class WindowPolicy(Policy):
 
     shared: ClassVar[bool] = True
 
+    @property
+    def pinned(self) -> int:
+        return self.sink
+
     def select(self, view: PolicyView, keep: int) -> Tensor:
         sink = min(self.sink, keep)
         late = torch.arange(view.count - keep + sink, view.count, device=view.keys.device)

@@ -287,6 +287,11 @@ def session(
     _check_unpatched(model)
     adapter = adapter_of(model)
     limits = Limits(memory, max(1, int(memory * target)), horizon or adapter.text_config.max_position_embeddings - 1)
+    if chosen.pinned >= limits.target:
+        raise BudgetError(
+            f"a compression leaves {limits.target} visual tokens, and {chosen!r} pins {chosen.pinned}: nothing new "
+            "would stay. Raise memory=, or have the policy pin fewer, as tokenprune.policy('window', sink=0) does"
+        )
     check_window(adapter, limits.target)
     words = None if processor is None else Words(processor)
     return Session(Stream(model, adapter, chosen, limits, seed), words, block)

@@ -105,7 +105,10 @@ class Stream:
                 "memory=, pass a smaller block=, or smaller frames"
             )
         of_frames[0] += self.progress.frames  # all tokens of a block belong to a frame
-        logits = self._forward(ids, inputs, of_frames)
+        try:
+            logits = self._forward(ids, inputs, of_frames)
+        except ValueError as error:
+            raise SessionError(f"the model refuses this block: {' '.join(str(error).split())}") from error
         self.progress = replace(self.progress, frames=self.progress.frames + frames)
         if self.memory.visual > self.limits.memory:
             self.memory.compress(self.policy, self.limits.target, self.progress.compressions, self.seed)
