@@ -20,7 +20,8 @@ _HOMES = {
     "tokenprune.workflows.processors": ("patch_processor", "unpatch_processor"),
     "tokenprune.workflows.two_pass": ("escalate", "Escalation"),
     "tokenprune.workflows.drafts": ("assistant",),
-    "tokenprune.workflows.session": ("session", "Session", "SessionStats", "Answer", "HeldEntries"),
+    "tokenprune.workflows.session": ("session", "Session"),
+    "tokenprune.workflows.session_results": ("SessionStats", "Answer", "HeldEntries"),
     "tokenprune.policies.registry": ("available_policies", "policy", "register_policy"),
     "tokenprune.policies.base": ("Policy", "PolicyView"),
     "tokenprune_bench.recommend.recommendation": ("recommend", "Recommendation"),
@@ -112,7 +113,8 @@ if TYPE_CHECKING:
     from tokenprune.view.videos import Videos
     from tokenprune.workflows.drafts import assistant
     from tokenprune.workflows.processors import patch_processor, unpatch_processor
-    from tokenprune.workflows.session import Answer, HeldEntries, Session, SessionStats, session
+    from tokenprune.workflows.session import Session, session
+    from tokenprune.workflows.session_results import Answer, HeldEntries, SessionStats
     from tokenprune.workflows.two_pass import Escalation, escalate
 
 

@@ -77,6 +77,11 @@ def policy(name: str, **options: Any) -> Policy:
     return configured(name, _POLICIES[name], options)
 
 
+def policy_named(saved: Any) -> Policy:
+    """Return the policy that a file names, {"name": ..., "options": {...}}; raises KeyError or TypeError for none."""
+    return policy(saved["name"], **saved["options"])
+
+
 def policy_of(given: Any) -> Policy:
     """Return the policy that `policy=` of a session means: a name, or a configured `Policy`."""
     if isinstance(given, str):

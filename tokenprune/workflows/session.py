@@ -3,85 +3,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt, Le
 
 from tokenprune.api import is_patched
-from tokenprune.errors import BudgetError, OptionError, SessionError, UnsupportedSetupError
+from tokenprune.errors import BudgetError, ConfigError, OptionError, SessionError, UnsupportedSetupError
+from tokenprune.integrations.hf.session import storage
 from tokenprune.integrations.hf.session.checks import adapter_of, check_window
 from tokenprune.integrations.hf.session.memory import CELL, FRAME, INDEX, POSITION
 from tokenprune.integrations.hf.session.prompts import Words, as_frames
 from tokenprune.integrations.hf.session.stream import Limits, Stream
 from tokenprune.options import fits, in_words
-from tokenprune.policies.registry import policy_of
+from tokenprune.policies.registry import policy_named, policy_of
+from tokenprune.workflows.session_results import Answer, HeldEntries, SessionStats
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from PIL import Image
     from torch import Tensor
 
     from tokenprune.policies.base import Policy
-
-
-@dataclass(frozen=True)
-class SessionStats:
-    """Numbers of a session.
-
-    frames_seen, tokens_seen: of the whole stream. visual, text: entries that each layer with full attention holds;
-    tokens that wrap frames are visual. kv_bytes: bytes of keys and values now, kv_bytes_peak: the most at once, within
-    a block or a question too, kv_bytes_full: of the whole stream without a bound. compressions: how often entries left.
-    oldest_frame: number of the oldest frame of which the first layer holds something, None without frames.
-    next_position: of the next token. memory: the bound of `visual`.
-    """
-
-    frames_seen: int
-    tokens_seen: int
-    visual: int
-    text: int
-    kv_bytes: int
-    kv_bytes_peak: int
-    kv_bytes_full: int
-    compressions: int
-    oldest_frame: int | None
-    next_position: int
-    memory: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.frames_seen} frames, {self.tokens_seen} tokens seen; {self.visual} of {self.memory} visual and "
-            f"{self.text} text tokens held in {self.kv_bytes / 2**20:.1f} MiB (all: {self.kv_bytes_full / 2**20:.1f}), "
-            f"{self.compressions} compressions"
-        )
-
-
-@dataclass(frozen=True)
-class HeldEntries:
-    """The entries that one layer holds, in the order of the stream.
-
-    index, frame, cell: long `[H, n]`: place among all tokens seen, frame and place in it; frame is -1 for text, cell is
-    -1 for text and for tokens that wrap a frame. position: long `[A, H, n]`. H is 1 where all heads hold the same.
-    """
-
-    layer: int
-    index: Tensor
-    frame: Tensor
-    cell: Tensor
-    position: Tensor
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer in full. text: without special tokens, None without a processor. ids: long `[m]`. logits: float32
-    `[m, V]`, of each of them."""
-
-    text: str | None
-    ids: Tensor
-    logits: Tensor
 
 
 class Session:
@@ -95,25 +43,32 @@ class Session:
         self._stream, self._said, self._block = stream, words, block
         self._lock = threading.Lock()
 
-    def see(self, frames: Any = None, **inputs: Any) -> Session:
+    def see(self, frames: Any = None, *, fps: float | None = None, **inputs: Any) -> Session:
         """Take in frames, let the policy choose what stays where the memory is over, and return the session.
 
-        frames: an image, a list of images, or an array or tensor, `[T, H, W, 3]` or `[T, 3, H, W]`, uint8 or floats in
-        [0, 1]. Each frame enters as an image of the user's turn. inputs: in their place what a processor makes of one
-        block: `input_ids`, `pixel_values` and the like, videos too.
+        frames: an image or a list of images, each of which enters as an image of the user's turn; or an array or
+        tensor, `[T, H, W, 3]` or `[T, 3, H, W]`, uint8 or floats in [0, 1], which enters as a video where the model
+        takes videos, else as T images. fps: frames a second of a video, None for what the processor takes for granted.
+        inputs: in their place what a processor makes of one block: `input_ids`, `pixel_values` and the like.
         A failed call leaves the session as it was. Raises SessionError for nothing to see and for what the processor
         refuses, BudgetError for a block that is larger than the memory, UnsupportedSetupError past the horizon.
         """
         if (frames is None) == (not inputs):
             raise SessionError("nothing to see: hand over frames, or input_ids and pixel_values")
+        if not fits(fps, Annotated[float, Gt(0)] | None):
+            raise OptionError(f"fps={fps!r} must be a number of frames a second, or None")
         with self._inside(), self._stream.whole():
-            blocks = [inputs] if inputs else self._blocks(as_frames(frames))
-            for block in blocks:
-                ids = _row(block.get("input_ids"))
-                if not inputs and not self._stream.progress.opened:
-                    self._stream.say(self._words.opening())
+            if inputs:
+                self._stream.see(_row(inputs.get("input_ids")), inputs)
                 self._stream.open()
-                self._stream.see(ids, block)
+                return self
+            video = not isinstance(frames, (list, tuple)) and getattr(frames, "ndim", 0) == 4
+            images = as_frames(frames)
+            if not self._stream.progress.opened:
+                self._stream.say(self._words.opening())
+            for block in self._blocks(images, fps, video):
+                self._stream.see(block["input_ids"], block)
+            self._stream.open(len(images))
         return self
 
     def say(self, text: str | Sequence[int] | Tensor) -> Session:
@@ -160,6 +115,43 @@ class Session:
         with self._inside():
             self._stream.reset()
         return self
+
+    def fork(self) -> Session:
+        """Return a session that goes on from here by itself. The two share memory until one of them goes on."""
+        with self._inside():
+            return Session(self._stream.fork(), self._said, self._block)
+
+    def save(self, path: str | Path) -> Session:
+        """Write the session to a safetensors file, and return it; raises ConfigError where that cannot be."""
+        with self._inside():
+            limits, policy = self._stream.limits, self._stream.policy
+            settings = {
+                "memory": limits.memory,
+                "target": limits.share,
+                "horizon": limits.horizon,
+                "block": self._block,
+                "seed": self._stream.seed,
+                "policy": {"name": policy.name, "options": dataclasses.asdict(policy)},
+            }
+            storage.save(self._stream, path, settings)
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any, processor: Any = None) -> Session:
+        """Return the session of a file that `save` wrote, which answers as the saved one did, to the bit.
+
+        model: the very model, unpatched. Raises ConfigError for a file that cannot be read, is damaged, or is of
+        another model or dtype, UnknownPolicyError for a policy that is not registered here, and what `session` raises.
+        """
+        facts, tensors = storage.load(path)
+        settings = dict(facts["settings"])
+        try:
+            chosen = policy_named(settings.pop("policy"))
+            made = session(model, processor, policy=chosen, **settings)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is damaged: its settings are none of a session") from error
+        storage.fill(made._stream, facts, tensors, str(path))
+        return made
 
     @property
     def policy(self) -> Policy:
@@ -236,21 +228,29 @@ class Session:
         opening = [] if self._stream.progress.opened else [self._words.opening()]
         return torch.cat([*opening, self._words.said(text, closing)], 1)
 
-    def _blocks(self, frames: list[Image.Image]) -> Iterator[dict[str, Any]]:
+    def _blocks(self, frames: list[Image.Image], fps: float | None, video: bool) -> Iterator[dict[str, Any]]:
         """Yield the model's arguments for blocks of frames, as alike in size as can be."""
-        block = self._block
+        video = video and "video" in self._stream.adapter.placeholders and bool(self._words.template.video)
+        step = 2 if video else 1  # frames that a tower may join to one
+
+        def made(start: int, end: int) -> dict[str, Any]:
+            some = frames[start:end]
+            return self._words.clip(some, shown + start, fps) if video else self._words.frames(some)
+
+        block, limits, shown = self._block, self._stream.limits, self._stream.progress.shown
         if block is None:
-            limits, some = self._stream.limits, frames[:2]
-            made = self._words.frames(some)
-            tokens = made["input_ids"].shape[1]
-            if len(some) == len(frames) and tokens <= limits.memory:
-                yield made
+            few = min(2, len(frames))
+            probe = made(0, few)
+            tokens = probe["input_ids"].shape[1]
+            if few == len(frames) and tokens <= limits.memory:
+                yield probe
                 return
-            block = max(1, (limits.memory - limits.target) * len(some) // tokens)
-        count = -(-len(frames) // block)
-        for number in range(count):
-            start, end = number * len(frames) // count, (number + 1) * len(frames) // count
-            yield self._words.frames(frames[start:end])
+            block = max(1, (limits.memory - limits.target) * few // tokens)
+        units = -(-len(frames) // step)
+        count = -(-units // max(1, block // step))
+        starts = [number * units // count * step for number in range(count)]
+        for start, end in zip(starts, [*starts[1:], len(frames)], strict=True):
+            yield made(start, end)
 
 
 def session(
@@ -286,7 +286,7 @@ def session(
         raise OptionError(f"seed={seed!r} must be an int")
     _check_unpatched(model)
     adapter = adapter_of(model)
-    limits = Limits(memory, max(1, int(memory * target)), horizon or adapter.text_config.max_position_embeddings - 1)
+    limits = Limits(memory, target, horizon or adapter.text_config.max_position_embeddings - 1)
     if chosen.pinned >= limits.target:
         raise BudgetError(
             f"a compression leaves {limits.target} visual tokens, and {chosen!r} pins {chosen.pinned}: nothing new "

@@ -22,13 +22,14 @@ class Template:
     """Pieces of a processor's chat template, found by comparing what it writes for chats that differ in one part.
 
     opening: what comes before the first part of the user's first turn, a system prompt among it. text: (before, after)
-    what wraps a part of text. image: a part that is an image. closing: from the end of the user's turn to the answer.
-    reopening: from the end of an answer to the first part of the user's next turn.
+    what wraps a part of text. image, video: parts that are such; video is empty where a template writes none. closing:
+    from the end of the user's turn to the answer. reopening: from the end of an answer to the user's next part.
     """
 
     opening: str
     text: tuple[str, str]
     image: str
+    video: str
     closing: str
     reopening: str
 
@@ -40,6 +41,7 @@ class Template:
         try:
             one, two, seen, more = (_write(processor, [("user", parts)]) for parts in
                                     ([text], [text] * 2, [image], [image] * 2))  # fmt: skip
+            clip, clips = (_write(processor, [("user", [{"type": "video"}] * number)]) for number in (1, 2))
             prompt = _write(processor, [("user", [text])], add_generation_prompt=True)
             answer = {"type": "text", "text": _OTHER}
             turns = _write(processor, [("user", [text]), ("assistant", [answer]), ("user", [text])])
@@ -58,6 +60,7 @@ class Template:
             opening=one[:start],
             text=(before, after),
             image=seen[start : start + len(more) - len(seen)],
+            video=clip[start : start + len(clips) - len(clip)] if start in _repeats(clip, clips) else "",
             closing=prompt[start + length :],
             reopening=between[0].removesuffix(before),
         )
@@ -109,10 +112,21 @@ class Words:
         return self.processor.tokenizer.decode(answer, skip_special_tokens=True).strip()
 
     def frames(self, frames: Sequence[Image.Image]) -> dict[str, Any]:
-        """Return the model's arguments for a block of frames; raises SessionError for what the processor refuses."""
-        text = self.template.image * len(frames)
+        """Return the model's arguments for frames that are images; raises SessionError for what the processor
+        refuses."""
+        return self._made(frames, self.template.image * len(frames), images=list(frames))
+
+    def clip(self, frames: Sequence[Image.Image], first: int, fps: float | None) -> dict[str, Any]:
+        """Return the model's arguments for frames that are a video. first: number of the first one in the stream. fps:
+        frames a second, None for what the processor takes for granted."""
+        video = np.stack([np.asarray(frame) for frame in frames])
+        about = {"total_num_frames": len(frames), "frames_indices": list(range(first, first + len(frames)))}
+        known = {} if fps is None else {"video_metadata": [about | {"fps": fps}]}
+        return self._made(frames, self.template.video, videos=[video], do_sample_frames=False, **known)
+
+    def _made(self, frames: Sequence[Image.Image], text: str, **given: Any) -> dict[str, Any]:
         try:
-            made = self.processor(text=[text], images=list(frames), add_special_tokens=False, return_tensors="pt")
+            made = self.processor(text=[text], add_special_tokens=False, return_tensors="pt", **given)
         except (ValueError, TypeError) as error:
             sizes = ", ".join(sorted({"x".join(map(str, frame.size)) for frame in frames}))
             reason = " ".join(str(error).split())

@@ -30,11 +30,12 @@ _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_id
 
 @dataclass(frozen=True)
 class Progress:
-    """Numbers of a stream: tokens and frames seen, the next position, compressions, and the most bytes of keys and
-    values at once; opened: a first turn has begun."""
+    """Numbers of a stream: tokens and frames of the decoder seen, frames that were shown, the next position,
+    compressions, and the most bytes of keys and values at once; opened: a first turn has begun."""
 
     tokens: int = 0
     frames: int = 0
+    shown: int = 0
     next: int = 0
     compressions: int = 0
     peak: int = 0
@@ -43,11 +44,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a stream: visual entries of each layer, how many a compression leaves, and the greatest position."""
+    """Bounds of a stream: visual entries of each layer, the share that a compression leaves, the greatest position."""
 
     memory: int
-    target: int
+    share: float
     horizon: int
+
+    @property
+    def target(self) -> int:
+        """The number of visual entries that a compression leaves."""
+        return max(1, int(self.memory * self.share))
 
 
 class Stream:
@@ -63,9 +69,9 @@ class Stream:
         self.memory = Memory(self.adapter.text_config, axes(self.adapter), self.place[0])
         self.progress = Progress()
 
-    def open(self) -> None:
-        """Note that the first turn has begun."""
-        self.progress = replace(self.progress, opened=True)
+    def open(self, shown: int = 0) -> None:
+        """Note that the first turn has begun, and how many frames were shown."""
+        self.progress = replace(self.progress, opened=True, shown=self.progress.shown + shown)
 
     def fork(self) -> Stream:
         """Return a stream that goes on from here, apart; the two share tensors until one of them goes on."""
