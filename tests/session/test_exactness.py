@@ -32,6 +32,9 @@ def test_after_evictions_it_equals_one_prefill_under_a_mask(name: str, policy: s
     found = made.logits()
     assert close(found, made.one_prefill())
     assert made.session.stats.compressions >= 3 and made.session.stats.visual <= max(memory, 90)
+    # Text stays: 4 and 5 tokens, and the last 3.
+    assert made.session.stats.text == 12
+    assert all(bool(((held.frame < 0).sum(1) == 12).all()) for held in made.session.held)
     # The test has teeth: with all of the stream the logits are others.
     assert (found - made.one_prefill(masked=False)).abs().max() > 0.01
 
