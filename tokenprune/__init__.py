@@ -20,6 +20,10 @@ _HOMES = {
     "tokenprune.workflows.processors": ("patch_processor", "unpatch_processor"),
     "tokenprune.workflows.two_pass": ("escalate", "Escalation"),
     "tokenprune.workflows.drafts": ("assistant",),
+    "tokenprune.workflows.session": ("session", "Session"),
+    "tokenprune.workflows.session_results": ("SessionStats", "Answer", "HeldEntries"),
+    "tokenprune.policies.registry": ("available_policies", "policy", "register_policy"),
+    "tokenprune.policies.base": ("Policy", "PolicyView"),
     "tokenprune_bench.recommend.recommendation": ("recommend", "Recommendation"),
     "tokenprune.profiling.model": ("demo_model",),
     "tokenprune.show.side_by_side": ("plot",),
@@ -56,6 +60,8 @@ _HOMES = {
     "tokenprune.errors": (
         "TokenPruneError",
         "UnknownMethodError",
+        "UnknownPolicyError",
+        "SessionError",
         "UnsupportedModelError",
         "UnsupportedSetupError",
         "BudgetError",
@@ -90,6 +96,8 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
     from tokenprune.methods.encoder.thresholds import Thresholds
     from tokenprune.methods.video.base import VideoPruner
+    from tokenprune.policies.base import Policy, PolicyView
+    from tokenprune.policies.registry import available_policies, policy, register_policy
     from tokenprune.profiling.model import demo_model
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.shapes.token_counts import count_visual_tokens
@@ -105,6 +113,8 @@ if TYPE_CHECKING:
     from tokenprune.view.videos import Videos
     from tokenprune.workflows.drafts import assistant
     from tokenprune.workflows.processors import patch_processor, unpatch_processor
+    from tokenprune.workflows.session import Session, session
+    from tokenprune.workflows.session_results import Answer, HeldEntries, SessionStats
     from tokenprune.workflows.two_pass import Escalation, escalate
 
 

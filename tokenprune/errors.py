@@ -12,6 +12,14 @@ class UnknownMethodError(TokenPruneError, ValueError):
     """No method is registered under the given name."""
 
 
+class UnknownPolicyError(TokenPruneError, ValueError):
+    """No policy of sessions is registered under the given name."""
+
+
+class SessionError(TokenPruneError, RuntimeError):
+    """A session cannot do what was asked: nothing to see, a second thread inside, a model that changed since."""
+
+
 class RegistrationError(TokenPruneError, ValueError):
     """A method or adapter cannot be registered as asked."""
 

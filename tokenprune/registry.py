@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Site
 from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError
@@ -38,6 +38,7 @@ _METHODS: dict[str, type[Method]] = {}
 _loaded = False
 
 M = TypeVar("M", bound=type[Method])
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -133,16 +134,21 @@ def _load() -> None:
     if _loaded:
         return
     _loaded = True
-    ours = importlib.import_module("tokenprune.methods")
+    import_all("tokenprune.methods", ENTRY_POINT_GROUP)
+
+
+def import_all(package: str, group: str) -> None:
+    """Import all modules of our `package`, and what installed packages offer under the entry-point group `group`."""
+    ours = importlib.import_module(package)
     for module in pkgutil.walk_packages(ours.__path__, f"{ours.__name__}."):
         importlib.import_module(module.name)
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
+    for entry in entry_points(group=group):
         try:
             entry.load()
         except (Exception, SystemExit) as error:
-            # A broken third-party package must not take the library down; its methods then simply stay unknown.
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            logger.warning("methods of the entry point %r (%s) are left out: %s", entry.name, entry.value, reason)
+            # A broken third-party package must not take the library down; what it offers then simply stays unknown.
+            kind, reason = group.partition(".")[2], " ".join(f"{type(error).__name__}: {error}".split())
+            logger.warning("%s of the entry point %r (%s) are left out: %s", kind, entry.name, entry.value, reason)
 
 
 def available_methods() -> list[str]:
@@ -155,15 +161,17 @@ def method_class(name: str) -> type[Method]:
     """Return the class registered under `name`; raises UnknownMethodError naming close matches."""
     _load()
     if not isinstance(name, str) or name not in _METHODS:
-        raise UnknownMethodError(f"unknown method {name!r}: {_nearest(name)}`tokenprune methods` lists them all")
+        raise UnknownMethodError(
+            f"unknown method {name!r}: {nearest(name, _METHODS)}`tokenprune methods` lists them all"
+        )
     return _METHODS[name]
 
 
-def _nearest(name: object) -> str:
-    """Return the start of a sentence that names the three methods whose names are nearest to `name`."""
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Return the start of a sentence that names the three of `known` that are spelled most like `name`."""
     if not isinstance(name, str) or not name:
         return ""
-    near = difflib.get_close_matches(name.lower(), sorted(_METHODS), n=3, cutoff=0.0)
+    near = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.0)
     return f"did you mean {_or(near)}? " if _did_you_mean(name.lower(), near) else f"the nearest are {_or(near)}; "
 
 
@@ -201,8 +209,13 @@ def method_info(name: str) -> MethodInfo:
 
 def build(name: str, options: dict[str, Any]) -> Method:
     """Return the method `name` with `options`; raises OptionError for one it does not have."""
-    cls = method_class(name)
-    known = {f.name: f.default for f in dataclasses.fields(cls)}
+    return configured(name, method_class(name), options)
+
+
+def configured(name: str, cls: Callable[..., C], options: dict[str, Any]) -> C:
+    """Return an object of the dataclass `cls`, called `name`, with `options`; raises OptionError for one it does not
+    have."""
+    known = {f.name: f.default for f in dataclasses.fields(cast(Any, cls))}
     for option, value in options.items():
         if option not in known:
             hint = _did_you_mean(option, known)

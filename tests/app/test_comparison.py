@@ -23,7 +23,7 @@ from tokenprune.show import side_by_side
 from tokenprune_bench.app import snippets
 from tokenprune_bench.app.comparison import PagePrompt, checked, kept, stages
 from tokenprune_bench.app.loading import Loading, own_folder
-from tokenprune_bench.app.session import Session, Superseded
+from tokenprune_bench.app.session import AppSession, Superseded
 from tokenprune_bench.app.snippets import LONGEST
 from tokenprune_demo.drawn_sets import drawn_set
 from tokenprune_demo.heldout import load_heldout
@@ -65,7 +65,7 @@ def test_a_video_is_a_video(subject: Model) -> None:
 
 @pytest.mark.parametrize("calls", [0, 1, 2, 3, 5, 8])
 def test_a_run_that_is_not_wanted_ends_with_the_model_as_it_was(subject: Model, calls: int) -> None:
-    session, lock = Session(), threading.Lock()
+    session, lock = AppSession(), threading.Lock()
     check, left = session.begin(), iter(range(calls))
 
     def still_wanted() -> None:

@@ -25,7 +25,7 @@ from tokenprune_bench.app.examples import Examples
 from tokenprune_bench.app.handlers import Handlers
 from tokenprune_bench.app.loading import Loading, own_folder
 from tokenprune_bench.app.page import build, launch
-from tokenprune_bench.app.session import Session
+from tokenprune_bench.app.session import AppSession
 from tokenprune_demo.heldout import load_heldout
 
 PATIENCE = 120_000  # milliseconds
@@ -112,7 +112,7 @@ def test_the_page_imports_no_transformers_before_the_model_is_there() -> None:
         from tokenprune_bench.app import page
         from tokenprune_bench.app.examples import Examples
         from tokenprune_bench.app.loading import Loading
-        from tokenprune_bench.app.session import Session
+        from tokenprune_bench.app.session import AppSession
 
         class Watched(Loading):
             def get(self):
@@ -122,7 +122,7 @@ def test_the_page_imports_no_transformers_before_the_model_is_there() -> None:
         do = page.Handlers(Watched("some"), Examples())
         do.loaded(None)
         try:
-            list(do.compare(Session(), None, "what?", "divprune", None, 0.5))
+            list(do.compare(AppSession(), None, "what?", "divprune", None, 0.5))
         except gr.Error:
             print("said")
     """
@@ -195,7 +195,7 @@ def test_the_slider_redraws_without_an_answer_until_it_is_released(opened: Any) 
 
 
 def test_a_request_that_is_not_wanted_leaves_the_page_as_it_is(subject: Model) -> None:
-    loading, session = Loading("demo_qwen"), Session()
+    loading, session = Loading("demo_qwen"), AppSession()
     file = str(load_heldout(folder=subject.heldout, limit=1)[0].path)
     asking = Handlers(loading, Examples()).compare(session, file, "what?", "divprune", "", 0.3)
     assert "the model is loading" in next(asking)[0]
@@ -207,7 +207,7 @@ def test_a_request_that_is_not_wanted_leaves_the_page_as_it_is(subject: Model) -
 
 def test_the_slider_waits_for_no_model() -> None:
     loading = Loading("never there")
-    do, session = Handlers(loading, Examples()), Session()
+    do, session = Handlers(loading, Examples()), AppSession()
     with loading.lock:
         head, _ = do.slid(session, None, "what?", "divprune", "", 0.3)
     assert "let go of the slider to see what 0.3 keeps" in head

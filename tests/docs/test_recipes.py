@@ -58,6 +58,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     frames = [Image.open(path).convert("RGB").resize((64, 64)) for path in sorted((FOLDER / "pictures").iterdir())[:8]]
     frames[0].save("clip.gif", save_all=True, append_images=frames[1:])
+    Path("frames").mkdir()
+    for number, frame in enumerate(frames):
+        frame.save(f"frames/{number:03}.jpg")
     draw_document(np.random.default_rng(0), "page", (288, 320)).image.save("page.png")
     methods = dict(registry._METHODS)
     yield tmp_path
@@ -116,6 +119,12 @@ def of_a_kept_cache(names: dict[str, Any], seen: list[str]) -> None:
     assert held == names["second"].shape[1] - 1 - visual + round(0.25 * visual)
 
 
+def of_a_camera(names: dict[str, Any], seen: list[str]) -> None:
+    stats = names["session"].stats
+    assert stats.frames_seen == 8 and "\r000.jpg: 1 frames" in seen[0] and f"\r007.jpg: {stats}\n" in seen[0]
+    assert tokenprune.Session.load("gate.safetensors", names["model"], names["processor"]).stats == stats
+
+
 def of_a_long_video(names: dict[str, Any], seen: list[str]) -> None:
     stats = tokenprune.stats(names["model"])
     assert stats.keep_ratio == pytest.approx(0.25, abs=0.01) and "pevlm" in seen[0]
@@ -142,6 +151,7 @@ DOES = {
     "documents": of_documents,
     "chat": of_a_chat,
     "agent": of_an_agent,
+    "camera": of_a_camera,
     "kept-cache": of_a_kept_cache,
     "long-video": of_a_long_video,
     "lora": of_lora,

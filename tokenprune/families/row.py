@@ -97,6 +97,7 @@ class Family:
     units: bool = False
     apart: bool = False
     every_method: bool = False  # in the test suite
+    sessions: bool = False  # sessions are tested on it
     stateful: bool = False
     static_cache: bool = True
     decoder_names: tuple[str, ...] = ("language_model",)

@@ -76,6 +76,7 @@ _shares_keys = partial(
 _EVERY_METHOD = (
     _llava(
         "llava",
+        sessions=True,
         square="always",
         resizing="target",
         patches="tiles",
@@ -86,6 +87,7 @@ _EVERY_METHOD = (
     ),
     _llava(
         "llava_next",
+        sessions=True,
         patches="packed",
         vllm=Vllm(
             "LlavaNextForConditionalGeneration", "LLaVA-NeXT, Granite Vision 3", _WITH_TILES, in_llm=True, nested=True
@@ -93,6 +95,7 @@ _EVERY_METHOD = (
     ),
     _llava(
         "llava_onevision",
+        sessions=True,
         videos="frames",
         after_video=1,
         patches="packed",
@@ -106,12 +109,14 @@ _EVERY_METHOD = (
     ),
     _qwen(
         "qwen2_vl",
+        sessions=True,
         every_method=True,
         apart=True,
         vllm=Vllm("Qwen2VLForConditionalGeneration", "Qwen2-VL", _OR_VIDEO, mrope=True, in_llm=True),
     ),
     _qwen(
         "qwen2_5_vl",
+        sessions=True,
         every_method=True,
         apart=True,
         vllm=Vllm("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", _OR_VIDEO, mrope=True, in_llm=True),
@@ -119,12 +124,14 @@ _EVERY_METHOD = (
     _qwen(
         "qwen3_vl",
         _DEEPSTACK,
+        sessions=True,
         every_method=True,
         apart=True,
         vllm=Vllm("Qwen3VLForConditionalGeneration", "Qwen3-VL", _OR_VIDEO, mrope=True, in_llm=True),
     ),
     _tiles(
         "internvl",
+        sessions=True,
         square="tile",
         unit_side=_shuffled,
         vllm=Vllm(
@@ -140,6 +147,7 @@ _EVERY_METHOD = (
     _tiles(
         "gemma3",
         _BOTH_WAYS,
+        sessions=True,
         square="always",
         unit_side=_pooled,
         vllm=Vllm("Gemma3ForConditionalGeneration", "Gemma 3", "an image or crop", per_run=True, nested=True),

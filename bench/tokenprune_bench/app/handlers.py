@@ -20,7 +20,7 @@ from tokenprune.profiling.pace import Pace
 from tokenprune_bench.app import link, render, snippets
 from tokenprune_bench.app.examples import Examples
 from tokenprune_bench.app.loading import Loading
-from tokenprune_bench.app.session import Session, Superseded
+from tokenprune_bench.app.session import AppSession, Superseded
 
 # Not needed before the model is there: these import transformers' models, which takes seconds.
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ class Handlers:
         return str(one.file), one.question
 
     def compare(
-        self, session: Session, file: str | None, question: str, first: str | None, second: str | None, keep: float
+        self, session: AppSession, file: str | None, question: str, first: str | None, second: str | None, keep: float
     ) -> Iterator[list[Any]]:
         """Compare, and show what is known as soon as it is."""
         yield from self._compare(session, _wanted(file, question, first, second), round(keep, 4))
 
     def released(
-        self, session: Session, file: str | None, question: str, first: str | None, second: str | None, keep: float
+        self, session: AppSession, file: str | None, question: str, first: str | None, second: str | None, keep: float
     ) -> Iterator[list[Any]]:
         """Compare at another keep, unless it was compared already."""
         wanted, keep = _wanted(file, question, first, second), round(keep, 4)
@@ -96,7 +96,7 @@ class Handlers:
             session.begin()
             yield _all(self.loading.get(), found, keep)
 
-    def _compare(self, session: Session, wanted: tuple, keep: float) -> Iterator[list[Any]]:
+    def _compare(self, session: AppSession, wanted: tuple, keep: float) -> Iterator[list[Any]]:
         still_wanted = session.begin()
         if not self.loading.over:
             yield [render.waiting("the model is loading …"), *[gr.skip()] * 5]
@@ -138,7 +138,7 @@ class Handlers:
         return PagePrompt(frames, question, methods, right, example, note)
 
     def slid(
-        self, session: Session, file: str | None, question: str, first: str | None, second: str | None, keep: float
+        self, session: AppSession, file: str | None, question: str, first: str | None, second: str | None, keep: float
     ) -> list[Any]:
         """Return what was drawn at a keep; the model is not asked."""
         found = session.at.get(round(keep, 4)) if session.wanted == _wanted(file, question, first, second) else None
@@ -147,7 +147,7 @@ class Handlers:
         status = "" if found.complete else "let go of the slider for answers and times"
         return [render.head(found, round(keep, 4), status), render.panels(found)]
 
-    def draw_ahead(self, session: Session, keep: float) -> None:
+    def draw_ahead(self, session: AppSession, keep: float) -> None:
         """Draw what other keeps leave, the nearest first, until the visitor asks again or it takes too long."""
         still_wanted, end, found = session.latest(), time.monotonic() + PATIENCE, session.at.get(round(keep, 4))
         if found is None or not found.complete:  # another request is on its way

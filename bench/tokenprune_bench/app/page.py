@@ -14,7 +14,7 @@ from tokenprune_bench.app.examples import Examples
 from tokenprune_bench.app.handlers import FIRST, KEEP, SECOND, STEP, Handlers, drawable, samples, title
 from tokenprune_bench.app.link import SMALLEST_KEEP
 from tokenprune_bench.app.loading import Loading
-from tokenprune_bench.app.session import Session
+from tokenprune_bench.app.session import AppSession
 from tokenprune_bench.app.snippets import LONGEST
 
 _FONTS = ["system-ui", "sans-serif"]  # of the machine that looks: a page loads nothing from elsewhere
@@ -26,7 +26,7 @@ def build(loading: Loading, folder: Path) -> gr.Blocks:
     examples = Examples.of(loading.name, folder)
     do = Handlers(loading, examples)
     with gr.Blocks(title="tokenprune", analytics_enabled=False) as page:
-        session, about = gr.State(Session()), gr.Markdown(title(f"`{loading.name}` is loading …"))
+        session, about = gr.State(AppSession()), gr.Markdown(title(f"`{loading.name}` is loading …"))
         with gr.Row():
             with gr.Column(scale=3, min_width=300):
                 # The slider comes first: what changes above it would move it under the finger.

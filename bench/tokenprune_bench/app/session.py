@@ -16,7 +16,7 @@ class Superseded(Exception):
 
 
 @dataclass
-class Session:
+class AppSession:
     """The state of one visitor. wanted: file, question and methods of the prompt. at: comparisons of it, by keep."""
 
     wanted: tuple = ()

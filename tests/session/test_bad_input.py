@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input to sessions: errors of ours that say what to do, and a session that is as it was."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+import tokenprune
+from session_oracle import collated, images_of
+from tokenprune.errors import (
+    BudgetError,
+    OptionError,
+    SessionError,
+    TokenPruneError,
+    UnknownPolicyError,
+    UnsupportedModelError,
+    UnsupportedSetupError,
+)
+from tokenprune.integrations.hf.session.prompts import as_frames
+from tokenprune.policies import registry as policies
+from zoo import FAMILIES, IMAGE
+
+LLAVA = FAMILIES["llava"]
+
+
+@pytest.fixture
+def session(build) -> tokenprune.Session:
+    made = tokenprune.session(build(LLAVA), memory=100)
+    return made.say([1, 20]).see(**block(2))
+
+
+def block(frames: int) -> dict:
+    images = images_of(LLAVA, frames)
+    return {"input_ids": [token for image in images for token in image.ids], **collated(LLAVA, images)}
+
+
+def state(session: tokenprune.Session) -> tuple:
+    held = [(one.index.tolist(), one.frame.tolist()) for one in session.held]
+    layers = session._stream.memory.cache.layers
+    return session.stats, held, [(layer.keys.clone(), layer.values.clone()) for layer in layers]
+
+
+def unchanged(session: tokenprune.Session, before: tuple) -> bool:
+    now = state(session)
+    return now[:2] == before[:2] and all(
+        torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(now[2], before[2], strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "options, error, says",
+    [
+        ({"memory": 0}, BudgetError, "memory=0 must be a number of visual tokens"),
+        ({"memory": 1.5}, BudgetError, "memory=1.5"),
+        ({"memory": True}, BudgetError, "memory=True"),
+        ({"memory": "2GiB"}, BudgetError, "memory='2GiB'"),
+        ({"memory": 50}, BudgetError, "leaves 37 visual tokens, and window.. pins 64"),
+        ({"memory": 100, "target": 0}, BudgetError, "target=0"),
+        ({"memory": 100, "target": 1.1}, BudgetError, "target=1.1"),
+        ({"memory": 100, "target": float("nan")}, BudgetError, "target=nan"),
+        ({"memory": 100, "block": 0}, OptionError, "block=0"),
+        ({"memory": 100, "horizon": -1}, OptionError, "horizon=-1"),
+        ({"memory": 100, "seed": "x"}, OptionError, "seed='x'"),
+        ({"memory": 100, "policy": "windw"}, UnknownPolicyError, "did you mean 'window'"),
+        ({"memory": 100, "policy": 3}, OptionError, "policy=3 must be a name"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(options: dict, error: type, says: str, build) -> None:
+    with pytest.raises(error, match=says):
+        tokenprune.session(build(LLAVA), **options)
+
+
+@pytest.mark.parametrize(
+    "bad, error, says",
+    [
+        (lambda: {}, SessionError, "nothing to see"),
+        (lambda: {"frames": []}, SessionError, "nothing to see: no frames"),
+        (lambda: {"input_ids": [20, 21]}, SessionError, "no placeholder"),
+        (lambda: block(1) | {"input_ids": []}, SessionError, "not one row"),
+        (lambda: block(1) | {"input_ids": [[IMAGE], [IMAGE]]}, SessionError, "a batch of 1"),
+        (lambda: {"pixel_values": block(1)["pixel_values"]}, SessionError, "not one row"),
+        (lambda: block(1) | {"pixel_values": torch.full((1, 3, 24, 24), torch.nan)}, SessionError, "NaN"),
+        (lambda: block(3), BudgetError, "108 tokens, and memory=100"),
+        (lambda: block(1) | {"input_ids": [IMAGE] * 35}, SessionError, "the model refuses this block: .*tokens: 35"),
+        (lambda: {"frames": object()}, SessionError, "cannot see a object"),
+    ],
+)
+def test_what_cannot_be_seen_leaves_the_session_as_it_was(bad, error: type, says: str, session) -> None:
+    before = state(session)
+    with pytest.raises(error, match=says):
+        session.see(**bad())
+    assert unchanged(session, before)
+    session.see(**block(1))
+    assert session.stats.frames_seen == 3
+
+
+def test_a_failure_in_the_second_block_takes_back_the_first(session, monkeypatch) -> None:
+    before, see, calls = state(session), session._stream.see, []
+
+    def fails(ids, inputs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError("no room")
+        return see(ids, inputs)
+
+    monkeypatch.setattr(session._stream, "see", fails)
+    monkeypatch.setattr(session, "_blocks", lambda frames: iter([block(2), block(2)]))
+    monkeypatch.setattr("tokenprune.workflows.session.as_frames", lambda frames: frames)
+    with pytest.raises(MemoryError):
+        session.see([1])
+    assert len(calls) == 2 and unchanged(session, before)
+
+
+def test_a_failure_between_two_layers_is_taken_back(session, build) -> None:
+    before = state(session)
+
+    def fails(module, args):
+        raise RuntimeError("halfway")
+
+    handle = build(LLAVA).model.language_model.layers[2].register_forward_pre_hook(fails)
+    try:
+        for call in (
+            lambda: session.see(**block(1)),
+            lambda: session.say([5]),
+            lambda: session.ask([5], return_dict=True),
+        ):
+            with pytest.raises((RuntimeError, SessionError)):
+                call()
+            assert unchanged(session, before)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"num_beams": 2}, "num_beams=2 does not go with a session"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
+        ({"assistant_model": object()}, "assistant_model"),
+        ({"cache_implementation": "static"}, "cache_implementation"),
+        ({"past_key_values": object()}, "past_key_values of a question is given"),
+        ({"position_ids": object()}, "position_ids of a question is given"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    ],
+)
+def test_ways_to_answer_that_do_not_go_with_a_session_are_refused(options: dict, says: str, session) -> None:
+    before = state(session)
+    with pytest.raises(OptionError, match=says):
+        session.ask([30], return_dict=True, **options)
+    assert unchanged(session, before)
+
+
+def test_words_need_a_processor(session) -> None:
+    for call in (lambda: session.say("hello"), lambda: session.ask("why?", return_dict=True), lambda: session.see([])):
+        with pytest.raises(SessionError):
+            call()
+    with pytest.raises(SessionError, match="pass return_dict=True"):
+        session.ask([30])
+    with pytest.raises(SessionError, match="placeholder"):
+        session.say([IMAGE])
+
+
+def test_a_question_before_anything_was_said_is_answered(build) -> None:
+    model = build(LLAVA)
+    session = tokenprune.session(model, memory=100)
+    answer = session.ask([1, 30, 31], max_new_tokens=3, return_dict=True)
+    assert torch.equal(answer.ids, model.generate(torch.tensor([[1, 30, 31]]), max_new_tokens=3)[0, 3:])
+    assert session.stats.tokens_seen == session.stats.kv_bytes == 0
+    session.see(**block(1))
+
+
+def test_a_second_thread_is_refused_and_the_first_goes_on(session, build) -> None:
+    inside, go_on, errors = threading.Event(), threading.Event(), []
+
+    def wait(module, args):
+        inside.set()
+        go_on.wait(20)
+
+    handle = build(LLAVA).model.language_model.layers[0].register_forward_pre_hook(wait)
+    first = threading.Thread(target=lambda: session.see(**block(1)))
+    try:
+        first.start()
+        assert inside.wait(20)
+        for call in (lambda: session.say([5]), lambda: session.see(**block(1)), session.reset):
+            with pytest.raises(SessionError, match="another call is inside"):
+                call()
+            errors.append(1)
+    finally:
+        go_on.set()
+        first.join()
+        handle.remove()
+    assert len(errors) == 3 and session.stats.frames_seen == 3
+    session.say([5])
+
+
+def test_a_patched_model_is_refused_before_and_meanwhile(session, build) -> None:
+    model = build(LLAVA)
+    with tokenprune.patched(model, "divprune", keep=0.5):
+        with pytest.raises(UnsupportedSetupError, match=r"tokenprune.unpatch\(model\) first"):
+            tokenprune.session(model, memory=100)
+        before = state(session)
+        with pytest.raises(UnsupportedSetupError, match="patched"):
+            session.see(**block(1))
+        assert unchanged(session, before)
+    session.see(**block(1))
+
+
+def test_a_model_that_changed_since_is_refused(session, build) -> None:
+    model = build(LLAVA)
+    model.train()
+    try:
+        with pytest.raises(UnsupportedSetupError, match="training"):
+            session.say([5])
+    finally:
+        model.eval()
+    model.double()
+    try:
+        with pytest.raises(UnsupportedSetupError, match="float32 on cpu when the session began"):
+            session.say([5])
+    finally:
+        model.float()
+    session.say([5])
+
+
+def test_a_position_past_the_horizon_is_refused(build) -> None:
+    session = tokenprune.session(build(LLAVA), memory=100, horizon=90)
+    session.say([1, 20]).see(**block(2))
+    before = state(session)
+    with pytest.raises(UnsupportedSetupError, match=r"position 109, and the model's last one is 90.*reset\(\)"):
+        session.see(**block(1))
+    with pytest.raises(UnsupportedSetupError, match="horizon"):
+        session.ask([30], max_new_tokens=64, return_dict=True)
+    assert unchanged(session, before)
+    assert session.ask([30], max_new_tokens=8, return_dict=True).ids.shape == (8,)
+    assert session.reset().see(**block(2)).stats.frames_seen == 2
+
+
+def test_the_horizon_is_that_of_the_config(build) -> None:
+    session = tokenprune.session(build(LLAVA), memory=100)
+    for _ in range(7):
+        session.see(**block(2))
+    with pytest.raises(UnsupportedSetupError, match="last one is 511"):
+        session.see(**block(2))
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
+def test_families_without_a_test_are_refused_by_name(name: str, build) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"{name}.*llava"):
+        tokenprune.session(build(FAMILIES[name]), memory=100)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
+def test_a_cache_that_cannot_be_cut_is_refused_by_name(name: str) -> None:
+    from families import FAMILIES as ALL
+
+    with pytest.raises(UnsupportedModelError, match="from which no entries can be taken"):
+        tokenprune.session(ALL[name].build(), memory=100)
+
+
+def test_a_memory_smaller_than_a_sliding_window_is_refused(build) -> None:
+    with pytest.raises(BudgetError, match="leaves 15 visual tokens, fewer than the 16"):
+        tokenprune.session(build(FAMILIES["gemma3"]), memory=20, policy="uniform")
+
+
+@pytest.mark.parametrize(
+    "choice, says",
+    [
+        (lambda view, keep: torch.arange(keep - 1), "returned torch.int64"),
+        (lambda view, keep: torch.arange(keep).float(), "returned torch.float32"),
+        (lambda view, keep: list(range(keep)), "returned list"),
+        (lambda view, keep: torch.arange(keep).flip(0), "ascending"),
+        (lambda view, keep: torch.zeros(keep, dtype=torch.long), "ascending"),
+        (lambda view, keep: torch.arange(keep) + view.count, "ascending"),
+        (lambda view, keep: torch.arange(keep).expand(3, -1), "returned torch.int64"),
+    ],
+)
+def test_a_policy_that_chooses_otherwise_is_named(choice, says: str, build, monkeypatch) -> None:
+    monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
+
+    @tokenprune.register_policy("crooked")
+    @dataclass(frozen=True)
+    class Crooked(tokenprune.Policy):
+        """Choose what a test says."""
+
+        def select(self, view, keep):
+            return choice(view, keep)
+
+    session = tokenprune.session(build(LLAVA), memory=100, policy=Crooked()).see(**block(2))
+    before = state(session)
+    with pytest.raises(SessionError, match=f"crooked.*{says}"):
+        session.see(**block(2))
+    assert unchanged(session, before)
+
+
+@pytest.mark.parametrize(
+    "frames, says",
+    [
+        (np.zeros((4, 8, 8)), "is no video"),
+        (np.zeros((2, 0, 8, 3), np.uint8), "nothing to see in a frame of 8x0"),
+        (np.full((2, 8, 8, 3), np.nan), "NaN"),
+        (np.full((2, 8, 8, 3), 255.0), r"\[0, 1\]"),
+        (np.zeros((2, 8, 8, 3), np.int64), "int64"),
+        ("frame.png", "cannot see a str"),
+        (None, "cannot see a NoneType"),
+    ],
+)
+def test_frames_that_are_none_are_refused(frames, says: str) -> None:
+    with pytest.raises(SessionError, match=says):
+        as_frames(frames)
+
+
+def test_frames_come_as_images_lists_arrays_and_tensors() -> None:
+    video = np.random.default_rng(0).integers(0, 256, (2, 6, 8, 3), dtype=np.uint8)
+    one, two = as_frames(video)
+    assert one.size == (8, 6) and np.array_equal(np.asarray(two), video[1])
+    for same in ([one, two], torch.tensor(video).permute(0, 3, 1, 2), video / 255, [video[0], video[1]]):
+        assert [np.asarray(image).tolist() for image in as_frames(same)] == video.tolist()
+    assert len(as_frames(one)) == len(as_frames(video[0])) == 1
+
+
+def test_all_errors_are_ours() -> None:
+    assert issubclass(SessionError, TokenPruneError) and issubclass(UnknownPolicyError, TokenPruneError)

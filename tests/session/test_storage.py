@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions that are forked, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import tokenprune
+from session_oracle import images_of, played, recorded
+from tokenprune.errors import BudgetError, ConfigError, UnknownPolicyError, UnsupportedSetupError
+from zoo import FAMILIES
+
+POLICIES = ["random", "infinipot_v"]
+
+
+def answered(session: tokenprune.Session) -> torch.Tensor:
+    return session.ask([30, 31], max_new_tokens=4, return_dict=True).logits
+
+
+def go_on(session: tokenprune.Session, name: str) -> torch.Tensor:
+    """See more, so that it compresses again, and answer."""
+    for image in images_of(FAMILIES[name], 4, seed=9):
+        session.see(input_ids=image.ids, **FAMILIES[name].collate([[image]]))
+    return answered(session)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
+def test_a_loaded_session_goes_on_bit_equal(name: str, policy: str, build, tmp_path: Path) -> None:
+    model = build(FAMILIES[name])
+    made = played(recorded(FAMILIES[name], model, memory=110, policy=policy, seed=3)).session
+    made.save(tmp_path / "s.safetensors")
+    other = tokenprune.Session.load(tmp_path / "s.safetensors", model)
+    assert other.stats == made.stats and other.policy == made.policy
+    assert torch.equal(answered(other), answered(made))
+    assert torch.equal(go_on(other, name), go_on(made, name))
+    assert other.stats == made.stats and made.stats.compressions > 3
+    assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"]
+
+
+def test_a_session_is_loaded_by_another_process(build, tmp_path: Path) -> None:
+    made = played(recorded(FAMILIES["llava"], build(FAMILIES["llava"]), memory=110)).session
+    made.save(tmp_path / "s.safetensors")
+    support = Path(__file__).parents[1] / "support"
+    code = (
+        f"import sys; sys.path.insert(0, {str(support)!r})\n"
+        "import torch, tokenprune; from zoo import FAMILIES; torch.set_num_threads(1)\n"
+        f"s = tokenprune.Session.load({str(tmp_path / 's.safetensors')!r}, FAMILIES['llava'].build())\n"
+        "print(s.ask([30, 31], max_new_tokens=4, return_dict=True).ids.tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = made.ask([30, 31], max_new_tokens=4, return_dict=True).ids.tolist()
+    assert json.loads(done.stdout.splitlines()[-1]) == found
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_forks_go_on_apart(name: str, build) -> None:
+    one = played(recorded(FAMILIES[name], build(FAMILIES[name]), memory=110)).session
+    two = one.fork()
+    layers = zip(one._stream.memory.cache.layers, two._stream.memory.cache.layers, strict=True)
+    assert all(a.keys.data_ptr() == b.keys.data_ptr() for a, b in layers)
+    before = answered(one)
+    after = go_on(two, name)
+    assert torch.equal(answered(one), before) and not torch.equal(after, before)
+    assert torch.equal(go_on(one, name), after)
+    three = one.fork()
+    one.reset()
+    assert torch.equal(answered(three), after) and one.stats.tokens_seen == 0
+
+
+def test_an_empty_session_is_saved_and_loaded(build, tmp_path: Path) -> None:
+    model = build(FAMILIES["llava"])
+    tokenprune.session(model, memory=110, policy="uniform").save(tmp_path / "s")
+    assert tokenprune.Session.load(tmp_path / "s", model).stats.tokens_seen == 0
+
+
+@pytest.fixture
+def saved(build, tmp_path: Path) -> Path:
+    played(recorded(FAMILIES["llava"], build(FAMILIES["llava"]), memory=110)).session.save(tmp_path / "s")
+    return tmp_path / "s"
+
+
+def changed(path: Path, change) -> Path:
+    """Write the file anew, with `change(facts, tensors)`."""
+    with safe_open(path, "pt") as opened:
+        facts = json.loads(opened.metadata()["tokenprune.session"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    change(facts, tensors)
+    save_file(tensors, path, {"tokenprune.session": json.dumps(facts)})
+    return path
+
+
+@pytest.mark.parametrize(
+    "change, error, says",
+    [
+        (lambda f, t: f.update(schema=2), ConfigError, "another schema"),
+        (lambda f, t: f.pop("settings"), ConfigError, "holds no session"),
+        (lambda f, t: f["settings"].pop("policy"), ConfigError, "damaged"),
+        (lambda f, t: f["settings"].update(colour="red"), ConfigError, "damaged"),
+        (lambda f, t: f["settings"].update(memory=-1), BudgetError, "memory=-1"),
+        (lambda f, t: f["settings"]["policy"].update(name="gone"), UnknownPolicyError, "gone"),
+        (lambda f, t: f["progress"].update(next=-5), ConfigError, "its numbers are none"),
+        (lambda f, t: f["progress"].update(next="x"), ConfigError, "its numbers are none"),
+        (lambda f, t: f["progress"].pop("next"), ConfigError, "damaged"),
+        (lambda f, t: f.update(visual=3), ConfigError, "do not count"),
+        (lambda f, t: t.update({"table.0": t["table.0"].long()}), ConfigError, "tables do not fit"),
+        (lambda f, t: t.pop("table.0"), ConfigError, "damaged"),
+        (lambda f, t: t.pop("keys.2"), ConfigError, "damaged"),
+        (lambda f, t: t.update({"keys.1": t["keys.1"][:, :, 1:].clone()}), ConfigError, "do not fit its tables"),
+        (
+            lambda f, t: t.update({n: v[:, :1].clone() for n, v in t.items() if n.endswith("s.1")}),
+            ConfigError,
+            "do not",
+        ),
+    ],
+)
+def test_a_file_that_was_changed_is_refused(change, error: type, says: str, saved: Path, build) -> None:
+    with pytest.raises(error, match=says):
+        tokenprune.Session.load(changed(saved, change), build(FAMILIES["llava"]))
+
+
+def test_other_files_and_other_models_are_refused(saved: Path, build, tmp_path: Path) -> None:
+    model = build(FAMILIES["llava"])
+    (tmp_path / "text").write_text("no tensors")
+    save_file({"x": torch.zeros(1)}, tmp_path / "other")
+    for name, says in (("text", "cannot read"), ("absent", "cannot read"), ("other", "holds no session")):
+        with pytest.raises(ConfigError, match=says):
+            tokenprune.Session.load(tmp_path / name, model)
+    with pytest.raises(ConfigError, match="another model"):
+        tokenprune.Session.load(saved, build(FAMILIES["qwen2_5_vl"]))
+    with pytest.raises(ConfigError, match="cannot write"):
+        tokenprune.session(model, memory=110, policy="random").save(tmp_path / "no" / "folder")
+    with tokenprune.patched(model, "divprune", keep=0.5), pytest.raises(UnsupportedSetupError):
+        tokenprune.Session.load(saved, model)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle of sessions: one prefill of the whole stream, under a mask of what each query could see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import tokenprune
+from tokenprune.families import SUPPORTED
+from tokenprune.integrations.hf.session.memory import INDEX
+from zoo import FAMILIES, IMAGE, Family, InputImage, join
+
+NAMES = [name for name in FAMILIES if SUPPORTED[name].sessions]
+
+
+@dataclass
+class Forward:
+    """One forward that stayed in the stream: its ids, inputs, positions, and the index of what each layer held."""
+
+    ids: torch.Tensor
+    inputs: dict[str, Any]
+    positions: torch.Tensor
+    held: list[torch.Tensor]
+
+
+@dataclass
+class Recorded:
+    """A session of ids on a tiny model, and all its forwards."""
+
+    family: Family
+    model: PreTrainedModel
+    session: tokenprune.Session
+    forwards: list[Forward] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        stream = self.session._stream
+        original = stream._note
+
+        def note(ids, positions, of_frames, behind):
+            held = [table[INDEX].long() for table in stream.memory.tables]
+            self.forwards.append(Forward(ids, stream_inputs.pop() if stream_inputs else {}, positions, held))
+            original(ids, positions, of_frames, behind)
+
+        stream_inputs: list[dict] = []
+        see = stream.see
+
+        def seen(ids, inputs):
+            stream_inputs.append({k: v for k, v in inputs.items() if k != "input_ids"})
+            return see(ids, inputs)
+
+        stream._note, stream.see = note, seen
+
+    def see(self, images: list[InputImage]) -> None:
+        ids = [token for image in images for token in image.ids]
+        self.session.see(input_ids=[ids], **collated(self.family, images))
+
+    def logits(self, ids: list[int] = (50, 51, 52)) -> torch.Tensor:
+        """Say something, and return the logits of its last token, `[V]`."""
+        with self.session._inside():
+            return self.session._stream.say(torch.tensor([list(ids)]))[0]
+
+    def one_prefill(self, masked: bool = True) -> torch.Tensor:
+        """Return the last token's logits by one forward. masked: hide what was gone, by layer and head."""
+        ids = torch.cat([one.ids for one in self.forwards], 1)
+        positions = torch.cat([one.positions for one in self.forwards], -1)
+        inputs = joined([one.inputs for one in self.forwards if one.inputs])
+        extra = {"token_type_ids": (ids == IMAGE).long()} if self.model.config.model_type == "gemma3" else {}
+        layers = self.session._stream.adapter.decoder.layers
+        handles = []
+        if masked:
+            for layer, mask in zip(layers, self.masks(ids), strict=True):
+                hook = lambda module, args, kwargs, mask=mask: (args, kwargs | {"attention_mask": mask})  # noqa: E731
+                handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        try:
+            with torch.no_grad():
+                positions = positions if len(positions) > 1 else positions[0]
+                return self.model(input_ids=ids, position_ids=positions, use_cache=False, **inputs, **extra).logits[
+                    0, -1
+                ]
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def masks(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        """Return bool `[1, Hq, L, L]` of each layer: which keys each query of the stream could see."""
+        config = self.session._stream.adapter.text_config
+        length, heads = ids.shape[1], config.num_attention_heads
+        both_ways = torch.zeros(length, length, dtype=torch.bool)
+        if self.model.config.model_type == "gemma3":  # an image sees itself in both directions
+            image = ids[0] == IMAGE
+            number = torch.where(image, (image & ~image.roll(1)).long().cumsum(0), -1)
+            both_ways = (number[:, None] == number) & image
+        place, masks, full = torch.arange(length), [], 0
+        for layer in self.session._stream.memory.cache.layers:
+            if layer.is_sliding:
+                near = place[:, None] - place < layer.sliding_window
+                mask = (((place[:, None] >= place) | both_ways) & near).expand(heads, -1, -1)
+            else:
+                mask, start = torch.zeros(heads, length, length, dtype=torch.bool), 0
+                for forward in self.forwards:
+                    held, count = forward.held[full], forward.ids.shape[1]
+                    group = heads // len(held)
+                    for head in range(heads):
+                        mask[head, start : start + count, held[head // group]] = True
+                    mask[:, start : start + count, start : start + count] = torch.ones(count, count).tril().bool()
+                    start += count
+                mask = mask | both_ways
+                full += 1
+            masks.append(mask[None])
+        return masks
+
+
+def collated(family: Family, images: list[InputImage]) -> dict[str, Any]:
+    """Return the encoder's arguments for a block. OneVision tells by a number whether images have tiles."""
+    inputs = family.collate([[InputImage(i.ids, dict(i.pixels)) for i in images]])
+    if "batch_num_images" in inputs:
+        inputs["batch_num_images"] = torch.tensor([len(images)])
+    return inputs
+
+
+def joined(inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the encoder's arguments of all blocks as those of one forward."""
+    return join([[InputImage([], one)] for one in inputs])
+
+
+def recorded(family: Family, model: PreTrainedModel, **options: Any) -> Recorded:
+    options = {"memory": 10**6, "horizon": 10**6} | options
+    return Recorded(family, model, tokenprune.session(model, **options))
+
+
+def images_of(family: Family, number: int, seed: int = 3, size: int = 0) -> list[InputImage]:
+    """Return images of one size; of OneVision such as stand beside others in a prompt."""
+    g = torch.Generator().manual_seed(seed)
+    return [family.image(family.sizes[size], g, 2) for _ in range(number)]
+
+
+def played(made: Recorded, frames: int = 12, block: int = 2, asked: bool = False, size: int = 0) -> Recorded:
+    """Say, see and ask; the last is text, whose logits are compared."""
+    images = images_of(made.family, frames, size=size)
+    made.session.say([1, 20, 21, 22])
+    for start in range(0, frames, block):
+        made.see(images[start : start + block])
+        if asked:
+            answers = [made.session.ask([30, 31, 32], max_new_tokens=3, return_dict=True) for _ in range(2)]
+            assert torch.equal(answers[0].logits, answers[1].logits)
+        if start == 4:
+            made.session.say([40, 41, 42, 43, 44])
+    return made
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return (found - wanted).abs().max().item() <= 1e-5 * max(1.0, wanted.abs().max().item())

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base class of policies, and what a policy sees: the visual entries that a session's cache holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from tokenprune.options import ReprIsCall, check_options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PolicyView:
+    """The visual entries of one decoder layer, in the order in which they came; text is not among them.
+
+    keys, values: `[H, n, D]`, of each KV head, as they are cached: keys are rotated. frame, cell, index: long `[H, n]`:
+    an entry's frame, counted over the whole stream; its place among the visual tokens of that frame, -1 for tokens that
+    wrap a frame; and its place among all tokens that were ever seen. position: long `[A, H, n]`, as the decoder counts
+    them, on A axes (3 with M-RoPE, else 1). H is 1 in `frame`, `cell`, `index` and `position` where all heads hold the
+    same entries. layer, layers: of the decoder. step: how often the session has compressed. seed: of the session.
+    """
+
+    keys: Tensor
+    values: Tensor
+    frame: Tensor
+    cell: Tensor
+    index: Tensor
+    position: Tensor
+    layer: int
+    layers: int
+    step: int
+    seed: int
+
+    @property
+    def count(self) -> int:
+        """The number of entries, n."""
+        return self.keys.shape[1]
+
+    def generator(self) -> torch.Generator:
+        """Return a generator on the host that depends on the session's seed and on `step` alone."""
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + self.step)
+
+
+@dataclass(frozen=True)
+class Policy(ReprIsCall):
+    """The base of policies: frozen dataclasses that choose which visual entries of a session's cache stay.
+
+    A policy keeps no state, and sees neither text nor questions. shared: it is asked once, with the view of the first
+    layer that can be cut, and all layers and heads keep the same entries; else it is asked for each such layer.
+    """
+
+    name: ClassVar[str] = ""
+    shared: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def pinned(self) -> int:
+        """The visual entries that stay whatever comes; a session needs room for more."""
+        return 0
+
+    def select(self, view: PolicyView, keep: int) -> Tensor:
+        """Return the entries that stay: long `[keep]`, or `[H, keep]` where each head keeps its own; ascending.
+
+        keep: how many, at least 1 and below `view.count`.
+        """
+        raise NotImplementedError

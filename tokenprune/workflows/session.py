@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions: hours of frames in a bounded visual memory, and questions that cost their own tokens only."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from annotated_types import Ge, Gt, Le
+
+from tokenprune.api import is_patched
+from tokenprune.errors import BudgetError, ConfigError, OptionError, SessionError, UnsupportedSetupError
+from tokenprune.integrations.hf.session import storage
+from tokenprune.integrations.hf.session.checks import adapter_of, check_window
+from tokenprune.integrations.hf.session.memory import CELL, FRAME, INDEX, POSITION
+from tokenprune.integrations.hf.session.prompts import Words, as_frames
+from tokenprune.integrations.hf.session.stream import Limits, Stream
+from tokenprune.options import fits, in_words
+from tokenprune.policies.registry import policy_named, policy_of
+from tokenprune.workflows.session_results import Answer, HeldEntries, SessionStats
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from PIL import Image
+    from torch import Tensor
+
+    from tokenprune.policies.base import Policy
+
+
+class Session:
+    """A stream of images and text that a model has seen, of which a bounded number of visual tokens is held.
+
+    Made by `tokenprune.session`. It is a context manager, and leaves nothing on the model. One thread at a time: a call
+    while another one is inside raises SessionError. Sessions on one model do not know of each other.
+    """
+
+    def __init__(self, stream: Stream, words: Words | None, block: int | None) -> None:
+        self._stream, self._said, self._block = stream, words, block
+        self._lock = threading.Lock()
+
+    def see(self, frames: Any = None, *, fps: float | None = None, **inputs: Any) -> Session:
+        """Take in frames, let the policy choose what stays where the memory is over, and return the session.
+
+        frames: an image or a list of images, each of which enters as an image of the user's turn; or an array or
+        tensor, `[T, H, W, 3]` or `[T, 3, H, W]`, uint8 or floats in [0, 1], which enters as a video where the model
+        takes videos, else as T images. fps: frames a second of a video, None for what the processor takes for granted.
+        inputs: in their place what a processor makes of one block: `input_ids`, `pixel_values` and the like.
+        A failed call leaves the session as it was. Raises SessionError for nothing to see and for what the processor
+        refuses, BudgetError for a block that is larger than the memory, UnsupportedSetupError past the horizon.
+        """
+        if (frames is None) == (not inputs):
+            raise SessionError("nothing to see: hand over frames, or input_ids and pixel_values")
+        if not fits(fps, Annotated[float, Gt(0)] | None):
+            raise OptionError(f"fps={fps!r} must be a number of frames a second, or None")
+        with self._inside(), self._stream.whole():
+            if inputs:
+                self._stream.see(_row(inputs.get("input_ids")), inputs)
+                self._stream.open()
+                return self
+            video = not isinstance(frames, (list, tuple)) and getattr(frames, "ndim", 0) == 4
+            images = as_frames(frames)
+            if not self._stream.progress.opened:
+                self._stream.say(self._words.opening())
+            for block in self._blocks(images, fps, video):
+                self._stream.see(block["input_ids"], block)
+            self._stream.open(len(images))
+        return self
+
+    def say(self, text: str | Sequence[int] | Tensor) -> Session:
+        """Take in text of the user, or ids as they are, which stay, and return the session."""
+        with self._inside(), self._stream.whole():
+            self._stream.say(self._ids(text))
+            self._stream.open()
+        return self
+
+    def ask(
+        self,
+        text: str | Sequence[int] | Tensor,
+        *,
+        max_new_tokens: int = 64,
+        remember: bool = False,
+        return_dict: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Return the answer to a question: a str, or an `Answer` with `return_dict=True`. It leaves no trace.
+
+        text: the question, or ids as they are. remember: question and answer stay in the stream as text. options: of
+        the model's `generate`; answers are greedy unless they say otherwise. Raises OptionError for an option that does
+        not go with a session, such as beams, an assistant or another cache, UnsupportedSetupError past the horizon.
+        """
+        if not fits(max_new_tokens, Annotated[int, Ge(1)]):
+            raise OptionError(f"max_new_tokens={max_new_tokens!r} must be an int >= 1")
+        if self._said is None and not return_dict:
+            raise SessionError("without a processor nothing turns ids into words: pass return_dict=True")
+        with self._inside():
+            ids = self._ids(text, closing=True)
+            given = {"max_new_tokens": max_new_tokens, "do_sample": False, **options}
+            found, logits = self._stream.ask(ids, given)
+            if remember:
+                after = self._words.reopened(found) if isinstance(text, str) else found[None]
+                with self._stream.whole():
+                    self._stream.say(ids)
+                    self._stream.say(after)
+                    self._stream.open()
+        answer = Answer(None if self._said is None else self._said.decode(found), found, logits)
+        return answer if return_dict else answer.text
+
+    def reset(self) -> Session:
+        """Forget all that was seen and said, and return the session."""
+        with self._inside():
+            self._stream.reset()
+        return self
+
+    def fork(self) -> Session:
+        """Return a session that goes on from here by itself. The two share memory until one of them goes on."""
+        with self._inside():
+            return Session(self._stream.fork(), self._said, self._block)
+
+    def save(self, path: str | Path) -> Session:
+        """Write the session to a safetensors file, and return it; raises ConfigError where that cannot be."""
+        with self._inside():
+            limits, policy = self._stream.limits, self._stream.policy
+            settings = {
+                "memory": limits.memory,
+                "target": limits.share,
+                "horizon": limits.horizon,
+                "block": self._block,
+                "seed": self._stream.seed,
+                "policy": {"name": policy.name, "options": dataclasses.asdict(policy)},
+            }
+            storage.save(self._stream, path, settings)
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any, processor: Any = None) -> Session:
+        """Return the session of a file that `save` wrote, which answers as the saved one did, to the bit.
+
+        model: the very model, unpatched. Raises ConfigError for a file that cannot be read, is damaged, or is of
+        another model or dtype, UnknownPolicyError for a policy that is not registered here, and what `session` raises.
+        """
+        facts, tensors = storage.load(path)
+        settings = dict(facts["settings"])
+        try:
+            chosen = policy_named(settings.pop("policy"))
+            made = session(model, processor, policy=chosen, **settings)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is damaged: its settings are none of a session") from error
+        storage.fill(made._stream, facts, tensors, str(path))
+        return made
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that chooses what stays."""
+        return self._stream.policy
+
+    @property
+    def stats(self) -> SessionStats:
+        """Numbers of the session as it is."""
+        memory, progress = self._stream.memory, self._stream.progress
+        frames = memory.tables[0][FRAME]
+        seen = frames[frames >= 0]
+        beside = sum(layer.keys.nbytes + layer.values.nbytes for layer in memory.sliding if layer.is_initialized)
+        full = (memory.bytes - beside) * progress.tokens // memory.held if memory.held else 0
+        return SessionStats(
+            frames_seen=progress.frames,
+            tokens_seen=progress.tokens,
+            visual=memory.visual,
+            text=memory.held - memory.visual,
+            kv_bytes=memory.bytes,
+            kv_bytes_peak=progress.peak,
+            kv_bytes_full=full + beside,
+            compressions=progress.compressions,
+            oldest_frame=int(seen.min()) if len(seen) else None,
+            next_position=progress.next,
+            memory=self._stream.limits.memory,
+        )
+
+    @property
+    def held(self) -> list[HeldEntries]:
+        """The entries of each layer with full attention."""
+        memory = self._stream.memory
+        tables = [table.long() for table in memory.tables]
+        return [
+            HeldEntries(layer, table[INDEX], table[FRAME], table[CELL], table[POSITION:])
+            for layer, table in zip(memory.full, tables, strict=True)
+        ]
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.reset()
+
+    def __repr__(self) -> str:
+        return f"Session({type(self._stream.model).__name__}, {self.policy!r}: {self.stats})"
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise SessionError("another call is inside this session: wait for it, or use a session for each thread")
+        try:
+            _check_unpatched(self._stream.model)
+            self._stream.check_model()
+            yield
+        finally:
+            self._lock.release()
+
+    @property
+    def _words(self) -> Words:
+        if self._said is None:
+            raise SessionError(
+                "without a processor a session takes ids: say([...]), ask([...]) and see(input_ids=..., "
+                "pixel_values=...); or make it with session(model, processor, ...)"
+            )
+        return self._said
+
+    def _ids(self, text: Any, closing: bool = False) -> Tensor:
+        """Return ids of what is said, long `[1, n]`. closing: the user's turn ends."""
+        if not isinstance(text, str):
+            return _row(text)
+        if not text.strip():
+            raise SessionError("nothing to say: the text is empty")
+        opening = [] if self._stream.progress.opened else [self._words.opening()]
+        return torch.cat([*opening, self._words.said(text, closing)], 1)
+
+    def _blocks(self, frames: list[Image.Image], fps: float | None, video: bool) -> Iterator[dict[str, Any]]:
+        """Yield the model's arguments for blocks of frames, as alike in size as can be."""
+        video = video and "video" in self._stream.adapter.placeholders and bool(self._words.template.video)
+        step = 2 if video else 1  # frames that a tower may join to one
+
+        def made(start: int, end: int) -> dict[str, Any]:
+            some = frames[start:end]
+            return self._words.clip(some, shown + start, fps) if video else self._words.frames(some)
+
+        block, limits, shown = self._block, self._stream.limits, self._stream.progress.shown
+        if block is None:
+            few = min(2, len(frames))
+            probe = made(0, few)
+            tokens = probe["input_ids"].shape[1]
+            if few == len(frames) and tokens <= limits.memory:
+                yield probe
+                return
+            block = max(1, (limits.memory - limits.target) * few // tokens)
+        units = -(-len(frames) // step)
+        count = -(-units // max(1, block // step))
+        starts = [number * units // count * step for number in range(count)]
+        for start, end in zip(starts, [*starts[1:], len(frames)], strict=True):
+            yield made(start, end)
+
+
+def session(
+    model: Any,
+    processor: Any = None,
+    *,
+    memory: int,
+    policy: str | Policy = "window",
+    target: float = 0.75,
+    block: int | None = None,
+    horizon: int | None = None,
+    seed: int = 0,
+) -> Session:
+    """Begin a session: `see` frames for hours, `ask` about them now and then, with a visual memory of one size.
+
+    model: unpatched, in eval mode, of a family with which sessions are tested (docs/sessions.md). processor: None for a
+    session that takes ids and pixels. memory: int, the visual tokens that each layer and KV head holds, tokens that
+    wrap frames among them; text is not counted, and stays. policy: a name (`available_policies()`) or a configured
+    `Policy`. target: share of the memory that a compression leaves, in (0, 1]; 1: one at each block. block: frames in
+    one forward; None: as many as fill what a compression frees. horizon: the greatest position that the model may see;
+    None: its config's `max_position_embeddings`. seed: of policies that draw.
+    Raises BudgetError, OptionError, UnknownPolicyError, SessionError, UnsupportedModelError or UnsupportedSetupError.
+    """
+    chosen = policy_of(policy)
+    if not fits(memory, Annotated[int, Ge(1)]):
+        raise BudgetError(f"memory={memory!r} must be a number of visual tokens, {in_words(Annotated[int, Ge(1)])}")
+    if not fits(target, Annotated[float, Gt(0), Le(1)]):
+        raise BudgetError(f"target={target!r} must be a share of the memory, in (0, 1]")
+    for name, value in (("block", block), ("horizon", horizon)):
+        if not fits(value, Annotated[int, Ge(1)] | None):
+            raise OptionError(f"{name}={value!r} must be an int >= 1, or None")
+    if not fits(seed, int):
+        raise OptionError(f"seed={seed!r} must be an int")
+    _check_unpatched(model)
+    adapter = adapter_of(model)
+    limits = Limits(memory, target, horizon or adapter.text_config.max_position_embeddings - 1)
+    if chosen.pinned >= limits.target:
+        raise BudgetError(
+            f"a compression leaves {limits.target} visual tokens, and {chosen!r} pins {chosen.pinned}: nothing new "
+            "would stay. Raise memory=, or have the policy pin fewer, as tokenprune.policy('window', sink=0) does"
+        )
+    check_window(adapter, limits.target)
+    words = None if processor is None else Words(processor)
+    return Session(Stream(model, adapter, chosen, limits, seed), words, block)
+
+
+def _check_unpatched(model: Any) -> None:
+    if is_patched(model):
+        raise UnsupportedSetupError(
+            "the model is patched, and sessions need it unpatched: call tokenprune.unpatch(model) first, or load the "
+            "model once more for the session"
+        )
+
+
+def _row(ids: Any) -> Tensor:
+    """Return the caller's ids as long `[1, n]`."""
+    found = torch.as_tensor(ids if ids is not None else [])
+    found = found[None] if found.ndim == 1 else found
+    if found.ndim != 2 or len(found) != 1 or not found.shape[1] or found.is_floating_point():
+        raise SessionError(
+            f"ids of shape {list(found.shape)} are not one row of at least one: a session has a batch of 1"
+        )
+    return found.long()
