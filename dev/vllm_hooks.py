@@ -28,6 +28,7 @@ REGISTRY = "vllm.model_executor.models.registry"
 TABLES = (
     "compat:HOOKS",
     "compat:WEIGHT_HOOKS",
+    "compat:START_HOOKS",
     "compat:SENDER_HOOKS",
     "compat:WORKER_HOOKS",
     "front.profiles:HOOKS",

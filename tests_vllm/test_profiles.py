@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import random
+import re
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +22,7 @@ from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
 from server import CALL, Server, serve
 from test_server import NAME, ask, check, nested
+from tokenprune.integrations.vllm import check as serve_check
 
 PROFILES = {"half": {"keep": 0.5}, "fast": {"keep": 0.11}, "ocr": {"off": True}}
 SETTING = DIVPRUNE | {
@@ -175,12 +177,14 @@ def test_hostile_requests(server: Server, reference: Any) -> None:
 
 def test_profiles_are_counted(server: Server) -> None:
     """Last, when all the others have asked."""
-    assert set(server.counted("tokenprune:requests_total")) == {
-        f'model_name="tiny",profile="{one}"' for one in [*PROFILES, "default"]
-    }
-    assert set(server.counted("tokenprune:refusals_total")) == {
-        f'model_name="tiny",reason="{one}"' for one in ("profile", "setting")
-    }
+
+    def risen(name: str) -> set[str]:
+        return {labels for labels, value in server.counted(name).items() if value}
+
+    asked = {f'model_name="tiny",profile="{one}"' for one in [*PROFILES, "default"]}
+    assert risen("tokenprune:requests_total") == asked
+    assert set(server.counted("tokenprune:requests_total")) == asked | {'model_name="tiny",profile="request"'}
+    assert risen("tokenprune:refusals_total") == {f'model_name="tiny",reason="{one}"' for one in ("profile", "setting")}
     settings = {("divprune", "0.25"), ("divprune", "0.5"), ("divprune", "0.11"), ("off", "1")}
     assert set(server.counted("tokenprune:visual_tokens_total")) == {
         f'keep="{keep}",method="{method}",model_name="tiny",stage="{stage}"'
@@ -208,3 +212,10 @@ def test_the_log_says_what_was_counted(server: Server) -> None:
     for event, name in (("refusal", "refusals"), ("selection", "selections")):
         assert sum(one["event"] == event for one in told) == sum(server.counted(f"tokenprune:{name}_total").values())
     assert "profile" not in {key for one in told if one["event"] == "refusal" for key in one}
+
+
+def test_the_check_finds_it_on(server: Server) -> None:
+    """Where requests may not choose, by the counters."""
+    found = serve_check.check(serve_check.RemoteServer(server.url, timeout=CALL))
+    assert found.code == 0 and "is loaded, setting divprune 0.25, profiles half, fast, ocr" in found.lines[0]
+    assert re.search(r"An image is reduced: (\d+) -> (\d+) visual tokens, by the counters", found.lines[1])

@@ -13,18 +13,19 @@ import os
 import shutil
 import tempfile
 from collections import Counter as Sums
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import REGISTRY, Counter
+from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import SECONDS, offered
-from tokenprune.integrations.vllm.setting.offer import LimitError, ProfileError
+from tokenprune.integrations.vllm.setting.offer import REQUEST, LimitError, ProfileError
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 COUNTERS = {
     "tokenprune:visual_tokens": (
@@ -40,6 +41,14 @@ COUNTERS = {
         "Requests that were refused: for a profile that is not there, a limit of the server's (min_keep, methods), any "
         "other fault of the setting, or an input that cannot be served under it.",
         ("model_name", "reason"),
+    ),
+}
+
+REASONS = ("profile", "limit", "setting", "input")
+INFO = {
+    "tokenprune:info": (
+        "The plugin that is loaded. 1: so it is now; 0: so it was before the setting was read again.",
+        ("model_name", "version", "setting", "profiles", "vllm", "runner", "hooks"),
     ),
 }
 
@@ -61,8 +70,41 @@ SUMS = {
 
 @cache
 def _counter(name: str) -> Counter:
-    # Made at the first request: by then vLLM has decided whether several processes answer at /metrics together.
+    # Made when the engine has started: by then vLLM has decided whether several processes answer at /metrics together.
     return Counter(name, *COUNTERS[name])
+
+
+@cache
+def _info() -> Gauge:
+    (name, (text, labels)), *_ = INFO.items()
+    return Gauge(name, text, labels, multiprocess_mode="max")  # of several API servers, one series for all
+
+
+_informed: dict[str, tuple[str, ...]] = {}
+
+
+def inform(model_config: Any, facts: Mapping[str, str]) -> None:
+    """Show what the plugin does for a model. facts: values of the labels of `tokenprune:info` but `model_name`."""
+    name = model_config.served_model_name
+    if name in _informed:
+        _info().labels(*_informed[name]).set(0)
+    _informed[name] = (name, *(facts[label] for label in INFO["tokenprune:info"][1][1:]))
+    _info().labels(*_informed[name]).set(1)
+
+
+def start_at_zero(model_config: Any) -> None:
+    """Make the counters of a server with a setting, so that the first request is a rise that an alert can see."""
+    offer, name = offered(model_config), model_config.served_model_name
+    for profile, whole in offer.profiles.items():
+        setting = ServedSetting.of(whole)
+        for stage in ("in", "out"):
+            _counter("tokenprune:visual_tokens").labels(name, stage, *setting.label())
+        _counter("tokenprune:requests").labels(name, profile)
+        if setting.method is not None and not setting.in_llm:
+            _of_workers().zeros.add((name, setting.method.name))
+    _counter("tokenprune:requests").labels(name, REQUEST)
+    for reason in REASONS:
+        _counter("tokenprune:refusals").labels(name, reason)
 
 
 def count(model_config: Any, stage: str, method: str, keep: str, tokens: int) -> None:
@@ -90,12 +132,13 @@ class _OfWorkers(Collector):
 
     def __init__(self) -> None:
         self.folders: list[tuple[Path, str]] = []
+        self.zeros: set[tuple[str, str]] = set()  # of model and method: those that may come
 
     def describe(self) -> list[Any]:
         return []
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        sums: dict[str, Sums[tuple[str, str]]] = {name: Sums() for name in SUMS}
+        sums: dict[str, Sums[tuple[str, str]]] = {name: Sums(dict.fromkeys(self.zeros, 0)) for name in SUMS}
         for folder, model in self.folders:
             for file in folder.iterdir() if folder.is_dir() else ():
                 try:

@@ -21,6 +21,7 @@ from typing import Any
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.front import metrics
+from tokenprune.integrations.vllm.front.engines import on_start
 from tokenprune.integrations.vllm.setting.configuration import configured, in_llm, offered
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
 from tokenprune.integrations.vllm.setting.settings import KEY
@@ -71,11 +72,11 @@ def attach(offer: Offer) -> None:
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.renderers.online_renderer import OnlineRenderer
-    from vllm.v1.engine.async_llm import AsyncLLM
 
+    on_start(_watch)
     if hasattr(OnlineRenderer.preprocess_chat, "_tokenprune"):
         return
-    preprocess, start = OnlineRenderer.preprocess_chat, AsyncLLM.__init__
+    preprocess = OnlineRenderer.preprocess_chat
 
     @functools.wraps(preprocess)
     async def preprocess_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,15 +90,14 @@ def attach(offer: Offer) -> None:
         finally:
             load.rendering -= 1
 
-    @functools.wraps(start)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        load_of(self.renderer).engine = weakref.ref(self)
-
     preprocess_chat._tokenprune = True  # type: ignore[attr-defined]
-    OnlineRenderer.preprocess_chat, AsyncLLM.__init__ = preprocess_chat, init
+    OnlineRenderer.preprocess_chat = preprocess_chat
     for serving in (PoolingBaseServing, ServingTokens):
         serving._check_model = _without_profiles(serving._check_model)
+
+
+def _watch(engine: Any) -> None:
+    load_of(engine.renderer).engine = weakref.ref(engine)
 
 
 def _without_profiles(check: Any) -> Any:
