@@ -32,6 +32,8 @@ TABLES = (
     "compat:SENDER_HOOKS",
     "compat:WORKER_HOOKS",
     "front.profiles:HOOKS",
+    "front.answers:HEADER_HOOKS",
+    "front.answers:USAGE_HOOKS",
     "in_llm.limits:ENGINE_HOOKS",
     "in_llm.limits:WORKER_HOOKS",
     "in_llm.limits:KV_HOOKS",

@@ -66,7 +66,8 @@ def test_an_engine_that_starts_says_so(
     """One line, and counters at 0 for all that the server's own settings may count."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, "vllm.tokenprune")
-    for name, setting in (("starting", DIVPRUNE | PROFILES), ("bare", None)):
+    loaded = {"overload": {"in_flight": [9], "profiles": ["fast"]}}
+    for name, setting in (("starting", DIVPRUNE | PROFILES | loaded), ("bare", None)):
         model_config = config(folder("llava"), setting, served_model_name=name)
         announce.announce(SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config)))
     started, bare = [one.getMessage() for one in caplog.records if one.name == "vllm.tokenprune"]
@@ -77,7 +78,9 @@ def test_an_engine_that_starts_says_so(
         for keep, method in (("0.25", "divprune"), ("0.11", "divprune"), ("1", "off"))
         for stage in ("in", "out")
     }
-    assert totals["requests"] == {(one,): 0 for one in ("default", "fast", "ocr", "request")}
+    named = {(by, profile) for by in ("name", "key") for profile in ("default", "fast", "ocr")}
+    assert set(totals["requests"]) == named | {("default", "default"), ("load", "fast"), ("key", "request")}
+    assert set(totals["requests"].values()) == {0}
     assert samples("tokenprune:refusals_total", "starting") == {(one,): 0 for one in metrics.REASONS}
     assert samples("tokenprune:selections_total", "starting") == {("divprune",): 0}
     assert samples("tokenprune:selection_seconds_total", "starting") == {("divprune",): 0}

@@ -24,6 +24,7 @@ from tokenprune.integrations.vllm.setting.servable import KEY
 
 UNREACHABLE, NOT_LOADED, NO_SETTING, NOT_REDUCED = 3, 4, 5, 6
 NONE = "none"  # label of a server without a setting, see front/announce.py
+_HEADER = "x-tokenprune"  # see front/answers.py
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SIDE = 448  # pixels of the drawn image
 
@@ -38,10 +39,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Answer:
-    """Status and text of an answer over HTTP."""
+    """Status and text of an answer over HTTP, and the header by which the plugin says what served it."""
 
     status: int
     text: str
+    served: str = ""
 
     @property
     def complaint(self) -> str:
@@ -74,7 +76,8 @@ class RemoteServer:
         try:
             request = urllib.request.Request(self.url + path, data, headers)
             with urllib.request.urlopen(request, timeout=self._timeout) as found:
-                return Answer(found.status, found.read().decode(errors="replace"))
+                text = found.read().decode(errors="replace")
+                return Answer(found.status, text, found.headers.get(_HEADER, ""))
         except urllib.error.HTTPError as error:
             return Answer(error.code, error.read().decode(errors="replace"))
         except (http.client.HTTPException, ValueError) as error:
@@ -150,7 +153,7 @@ def _say(info: Mapping[str, str]) -> str:
 
 def _reduced(server: RemoteServer, info: Mapping[str, str], model: str | None) -> Finding:
     """Return whether an image is reduced: by the prompt's length with and without, or, where requests may not choose,
-    by the counters."""
+    by the answer's header, or by the counters."""
     cards = server.ask("/v1/models")
     if cards.status != 200:
         return Finding(NOT_REDUCED, (f"/v1/models answers with {cards.complaint}. Is a key asked for? --api-key",))
@@ -158,16 +161,20 @@ def _reduced(server: RemoteServer, info: Mapping[str, str], model: str | None) -
     url = "data:image/png;base64," + base64.b64encode(drawn(random.SystemRandom().random())).decode()
     before = _tokens(server, info)
     own = _ask(server, name, url)
-    if isinstance(own, str):
-        return Finding(NOT_REDUCED, (f"the server refuses an image, with {own}",))
+    if own.status != 200:
+        return Finding(NOT_REDUCED, (f"the server refuses an image, with {own.complaint}",))
     after = _tokens(server, info)
     if info["setting"] == "off":
         return Finding(0, ("The server's own setting is off: whole images, unless a request asks for less",))
     if info["setting"].endswith("in the language model"):
         return Finding(0, ("It acts inside the language model, where prompts stay as long: not visible from outside",))
     whole = _ask(server, name, url, {KEY: {"off": True}})
-    if isinstance(whole, int):
-        seen, full, left = "prompt tokens, counted with the setting off and on", whole, own
+    header = re.search(r"in=(\d+);out=(\d+)", own.served)
+    if whole.status == 200:
+        seen = "prompt tokens, counted with the setting off and on"
+        full, left = (json.loads(one.text)["usage"]["prompt_tokens"] for one in (whole, own))
+    elif header is not None:
+        seen, (full, left) = f"visual tokens, by the answer's header: {own.served}", map(int, header.groups())
     else:
         seen = "visual tokens, by the counters: requests may not choose here, and others' may be among them"
         full, left = (round(b - a) for a, b in zip(before, after, strict=True))
@@ -189,12 +196,11 @@ def _tokens(server: RemoteServer, info: Mapping[str, str]) -> tuple[float, float
     return tuple(sum(value for stage, value in mine if stage == one) for one in ("in", "out"))  # type: ignore[return-value]
 
 
-def _ask(server: RemoteServer, model: str, url: str, kwargs: dict[str, Any] | None = None) -> int | str:
-    """Return the number of tokens of a prompt with an image, or why the server refuses it."""
+def _ask(server: RemoteServer, model: str, url: str, kwargs: dict[str, Any] | None = None) -> Answer:
+    """Return the answer to a question about an image."""
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is shown?"}]
     body: dict[str, Any] = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
-    answer = server.ask("/v1/chat/completions", body | ({"mm_processor_kwargs": kwargs} if kwargs else {}))
-    return answer.complaint if answer.status != 200 else json.loads(answer.text)["usage"]["prompt_tokens"]
+    return server.ask("/v1/chat/completions", body | ({"mm_processor_kwargs": kwargs} if kwargs else {}))
 
 
 def drawn(seed: float) -> bytes:

@@ -71,8 +71,8 @@ def _wrap(owner: type, name: str, after: Any) -> None:
 
 
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
+    from tokenprune.integrations.vllm.front import answers, profiles
     from tokenprune.integrations.vllm.front.metrics import listen
-    from tokenprune.integrations.vllm.front.profiles import attach
     from tokenprune.integrations.vllm.setting.configuration import configure, offered
     from tokenprune.integrations.vllm.setting.settings import KEY
 
@@ -84,7 +84,8 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
     if vllm_version() != TESTED:
         logger.warning("tokenprune was tested with vLLM %s; this is %s, whose hooks fit", TESTED, vllm_version())
     configure(model_config)
-    attach(offered(model_config))
+    profiles.attach(offered(model_config))
+    answers.attach()
     listen(model_config)
     _keep_in_step()
     return result

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenprune.integrations.vllm.compat import HOOKS, SENDER_HOOKS, TESTED, missing_hooks, vllm_version
-from tokenprune.integrations.vllm.front import metrics, profiles
+from tokenprune.integrations.vllm.front import answers, metrics, profiles
 from tokenprune.integrations.vllm.setting.configuration import configured, offered
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 
@@ -33,13 +33,14 @@ def facts(vllm_config: Any) -> dict[str, str]:
         where = " in the language model" if served.in_llm else ""
         setting = "off" if served.is_off else f"{method} {share}{where}"
         names = ",".join(offered(model_config).names) or NONE
+    hold = [name for name, hooks in tables.items() if not missing_hooks(hooks)]
     return {
         "version": sys.modules["tokenprune"].__version__,  # an import of it would close a circle
         "setting": setting,
         "profiles": names,
         "vllm": vllm_version(),
         "runner": "v2" if getattr(vllm_config, "use_v2_model_runner", False) else "v1",
-        "hooks": ",".join(name for name, hooks in tables.items() if not missing_hooks(hooks)) or NONE,
+        "hooks": ",".join(hold + (answers.attached() if server is not None else [])) or NONE,
     }
 
 

@@ -22,9 +22,10 @@ from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from tokenprune.integrations.vllm.front.served import BY_KEY, LOAD, NAME, Served
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import SECONDS, offered
-from tokenprune.integrations.vllm.setting.offer import REQUEST, LimitError, ProfileError
+from tokenprune.integrations.vllm.setting.offer import DEFAULT, REQUEST, LimitError, ProfileError
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 COUNTERS = {
@@ -34,8 +35,9 @@ COUNTERS = {
     ),
     "tokenprune:requests": (
         "Requests with images or videos, by the profile in force: the server's own setting is default, and one that "
-        "the request wrote is request.",
-        ("model_name", "profile"),
+        "the request wrote is request. by: who chose it, the model's name, the request's key, the load, or nobody "
+        "(default).",
+        ("model_name", "profile", "by"),
     ),
     "tokenprune:refusals": (
         "Requests that were refused: for a profile that is not there, a limit of the server's (min_keep, methods), any "
@@ -99,10 +101,12 @@ def start_at_zero(model_config: Any) -> None:
         setting = ServedSetting.of(whole)
         for stage in ("in", "out"):
             _counter("tokenprune:visual_tokens").labels(name, stage, *setting.label())
-        _counter("tokenprune:requests").labels(name, profile)
+        by = {NAME: True, BY_KEY: True, LOAD: profile in offer.under_load, DEFAULT: profile == DEFAULT}
+        for one in (one for one, may in by.items() if may):
+            _counter("tokenprune:requests").labels(name, profile, one)
         if setting.method is not None and not setting.in_llm:
             _of_workers().zeros.add((name, setting.method.name))
-    _counter("tokenprune:requests").labels(name, REQUEST)
+    _counter("tokenprune:requests").labels(name, REQUEST, BY_KEY)
     for reason in REASONS:
         _counter("tokenprune:refusals").labels(name, reason)
 
@@ -113,18 +117,23 @@ def count(model_config: Any, stage: str, method: str, keep: str, tokens: int) ->
     _counter("tokenprune:visual_tokens").labels(*labels).inc(tokens)
 
 
-def chose(model_config: Any, profile: str) -> None:
+def chose(model_config: Any, served: Served) -> None:
     """Add a request that is served under a profile."""
-    _counter("tokenprune:requests").labels(model_config.served_model_name, profile).inc()
+    _counter("tokenprune:requests").labels(model_config.served_model_name, served.profile, served.by).inc()
 
 
-def refused(model_config: Any, error: Exception, what: str) -> None:
+def refused(model_config: Any, error: Exception, what: str, served: Served) -> None:
     """Add a request that was refused, and log it where the server does. what: "setting" or "input", the
     reason if the error's class does not give one."""
     reason = "profile" if isinstance(error, ProfileError) else "limit" if isinstance(error, LimitError) else what
     _counter("tokenprune:refusals").labels(model_config.served_model_name, reason).inc()
     if offered(model_config).log:
-        tell("refusal", reason=reason)
+        tell("refusal", **request_id(served), reason=reason)
+
+
+def request_id(served: Served) -> dict[str, str]:
+    """Return the field of the log that tells requests apart; none for a request without an id."""
+    return {} if served.request is None else {"request": served.request}
 
 
 class _OfWorkers(Collector):

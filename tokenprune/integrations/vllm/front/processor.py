@@ -24,6 +24,7 @@ from tokenprune.abilities import reads_tower
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.vllm.front import metrics
 from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages
+from tokenprune.integrations.vllm.front.served import served_of
 from tokenprune.integrations.vllm.front.units import kept_units
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import check_model, configured, family_of, offered
@@ -204,6 +205,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
             return super().apply(inputs, *args, **kwargs)
         items: list[CountedDetails] = []
         _written.set(items)
+        served = served_of(inputs.hf_processor_mm_kwargs.get(KEY))
         try:
             setting, what = self._setting(inputs.hf_processor_mm_kwargs), "input"
             assert setting is not None  # the server has one
@@ -215,28 +217,18 @@ class ReducingProcessor(BaseMultiModalProcessor):
                 check_items(setting.acting, setting, inputs.mm_data_items, self.info)
             made = super().apply(inputs, *args, **kwargs)
         except TokenPruneError as error:
-            metrics.refused(model_config, error, what)
+            metrics.refused(model_config, error, what, served)
             raise
-        offer = offered(model_config)
-        profile = offer.label(inputs.hf_processor_mm_kwargs.get(KEY))
-        metrics.chose(model_config, profile)
+        offer, counts = offered(model_config), inputs.mm_data_items.get_all_counts()
+        served.profile = offer.label(inputs.hf_processor_mm_kwargs.get(KEY))
+        served.method, served.keep = setting.label()[0], setting.whole_keep
+        served.images, served.videos = counts.get("image", 0), counts.get("video", 0)
+        served.tokens_in = sum(one.before for one in items)
+        served.tokens_out = sum(one.after for one in items)
+        metrics.chose(model_config, served)
         if offer.log:
-            _log(profile, setting, inputs.mm_data_items.get_all_counts(), items)
+            tell("request", **metrics.request_id(served), **served.fields())
         return made
-
-
-def _log(profile: str, setting: ServedSetting, counts: Mapping[str, int], items: list[CountedDetails]) -> None:
-    """Log a request that is served. counts: of items by modality. items: what is written for each."""
-    tell(
-        "request",
-        profile=profile,
-        method=setting.label()[0],
-        keep=setting.whole_keep,
-        images=counts.get("image", 0),
-        videos=counts.get("video", 0),
-        tokens_in=sum(one.before for one in items),
-        tokens_out=sum(one.after for one in items),
-    )
 
 
 def _merger(setting: ServedSetting) -> EncoderMethod:

@@ -20,8 +20,9 @@ from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
-from tokenprune.integrations.vllm.front import metrics
+from tokenprune.integrations.vllm.front import answers, metrics
 from tokenprune.integrations.vllm.front.engines import on_start
+from tokenprune.integrations.vllm.front.served import BY_KEY, LOAD, NAME, Served, TrackedSetting, clean_id
 from tokenprune.integrations.vllm.setting.configuration import configured, in_llm, offered
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
 from tokenprune.integrations.vllm.setting.settings import KEY
@@ -123,7 +124,7 @@ def _check_no_profile(model_config: Any, model: str | None) -> None:
                 f"{served!r}"
             )
     except TokenPruneError as error:
-        metrics.refused(model_config, error, "setting")
+        metrics.refused(model_config, error, "setting", Served(NAME))
         raise
 
 
@@ -135,6 +136,10 @@ def _with_profile(renderer: Any, request: Any, in_flight: int) -> Any:
     from vllm.renderers.online_renderer import validate_request_mm_kwargs
 
     model_config, offer = renderer.model_config, offered(renderer.model_config)
+    served, exchange = Served(), answers.current()
+    # The client's header goes before the body, as in vLLM; not in responses, whose id is the answer's.
+    header = exchange.header_id if hasattr(request, "messages") else None
+    served.request = clean_id(header or getattr(request, "request_id", None))
     given = getattr(request, "mm_processor_kwargs", None) or {}
     trusted = renderer.trust_request_mm_kwargs
     # What is not ours is vLLM's to allow.
@@ -152,13 +157,15 @@ def _with_profile(renderer: Any, request: Any, in_flight: int) -> Any:
         asked = given.get(KEY, {})
         if not trusted:
             _check_only_profile(asked, offer)
-        asked = choose(asked, offer, getattr(request, "model", None), model_config.served_model_name, in_flight)
+        model = getattr(request, "model", None)
+        asked, served.by = choose(asked, offer, model, model_config.served_model_name, in_flight)
     except TokenPruneError as error:
-        metrics.refused(model_config, error, "setting")
+        metrics.refused(model_config, error, "setting", served)
         raise
-    if not asked:
-        return renderer
-    request.mm_processor_kwargs = others | {KEY: asked}
+    if not isinstance(asked, Mapping):
+        return renderer  # the processor refuses it
+    request.mm_processor_kwargs = others | {KEY: TrackedSetting(asked, served)}
+    exchange.served.append(served)
     if trusted:
         return renderer
     renderer = copy.copy(renderer)  # for this request, of which all has been checked
@@ -183,19 +190,20 @@ def _named(model: str | None, offer: Offer, served: str) -> str | None:
     return suffix if offer.names and name and (suffix in offer.profiles or name == served) else None
 
 
-def choose(asked: Any, offer: Offer, model: str | None, served: str, in_flight: int) -> Any:
-    """Return the value of our key for a request, with its profile; empty if it chooses nothing.
+def choose(asked: Any, offer: Offer, model: str | None, served: str, in_flight: int) -> tuple[Any, str]:
+    """Return the value of our key for a request, with its profile, and who chose it; empty if nobody did.
 
     asked: the request's own value. model: the model name that it asks for. served: the model's
     first name. in_flight: how many other requests there are. Raises ProfileError.
     """
     if not isinstance(asked, Mapping):
-        return asked  # the processor refuses it
+        return asked, BY_KEY  # the processor refuses it
+    by = BY_KEY if asked else DEFAULT
     if PROFILE not in asked:
         if (profile := _named(model, offer, served)) is not None:
-            asked = {PROFILE: profile} | dict(asked)
-        elif not asked and offer.steps:
-            asked = {PROFILE: offer.at(in_flight)}
+            asked, by = {PROFILE: profile} | dict(asked), BY_KEY if asked else NAME
+        elif not asked and offer.steps and (profile := offer.at(in_flight)) != DEFAULT:
+            asked, by = {PROFILE: profile}, LOAD
     if PROFILE in asked:
         offer.profile(asked[PROFILE])
-    return asked
+    return asked, by
