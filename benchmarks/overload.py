@@ -36,6 +36,8 @@ from rows import Load, add_options
 MODEL = Path(__file__).resolve().parent.parent / "demo/tokenprune_demo/models/demo_vlm"
 PROFILES = {"full": {"off": True}, "half": {"keep": 0.5}, "tenth": {"keep": 0.11}}
 POLICY = "policy"
+# What was measured, and what `steps` simulates: a comparison at each request, without hysteresis or dwell.
+BARE = {"release": 1, "rise": 0, "dwell": 0}
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ def main() -> None:
     setting = {
         "off": True,
         "profiles": {name: {"method": args.method} | one if "keep" in one else one for name, one in PROFILES.items()},
-        "overload": {"in_flight": args.in_flight, "profiles": args.profiles},
+        "overload": {"in_flight": args.in_flight, "profiles": args.profiles} | BARE,
     }  # fmt: skip
     small = ["--dtype", "float32", "--block-size", "32", "--enforce-eager", "--max-model-len", "512"]
     extra = [*(small if args.model == str(MODEL) else []), "--mm-processor-kwargs", json.dumps({"tokenprune": setting})]

@@ -48,7 +48,7 @@ def test_facts(folder: Callable[[str], Path], setting: Any, said: str, profiles:
         "version": tokenprune.__version__, "setting": said, "profiles": profiles, "vllm": compat.TESTED,
         "runner": "v1", "hooks": hooks,
     }  # fmt: skip
-    assert set(found) | {"model_name"} == set(metrics.INFO[INFO][1])
+    assert set(found) | {"model_name"} == set(metrics.GAUGES[INFO][1])
     line = announce.line(found)
     assert line.count("\n") == 0 and f"vLLM {compat.TESTED} (tested), model runner v1" in line
     assert ("nothing is reduced" in line) == (setting is None)
@@ -84,13 +84,15 @@ def test_an_engine_that_starts_says_so(
     assert samples("tokenprune:refusals_total", "starting") == {(one,): 0 for one in metrics.REASONS}
     assert samples("tokenprune:selections_total", "starting") == {("divprune",): 0}
     assert samples("tokenprune:selection_seconds_total", "starting") == {("divprune",): 0}
+    assert samples("tokenprune:overload_step", "starting") == {(): 0}
+    assert samples("tokenprune:overload_step", "bare") == {}
     assert list(samples(INFO, "starting").values()) == list(samples(INFO, "bare").values()) == [1]
     assert not any(samples(f"tokenprune:{name}_total", "bare") for name in ("visual_tokens", "requests", "refusals"))
 
 
 def test_info_of_before_is_zero() -> None:
     model_config = SimpleNamespace(served_model_name="again")
-    made = dict.fromkeys(metrics.INFO[INFO][1][1:], "x")
+    made = dict.fromkeys(metrics.GAUGES[INFO][1][1:], "x")
     for setting in ("one", "two", "one"):
         metrics.inform(model_config, made | {"setting": setting})
         values = {labels[3]: value for labels, value in samples(INFO, "again").items()}
@@ -102,7 +104,7 @@ def test_several_processes_inform_as_one(tmp_path: Path) -> None:
     """As vLLM's API servers do it."""
     code = (
         "from types import SimpleNamespace; from tokenprune.integrations.vllm.front import metrics; "
-        f"metrics.inform(SimpleNamespace(served_model_name='m'), dict.fromkeys(metrics.INFO['{INFO}'][1][1:], 'x'))"
+        f"metrics.inform(SimpleNamespace(served_model_name='m'), dict.fromkeys(metrics.GAUGES['{INFO}'][1][1:], 'x'))"
     )
     for _ in range(2):
         environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}

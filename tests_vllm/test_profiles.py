@@ -27,7 +27,7 @@ from tokenprune.integrations.vllm import check as serve_check
 PROFILES = {"half": {"keep": 0.5}, "fast": {"keep": 0.11}, "ocr": {"off": True}}
 SETTING = DIVPRUNE | {
     "profiles": PROFILES, "min_keep": 0.1, "methods": ["divprune"],
-    "overload": {"in_flight": [1, 2], "profiles": ["half", "fast"]}, "log": "json",
+    "overload": {"in_flight": [1, 2], "profiles": ["half", "fast"], "release": 1, "rise": 0, "dwell": 0}, "log": "json",
 }  # fmt: skip
 LONG = 60_000  # tokens of a stream that is dropped before it ends, however fast the machine
 LEFT = {"default": 9, "half": 18, "fast": 4, "ocr": 35}  # tokens of an image
@@ -200,10 +200,13 @@ def test_the_profile_follows_the_load(server: Server) -> None:
         return ask(server, image(1), "how many? ", **how).usage.prompt_tokens - alone
 
     streams = []
+    step = {}
     for profile in ("half", "fast"):
         streams.append(server.client.chat.completions.create(model="tiny", stream=True, max_tokens=LONG, **more))
         next(iter(streams[-1]))
         assert added() == LEFT[profile] - LEFT["default"]
+        step[profile] = server.counted("tokenprune:overload_step")['model_name="tiny"']
+    assert step == {"half": 1, "fast": 2}
     assert added(override={"profile": "default"}) == 0
     assert added(model="tiny:half") == LEFT["half"] - LEFT["default"]
     for stream in streams:
@@ -212,6 +215,7 @@ def test_the_profile_follows_the_load(server: Server) -> None:
     while added() != 0:
         assert time.monotonic() < end, server.story("dropped streams still count")
         time.sleep(0.1)
+    assert server.counted("tokenprune:overload_step")['model_name="tiny"'] == 0
 
 
 def test_hostile_requests(server: Server, reference: Any) -> None:

@@ -47,10 +47,14 @@ COUNTERS = {
 }
 
 REASONS = ("profile", "limit", "setting", "input")
-INFO = {
+GAUGES = {
     "tokenprune:info": (
         "The plugin that is loaded. 1: so it is now; 0: so it was before the setting was read again.",
         ("model_name", "version", "setting", "profiles", "vllm", "runner", "hooks"),
+    ),
+    "tokenprune:overload_step": (
+        "Step of the overload policy that the last request without a choice of its own was served at; 0: the default.",
+        ("model_name",),
     ),
 }
 
@@ -77,9 +81,8 @@ def _counter(name: str) -> Counter:
 
 
 @cache
-def _info() -> Gauge:
-    (name, (text, labels)), *_ = INFO.items()
-    return Gauge(name, text, labels, multiprocess_mode="max")  # of several API servers, one series for all
+def _gauge(name: str) -> Gauge:
+    return Gauge(name, *GAUGES[name], multiprocess_mode="max")  # of several API servers, one series for all
 
 
 _informed: dict[str, tuple[str, ...]] = {}
@@ -89,19 +92,27 @@ def inform(model_config: Any, facts: Mapping[str, str]) -> None:
     """Show what the plugin does for a model. facts: values of the labels of `tokenprune:info` but `model_name`."""
     name = model_config.served_model_name
     if name in _informed:
-        _info().labels(*_informed[name]).set(0)
-    _informed[name] = (name, *(facts[label] for label in INFO["tokenprune:info"][1][1:]))
-    _info().labels(*_informed[name]).set(1)
+        _gauge("tokenprune:info").labels(*_informed[name]).set(0)
+    _informed[name] = (name, *(facts[label] for label in GAUGES["tokenprune:info"][1][1:]))
+    _gauge("tokenprune:info").labels(*_informed[name]).set(1)
+
+
+def step(model_config: Any, number: int) -> None:
+    """Show the step of the overload policy in force."""
+    _gauge("tokenprune:overload_step").labels(model_config.served_model_name).set(number)
 
 
 def start_at_zero(model_config: Any) -> None:
     """Make the counters of a server with a setting, so that the first request is a rise that an alert can see."""
     offer, name = offered(model_config), model_config.served_model_name
+    under_load = () if offer.overload is None else offer.overload.profiles
+    if under_load:
+        step(model_config, 0)
     for profile, whole in offer.profiles.items():
         setting = ServedSetting.of(whole)
         for stage in ("in", "out"):
             _counter("tokenprune:visual_tokens").labels(name, stage, *setting.label())
-        by = {NAME: True, BY_KEY: True, LOAD: profile in offer.under_load, DEFAULT: profile == DEFAULT}
+        by = {NAME: True, BY_KEY: True, LOAD: profile in under_load, DEFAULT: profile == DEFAULT}
         for one in (one for one, may in by.items() if may):
             _counter("tokenprune:requests").labels(name, profile, one)
         if setting.method is not None and not setting.in_llm:

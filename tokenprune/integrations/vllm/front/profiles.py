@@ -13,8 +13,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from tokenprune.integrations.vllm.front.engines import on_start
 from tokenprune.integrations.vllm.front.served import BY_KEY, LOAD, NAME, Served, TrackedSetting, clean_id
 from tokenprune.integrations.vllm.setting.configuration import configured, in_llm, offered
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
+from tokenprune.integrations.vllm.setting.overload import Policy
 from tokenprune.integrations.vllm.setting.settings import KEY
 
 logger = logging.getLogger(__name__)
@@ -48,11 +50,23 @@ class RequestLoad:
 
     rendering: int = 0
     engine: Any = None  # a weak reference, which does not keep the engine alive
+    policy: Policy | None = None
 
     @property
     def in_flight(self) -> int:
         engine = self.engine and self.engine()
         return self.rendering + (engine.get_num_unfinished_requests() if engine is not None else 0)
+
+    def profile(self, model_config: Any) -> str:
+        """Return the profile for a request that chooses none, and note the step in force."""
+        rule = offered(model_config).overload
+        if rule is None:
+            return DEFAULT
+        if self.policy is None or self.policy.rule != rule:
+            self.policy = Policy(rule)
+        step = self.policy.take(self.in_flight, time.monotonic())
+        metrics.step(model_config, step)
+        return rule.profiles[step - 1] if step else DEFAULT
 
 
 def load_of(renderer: Any) -> RequestLoad:
@@ -84,7 +98,7 @@ def attach(offer: Offer) -> None:
         if configured(self.model_config) is None:
             return await preprocess(self, request, *args, **kwargs)
         load = load_of(self.renderer)
-        renderer = _with_profile(self, request, load.in_flight)
+        renderer = _with_profile(self, request, load)
         load.rendering += 1
         try:
             return await preprocess(renderer, request, *args, **kwargs)
@@ -128,7 +142,7 @@ def _check_no_profile(model_config: Any, model: str | None) -> None:
         raise
 
 
-def _with_profile(renderer: Any, request: Any, in_flight: int) -> Any:
+def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
     """Write the profile of a request into its `mm_processor_kwargs`; return the renderer that takes it.
 
     renderer: vLLM's `OnlineRenderer`. Raises OptionError, which is answered with HTTP 400.
@@ -157,8 +171,8 @@ def _with_profile(renderer: Any, request: Any, in_flight: int) -> Any:
         asked = given.get(KEY, {})
         if not trusted:
             _check_only_profile(asked, offer)
-        model = getattr(request, "model", None)
-        asked, served.by = choose(asked, offer, model, model_config.served_model_name, in_flight)
+        model, under_load = getattr(request, "model", None), functools.partial(load.profile, model_config)
+        asked, served.by = choose(asked, offer, model, model_config.served_model_name, under_load)
     except TokenPruneError as error:
         metrics.refused(model_config, error, "setting", served)
         raise
@@ -190,11 +204,11 @@ def _named(model: str | None, offer: Offer, served: str) -> str | None:
     return suffix if offer.names and name and (suffix in offer.profiles or name == served) else None
 
 
-def choose(asked: Any, offer: Offer, model: str | None, served: str, in_flight: int) -> tuple[Any, str]:
+def choose(asked: Any, offer: Offer, model: str | None, served: str, under_load: Callable[[], str]) -> tuple[Any, str]:
     """Return the value of our key for a request, with its profile, and who chose it; empty if nobody did.
 
     asked: the request's own value. model: the model name that it asks for. served: the model's
-    first name. in_flight: how many other requests there are. Raises ProfileError.
+    first name. under_load: gives the profile of a request that chooses nothing. Raises ProfileError.
     """
     if not isinstance(asked, Mapping):
         return asked, BY_KEY  # the processor refuses it
@@ -202,7 +216,7 @@ def choose(asked: Any, offer: Offer, model: str | None, served: str, in_flight: 
     if PROFILE not in asked:
         if (profile := _named(model, offer, served)) is not None:
             asked, by = {PROFILE: profile} | dict(asked), BY_KEY if asked else NAME
-        elif not asked and offer.steps and (profile := offer.at(in_flight)) != DEFAULT:
+        elif not asked and (profile := under_load()) != DEFAULT:
             asked, by = {PROFILE: profile}, LOAD
     if PROFILE in asked:
         offer.profile(asked[PROFILE])

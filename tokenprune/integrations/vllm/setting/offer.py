@@ -5,15 +5,14 @@ the language model (`experimental_free_kv`), and positions of kept tokens (`posi
 
 from __future__ import annotations
 
-import bisect
 import difflib
-import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.integrations.vllm.setting.overload import Overload
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, ServedSetting, check_override
 from tokenprune.registry import available_methods, method_class, method_info
 from tokenprune.setting import SCOPE
@@ -28,7 +27,7 @@ DEFAULT = "default"  # the profile that every server has: its own setting
 REQUEST = "request"  # label in metrics for a setting that a request wrote itself
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _NOTHING: Mapping[str, Any] = {}
-_MOST = 32  # profiles, methods or steps
+_MOST = 32  # profiles, or methods
 
 
 class ProfileError(OptionError):
@@ -63,7 +62,7 @@ class Offer:
     profiles: whole settings by name, the server's own as "default".
     min_keep: the least share of visual tokens that a setting may keep; None: any.
     methods:  names of those that a setting may use; None: any that can be served.
-    steps, under_load: from so many requests in flight on, ascending, these profiles stand in for the default.
+    overload: profiles that stand in for the default under load; None: the default always.
     log:      True to log requests and selections (see log.py).
     free_kv:  True to free the KV cache of dropped tokens in the layers after a cut inside the language model.
     positions: "original" to keep the positions of the full prompt, "renumbered" to count the kept tokens anew; None:
@@ -73,8 +72,7 @@ class Offer:
     profiles: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     min_keep: float | None = None
     methods: tuple[str, ...] | None = None
-    steps: tuple[int, ...] = ()
-    under_load: tuple[str, ...] = ()
+    overload: Overload | None = None
     log: bool = False
     free_kv: bool = False
     positions: str | None = None
@@ -102,9 +100,10 @@ class Offer:
                 check_override(server, made[name])
             except TokenPruneError as error:
                 raise OptionError(f"profile {name!r}: {error}") from error
-        steps, under_load = _overload(given.get("overload"), made)
+        rule = given.get("overload")
+        overload = None if rule is None else Overload.of(rule, made)
         said = _log(given), _free_kv(given, server), _positions(given)
-        offer = cls({}, _min_keep(given), _methods(given), steps, under_load, *said)
+        offer = cls({}, _min_keep(given), _methods(given), overload, *said)
         for name, setting in made.items():
             try:
                 offer.check(setting)
@@ -147,11 +146,6 @@ class Offer:
         if not asked:
             return DEFAULT
         return asked[PROFILE] if set(asked) == {PROFILE} else REQUEST
-
-    def at(self, in_flight: int) -> str:
-        """Return the profile for a request that chooses none, when so many others are in flight."""
-        step = bisect.bisect_right(self.steps, in_flight)
-        return self.under_load[step - 1] if step else DEFAULT
 
     def check(self, setting: ServedSetting) -> None:
         """Raise LimitError for a setting beyond `min_keep` and `methods`."""
@@ -220,20 +214,3 @@ def _positions(given: Mapping[str, Any]) -> str | None:
     known = isinstance(value, str) and value in POSITIONS
     _check(known, "positions", f'"original" (where they stood) or "renumbered" (counted anew), not {short(value)}')
     return value
-
-
-def _overload(given: Any, profiles: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    if given is None:
-        return (), ()
-    wanted = '{"in_flight": [8, 32], "profiles": ["normal", "fast"]}: a profile for each number of requests'
-    _check(isinstance(given, dict) and set(given) == {"in_flight", "profiles"}, "overload", wanted)
-    steps, names = given["in_flight"], given["profiles"]
-    _check(isinstance(steps, list) and isinstance(names, list), "overload", wanted)
-    _check(0 < len(steps) == len(names) <= _MOST, "overload", wanted)
-    whole = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
-    _check(whole and steps[0] > 0, "overload", f"of whole numbers from 1 on, not {short(steps)}")
-    _check(all(a < b for a, b in itertools.pairwise(steps)), "overload", f"ascending, not {short(steps)}")
-    for name in names:
-        known = isinstance(name, str) and name in profiles
-        _check(known, "overload", f"of profiles that are there ({', '.join(profiles)}), not {short(name)}")
-    return tuple(steps), tuple(names)
