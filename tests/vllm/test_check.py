@@ -30,6 +30,7 @@ class Fake:
         self.left, self.trusts, self.refuses, self.key, self.vllm = LEFT, True, False, None, True
         self.counted = {"in": 7.0, "out": 3.0}
         self.asked: list[Any] = []
+        self.header = False
 
     def metrics(self) -> str:
         page = 'vllm:num_requests_running{model_name="m"} 0.0\n' if self.vllm else "python_info 1.0\n"
@@ -66,6 +67,8 @@ def fake() -> Iterator[Fake]:
             data = (body if isinstance(body, str) else json.dumps(body)).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
+            if made.header:
+                self.send_header("x-tokenprune", "divprune;keep=0.25;profile=default;by=default;in=576;out=144")
             self.end_headers()
             self.wfile.write(data)
 
@@ -113,6 +116,13 @@ def test_counters_speak_where_requests_may_not_choose(fake: Fake) -> None:
     code, said = check(fake.url, "--model", "second")
     assert code == 0 and f"An image is reduced: {FULL - 24} -> {LEFT - 24} visual tokens, by the counters" in said
     assert {one["model"] for one in fake.asked} == {"second"}
+
+
+def test_the_answer_speaks_before_the_counters(fake: Fake) -> None:
+    """Which others may move at the same time."""
+    fake.trusts, fake.header, fake.left = False, True, FULL
+    code, said = check(fake.url)
+    assert code == 0 and "An image is reduced: 576 -> 144 visual tokens, by the answer's header: divprune;" in said
 
 
 @pytest.mark.parametrize("trusts", [True, False])

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-import heapq
-import random
-from collections.abc import Iterator, Sequence
+import importlib
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.setting.overload import Overload, Policy
 
+ROOT = Path(__file__).parents[2]
 RULE = Overload((8, 32), ("normal", "fast"))
 FLUTTERS = Overload(RULE.steps, RULE.profiles, release=1.0, rise=0.0, dwell=0.0)  # a bare comparison
 
@@ -89,70 +93,59 @@ def test_no_load_makes_it_change_more_often(loads: list[tuple[float, int]], rele
 
 # -- a server, simulated
 
-NUMBER, LANES = 10_000, 8
-SECONDS = {0: 1.0, 1: 0.5, 2: 0.3}  # that a request of each step occupies a lane
-KEEP = {0: 1.0, 1: 0.5, 2: 0.25}
 
-
-def poisson(draw: random.Random, rate: float) -> Iterator[float]:
-    while True:
-        yield draw.expovariate(rate)
-
-
-def gamma(draw: random.Random, rate: float, shape: float = 0.2) -> Iterator[float]:
-    """Gaps of the same mean that come in bursts: their coefficient of variation is 1 / sqrt(shape), 2.2 here."""
-    while True:
-        yield draw.gammavariate(shape, 1 / (rate * shape))
-
-
-def arrivals(kind: Any, seed: int) -> list[float]:
-    """Times of 10,000 requests: in turn as many as the server answers in full (8 a second), a third more, and less."""
-    draw, now, made = random.Random(seed), 0.0, []
-    rates = [kind(draw, rate) for rate in (6.0, 8.0, 10.7, 8.0)]
-    for index in range(NUMBER):
-        now += next(rates[index // 500 % len(rates)])
-        made.append(now)
-    return made
-
-
-def simulate(times: Sequence[float], choose: Any) -> tuple[float, float, list[float]]:
-    """Return the 99th percentile of the seconds to an answer, the mean share kept, and when the step changed, below 0
-    where it went down; first come, first served."""
-    free, running, waits, kept, changes, before = [0.0] * LANES, [], [], 0.0, [], 0
-    for at in times:
-        while running and running[0] <= at:
-            heapq.heappop(running)
-        step = choose(len(running), at)
-        if step != before:
-            changes.append(at if step > before else -at)
-            before = step
-        done = max(at, heapq.heappop(free)) + SECONDS[step]
-        heapq.heappush(free, done)
-        heapq.heappush(running, done)
-        waits.append(done - at)
-        kept += KEEP[step]
-    return sorted(waits)[int(0.99 * len(waits))], kept / len(times), changes
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("overload_shapes")
 
 
 def most_a_minute(times: Sequence[float]) -> int:
-    """The most changes within any 60 seconds."""
-    changes = sorted(map(abs, times))
-    return max((sum(start <= one < start + 60 for one in changes) for start in changes), default=0)
+    return max((sum(start <= one < start + 60 for one in times) for start in times), default=0)
 
 
-@pytest.mark.parametrize("kind", [poisson, gamma])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_ten_thousand_requests(kind: Any, seed: int) -> None:
-    """Flips are bounded and few, waits far below those of whole images, and more is kept than under the strictest
-    profile. A bare comparison flips many times a minute on the same arrivals."""
-    times = arrivals(kind, seed)
-    assert len(times) == NUMBER
-    policy, bare = Policy(RULE), Policy(FLUTTERS)
-    p99, kept, changes = simulate(times, policy.take)
-    slow, _, _ = simulate(times, lambda *_: 0)
-    quick, least, _ = simulate(times, lambda *_: 2)
-    _, _, flutters = simulate(times, bare.take)
-    downs = [one for one in changes if one < 0]
-    assert 0 < most_a_minute(downs) <= 60 / RULE.dwell + 1 < most_a_minute([one for one in flutters if one < 0])
-    assert most_a_minute(changes) < most_a_minute(flutters) / 3 and len(changes) < len(flutters) / 2.5
-    assert quick <= p99 < slow / 3 and least < kept < 1
+@pytest.mark.parametrize("kind", ["one by one", "in bursts"])
+def test_ten_thousand_requests(shapes: Any, kind: str, seed: int) -> None:
+    """Changes are bounded and few, waits far below those of whole images, and more is kept than by the strictest
+    profile. A bare comparison changes many times a minute on the same arrivals."""
+    times = shapes.arrivals(shapes.ARRIVALS[kind], seed)
+    assert len(times) == 10_000 and times == sorted(times)
+    gaps = [b - a for a, b in itertools.pairwise(times[:500])]  # at one rate
+    assert (statistics.stdev(gaps) > 1.5 * statistics.mean(gaps)) == (kind == "in bursts")
+    policy, downs = Policy(RULE), []
+
+    def take(in_flight: int, now: float) -> int:
+        before = policy.step
+        downs.extend([now] * (policy.take(in_flight, now) < before))
+        return policy.step
+
+    ours = shapes.simulate(times, take)
+    by = {name: shapes.simulate(times, choose) for name, choose in shapes.settings().items()}
+    assert ours == by["policy"] and by["whole"]["kept"] == 1
+    assert 0 < most_a_minute(downs) <= 60 / RULE.dwell + 1
+    assert ours["most_within_a_minute"] < by["compared anew"]["most_within_a_minute"] / 3
+    assert 0 < ours["changes_a_minute"] < by["compared anew"]["changes_a_minute"] / 2.5
+    assert by["quarter"]["p99"] <= ours["p99"] < by["whole"]["p99"] / 3
+    assert by["quarter"]["kept"] < ours["kept"] < 1
+
+
+def test_the_raw_file_is_what_the_script_draws(shapes: Any) -> None:
+    rows = [json.loads(line) for line in (ROOT / "benchmarks/results/overload_shapes.jsonl").read_text().splitlines()]
+    assert [(one["arrivals"], one["setting"]) for one in rows] == [
+        (kind, setting) for kind in shapes.ARRIVALS for setting in shapes.settings()
+    ]
+    for row in rows:
+        if row["setting"] in ("half", "policy"):
+            times = shapes.arrivals(shapes.ARRIVALS[row["arrivals"]], row["seed"])
+            found = shapes.simulate(times, shapes.settings()[row["setting"]])
+            assert {key: row[key] for key in found} == pytest.approx(found, rel=1e-3)
+
+
+def test_a_queue_by_hand(shapes: Any) -> None:
+    """Nine requests at once on eight lanes of a second each, in full; and a tenth that finds nobody."""
+    found = shapes.simulate([0.0] * 9 + [70.0], lambda *_: 0)
+    assert found == {"p99": 2.0, "kept": 1.0, "changes_a_minute": 0.0, "most_within_a_minute": 0}
+    steps = iter([0, 1, 0, 2])
+    found = shapes.simulate([0.0, 10.0, 20.0, 120.0], lambda *_: next(steps))
+    assert found == {"p99": 1.0, "kept": 0.6875, "changes_a_minute": 1.5, "most_within_a_minute": 2}

@@ -71,7 +71,8 @@ def _wrap(owner: type, name: str, after: Any) -> None:
 
 
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.front import answers, profiles
+    from tokenprune.integrations.vllm.front import answers, profiles, reload
+    from tokenprune.integrations.vllm.front.engines import on_start
     from tokenprune.integrations.vllm.front.metrics import listen
     from tokenprune.integrations.vllm.setting.configuration import configure, offered
     from tokenprune.integrations.vllm.setting.settings import KEY
@@ -86,6 +87,7 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
     configure(model_config)
     profiles.attach(offered(model_config))
     answers.attach()
+    on_start(reload.listen)
     listen(model_config)
     _keep_in_step()
     return result

@@ -14,7 +14,8 @@ from tokenprune.integrations.vllm.setting.configuration import configured, offer
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 
 # Below vLLM's own logger, which it configures: our others would be held back at this level.
-logger = logging.getLogger("vllm.tokenprune")
+LOGGER = "vllm.tokenprune"
+logger = logging.getLogger(LOGGER)
 NONE = "none"
 _TABLES: dict[str, Mapping[str, str]] = {"setting": HOOKS, "profiles": profiles.HOOKS, "cache": SENDER_HOOKS}
 

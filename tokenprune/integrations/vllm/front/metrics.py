@@ -44,8 +44,13 @@ COUNTERS = {
         "other fault of the setting, or an input that cannot be served under it.",
         ("model_name", "reason"),
     ),
+    "tokenprune:reloads": (
+        "Signals (SIGHUP) to read the file of the setting again: the file was taken, or refused, and all stayed.",
+        ("model_name", "result"),
+    ),
 }
 
+RESULTS = ("taken", "refused")
 REASONS = ("profile", "limit", "setting", "input")
 GAUGES = {
     "tokenprune:info": (
@@ -118,6 +123,8 @@ def start_at_zero(model_config: Any) -> None:
         if setting.method is not None and not setting.in_llm:
             _of_workers().zeros.add((name, setting.method.name))
     _counter("tokenprune:requests").labels(name, REQUEST, BY_KEY)
+    for result in RESULTS:
+        _counter("tokenprune:reloads").labels(name, result)
     for reason in REASONS:
         _counter("tokenprune:refusals").labels(name, reason)
 
@@ -131,6 +138,11 @@ def count(model_config: Any, stage: str, method: str, keep: str, tokens: int) ->
 def chose(model_config: Any, served: Served) -> None:
     """Add a request that is served under a profile."""
     _counter("tokenprune:requests").labels(model_config.served_model_name, served.profile, served.by).inc()
+
+
+def reloaded(model_config: Any, result: str) -> None:
+    """Add a signal to read the setting again. result: one of `RESULTS`."""
+    _counter("tokenprune:reloads").labels(model_config.served_model_name, result).inc()
 
 
 def refused(model_config: Any, error: Exception, what: str, served: Served) -> None:

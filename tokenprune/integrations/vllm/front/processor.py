@@ -24,7 +24,7 @@ from tokenprune.abilities import reads_tower
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.vllm.front import metrics
 from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages
-from tokenprune.integrations.vllm.front.served import served_of
+from tokenprune.integrations.vllm.front.served import Served, TrackedSetting, followed
 from tokenprune.integrations.vllm.front.units import kept_units
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import check_model, configured, family_of, offered
@@ -74,7 +74,9 @@ class ReducingProcessor(BaseMultiModalProcessor):
                     f'--mm-processor-kwargs \'{{"{KEY}": {{"off": true}}}}\' to let requests choose'
                 )
             return None
-        setting = ServedSetting() if self._dummy else offered(self.info.ctx.model_config).setting(kwargs.get(KEY, {}))
+        asked: Any = kwargs.get(KEY, {})
+        offer = asked.offer if isinstance(asked, TrackedSetting) else offered(self.info.ctx.model_config)
+        setting = ServedSetting() if self._dummy else offer.setting(asked)
         try:
             check_model(setting, self.info.ctx.model_config)
         except UnsupportedSetupError as error:
@@ -205,8 +207,11 @@ class ReducingProcessor(BaseMultiModalProcessor):
             return super().apply(inputs, *args, **kwargs)
         items: list[CountedDetails] = []
         _written.set(items)
-        served = served_of(inputs.hf_processor_mm_kwargs.get(KEY))
+        served = Served()
         try:
+            asked = followed(inputs.hf_processor_mm_kwargs.get(KEY, {}), offered(model_config))
+            whole = {**inputs.hf_processor_mm_kwargs, KEY: asked}
+            inputs, served = dataclasses.replace(inputs, hf_processor_mm_kwargs=whole), asked.served
             setting, what = self._setting(inputs.hf_processor_mm_kwargs), "input"
             assert setting is not None  # the server has one
             # Before images are read.
@@ -219,14 +224,14 @@ class ReducingProcessor(BaseMultiModalProcessor):
         except TokenPruneError as error:
             metrics.refused(model_config, error, what, served)
             raise
-        offer, counts = offered(model_config), inputs.mm_data_items.get_all_counts()
-        served.profile = offer.label(inputs.hf_processor_mm_kwargs.get(KEY))
+        counts = inputs.mm_data_items.get_all_counts()
+        served.profile = asked.offer.label(asked)
         served.method, served.keep = setting.label()[0], setting.whole_keep
         served.images, served.videos = counts.get("image", 0), counts.get("video", 0)
         served.tokens_in = sum(one.before for one in items)
         served.tokens_out = sum(one.after for one in items)
         metrics.chose(model_config, served)
-        if offer.log:
+        if asked.offer.log:
             tell("request", **metrics.request_id(served), **served.fields())
         return made
 

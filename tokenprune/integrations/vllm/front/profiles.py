@@ -57,9 +57,9 @@ class RequestLoad:
         engine = self.engine and self.engine()
         return self.rendering + (engine.get_num_unfinished_requests() if engine is not None else 0)
 
-    def profile(self, model_config: Any) -> str:
+    def profile(self, model_config: Any, offer: Offer) -> str:
         """Return the profile for a request that chooses none, and note the step in force."""
-        rule = offered(model_config).overload
+        rule = offer.overload
         if rule is None:
             return DEFAULT
         if self.policy is None or self.policy.rule != rule:
@@ -171,14 +171,14 @@ def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
         asked = given.get(KEY, {})
         if not trusted:
             _check_only_profile(asked, offer)
-        model, under_load = getattr(request, "model", None), functools.partial(load.profile, model_config)
+        model, under_load = getattr(request, "model", None), functools.partial(load.profile, model_config, offer)
         asked, served.by = choose(asked, offer, model, model_config.served_model_name, under_load)
     except TokenPruneError as error:
         metrics.refused(model_config, error, "setting", served)
         raise
     if not isinstance(asked, Mapping):
         return renderer  # the processor refuses it
-    request.mm_processor_kwargs = others | {KEY: TrackedSetting(asked, served)}
+    request.mm_processor_kwargs = others | {KEY: TrackedSetting(asked, served, offer)}
     exchange.served.append(served)
     if trusted:
         return renderer

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.integrations.vllm.setting.offer import DEFAULT
+from tokenprune.integrations.vllm.setting.offer import DEFAULT, Offer
 
 NAME, BY_KEY, LOAD = "name", "key", "load"
 CHOSEN_BY = (NAME, BY_KEY, LOAD, DEFAULT)
@@ -60,17 +60,21 @@ class Served:
 
 
 class TrackedSetting(dict[str, Any]):
-    """A request's value of our key, with its record."""
+    """A request's value of our key, with its record, and the offer that it chose from: the server's may be replaced
+    while the request is on its way, and all steps have to go by one."""
 
-    def __init__(self, value: Mapping[str, Any], served: Served) -> None:
+    def __init__(self, value: Mapping[str, Any], served: Served, offer: Offer) -> None:
         super().__init__(value)
-        self.served = served
+        self.served, self.offer = served, offer
 
 
-def served_of(value: Any) -> Served:
-    """Return the record that a request's value of our key brings, or a new one where none was made: requests of
-    `LLM(...)` in Python and of endpoints that know the key alone."""
-    return value.served if isinstance(value, TrackedSetting) else Served(BY_KEY if value else DEFAULT)
+def followed(value: Any, offer: Offer) -> TrackedSetting:
+    """Return a request's value of our key with a record and an offer, which it may bring. It does not from `LLM(...)`
+    in Python, and from endpoints that know the key alone. offer: the server's, now."""
+    if isinstance(value, TrackedSetting):
+        return value
+    offer.setting(value)  # raises for what is no mapping
+    return TrackedSetting(value, Served(BY_KEY if value else DEFAULT), offer)
 
 
 def clean_id(given: Any) -> str | None:

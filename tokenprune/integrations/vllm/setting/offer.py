@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of a server's setting beside the reduction: named settings (`profiles`), limits of a request's own setting
-(`min_keep`, `methods`), profiles under load (`overload`), a log of requests (`log`), freed KV cache after a cut inside
-the language model (`experimental_free_kv`), and positions of kept tokens (`positions`)."""
+(`min_keep`, `methods`), profiles under load (`overload`), a file of these four (`reload`), a log of requests (`log`),
+freed KV cache after a cut inside the language model (`experimental_free_kv`), and positions of kept tokens
+(`positions`)."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.errors import ConfigError, OptionError, TokenPruneError
+from tokenprune.files import File
 from tokenprune.integrations.vllm.setting.overload import Overload
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, ServedSetting, check_override
 from tokenprune.registry import available_methods, method_class, method_info
@@ -19,8 +22,10 @@ from tokenprune.setting import SCOPE
 from tokenprune.spelling import plain, short
 
 FREE_KV = "experimental_free_kv"
+RELOAD = "reload"  # the key that names a file
+RELOADED = ("profiles", "min_keep", "methods", "overload")  # may stand there, and change while the server runs
 # Keys of a server's setting, of no request's.
-OFFER = ("profiles", "min_keep", "methods", "overload", "log", FREE_KV, "positions")
+OFFER = (*RELOADED, RELOAD, "log", FREE_KV, "positions")
 POSITIONS = ("original", "renumbered")
 PROFILE = "profile"  # the key by which a request names one
 DEFAULT = "default"  # the profile that every server has: its own setting
@@ -28,6 +33,7 @@ REQUEST = "request"  # label in metrics for a setting that a request wrote itsel
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _NOTHING: Mapping[str, Any] = {}
 _MOST = 32  # profiles, or methods
+_LARGEST = 2**20  # bytes of the file of `reload`
 
 
 class ProfileError(OptionError):
@@ -65,6 +71,7 @@ class Offer:
     overload: profiles that stand in for the default under load; None: the default always.
     log:      True to log requests and selections (see log.py).
     free_kv:  True to free the KV cache of dropped tokens in the layers after a cut inside the language model.
+    file:     that `min_keep`, `methods`, `overload` and the profiles come from, None if they stand in the setting.
     positions: "original" to keep the positions of the full prompt, "renumbered" to count the kept tokens anew; None:
               the default of the model's family.
     """
@@ -76,12 +83,13 @@ class Offer:
     log: bool = False
     free_kv: bool = False
     positions: str | None = None
+    file: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any], server: ServedSetting, read: Callable[[Any], ServedSetting]) -> Offer:
         """Check what a server's setting offers beside `server`. read: makes a whole setting of one profile, which
         stands over the server's own. Raises OptionError."""
-        given = plain(given, KEY)
+        given = with_file(plain(given, KEY))
         profiles = given.get("profiles", {})
         _check(isinstance(profiles, dict), "profiles", 'an object of settings by name, {"fast": {"keep": 0.1}}')
         _check(len(profiles) <= _MOST, "profiles", f"{_MOST} at most, not {len(profiles)}")
@@ -102,7 +110,7 @@ class Offer:
                 raise OptionError(f"profile {name!r}: {error}") from error
         rule = given.get("overload")
         overload = None if rule is None else Overload.of(rule, made)
-        said = _log(given), _free_kv(given, server), _positions(given)
+        said = _log(given), _free_kv(given, server), _positions(given), given.get(RELOAD)
         offer = cls({}, _min_keep(given), _methods(given), overload, *said)
         for name, setting in made.items():
             try:
@@ -165,6 +173,25 @@ class Offer:
                 f"{KEY}: keep={setting.share * setting.keep:g} is less than this server allows: min_keep is "
                 f"{self.min_keep}"
             )
+
+
+def with_file(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a server's setting together with those of the file that `reload` names, if there is one.
+    Raises OptionError or ConfigError."""
+    if RELOAD not in given:
+        return given
+    path = given[RELOAD]
+    _check(isinstance(path, str) and path != "", RELOAD, f"the name of a file, not {short(path)}")
+    if twice := sorted(set(given) & set(RELOADED)):
+        raise OptionError(f"{KEY}: {', '.join(twice)} belongs into the file of {RELOAD}, {path}, not beside it")
+    try:
+        found = json.loads(File.read(path, _LARGEST).content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{KEY}: cannot read {path} as JSON: {error}") from error
+    if not isinstance(found, dict) or (others := sorted(set(found) - set(RELOADED))):
+        what = f"not {short(others)}" if isinstance(found, dict) else f"in an object, not {short(found)}"
+        raise ConfigError(f"{KEY}: {path} may hold {', '.join(RELOADED)}, {what}")
+    return given | plain(found, path)
 
 
 def _check(condition: bool, key: str, wanted: str) -> None:
