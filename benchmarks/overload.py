@@ -36,6 +36,8 @@ from rows import Load, add_options
 MODEL = Path(__file__).resolve().parent.parent / "demo/tokenprune_demo/models/demo_vlm"
 PROFILES = {"full": {"off": True}, "half": {"keep": 0.5}, "tenth": {"keep": 0.11}}
 POLICY = "policy"
+# What was measured, and what `steps` simulates: a comparison at each request, without hysteresis or dwell.
+BARE = {"release": 1, "rise": 0, "dwell": 0}
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,10 @@ def counted(url: str) -> collections.Counter[str]:
     """Return how many requests the server had under each profile."""
     page = urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=60).read().decode()
     found = re.findall(r'^tokenprune:requests_total\{.*?profile="(.*?)".*?\} (\S+)$', page, re.MULTILINE)
-    return collections.Counter({name: int(float(value)) for name, value in found})
+    counts: collections.Counter[str] = collections.Counter()
+    for name, value in found:  # a profile is chosen in several ways
+        counts[name] += int(float(value))
+    return counts
 
 
 async def measure(url: str, args: argparse.Namespace, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -228,7 +233,7 @@ def main() -> None:
     setting = {
         "off": True,
         "profiles": {name: {"method": args.method} | one if "keep" in one else one for name, one in PROFILES.items()},
-        "overload": {"in_flight": args.in_flight, "profiles": args.profiles},
+        "overload": {"in_flight": args.in_flight, "profiles": args.profiles} | BARE,
     }  # fmt: skip
     small = ["--dtype", "float32", "--block-size", "32", "--enforce-eager", "--max-model-len", "512"]
     extra = [*(small if args.model == str(MODEL) else []), "--mm-processor-kwargs", json.dumps({"tokenprune": setting})]

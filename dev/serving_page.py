@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 SERVING = ROOT / "benchmarks/results/serving.jsonl"
 SHAPES = ROOT / "benchmarks/results/serving_shapes.jsonl"
 OVERLOAD = ROOT / "benchmarks/results/overload.jsonl"
+OVERLOAD_SHAPES = ROOT / "benchmarks/results/overload_shapes.jsonl"
 KV_BLOCKS = ROOT / "benchmarks/results/kv_blocks.jsonl"
 
 link = accuracy_pages.link
@@ -97,6 +98,18 @@ def overload() -> str:
     return "\n\n".join([setting, "\n".join(lines), source])
 
 
+def overload_shapes() -> str:
+    """The table of the overload policy on simulated arrivals, from its raw file."""
+    records = [json.loads(line) for line in OVERLOAD_SHAPES.read_text().splitlines()]
+    lines = ["| requests come | setting | p99, s | kept | changes a minute | most within one |", "|---" * 6 + "|"]
+    for one in records:
+        cells = [one["arrivals"], one["setting"], f"{one['p99']:.2f}", f"{one['kept']:.0%}"]
+        cells += [f"{one['changes_a_minute']:.1f}", str(one["most_within_a_minute"])]
+        lines.append(f"| {' | '.join(cells)} |")
+    source = f"By `python benchmarks/overload_shapes.py`; raw data: {link(OVERLOAD_SHAPES, '../')}."
+    return "\n\n".join([f"A simulation of {records[0]['requests']:,} requests; no server.", "\n".join(lines), source])
+
+
 def kv_blocks() -> str:
     """The table of how many requests fit in the same KV cache, from its raw file."""
     records = [json.loads(line) for line in KV_BLOCKS.read_text().splitlines()]
@@ -117,4 +130,4 @@ def kv_blocks() -> str:
     return "\n\n".join([setting, "\n".join(lines), source])
 
 
-IN_FULL = {"shapes": shapes, "overload": overload, "kv-blocks": kv_blocks}
+IN_FULL = {"shapes": shapes, "overload": overload, "overload-shapes": overload_shapes, "kv-blocks": kv_blocks}

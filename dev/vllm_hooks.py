@@ -28,9 +28,12 @@ REGISTRY = "vllm.model_executor.models.registry"
 TABLES = (
     "compat:HOOKS",
     "compat:WEIGHT_HOOKS",
+    "compat:START_HOOKS",
     "compat:SENDER_HOOKS",
     "compat:WORKER_HOOKS",
     "front.profiles:HOOKS",
+    "front.answers:HEADER_HOOKS",
+    "front.answers:USAGE_HOOKS",
     "in_llm.limits:ENGINE_HOOKS",
     "in_llm.limits:WORKER_HOOKS",
     "in_llm.limits:KV_HOOKS",

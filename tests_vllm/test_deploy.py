@@ -15,11 +15,12 @@ import yaml
 
 from test_plugin import config
 from tokenprune.integrations.vllm import compat
-from tokenprune.integrations.vllm.front.metrics import COUNTERS, SUMS
+from tokenprune.integrations.vllm.front.metrics import COUNTERS, GAUGES, SUMS
 from tokenprune.integrations.vllm.setting.configuration import offered
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 OURS = {f"{name}_total": set(labels) for name, (_, labels) in (COUNTERS | SUMS).items()}
+OURS |= {name: set(labels) for name, (_, labels) in GAUGES.items()}
 VALUES = {"stage": {"in", "out"}}
 
 
@@ -58,7 +59,7 @@ def test_a_panel_asks_for_what_is_there(query: str) -> None:
 
 def test_every_counter_is_shown() -> None:
     shown = set(re.findall(r"tokenprune:\w+", " ".join(queries())))
-    assert shown == set(OURS)
+    assert shown == set(OURS) - {"tokenprune:info"}  # a text, for a look and for `tokenprune serve-check`
 
 
 def test_panels_do_not_cover_each_other() -> None:
@@ -108,7 +109,7 @@ def test_the_servers_command_starts(folder: Any) -> None:
     assert args.served_model_name == ["served", "served:normal", "served:fast", "served:full"]
     offer = offered(config(folder("qwen2_5_vl"), args.mm_processor_kwargs["tokenprune"]))
     assert [f"served:{name}" for name in offer.names] == args.served_model_name[1:]
-    assert [offer.at(number) for number in (0, 16, 64)] == ["default", "normal", "fast"]
+    assert (offer.overload.steps, offer.overload.profiles) == ((16, 64), ("normal", "fast"))
 
 
 def test_the_recipes_server_starts(folder: Any) -> None:

@@ -58,16 +58,17 @@ def test_requests_and_refusals(folder: Callable[[str], Path], caplog: pytest.Log
     assert lines(caplog) == []
     full = {count: ask(count, {"profile": "ocr"}) for count in (1, 2)}
     assert lines(caplog) == [
-        {"event": "request", "profile": "ocr", "method": "off", "keep": 1.0, "images": count, "videos": 0,
+        {"event": "request", "profile": "ocr", "by": "key", "method": "off", "keep": 1.0, "images": count, "videos": 0,
          "tokens_in": full[count], "tokens_out": full[count]}
         for count in (1, 2)
     ]  # fmt: skip
     asked = [(None, "default", 0.25), ({"profile": "fast"}, "fast", 0.11), ({"keep": 5}, "request", 5)]
     for one, profile, keep in 2 * asked:
+        by = "default" if one is None else "key"
         left = ask(2, one)
         assert lines(caplog) == [
-            {"event": "request", "profile": profile, "method": "divprune", "keep": keep, "images": 2, "videos": 0,
-             "tokens_in": full[2], "tokens_out": left}
+            {"event": "request", "profile": profile, "by": by, "method": "divprune", "keep": keep,
+             "images": 2, "videos": 0, "tokens_in": full[2], "tokens_out": left}
         ]  # fmt: skip
     ask(1, {"method": ["downsample", "divprune"], "keep": [0.5, 0.5]})
     (line,) = lines(caplog)

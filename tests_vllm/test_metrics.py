@@ -80,7 +80,7 @@ def test_requests_are_counted(folder: Callable[[str], Path], name: str) -> None:
         asked |= {("downsample", "0.5"): 1, ("downsample+uniform", "0.25"): 1}
     assert set(samples(TOTAL, name)) == {(keep, method, stage) for method, keep in asked for stage in ("in", "out")}
     requests = samples("tokenprune:requests_total", name)
-    assert requests == {("request",): sum(asked.values()) - 2, ("default",): 2}
+    assert requests == {("key", "request"): sum(asked.values()) - 2, ("default", "default"): 2}
 
 
 def test_refusals_are_counted_by_reason(folder: Callable[[str], Path]) -> None:
@@ -105,7 +105,9 @@ def test_refusals_are_counted_by_reason(folder: Callable[[str], Path]) -> None:
     assert samples("tokenprune:refusals_total", "refusing") == {
         ("profile",): 1, ("limit",): 2, ("setting",): 2, ("input",): 1,
     }  # fmt: skip
-    assert samples("tokenprune:requests_total", "refusing") == {("fast",): 2, ("default",): 1, ("request",): 2}
+    assert samples("tokenprune:requests_total", "refusing") == {
+        ("key", "fast"): 2, ("default", "default"): 1, ("key", "request"): 2,
+    }  # fmt: skip
 
 
 def test_workers_say_how_long_they_chose(tmp_path: Path) -> None:

@@ -39,6 +39,5 @@ def test_profiles_at_other_endpoints(folder: Callable[[str], Path], tmp_path: Pa
         assert ask("tiny:fast") == ask("tiny:fsat") == ask("tiny:fast", "/pooling") == 400
         assert ask("tiny:default") == ask("tiny:same") == text + QUARTER
         assert by_key({"profile": "fast"}) == text + TENTH and by_key({"off": True}) == text + FULL
-        assert server.counted("tokenprune:refusals_total") == {
-            'model_name="tiny",reason="setting"': 2, 'model_name="tiny",reason="profile"': 1,
-        }  # fmt: skip
+        refusals = {labels: value for labels, value in server.counted("tokenprune:refusals_total").items() if value}
+        assert refusals == {'model_name="tiny",reason="setting"': 2, 'model_name="tiny",reason="profile"': 1}

@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import random
+import re
 import time
 import urllib.error
 import urllib.request
@@ -21,11 +22,12 @@ from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
 from server import CALL, Server, serve
 from test_server import NAME, ask, check, nested
+from tokenprune.integrations.vllm import check as serve_check
 
 PROFILES = {"half": {"keep": 0.5}, "fast": {"keep": 0.11}, "ocr": {"off": True}}
 SETTING = DIVPRUNE | {
     "profiles": PROFILES, "min_keep": 0.1, "methods": ["divprune"],
-    "overload": {"in_flight": [1, 2], "profiles": ["half", "fast"]}, "log": "json",
+    "overload": {"in_flight": [1, 2], "profiles": ["half", "fast"], "release": 1, "rise": 0, "dwell": 0}, "log": "json",
 }  # fmt: skip
 LONG = 60_000  # tokens of a stream that is dropped before it ends, however fast the machine
 LEFT = {"default": 9, "half": 18, "fast": 4, "ocr": 35}  # tokens of an image
@@ -35,7 +37,7 @@ LEFT = {"default": 9, "half": 18, "fast": 4, "ocr": 35}  # tokens of an image
 def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     stop()
     arguments = ["--served-model-name", "tiny", "tiny:half", "tiny:fast", "tiny:ocr", "tiny:fsat"]
-    arguments += ["--mm-processor-kwargs", json.dumps({"tokenprune": SETTING})]
+    arguments += ["--enable-prompt-tokens-details", "--mm-processor-kwargs", json.dumps({"tokenprune": SETTING})]
     longer = {"text_config": {"max_position_embeddings": 2 * LONG}}
     arguments += ["--max-model-len", str(LONG + 100), "--hf-overrides", json.dumps(longer)]
     with serve(folder(NAME), tmp_path_factory.mktemp("profiles"), *arguments) as running:
@@ -69,11 +71,9 @@ def test_other_ways_to_ask(server: Server) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
     message = {"role": "user", "content": [{"type": "image", "source": source}]}
     asked = (("/v1/responses", response), ("/v1/messages", {"max_tokens": 1, "messages": [message]}))
-    lengths = [
-        post(server, path, body | {"model": f"tiny:{one}"})["usage"]["input_tokens"]
-        for path, body in asked
-        for one in PROFILES
-    ]
+    used = [post(server, path, body | {"model": f"tiny:{one}"})["usage"] for path, body in asked for one in PROFILES]
+    # Messages count what comes from the prefix cache apart.
+    lengths = [one["input_tokens"] + (one.get("cache_read_input_tokens") or 0) for one in used]
     assert [one - lengths[0] for one in lengths] == 2 * [0, LEFT["fast"] - LEFT["half"], LEFT["ocr"] - LEFT["half"]]
 
 
@@ -93,6 +93,65 @@ def post(server: Server, path: str, body: Any) -> Any:
     except urllib.error.HTTPError as error:
         assert error.code < 500, server.story(error.read().decode())
         return error.code
+
+
+def answer(server: Server, path: str, body: Any, **headers: str) -> tuple[str | None, str]:
+    """Return the header that says what served a request, and the answer's text."""
+    data = json.dumps({"model": "tiny", "max_tokens": 1} | body).encode()
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"} | headers)
+    try:
+        with urllib.request.urlopen(request, timeout=CALL) as found:
+            return found.headers.get("x-tokenprune"), found.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.headers.get("x-tokenprune"), error.read().decode()
+
+
+def logged(server: Server, request: str) -> list[dict[str, Any]]:
+    told = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
+    return [one for one in told if one.get("request") == request]
+
+
+def test_answers_say_what_served_them(server: Server) -> None:
+    """In a header, in usage details and in the log, under the answer's own id; nothing of requests without images."""
+    chat, url = "/v1/chat/completions", data_url(image(3))
+    content = [{"type": "image_url", "image_url": {"url": url}}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    whole = {"profile": "half", "by": "name", "method": "divprune", "keep": 0.5, "images": 1, "videos": 0,
+             "tokens_in": 35, "tokens_out": 18}  # fmt: skip
+    half = "divprune;keep=0.5;profile=half;by=name;in=35;out=18"
+    header, text = answer(server, chat, body | {"model": "tiny:half"})
+    found = json.loads(text)
+    assert header == half and found["usage"]["prompt_tokens_details"]["tokenprune"] == whole
+    (line,) = logged(server, found["id"].removeprefix("chatcmpl-"))
+    assert line.items() >= ({"event": "request"} | whole).items()
+
+    streamed = {"model": "tiny:half", "stream": True, "stream_options": {"include_usage": True}}
+    header, text = answer(server, chat, body | streamed)
+    assert header == half and '"tokens_out":18' in text.replace(" ", "")
+
+    for path, more, given, by in (
+        (chat, {}, {}, "default"),
+        (chat, {"mm_processor_kwargs": {"tokenprune": {"profile": "default"}}}, {"X-Request-Id": "mine.1"}, "key"),
+    ):
+        header, text = answer(server, path, body | more, **given)
+        assert header == f"divprune;keep=0.25;profile=default;by={by};in=35;out=9"
+    (line,) = logged(server, "mine.1")
+    assert line["by"] == "key"
+    part = [{"type": "input_image", "image_url": url, "detail": "auto"}]
+    response = {"model": "tiny:ocr", "max_output_tokens": 1, "input": [{"role": "user", "content": part}]}
+    header, text = answer(server, "/v1/responses", response)
+    assert (
+        header == "off;keep=1.0;profile=ocr;by=name;in=35;out=35" and len(logged(server, json.loads(text)["id"])) == 1
+    )
+
+    header, _ = answer(server, chat, body | {"model": "tiny:fsat"}, **{"X-Request-Id": 'no "id"'})
+    (line,) = logged(server, "unreadable")
+    assert header is None and line.items() >= {"event": "refusal", "reason": "profile"}.items()
+    text_only = {"messages": [{"role": "user", "content": "go on "}]}
+    assert answer(server, chat, text_only | {"model": "tiny:half"})[0] is None
+    two = {"messages": [body["messages"], body["messages"]]}
+    header, text = answer(server, f"{chat}/batch", two)
+    assert header is None and len(json.loads(text)["choices"]) == 2, text
 
 
 @pytest.mark.parametrize(
@@ -141,10 +200,13 @@ def test_the_profile_follows_the_load(server: Server) -> None:
         return ask(server, image(1), "how many? ", **how).usage.prompt_tokens - alone
 
     streams = []
+    step = {}
     for profile in ("half", "fast"):
         streams.append(server.client.chat.completions.create(model="tiny", stream=True, max_tokens=LONG, **more))
         next(iter(streams[-1]))
         assert added() == LEFT[profile] - LEFT["default"]
+        step[profile] = server.counted("tokenprune:overload_step")['model_name="tiny"']
+    assert step == {"half": 1, "fast": 2}
     assert added(override={"profile": "default"}) == 0
     assert added(model="tiny:half") == LEFT["half"] - LEFT["default"]
     for stream in streams:
@@ -153,6 +215,7 @@ def test_the_profile_follows_the_load(server: Server) -> None:
     while added() != 0:
         assert time.monotonic() < end, server.story("dropped streams still count")
         time.sleep(0.1)
+    assert server.counted("tokenprune:overload_step")['model_name="tiny"'] == 0
 
 
 def test_hostile_requests(server: Server, reference: Any) -> None:
@@ -175,12 +238,16 @@ def test_hostile_requests(server: Server, reference: Any) -> None:
 
 def test_profiles_are_counted(server: Server) -> None:
     """Last, when all the others have asked."""
-    assert set(server.counted("tokenprune:requests_total")) == {
-        f'model_name="tiny",profile="{one}"' for one in [*PROFILES, "default"]
+
+    def risen(name: str) -> set[str]:
+        return {labels for labels, value in server.counted(name).items() if value}
+
+    named = [(by, profile) for by in ("name", "key") for profile in PROFILES]
+    asked = [*named, ("key", "default"), ("default", "default"), ("load", "half"), ("load", "fast")]
+    assert risen("tokenprune:requests_total") == {
+        f'by="{by}",model_name="tiny",profile="{profile}"' for by, profile in asked
     }
-    assert set(server.counted("tokenprune:refusals_total")) == {
-        f'model_name="tiny",reason="{one}"' for one in ("profile", "setting")
-    }
+    assert risen("tokenprune:refusals_total") == {f'model_name="tiny",reason="{one}"' for one in ("profile", "setting")}
     settings = {("divprune", "0.25"), ("divprune", "0.5"), ("divprune", "0.11"), ("off", "1")}
     assert set(server.counted("tokenprune:visual_tokens_total")) == {
         f'keep="{keep}",method="{method}",model_name="tiny",stage="{stage}"'
@@ -198,7 +265,7 @@ def test_the_log_says_what_was_counted(server: Server) -> None:
     told = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
     requests = [one for one in told if one["event"] == "request"]
     for profile in [*PROFILES, "default"]:
-        (count,) = (
+        count = sum(
             value
             for labels, value in server.counted("tokenprune:requests_total").items()
             if f'profile="{profile}"' in labels
@@ -208,3 +275,13 @@ def test_the_log_says_what_was_counted(server: Server) -> None:
     for event, name in (("refusal", "refusals"), ("selection", "selections")):
         assert sum(one["event"] == event for one in told) == sum(server.counted(f"tokenprune:{name}_total").values())
     assert "profile" not in {key for one in told if one["event"] == "refusal" for key in one}
+
+
+def test_the_check_finds_it_on(server: Server) -> None:
+    """Where requests may not choose, by what the answer says."""
+    found = serve_check.check(serve_check.RemoteServer(server.url, timeout=CALL))
+    assert found.code == 0 and "is loaded, setting divprune 0.25, profiles half, fast, ocr" in found.lines[0]
+    assert re.search(
+        r"An image is reduced: (\d+) -> (\d+) visual tokens, by the answer's header: divprune;keep=0.25;",
+        found.lines[1],
+    )

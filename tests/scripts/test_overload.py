@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tokenprune.integrations.vllm.setting.offer import Offer
+from tokenprune.integrations.vllm.setting.overload import Policy
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 
@@ -54,9 +55,10 @@ def test_a_queue_by_hand(overload: Any) -> None:
 def test_the_rule_is_the_servers(overload: Any) -> None:
     off = ServedSetting()
     given = {"profiles": {"a": {"off": True}, "b": {"off": True}}}
-    given["overload"] = {"in_flight": [3, 7], "profiles": ["a", "b"]}
+    given["overload"] = {"in_flight": [3, 7], "profiles": ["a", "b"]} | overload.BARE
     offer, rule = Offer.of(given, off, ServedSetting.of), overload.steps([3, 7], ["a", "b"], "default")
-    assert [rule(number) for number in range(20)] == [offer.at(number) for number in range(20)]
+    policy, names, loads = Policy(offer.overload), ["default", "a", "b"], [*range(20), *range(20, -1, -1)]
+    assert [rule(number) for number in loads] == [names[policy.take(number, 0.0)] for number in loads]
 
 
 def test_under_load_the_policy_is_as_fast_as_the_least(overload: Any) -> None:

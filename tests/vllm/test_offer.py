@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenprune import available_methods, method_info
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.integrations.vllm.setting.offer import LimitError, Offer, ProfileError, check_spelling, split
+from tokenprune.integrations.vllm.setting.overload import Overload
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
@@ -129,10 +130,8 @@ def test_a_bad_offer_stops_the_server(given: dict[str, Any], says: str) -> None:
 
 def test_a_profile_stands_in_under_load() -> None:
     made = offer(profiles=PROFILES, overload={"in_flight": [4, 16], "profiles": ["small", "fast"]})
-    assert [made.at(number) for number in (0, 3, 4, 15, 16, 10**6)] == [
-        "default", "default", "small", "small", "fast", "fast",
-    ]  # fmt: skip
-    assert offer().at(10**6) == "default"
+    assert made.overload == Overload((4, 16), ("small", "fast")) and offer().overload is None
+    assert [made.overload.wanted(number) for number in (0, 3, 4, 15, 16, 10**6)] == [0, 0, 1, 1, 2, 2]
 
 
 def test_positions_are_the_servers() -> None:

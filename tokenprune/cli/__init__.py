@@ -15,6 +15,7 @@ from tokenprune.cli.fit import fit
 from tokenprune.cli.methods import methods
 from tokenprune.cli.new_method import new_method
 from tokenprune.cli.profile import profile
+from tokenprune.cli.serve_check import serve_check
 from tokenprune.cli.show import show
 from tokenprune.startup import calm_threads
 
@@ -41,7 +42,7 @@ def _options(
     pass  # the version is answered by its callback
 
 
-for command in (methods, families, profile, draft, show, new_method):
+for command in (methods, families, profile, draft, show, new_method, serve_check):
     app.command()(command)
 # Each method's `fit` has options of its own.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)

@@ -67,6 +67,12 @@ HOOKS = {
         "self input_ids multimodal_embeddings mrope_positions num_computed_tokens"
     ),
 }
+# For the line that says at the start whether the plugin is on (front/announce.py), with a setting or without.
+START_HOOKS = {
+    "vllm.config:VllmConfig": "model_config",
+    "vllm.v1.engine.async_llm:AsyncLLM": "vllm_config",
+    "vllm.v1.engine.llm_engine:LLMEngine": "vllm_config",
+}
 # For the front end's cache (front/sender_cache.py). Without them vLLM's own cache stays, and a warning says so.
 SENDER_HOOKS = {
     "vllm.multimodal.cache.base:MultiModalCache.get_item_size": "value",

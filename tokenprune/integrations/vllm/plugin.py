@@ -12,6 +12,7 @@ from tokenprune.families import SERVED
 from tokenprune.integrations.shared.attachable import swap_class
 from tokenprune.integrations.vllm.compat import (
     SENDER_HOOKS,
+    START_HOOKS,
     TESTED,
     WEIGHT_HOOKS,
     missing_hooks,
@@ -70,22 +71,35 @@ def _wrap(owner: type, name: str, after: Any) -> None:
 
 
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
+    from tokenprune.integrations.vllm.front import answers, profiles, reload
+    from tokenprune.integrations.vllm.front.engines import on_start
     from tokenprune.integrations.vllm.front.metrics import listen
-    from tokenprune.integrations.vllm.front.profiles import attach
     from tokenprune.integrations.vllm.setting.configuration import configure, offered
     from tokenprune.integrations.vllm.setting.settings import KEY
 
     kwargs = getattr(model_config.multimodal_config, "mm_processor_kwargs", None) or {}
+    _announce()
     if KEY not in kwargs and getattr(model_config.hf_config, KEY, None) is None:
         return result
     require_hooks(problems)
     if vllm_version() != TESTED:
         logger.warning("tokenprune was tested with vLLM %s; this is %s, whose hooks fit", TESTED, vllm_version())
     configure(model_config)
-    attach(offered(model_config))
+    profiles.attach(offered(model_config))
+    answers.attach()
+    on_start(reload.listen)
     listen(model_config)
     _keep_in_step()
     return result
+
+
+def _announce() -> None:
+    """Have engines say that the plugin is loaded, whether or not there is a setting, if this vLLM has the hooks."""
+    if not missing_hooks(START_HOOKS):
+        from tokenprune.integrations.vllm.front.announce import announce
+        from tokenprune.integrations.vllm.front.engines import on_start
+
+        on_start(announce)
 
 
 def _keep_in_step() -> None:
@@ -106,9 +120,9 @@ def _after_engine_config(result: Any, vllm_config: Any) -> Any:
     from tokenprune.integrations.vllm.setting.configuration import in_llm
 
     if vllm_config.model_config is not None and in_llm(vllm_config.model_config):
-        from tokenprune.integrations.vllm.in_llm.limits import ENGINE_HOOKS
+        from tokenprune.integrations.vllm.in_llm import limits
 
-        require_hooks(missing_hooks(ENGINE_HOOKS))
+        require_hooks(missing_hooks(limits.ENGINE_HOOKS))
         from tokenprune.integrations.vllm.in_llm.attach import configure
 
         configure(vllm_config)

@@ -13,18 +13,20 @@ import os
 import shutil
 import tempfile
 from collections import Counter as Sums
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import REGISTRY, Counter
+from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from tokenprune.integrations.vllm.front.served import BY_KEY, LOAD, NAME, Served
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import SECONDS, offered
-from tokenprune.integrations.vllm.setting.offer import LimitError, ProfileError
+from tokenprune.integrations.vllm.setting.offer import DEFAULT, REQUEST, LimitError, ProfileError
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 COUNTERS = {
     "tokenprune:visual_tokens": (
@@ -33,13 +35,31 @@ COUNTERS = {
     ),
     "tokenprune:requests": (
         "Requests with images or videos, by the profile in force: the server's own setting is default, and one that "
-        "the request wrote is request.",
-        ("model_name", "profile"),
+        "the request wrote is request. by: who chose it, the model's name, the request's key, the load, or nobody "
+        "(default).",
+        ("model_name", "profile", "by"),
     ),
     "tokenprune:refusals": (
         "Requests that were refused: for a profile that is not there, a limit of the server's (min_keep, methods), any "
         "other fault of the setting, or an input that cannot be served under it.",
         ("model_name", "reason"),
+    ),
+    "tokenprune:reloads": (
+        "Signals (SIGHUP) to read the file of the setting again: the file was taken, or refused, and all stayed.",
+        ("model_name", "result"),
+    ),
+}
+
+RESULTS = ("taken", "refused")
+REASONS = ("profile", "limit", "setting", "input")
+GAUGES = {
+    "tokenprune:info": (
+        "The plugin that is loaded. 1: so it is now; 0: so it was before the setting was read again.",
+        ("model_name", "version", "setting", "profiles", "vllm", "runner", "hooks"),
+    ),
+    "tokenprune:overload_step": (
+        "Step of the overload policy that the last request without a choice of its own was served at; 0: the default.",
+        ("model_name",),
     ),
 }
 
@@ -61,8 +81,52 @@ SUMS = {
 
 @cache
 def _counter(name: str) -> Counter:
-    # Made at the first request: by then vLLM has decided whether several processes answer at /metrics together.
+    # Made when the engine has started: by then vLLM has decided whether several processes answer at /metrics together.
     return Counter(name, *COUNTERS[name])
+
+
+@cache
+def _gauge(name: str) -> Gauge:
+    return Gauge(name, *GAUGES[name], multiprocess_mode="max")  # of several API servers, one series for all
+
+
+_informed: dict[str, tuple[str, ...]] = {}
+
+
+def inform(model_config: Any, facts: Mapping[str, str]) -> None:
+    """Show what the plugin does for a model. facts: values of the labels of `tokenprune:info` but `model_name`."""
+    name = model_config.served_model_name
+    if name in _informed:
+        _gauge("tokenprune:info").labels(*_informed[name]).set(0)
+    _informed[name] = (name, *(facts[label] for label in GAUGES["tokenprune:info"][1][1:]))
+    _gauge("tokenprune:info").labels(*_informed[name]).set(1)
+
+
+def step(model_config: Any, number: int) -> None:
+    """Show the step of the overload policy in force."""
+    _gauge("tokenprune:overload_step").labels(model_config.served_model_name).set(number)
+
+
+def start_at_zero(model_config: Any) -> None:
+    """Make the counters of a server with a setting, so that the first request is a rise that an alert can see."""
+    offer, name = offered(model_config), model_config.served_model_name
+    under_load = () if offer.overload is None else offer.overload.profiles
+    if under_load:
+        step(model_config, 0)
+    for profile, whole in offer.profiles.items():
+        setting = ServedSetting.of(whole)
+        for stage in ("in", "out"):
+            _counter("tokenprune:visual_tokens").labels(name, stage, *setting.label())
+        by = {NAME: True, BY_KEY: True, LOAD: profile in under_load, DEFAULT: profile == DEFAULT}
+        for one in (one for one, may in by.items() if may):
+            _counter("tokenprune:requests").labels(name, profile, one)
+        if setting.method is not None and not setting.in_llm:
+            _of_workers().zeros.add((name, setting.method.name))
+    _counter("tokenprune:requests").labels(name, REQUEST, BY_KEY)
+    for result in RESULTS:
+        _counter("tokenprune:reloads").labels(name, result)
+    for reason in REASONS:
+        _counter("tokenprune:refusals").labels(name, reason)
 
 
 def count(model_config: Any, stage: str, method: str, keep: str, tokens: int) -> None:
@@ -71,18 +135,28 @@ def count(model_config: Any, stage: str, method: str, keep: str, tokens: int) ->
     _counter("tokenprune:visual_tokens").labels(*labels).inc(tokens)
 
 
-def chose(model_config: Any, profile: str) -> None:
+def chose(model_config: Any, served: Served) -> None:
     """Add a request that is served under a profile."""
-    _counter("tokenprune:requests").labels(model_config.served_model_name, profile).inc()
+    _counter("tokenprune:requests").labels(model_config.served_model_name, served.profile, served.by).inc()
 
 
-def refused(model_config: Any, error: Exception, what: str) -> None:
+def reloaded(model_config: Any, result: str) -> None:
+    """Add a signal to read the setting again. result: one of `RESULTS`."""
+    _counter("tokenprune:reloads").labels(model_config.served_model_name, result).inc()
+
+
+def refused(model_config: Any, error: Exception, what: str, served: Served) -> None:
     """Add a request that was refused, and log it where the server does. what: "setting" or "input", the
     reason if the error's class does not give one."""
     reason = "profile" if isinstance(error, ProfileError) else "limit" if isinstance(error, LimitError) else what
     _counter("tokenprune:refusals").labels(model_config.served_model_name, reason).inc()
     if offered(model_config).log:
-        tell("refusal", reason=reason)
+        tell("refusal", **request_id(served), reason=reason)
+
+
+def request_id(served: Served) -> dict[str, str]:
+    """Return the field of the log that tells requests apart; none for a request without an id."""
+    return {} if served.request is None else {"request": served.request}
 
 
 class _OfWorkers(Collector):
@@ -90,12 +164,13 @@ class _OfWorkers(Collector):
 
     def __init__(self) -> None:
         self.folders: list[tuple[Path, str]] = []
+        self.zeros: set[tuple[str, str]] = set()  # of model and method: those that may come
 
     def describe(self) -> list[Any]:
         return []
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        sums: dict[str, Sums[tuple[str, str]]] = {name: Sums() for name in SUMS}
+        sums: dict[str, Sums[tuple[str, str]]] = {name: Sums(dict.fromkeys(self.zeros, 0)) for name in SUMS}
         for folder, model in self.folders:
             for file in folder.iterdir() if folder.is_dir() else ():
                 try:

@@ -24,6 +24,7 @@ from tokenprune.abilities import reads_tower
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.vllm.front import metrics
 from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages
+from tokenprune.integrations.vllm.front.served import Served, TrackedSetting, followed
 from tokenprune.integrations.vllm.front.units import kept_units
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import check_model, configured, family_of, offered
@@ -73,7 +74,9 @@ class ReducingProcessor(BaseMultiModalProcessor):
                     f'--mm-processor-kwargs \'{{"{KEY}": {{"off": true}}}}\' to let requests choose'
                 )
             return None
-        setting = ServedSetting() if self._dummy else offered(self.info.ctx.model_config).setting(kwargs.get(KEY, {}))
+        asked: Any = kwargs.get(KEY, {})
+        offer = asked.offer if isinstance(asked, TrackedSetting) else offered(self.info.ctx.model_config)
+        setting = ServedSetting() if self._dummy else offer.setting(asked)
         try:
             check_model(setting, self.info.ctx.model_config)
         except UnsupportedSetupError as error:
@@ -204,7 +207,11 @@ class ReducingProcessor(BaseMultiModalProcessor):
             return super().apply(inputs, *args, **kwargs)
         items: list[CountedDetails] = []
         _written.set(items)
+        served = Served()
         try:
+            asked = followed(inputs.hf_processor_mm_kwargs.get(KEY, {}), offered(model_config))
+            whole = {**inputs.hf_processor_mm_kwargs, KEY: asked}
+            inputs, served = dataclasses.replace(inputs, hf_processor_mm_kwargs=whole), asked.served
             setting, what = self._setting(inputs.hf_processor_mm_kwargs), "input"
             assert setting is not None  # the server has one
             # Before images are read.
@@ -215,28 +222,18 @@ class ReducingProcessor(BaseMultiModalProcessor):
                 check_items(setting.acting, setting, inputs.mm_data_items, self.info)
             made = super().apply(inputs, *args, **kwargs)
         except TokenPruneError as error:
-            metrics.refused(model_config, error, what)
+            metrics.refused(model_config, error, what, served)
             raise
-        offer = offered(model_config)
-        profile = offer.label(inputs.hf_processor_mm_kwargs.get(KEY))
-        metrics.chose(model_config, profile)
-        if offer.log:
-            _log(profile, setting, inputs.mm_data_items.get_all_counts(), items)
+        counts = inputs.mm_data_items.get_all_counts()
+        served.profile = asked.offer.label(asked)
+        served.method, served.keep = setting.label()[0], setting.whole_keep
+        served.images, served.videos = counts.get("image", 0), counts.get("video", 0)
+        served.tokens_in = sum(one.before for one in items)
+        served.tokens_out = sum(one.after for one in items)
+        metrics.chose(model_config, served)
+        if asked.offer.log:
+            tell("request", **metrics.request_id(served), **served.fields())
         return made
-
-
-def _log(profile: str, setting: ServedSetting, counts: Mapping[str, int], items: list[CountedDetails]) -> None:
-    """Log a request that is served. counts: of items by modality. items: what is written for each."""
-    tell(
-        "request",
-        profile=profile,
-        method=setting.label()[0],
-        keep=setting.whole_keep,
-        images=counts.get("image", 0),
-        videos=counts.get("video", 0),
-        tokens_in=sum(one.before for one in items),
-        tokens_out=sum(one.after for one in items),
-    )
 
 
 def _merger(setting: ServedSetting) -> EncoderMethod:

@@ -13,16 +13,20 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
-from tokenprune.integrations.vllm.front import metrics
+from tokenprune.integrations.vllm.front import answers, metrics
+from tokenprune.integrations.vllm.front.engines import on_start
+from tokenprune.integrations.vllm.front.served import BY_KEY, LOAD, NAME, Served, TrackedSetting, clean_id
 from tokenprune.integrations.vllm.setting.configuration import configured, in_llm, offered
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
+from tokenprune.integrations.vllm.setting.overload import Policy
 from tokenprune.integrations.vllm.setting.settings import KEY
 
 logger = logging.getLogger(__name__)
@@ -46,11 +50,23 @@ class RequestLoad:
 
     rendering: int = 0
     engine: Any = None  # a weak reference, which does not keep the engine alive
+    policy: Policy | None = None
 
     @property
     def in_flight(self) -> int:
         engine = self.engine and self.engine()
         return self.rendering + (engine.get_num_unfinished_requests() if engine is not None else 0)
+
+    def profile(self, model_config: Any, offer: Offer) -> str:
+        """Return the profile for a request that chooses none, and note the step in force."""
+        rule = offer.overload
+        if rule is None:
+            return DEFAULT
+        if self.policy is None or self.policy.rule != rule:
+            self.policy = Policy(rule)
+        step = self.policy.take(self.in_flight, time.monotonic())
+        metrics.step(model_config, step)
+        return rule.profiles[step - 1] if step else DEFAULT
 
 
 def load_of(renderer: Any) -> RequestLoad:
@@ -71,33 +87,32 @@ def attach(offer: Offer) -> None:
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.renderers.online_renderer import OnlineRenderer
-    from vllm.v1.engine.async_llm import AsyncLLM
 
+    on_start(_watch)
     if hasattr(OnlineRenderer.preprocess_chat, "_tokenprune"):
         return
-    preprocess, start = OnlineRenderer.preprocess_chat, AsyncLLM.__init__
+    preprocess = OnlineRenderer.preprocess_chat
 
     @functools.wraps(preprocess)
     async def preprocess_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if configured(self.model_config) is None:
             return await preprocess(self, request, *args, **kwargs)
         load = load_of(self.renderer)
-        renderer = _with_profile(self, request, load.in_flight)
+        renderer = _with_profile(self, request, load)
         load.rendering += 1
         try:
             return await preprocess(renderer, request, *args, **kwargs)
         finally:
             load.rendering -= 1
 
-    @functools.wraps(start)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        load_of(self.renderer).engine = weakref.ref(self)
-
     preprocess_chat._tokenprune = True  # type: ignore[attr-defined]
-    OnlineRenderer.preprocess_chat, AsyncLLM.__init__ = preprocess_chat, init
+    OnlineRenderer.preprocess_chat = preprocess_chat
     for serving in (PoolingBaseServing, ServingTokens):
         serving._check_model = _without_profiles(serving._check_model)
+
+
+def _watch(engine: Any) -> None:
+    load_of(engine.renderer).engine = weakref.ref(engine)
 
 
 def _without_profiles(check: Any) -> Any:
@@ -123,11 +138,11 @@ def _check_no_profile(model_config: Any, model: str | None) -> None:
                 f"{served!r}"
             )
     except TokenPruneError as error:
-        metrics.refused(model_config, error, "setting")
+        metrics.refused(model_config, error, "setting", Served(NAME))
         raise
 
 
-def _with_profile(renderer: Any, request: Any, in_flight: int) -> Any:
+def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
     """Write the profile of a request into its `mm_processor_kwargs`; return the renderer that takes it.
 
     renderer: vLLM's `OnlineRenderer`. Raises OptionError, which is answered with HTTP 400.
@@ -135,6 +150,10 @@ def _with_profile(renderer: Any, request: Any, in_flight: int) -> Any:
     from vllm.renderers.online_renderer import validate_request_mm_kwargs
 
     model_config, offer = renderer.model_config, offered(renderer.model_config)
+    served, exchange = Served(), answers.current()
+    # The client's header goes before the body, as in vLLM; not in responses, whose id is the answer's.
+    header = exchange.header_id if hasattr(request, "messages") else None
+    served.request = clean_id(header or getattr(request, "request_id", None))
     given = getattr(request, "mm_processor_kwargs", None) or {}
     trusted = renderer.trust_request_mm_kwargs
     # What is not ours is vLLM's to allow.
@@ -152,13 +171,15 @@ def _with_profile(renderer: Any, request: Any, in_flight: int) -> Any:
         asked = given.get(KEY, {})
         if not trusted:
             _check_only_profile(asked, offer)
-        asked = choose(asked, offer, getattr(request, "model", None), model_config.served_model_name, in_flight)
+        model, under_load = getattr(request, "model", None), functools.partial(load.profile, model_config, offer)
+        asked, served.by = choose(asked, offer, model, model_config.served_model_name, under_load)
     except TokenPruneError as error:
-        metrics.refused(model_config, error, "setting")
+        metrics.refused(model_config, error, "setting", served)
         raise
-    if not asked:
-        return renderer
-    request.mm_processor_kwargs = others | {KEY: asked}
+    if not isinstance(asked, Mapping):
+        return renderer  # the processor refuses it
+    request.mm_processor_kwargs = others | {KEY: TrackedSetting(asked, served, offer)}
+    exchange.served.append(served)
     if trusted:
         return renderer
     renderer = copy.copy(renderer)  # for this request, of which all has been checked
@@ -183,19 +204,20 @@ def _named(model: str | None, offer: Offer, served: str) -> str | None:
     return suffix if offer.names and name and (suffix in offer.profiles or name == served) else None
 
 
-def choose(asked: Any, offer: Offer, model: str | None, served: str, in_flight: int) -> Any:
-    """Return the value of our key for a request, with its profile; empty if it chooses nothing.
+def choose(asked: Any, offer: Offer, model: str | None, served: str, under_load: Callable[[], str]) -> tuple[Any, str]:
+    """Return the value of our key for a request, with its profile, and who chose it; empty if nobody did.
 
     asked: the request's own value. model: the model name that it asks for. served: the model's
-    first name. in_flight: how many other requests there are. Raises ProfileError.
+    first name. under_load: gives the profile of a request that chooses nothing. Raises ProfileError.
     """
     if not isinstance(asked, Mapping):
-        return asked  # the processor refuses it
+        return asked, BY_KEY  # the processor refuses it
+    by = BY_KEY if asked else DEFAULT
     if PROFILE not in asked:
         if (profile := _named(model, offer, served)) is not None:
-            asked = {PROFILE: profile} | dict(asked)
-        elif not asked and offer.steps:
-            asked = {PROFILE: offer.at(in_flight)}
+            asked, by = {PROFILE: profile} | dict(asked), BY_KEY if asked else NAME
+        elif not asked and (profile := under_load()) != DEFAULT:
+            asked, by = {PROFILE: profile}, LOAD
     if PROFILE in asked:
         offer.profile(asked[PROFILE])
-    return asked
+    return asked, by

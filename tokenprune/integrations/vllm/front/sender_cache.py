@@ -16,6 +16,7 @@ from vllm.multimodal.cache.base import MultiModalCache
 from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
 
 from tokenprune.integrations.shared.attachable import swap_class
+from tokenprune.integrations.vllm.front.engines import on_start
 from tokenprune.integrations.vllm.setting.configuration import configured
 
 logger = logging.getLogger(__name__)
@@ -66,23 +67,12 @@ class SenderCache(LruKeyReplicatedSenderCache):
 def keep_in_step() -> None:
     """Make each new engine note in its front end's cache the images that were sent. A server without a setting behaves
     as before."""
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    for engine in (AsyncLLM, LLMEngine):
-        if not hasattr(engine.__init__, "_tokenprune_sender"):
-            engine.__init__ = _following(engine.__init__)
+    on_start(_note)
 
 
-def _following(start: Any) -> Any:
-    @functools.wraps(start)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        if configured(self.vllm_config.model_config) is not None:
-            _follow(self.renderer.mm_processor_cache, self.engine_core)
-
-    init._tokenprune_sender = True  # type: ignore[attr-defined]
-    return init
+def _note(engine: Any) -> None:
+    if configured(engine.vllm_config.model_config) is not None:
+        _follow(engine.renderer.mm_processor_cache, engine.engine_core)
 
 
 def _follow(cache: Any, client: Any) -> None:

@@ -19,6 +19,7 @@ from tokenprune.view.observable import Backend
 
 logger = logging.getLogger(__name__)
 _OFFER = f"{KEY}_offer"
+_GIVEN = f"{KEY}_given"  # the layers of the setting, and the keys beside them, as they were given
 SECONDS = f"{KEY}_seconds"  # attribute of a multimodal config: the folder with the selection times of the workers
 
 
@@ -89,14 +90,8 @@ def configure(model_config: Any) -> None:
     family = family_of(model_config)
     for layer in layers:
         check_spelling(layer)
-
-    def whole(*profile: Any) -> ServedSetting:
-        setting = ServedSetting.of(*layers, *(_read(layer, model_config) for layer in profile))
-        check_model(setting, model_config)
-        return setting
-
-    setting = whole()
-    offer = Offer.of({key: value for _, one in given for key, value in one.items()}, setting, whole)
+    beside = {key: value for _, one in given for key, value in one.items()}
+    setting, offer = _whole(model_config, layers, beside)
     if multimodal.video_pruning_rate:
         raise OptionError(
             f"video_pruning_rate and {KEY} both prune videos: leave one of them out "
@@ -106,7 +101,32 @@ def configure(model_config: Any) -> None:
     # Not in mm_processor_kwargs any more: a model's own processor does not know the key.
     multimodal.mm_processor_kwargs = kwargs or None
     setattr(multimodal, KEY, setting.as_dict())
-    setattr(multimodal, _OFFER, offer)
+    setattr(multimodal, _GIVEN, (layers, beside))
+    replace_offer(model_config, offer)
+
+
+def _whole(model_config: Any, layers: list[Any], beside: dict[str, Any]) -> tuple[ServedSetting, Offer]:
+    """Return a server's own setting, and what it offers beside it."""
+
+    def whole(*profile: Any) -> ServedSetting:
+        setting = ServedSetting.of(*layers, *(_read(layer, model_config) for layer in profile))
+        check_model(setting, model_config)
+        return setting
+
+    setting = whole()
+    return setting, Offer.of(beside, setting, whole)
+
+
+def read_again(model_config: Any) -> Offer:
+    """Return what a server would offer by the file of its setting as it is now; nothing is changed. Raises a
+    TokenPruneError."""
+    layers, beside = getattr(model_config.multimodal_config, _GIVEN)
+    return _whole(model_config, layers, beside)[1]
+
+
+def replace_offer(model_config: Any, offer: Offer) -> None:
+    """Let a server offer this from now on, in this process."""
+    setattr(model_config.multimodal_config, _OFFER, offer)
 
 
 def check_engine(vllm_config: Any, family: Family, original: bool = False) -> None:

@@ -1,34 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of a server's setting beside the reduction: named settings (`profiles`), limits of a request's own setting
-(`min_keep`, `methods`), profiles under load (`overload`), a log of requests (`log`), freed KV cache after a cut inside
-the language model (`experimental_free_kv`), and positions of kept tokens (`positions`)."""
+(`min_keep`, `methods`), profiles under load (`overload`), a file of these four (`reload`), a log of requests (`log`),
+freed KV cache after a cut inside the language model (`experimental_free_kv`), and positions of kept tokens
+(`positions`)."""
 
 from __future__ import annotations
 
-import bisect
 import difflib
-import itertools
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.errors import ConfigError, OptionError, TokenPruneError
+from tokenprune.files import File
+from tokenprune.integrations.vllm.setting.overload import Overload
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, ServedSetting, check_override
 from tokenprune.registry import available_methods, method_class, method_info
 from tokenprune.setting import SCOPE
 from tokenprune.spelling import plain, short
 
 FREE_KV = "experimental_free_kv"
+RELOAD = "reload"  # the key that names a file
+RELOADED = ("profiles", "min_keep", "methods", "overload")  # may stand there, and change while the server runs
 # Keys of a server's setting, of no request's.
-OFFER = ("profiles", "min_keep", "methods", "overload", "log", FREE_KV, "positions")
+OFFER = (*RELOADED, RELOAD, "log", FREE_KV, "positions")
 POSITIONS = ("original", "renumbered")
 PROFILE = "profile"  # the key by which a request names one
 DEFAULT = "default"  # the profile that every server has: its own setting
 REQUEST = "request"  # label in metrics for a setting that a request wrote itself
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _NOTHING: Mapping[str, Any] = {}
-_MOST = 32  # profiles, methods or steps
+_MOST = 32  # profiles, or methods
+_LARGEST = 2**20  # bytes of the file of `reload`
 
 
 class ProfileError(OptionError):
@@ -63,9 +68,10 @@ class Offer:
     profiles: whole settings by name, the server's own as "default".
     min_keep: the least share of visual tokens that a setting may keep; None: any.
     methods:  names of those that a setting may use; None: any that can be served.
-    steps, under_load: from so many requests in flight on, ascending, these profiles stand in for the default.
+    overload: profiles that stand in for the default under load; None: the default always.
     log:      True to log requests and selections (see log.py).
     free_kv:  True to free the KV cache of dropped tokens in the layers after a cut inside the language model.
+    file:     that `min_keep`, `methods`, `overload` and the profiles come from, None if they stand in the setting.
     positions: "original" to keep the positions of the full prompt, "renumbered" to count the kept tokens anew; None:
               the default of the model's family.
     """
@@ -73,17 +79,17 @@ class Offer:
     profiles: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     min_keep: float | None = None
     methods: tuple[str, ...] | None = None
-    steps: tuple[int, ...] = ()
-    under_load: tuple[str, ...] = ()
+    overload: Overload | None = None
     log: bool = False
     free_kv: bool = False
     positions: str | None = None
+    file: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any], server: ServedSetting, read: Callable[[Any], ServedSetting]) -> Offer:
         """Check what a server's setting offers beside `server`. read: makes a whole setting of one profile, which
         stands over the server's own. Raises OptionError."""
-        given = plain(given, KEY)
+        given = with_file(plain(given, KEY))
         profiles = given.get("profiles", {})
         _check(isinstance(profiles, dict), "profiles", 'an object of settings by name, {"fast": {"keep": 0.1}}')
         _check(len(profiles) <= _MOST, "profiles", f"{_MOST} at most, not {len(profiles)}")
@@ -102,9 +108,10 @@ class Offer:
                 check_override(server, made[name])
             except TokenPruneError as error:
                 raise OptionError(f"profile {name!r}: {error}") from error
-        steps, under_load = _overload(given.get("overload"), made)
-        said = _log(given), _free_kv(given, server), _positions(given)
-        offer = cls({}, _min_keep(given), _methods(given), steps, under_load, *said)
+        rule = given.get("overload")
+        overload = None if rule is None else Overload.of(rule, made)
+        said = _log(given), _free_kv(given, server), _positions(given), given.get(RELOAD)
+        offer = cls({}, _min_keep(given), _methods(given), overload, *said)
         for name, setting in made.items():
             try:
                 offer.check(setting)
@@ -148,11 +155,6 @@ class Offer:
             return DEFAULT
         return asked[PROFILE] if set(asked) == {PROFILE} else REQUEST
 
-    def at(self, in_flight: int) -> str:
-        """Return the profile for a request that chooses none, when so many others are in flight."""
-        step = bisect.bisect_right(self.steps, in_flight)
-        return self.under_load[step - 1] if step else DEFAULT
-
     def check(self, setting: ServedSetting) -> None:
         """Raise LimitError for a setting beyond `min_keep` and `methods`."""
         used = [step.name for step in (setting.pixels, setting.method) if step is not None]
@@ -171,6 +173,25 @@ class Offer:
                 f"{KEY}: keep={setting.share * setting.keep:g} is less than this server allows: min_keep is "
                 f"{self.min_keep}"
             )
+
+
+def with_file(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a server's setting together with those of the file that `reload` names, if there is one.
+    Raises OptionError or ConfigError."""
+    if RELOAD not in given:
+        return given
+    path = given[RELOAD]
+    _check(isinstance(path, str) and path != "", RELOAD, f"the name of a file, not {short(path)}")
+    if twice := sorted(set(given) & set(RELOADED)):
+        raise OptionError(f"{KEY}: {', '.join(twice)} belongs into the file of {RELOAD}, {path}, not beside it")
+    try:
+        found = json.loads(File.read(path, _LARGEST).content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{KEY}: cannot read {path} as JSON: {error}") from error
+    if not isinstance(found, dict) or (others := sorted(set(found) - set(RELOADED))):
+        what = f"not {short(others)}" if isinstance(found, dict) else f"in an object, not {short(found)}"
+        raise ConfigError(f"{KEY}: {path} may hold {', '.join(RELOADED)}, {what}")
+    return given | plain(found, path)
 
 
 def _check(condition: bool, key: str, wanted: str) -> None:
@@ -220,20 +241,3 @@ def _positions(given: Mapping[str, Any]) -> str | None:
     known = isinstance(value, str) and value in POSITIONS
     _check(known, "positions", f'"original" (where they stood) or "renumbered" (counted anew), not {short(value)}')
     return value
-
-
-def _overload(given: Any, profiles: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    if given is None:
-        return (), ()
-    wanted = '{"in_flight": [8, 32], "profiles": ["normal", "fast"]}: a profile for each number of requests'
-    _check(isinstance(given, dict) and set(given) == {"in_flight", "profiles"}, "overload", wanted)
-    steps, names = given["in_flight"], given["profiles"]
-    _check(isinstance(steps, list) and isinstance(names, list), "overload", wanted)
-    _check(0 < len(steps) == len(names) <= _MOST, "overload", wanted)
-    whole = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
-    _check(whole and steps[0] > 0, "overload", f"of whole numbers from 1 on, not {short(steps)}")
-    _check(all(a < b for a, b in itertools.pairwise(steps)), "overload", f"ascending, not {short(steps)}")
-    for name in names:
-        known = isinstance(name, str) and name in profiles
-        _check(known, "overload", f"of profiles that are there ({', '.join(profiles)}), not {short(name)}")
-    return tuple(steps), tuple(names)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often does the overload policy change its mind, and what does that cost? A queue, simulated, without a server.
+
+    python benchmarks/overload_shapes.py --json benchmarks/results/overload_shapes.jsonl
+
+10,000 requests come one by one (a Poisson process) or in bursts (gaps of the same mean, drawn from a Gamma
+distribution), in turn below, at and above what the server can answer in full. The rule is the plugin's own, once as it
+is by default, once as a bare comparison at each request, beside each profile alone. Nothing is measured: seconds are
+those of a server that answers 8 requests at once, a whole image within a second. A fixed seed draws the same again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenprune.integrations.vllm.setting.overload import Overload, Policy
+
+NUMBER, LANES, STEPS = 10_000, 8, (8, 32)
+SECONDS, KEEP = (1.0, 0.5, 0.3), (1.0, 0.5, 0.25)  # of a request at each step
+RATES, LENGTH = (6.0, 8.0, 10.7, 8.0), 500  # requests per second, in turn, for so many requests each
+CV = 2.24  # coefficient of variation of the gaps between bursts
+ARRIVALS: dict[str, Callable[[random.Random, float], float]] = {
+    "one by one": lambda draw, rate: draw.expovariate(rate),
+    "in bursts": lambda draw, rate: draw.gammavariate(1 / CV**2, CV**2 / rate),
+}
+Choose = Callable[[int, float], int]
+
+
+def settings() -> dict[str, Choose]:
+    """Return what chooses the step of a request, by the number in flight and the time."""
+    names = ("half", "quarter")
+    bare = Overload(STEPS, names, release=1.0, rise=0.0, dwell=0.0)
+    fixed: dict[str, Choose] = {name: lambda *_, step=step: step for step, name in enumerate(("whole", *names))}
+    return fixed | {"compared anew": Policy(bare).take, "policy": Policy(Overload(STEPS, names)).take}
+
+
+def arrivals(gap: Callable[[random.Random, float], float], seed: int) -> list[float]:
+    """Return when requests come, in seconds, ascending."""
+    draw, now, made = random.Random(seed), 0.0, []
+    for index in range(NUMBER):
+        now += gap(draw, RATES[index // LENGTH % len(RATES)])
+        made.append(now)
+    return made
+
+
+def simulate(times: Sequence[float], choose: Choose) -> dict[str, Any]:
+    """Return what becomes of requests that come at these times, first come, first served."""
+    free, running, waits, served, changes = [0.0] * LANES, [], [], [0] * len(KEEP), []
+    before = None
+    for at in times:
+        while running and running[0] <= at:
+            heapq.heappop(running)
+        step = choose(len(running), at)
+        if before is not None and step != before:
+            changes.append(at)
+        before = step
+        done = max(at, heapq.heappop(free)) + SECONDS[step]
+        heapq.heappush(free, done)
+        heapq.heappush(running, done)
+        waits.append(done - at)
+        served[step] += 1
+    within = max((sum(start <= one < start + 60 for one in changes) for start in changes), default=0)
+    return {
+        "p99": round(sorted(waits)[math.ceil(0.99 * len(waits)) - 1], 3),
+        "kept": round(sum(number * keep for number, keep in zip(served, KEEP, strict=True)) / len(times), 4),
+        "changes_a_minute": round(60 * len(changes) / (times[-1] - times[0]), 2),
+        "most_within_a_minute": within,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file to write; default: the rows go to the terminal alone")
+    args = parser.parse_args()
+
+    from rich.console import Console
+
+    lines = []
+    for name, gap in ARRIVALS.items():
+        times = arrivals(gap, args.seed)
+        for setting, choose in settings().items():
+            row = {"arrivals": name, "setting": setting, "requests": NUMBER, "seed": args.seed}
+            lines.append(json.dumps(row | simulate(times, choose)))
+    Console().print("\n".join(lines), markup=False, soft_wrap=True)
+    if args.json:
+        args.json.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

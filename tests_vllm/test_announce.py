@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is the plugin on: the line at the start, `tokenprune:info`, and counters that are there before the first request."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, multiprocess
+
+import tokenprune
+from conftest import DIVPRUNE
+from test_metrics import samples
+from test_plugin import config
+from tokenprune.integrations.vllm import compat
+from tokenprune.integrations.vllm.front import announce, engines, metrics
+
+PROFILES = {"profiles": {"fast": {"keep": 0.11}, "ocr": {"off": True}}}
+INFO = "tokenprune:info"
+
+
+def facts(model_config: Any, v2: bool = False) -> dict[str, str]:
+    return announce.facts(SimpleNamespace(model_config=model_config, use_v2_model_runner=v2))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said", "profiles"),
+    [
+        (None, "none", "none"),
+        ({"off": True}, "off", "none"),
+        (DIVPRUNE | PROFILES, "divprune 0.25", "fast,ocr"),
+        ({"method": "uniform", "keep": 9}, "uniform 9 tokens", "none"),
+        ({"method": "dart", "layer": 1, "pivot_text": 0, "experimental_in_llm": True},
+         "dart 0.25 in the language model", "none"),
+    ],
+)  # fmt: skip
+def test_facts(folder: Callable[[str], Path], setting: Any, said: str, profiles: str) -> None:
+    found = facts(config(folder("llava"), setting))
+    hooks = "setting" if setting is None else "setting,profiles,cache"
+    assert found == {
+        "version": tokenprune.__version__, "setting": said, "profiles": profiles, "vllm": compat.TESTED,
+        "runner": "v1", "hooks": hooks,
+    }  # fmt: skip
+    assert set(found) | {"model_name"} == set(metrics.GAUGES[INFO][1])
+    line = announce.line(found)
+    assert line.count("\n") == 0 and f"vLLM {compat.TESTED} (tested), model runner v1" in line
+    assert ("nothing is reduced" in line) == (setting is None)
+    assert facts(config(folder("llava"), setting), v2=True)["runner"] == "v2"
+
+
+def test_hooks_that_do_not_hold_are_left_out(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(announce._TABLES, "cache", {"vllm.gone:Gone": ""})
+    assert facts(config(folder("llava"), DIVPRUNE))["hooks"] == "setting,profiles"
+
+
+def test_an_engine_that_starts_says_so(
+    folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, and counters at 0 for all that the server's own settings may count."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.tokenprune")
+    loaded = {"overload": {"in_flight": [9], "profiles": ["fast"]}}
+    for name, setting in (("starting", DIVPRUNE | PROFILES | loaded), ("bare", None)):
+        model_config = config(folder("llava"), setting, served_model_name=name)
+        announce.announce(SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config)))
+    started, bare = [one.getMessage() for one in caplog.records if one.name == "vllm.tokenprune"]
+    assert "is on: divprune 0.25, profiles: fast, ocr;" in started and "no setting turns it on" in bare
+    totals = {name: samples(f"tokenprune:{name}_total", "starting") for name in ("visual_tokens", "requests")}
+    assert totals["visual_tokens"] == {
+        (keep, method, stage): 0
+        for keep, method in (("0.25", "divprune"), ("0.11", "divprune"), ("1", "off"))
+        for stage in ("in", "out")
+    }
+    named = {(by, profile) for by in ("name", "key") for profile in ("default", "fast", "ocr")}
+    assert set(totals["requests"]) == named | {("default", "default"), ("load", "fast"), ("key", "request")}
+    assert set(totals["requests"].values()) == {0}
+    assert samples("tokenprune:refusals_total", "starting") == {(one,): 0 for one in metrics.REASONS}
+    assert samples("tokenprune:selections_total", "starting") == {("divprune",): 0}
+    assert samples("tokenprune:selection_seconds_total", "starting") == {("divprune",): 0}
+    assert samples("tokenprune:overload_step", "starting") == {(): 0}
+    assert samples("tokenprune:overload_step", "bare") == {}
+    assert list(samples(INFO, "starting").values()) == list(samples(INFO, "bare").values()) == [1]
+    assert not any(samples(f"tokenprune:{name}_total", "bare") for name in ("visual_tokens", "requests", "refusals"))
+
+
+def test_info_of_before_is_zero() -> None:
+    model_config = SimpleNamespace(served_model_name="again")
+    made = dict.fromkeys(metrics.GAUGES[INFO][1][1:], "x")
+    for setting in ("one", "two", "one"):
+        metrics.inform(model_config, made | {"setting": setting})
+        values = {labels[3]: value for labels, value in samples(INFO, "again").items()}
+        assert [name for name, value in values.items() if value == 1] == [setting]
+    assert values == {"one": 1, "two": 0}
+
+
+def test_several_processes_inform_as_one(tmp_path: Path) -> None:
+    """As vLLM's API servers do it."""
+    code = (
+        "from types import SimpleNamespace; from tokenprune.integrations.vllm.front import metrics; "
+        f"metrics.inform(SimpleNamespace(served_model_name='m'), dict.fromkeys(metrics.GAUGES['{INFO}'][1][1:], 'x'))"
+    )
+    for _ in range(2):
+        environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, str(tmp_path))
+    assert samples(INFO, "m", registry) == {("x",) * 6: 1}
+
+
+def test_acts_are_done_once_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    done: list[Any] = []
+    monkeypatch.setattr(engines, "_acts", [])
+    monkeypatch.setattr(AsyncLLM, "__init__", lambda self: done.append("started"))
+    first, second = (lambda engine: done.append(1)), (lambda engine: done.append(2))
+    for act in (first, second, first):
+        engines.on_start(act)
+    monkeypatch.setattr(AsyncLLM, "__del__", lambda self: None)
+    AsyncLLM()
+    assert done == ["started", 1, 2]

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles, limits and the policy under load, read again from a file while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from checkpoints import CHECKPOINTS
+from conftest import DIVPRUNE
+from test_metrics import samples
+from test_pixels import photos, processor
+from test_plugin import config
+from tokenprune.errors import OptionError
+from tokenprune.integrations.vllm.front import announce, reload
+from tokenprune.integrations.vllm.front.served import Served, TrackedSetting
+from tokenprune.integrations.vllm.setting.configuration import offered
+from tokenprune.integrations.vllm.setting.offer import LimitError, ProfileError
+
+NAME = "qwen2_5_vl"
+FAST = {"profiles": {"fast": {"keep": 0.11}}, "min_keep": 0.1}
+LESS = {"profiles": {"fast": {"keep": 0.5}, "slow": {"off": True}}, "min_keep": 0.2,
+        "overload": {"in_flight": [4], "profiles": ["fast"]}}  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    made = tmp_path / "offer.json"
+    made.write_text(json.dumps(FAST))
+    return made
+
+
+@pytest.fixture
+def engine(folder: Callable[[str], Path], file: Path, request: pytest.FixtureRequest) -> Any:
+    """The parts of an engine that a reload uses."""
+    name = request.node.name.partition("[")[0]
+    made = processor(folder(NAME), DIVPRUNE | {"reload": str(file)}, served_model_name=name)
+    renderer = SimpleNamespace(get_mm_processor=lambda: made)
+    vllm_config = SimpleNamespace(model_config=made.info.ctx.model_config, use_v2_model_runner=False)
+    return SimpleNamespace(vllm_config=vllm_config, renderer=renderer, name=name)
+
+
+def left(engine: Any, asked: Any, seed: int = 0) -> int:
+    """Image tokens in the prompt of a request."""
+    made = engine.renderer.get_mm_processor()
+    items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[NAME])[seed : seed + 1]})
+    ids = made(CHECKPOINTS[NAME].prompt(1), items, hf_processor_mm_kwargs={"tokenprune": asked})["prompt_token_ids"]
+    return ids.count(made.info.get_hf_config().image_token_id)
+
+
+def test_the_file_is_taken(engine: Any, file: Path) -> None:
+    model_config = engine.vllm_config.model_config
+    assert offered(model_config).names == ["fast"] and offered(model_config).min_keep == 0.1
+    full, before = left(engine, {"off": True}), left(engine, {"profile": "fast"})
+    with pytest.raises(ProfileError):
+        left(engine, {"profile": "slow"})
+    file.write_text(json.dumps(LESS))
+    assert left(engine, {"profile": "fast"}) == before, "read without a signal"
+    assert reload.reload(engine) is True
+    assert offered(model_config).overload.steps == (4,)
+    assert left(engine, {"profile": "slow"}) == full > left(engine, {"profile": "fast"}) > 2 * before
+    with pytest.raises(LimitError):
+        left(engine, {"keep": 0.15})
+    assert samples("tokenprune:reloads_total", engine.name) == {("taken",): 1, ("refused",): 0}
+    assert [labels[1] for labels, value in samples("tokenprune:info", engine.name).items() if value] == ["fast,slow"]
+    pickle.dumps(model_config.multimodal_config)  # as it goes to the engine's process
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "cannot read"),
+        ("[]", "in an object"),
+        ('{"method": "pool"}', "may hold profiles, min_keep, methods, overload"),
+        ('{"min_keep": 2.0}', "min_keep must be a share"),
+        ('{"min_keep": 0.5}', "profile 'default': .*less than this server allows"),
+        ('{"profiles": {"fast": {"keep": 0}}}', "fast"),
+        ('{"profiles": {"fast": {"method": "fastv"}}}', "fast"),
+        ('{"overload": {"in_flight": [4], "profiles": ["gone"]}}', "gone"),
+        (None, "cannot read"),
+    ],
+)
+def test_a_bad_file_changes_nothing(
+    engine: Any, file: Path, text: str | None, says: str, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    before, counted = offered(engine.vllm_config.model_config), samples("tokenprune:reloads_total", engine.name)
+    file.unlink() if text is None else file.write_text(text)
+    assert reload.reload(engine) is False
+    assert offered(engine.vllm_config.model_config) is before
+    (record,) = [one for one in caplog.records if one.name == announce.LOGGER]
+    assert record.levelno == logging.WARNING and "the setting of before stays" in record.getMessage()
+    assert re.search(says, record.getMessage())
+    after = samples("tokenprune:reloads_total", engine.name)
+    assert after[("refused",)] == counted.get(("refused",), 0) + 1 and not after.get(("taken",))
+
+
+def test_images_that_cannot_be_smaller_are_refused_as_at_the_start(folder: Callable[[str], Path], file: Path) -> None:
+    made = processor(folder("llava"), DIVPRUNE | {"reload": str(file)}, served_model_name="fixed")
+    vllm_config = SimpleNamespace(model_config=made.info.ctx.model_config, use_v2_model_runner=False)
+    engine = SimpleNamespace(vllm_config=vllm_config, renderer=SimpleNamespace(get_mm_processor=lambda: made))
+    before = offered(vllm_config.model_config)
+    file.write_text('{"profiles": {"small": {"method": "downsample", "keep": 0.5}}}')
+    assert reload.reload(engine) is False and offered(vllm_config.model_config) is before
+
+
+def test_a_request_on_its_way_goes_by_what_it_chose_from(engine: Any, file: Path) -> None:
+    """From its key in caches to its plan, whatever becomes of its profile in between."""
+    model_config = engine.vllm_config.model_config
+    asked = TrackedSetting({"profile": "fast"}, Served("name"), offered(model_config))
+    before = left(engine, {"profile": "fast"})
+    file.write_text("{}")
+    assert reload.reload(engine)
+    with pytest.raises(ProfileError):
+        left(engine, {"profile": "fast"})
+    assert left(engine, asked) == before and asked.served.profile == "fast" and asked.served.tokens_out == before
+
+
+def test_a_signal_reads_it(engine: Any, file: Path) -> None:
+    async def main() -> None:
+        reload.listen(engine)
+        file.write_text(json.dumps(LESS))
+        os.kill(os.getpid(), signal.SIGHUP)
+        for _ in range(100):
+            if offered(engine.vllm_config.model_config).names == ["fast", "slow"]:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("the signal was not heard")
+
+    asyncio.run(main())
+
+
+def test_only_a_server_with_a_file_listens(folder: Callable[[str], Path], engine: Any) -> None:
+    heard = signal.getsignal(signal.SIGHUP)
+    reload.listen(engine)  # no loop runs: a program of its own
+    assert signal.getsignal(signal.SIGHUP) is heard
+
+    async def main() -> None:
+        for setting in (DIVPRUNE, None):
+            other = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config(folder(NAME), setting)))
+            reload.listen(other)
+        assert signal.getsignal(signal.SIGHUP) is heard
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"min_keep": 0.1}, "min_keep belongs into the file of reload"),
+        ({"profiles": {}, "methods": ["pool"]}, "methods, profiles belongs into the file"),
+    ],
+)
+def test_a_key_stands_in_one_place(folder: Callable[[str], Path], file: Path, more: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        config(folder("llava"), DIVPRUNE | {"reload": str(file)} | more)
+    for bad in (3, "", None):
+        with pytest.raises(ValueError, match="reload must be the name of a file"):
+            config(folder("llava"), DIVPRUNE | {"reload": bad})
+    made = processor(folder("llava"), DIVPRUNE | {"reload": str(file)})
+    with pytest.raises(OptionError, match="reload belongs to the server's setting"):
+        made._setting({"tokenprune": {"reload": "/etc/passwd"}})

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A line in vLLM's log when an engine starts, and `tokenprune:info` at /metrics: that the plugin is on, and as what."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tokenprune.integrations.vllm.compat import HOOKS, SENDER_HOOKS, TESTED, missing_hooks, vllm_version
+from tokenprune.integrations.vllm.front import answers, metrics, profiles
+from tokenprune.integrations.vllm.setting.configuration import configured, offered
+from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
+
+# Below vLLM's own logger, which it configures: our others would be held back at this level.
+LOGGER = "vllm.tokenprune"
+logger = logging.getLogger(LOGGER)
+NONE = "none"
+_TABLES: dict[str, Mapping[str, str]] = {"setting": HOOKS, "profiles": profiles.HOOKS, "cache": SENDER_HOOKS}
+
+
+def facts(vllm_config: Any) -> dict[str, str]:
+    """Return the labels of `tokenprune:info` but the model's name. "none" stands for a setting, or profiles, that the
+    server does not have."""
+    model_config, setting, names = vllm_config.model_config, NONE, NONE
+    server = configured(model_config)
+    tables: Mapping[str, Mapping[str, str]] = {"setting": HOOKS}  # to look for the others imports vLLM's endpoints
+    if server is not None:
+        tables = _TABLES
+        served = ServedSetting.of(server)
+        method, keep = served.label()
+        share = f"{served.keep} tokens" if keep == "tokens" else keep
+        where = " in the language model" if served.in_llm else ""
+        setting = "off" if served.is_off else f"{method} {share}{where}"
+        names = ",".join(offered(model_config).names) or NONE
+    hold = [name for name, hooks in tables.items() if not missing_hooks(hooks)]
+    return {
+        "version": sys.modules["tokenprune"].__version__,  # an import of it would close a circle
+        "setting": setting,
+        "profiles": names,
+        "vllm": vllm_version(),
+        "runner": "v2" if getattr(vllm_config, "use_v2_model_runner", False) else "v1",
+        "hooks": ",".join(hold + (answers.attached() if server is not None else [])) or NONE,
+    }
+
+
+def announce(engine: Any) -> None:
+    """Say what an engine of vLLM's starts with, and make its counters."""
+    model_config = engine.vllm_config.model_config
+    found = facts(engine.vllm_config)
+    metrics.inform(model_config, found)
+    if configured(model_config) is not None:
+        metrics.start_at_zero(model_config)
+    logger.info("%s", line(found))
+
+
+def line(found: Mapping[str, str]) -> str:
+    """Return the line of the log about these facts."""
+    state = f"on: {found['setting']}, profiles: {found['profiles'].replace(',', ', ')}"
+    if found["setting"] == NONE:
+        state = f"loaded, and no setting turns it on (--mm-processor-kwargs '{{\"{KEY}\": ...}}'): nothing is reduced"
+    tested = "tested" if found["vllm"] == TESTED else f"tested with {TESTED}"
+    return (
+        f"tokenprune {found['version']} is {state}; vLLM {found['vllm']} ({tested}), model runner {found['runner']}; "
+        f"hooks that hold: {found['hooks'].replace(',', ', ')}"
+    )

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of what served a request, in its answer: the header `x-tokenprune`, and beside vLLM's own usage details.
+
+vLLM has no place for a plugin to do this that is there without flags: `--middleware` and endpoint plugins have to be
+asked for by the operator. So we follow the function by which it adds its own middleware, and the one that writes the
+details. Where one of them is missing its half is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenprune.integrations.vllm.compat import missing_hooks
+from tokenprune.integrations.vllm.front.served import Served
+from tokenprune.integrations.vllm.setting.settings import KEY
+
+_SERVER = "vllm.entrypoints.launchers.app"
+HEADER_HOOKS = {"vllm.entrypoints.launchers.app:init_entrypoints_middleware": "args app supported_tasks"}
+USAGE_HOOKS = {"vllm.entrypoints.openai.chat_completion.serving:_make_prompt_tokens_details": ""}
+HEADER = "x-tokenprune"
+_Message = MutableMapping[str, Any]
+_Send = Callable[[_Message], Awaitable[None]]
+
+
+@dataclass
+class Exchange:
+    """A request over HTTP and its answer. header_id: the client's X-Request-Id. served: of each of its prompts with
+    images or videos; a batch has several."""
+
+    header_id: str | None = None
+    served: list[Served] = field(default_factory=list)
+
+    @property
+    def only(self) -> Served | None:
+        """The record of what served the request, if that is one thing."""
+        done = [one for one in self.served if one.done]
+        return done[0] if len(done) == 1 else None
+
+
+_exchange: ContextVar[Exchange | None] = ContextVar("tokenprune_exchange", default=None)
+
+
+def current() -> Exchange:
+    """Return the exchange in which this runs; one that nobody reads outside of any."""
+    return _exchange.get() or Exchange()
+
+
+def header(served: Served) -> str:
+    """Return the value of the header: `divprune;keep=0.25;profile=fast;by=name;in=576;out=144`."""
+    return (
+        f"{served.method};keep={served.keep};profile={served.profile};by={served.by};in={served.tokens_in};"
+        f"out={served.tokens_out}"
+    )
+
+
+class ServedHeader:
+    """ASGI middleware that adds the header to answers of requests with images or videos."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: _Message, receive: Any, send: _Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = dict(scope.get("headers") or ()).get(b"x-request-id")
+        exchange = Exchange(None if given is None else given.decode("latin-1"))
+
+        async def with_header(message: _Message) -> None:
+            if message["type"] == "http.response.start" and (served := exchange.only) is not None:
+                message["headers"] = [*message.get("headers", ()), (HEADER.encode(), header(served).encode())]
+            await send(message)
+
+        token = _exchange.set(exchange)
+        try:
+            await self.app(scope, receive, with_header)
+        finally:
+            _exchange.reset(token)
+
+
+def _with_middleware(add: Any) -> Any:
+    @functools.wraps(add)
+    def init_entrypoints_middleware(args: Any, app: Any, supported_tasks: Any) -> None:
+        add(args, app, supported_tasks)
+        app.add_middleware(ServedHeader)
+
+    return init_entrypoints_middleware
+
+
+def _with_details(make: Any) -> Any:
+    @functools.wraps(make)
+    def make_details(*args: Any, **kwargs: Any) -> Any:
+        details, served = make(*args, **kwargs), current().only
+        if details is not None and served is not None:
+            setattr(details, KEY, served.fields())
+        return details
+
+    return make_details
+
+
+_PLACES = {"header": (HEADER_HOOKS, _with_middleware), "usage": (USAGE_HOOKS, _with_details)}
+
+
+def attach() -> None:
+    """Add the header and the usage details from now on, in a process that has imported vLLM's server."""
+    if _SERVER not in sys.modules:
+        return
+    for hooks, wrap in _PLACES.values():
+        if missing_hooks(hooks):
+            continue
+        module, name = _place(hooks)
+        if not hasattr(getattr(module, name), "_tokenprune"):
+            wrapped = wrap(getattr(module, name))
+            wrapped._tokenprune = True
+            setattr(module, name, wrapped)
+
+
+def attached() -> list[str]:
+    """Return "header" and "usage", as far as they are added in this process."""
+    places = {kind: _place(hooks) for kind, (hooks, _) in _PLACES.items()}
+    return [kind for kind, (module, name) in places.items() if hasattr(getattr(module, name, None), "_tokenprune")]
+
+
+def _place(hooks: dict[str, str]) -> tuple[Any, str]:
+    """Return the module and the name of a hook; None for a module that nobody has imported."""
+    module, _, name = next(iter(hooks)).partition(":")
+    return sys.modules.get(module), name

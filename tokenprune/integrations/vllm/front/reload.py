@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Change without a restart: on SIGHUP a front end reads the file again that its setting names by `reload`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from functools import partial
+from typing import Any
+
+from tokenprune.integrations.vllm.front import announce, metrics
+from tokenprune.integrations.vllm.setting.configuration import configured, offered, read_again, replace_offer
+
+logger = logging.getLogger(announce.LOGGER)
+
+
+def listen(engine: Any) -> None:
+    """Have SIGHUP call `reload` for an engine whose setting names a file, in the process of a server. Programs that use
+    `LLM(...)` keep their signals for themselves."""
+    model_config = engine.vllm_config.model_config
+    if configured(model_config) is None or offered(model_config).file is None:
+        return
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if threading.current_thread() is threading.main_thread():
+        loop.add_signal_handler(signal.SIGHUP, partial(reload, engine))
+
+
+def reload(engine: Any) -> bool:
+    """Read the file of a server's setting again, for requests that come from now on. With a bad file all stays as it
+    was, which the log and `tokenprune:reloads_total` say; return False then."""
+    model_config = engine.vllm_config.model_config
+    before = offered(model_config)
+    try:
+        replace_offer(model_config, read_again(model_config))
+        engine.renderer.get_mm_processor().check_pixels()
+    except Exception as error:  # a server goes on, whatever an operator's file holds
+        replace_offer(model_config, before)
+        metrics.reloaded(model_config, "refused")
+        logger.warning("tokenprune: SIGHUP: %s is not taken, and the setting of before stays: %s", before.file, error)
+        return False
+    metrics.reloaded(model_config, "taken")
+    metrics.start_at_zero(model_config)
+    found = announce.facts(engine.vllm_config)
+    metrics.inform(model_config, found)
+    logger.info("tokenprune: SIGHUP: %s was read again. %s", before.file, announce.line(found))
+    return True
