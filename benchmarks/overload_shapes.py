@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenprune.integrations.vllm.setting.overload import Overload, Policy
+from tokenprune.integrations.vllm.setting.overload import Overload, StepInForce
 
 NUMBER, LANES, STEPS = 10_000, 8, (8, 32)
 SECONDS, KEEP = (1.0, 0.5, 0.3), (1.0, 0.5, 0.25)  # of a request at each step
@@ -38,7 +38,7 @@ def settings() -> dict[str, Choose]:
     names = ("half", "quarter")
     bare = Overload(STEPS, names, release=1.0, rise=0.0, dwell=0.0)
     fixed: dict[str, Choose] = {name: lambda *_, step=step: step for step, name in enumerate(("whole", *names))}
-    return fixed | {"compared anew": Policy(bare).take, "policy": Policy(Overload(STEPS, names)).take}
+    return fixed | {"compared anew": StepInForce(bare).take, "policy": StepInForce(Overload(STEPS, names)).take}
 
 
 def arrivals(gap: Callable[[random.Random, float], float], seed: int) -> list[float]:

@@ -23,7 +23,7 @@ from test_metrics import samples
 from test_pixels import photos, processor
 from test_plugin import config
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.front import announce, reload
+from tokenprune.integrations.vllm.front import reload
 from tokenprune.integrations.vllm.front.served import Served, TrackedSetting
 from tokenprune.integrations.vllm.setting.configuration import offered
 from tokenprune.integrations.vllm.setting.offer import LimitError, ProfileError
@@ -95,12 +95,13 @@ def test_a_bad_file_changes_nothing(
     engine: Any, file: Path, text: str | None, says: str, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    # A logger of the test's own: what an engine of another test made of vLLM's loggers is left alone.
+    monkeypatch.setattr(reload, "logger", logging.getLogger("of this test"))
     before, counted = offered(engine.vllm_config.model_config), samples("tokenprune:reloads_total", engine.name)
     file.unlink() if text is None else file.write_text(text)
     assert reload.reload(engine) is False
     assert offered(engine.vllm_config.model_config) is before
-    (record,) = [one for one in caplog.records if one.name == announce.LOGGER]
+    (record,) = [one for one in caplog.records if one.name == "of this test"]
     assert record.levelno == logging.WARNING and "the setting of before stays" in record.getMessage()
     assert re.search(says, record.getMessage())
     after = samples("tokenprune:reloads_total", engine.name)

@@ -97,6 +97,7 @@ def test_a_method_page_shows_what_stays_of_the_one_photograph() -> None:
 def test_a_method_page_has_its_row_of_numbers() -> None:
     made = generator("method_pages")
     row = made.row("divprune")
-    assert "| `divprune` | 86% | 84% | 76% | 68% |" in row  # benchmarks/results/all_methods-demo_qwen.jsonl
-    assert "| `pixelprune` | 86% | 41% |" in made.row("pixelprune")  # one target reached
+    assert "| `divprune` | 95.2 | 76.6 [70–82] | 84.4 [78–89] | 89.2 [84–93] |" in row  # docs/all-methods.md
+    assert "Not shown to beat `uniform` at 11 %." in row and "≤" not in row
+    assert made.row("pixelprune") == ""  # its tower takes whole grids alone
     assert "(../video-bench.md)" in made.row("evs") and made.row("view_select") == ""

@@ -109,7 +109,7 @@ def test_a_failure_in_the_second_block_takes_back_the_first(session, monkeypatch
         return see(ids, inputs)
 
     monkeypatch.setattr(session._stream, "see", fails)
-    monkeypatch.setattr(session, "_blocks", lambda frames: iter([block(2), block(2)]))
+    monkeypatch.setattr(session, "_blocks", lambda *given: iter([block(2), block(2)]))
     monkeypatch.setattr("tokenprune.workflows.session.as_frames", lambda frames: frames)
     with pytest.raises(MemoryError):
         session.see([1])

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.setting.overload import Overload, Policy
+from tokenprune.integrations.vllm.setting.overload import Overload, StepInForce
 
 ROOT = Path(__file__).parents[2]
 RULE = Overload((8, 32), ("normal", "fast"))
@@ -58,7 +58,7 @@ def test_a_step_is_left_well_below_its_number() -> None:
 
 
 def test_a_step_is_in_force_for_a_while() -> None:
-    policy = Policy(RULE)
+    policy = StepInForce(RULE)
     loads = ((0, 0), (1, 8), (1.9, 40), (2, 40), (6.9, 0), (7, 0), (7.9, 8), (8, 8), (12.9, 3), (13, 4), (13, 3))
     assert [policy.take(number, at) for at, number in loads] == [0, 1, 1, 2, 2, 0, 0, 1, 1, 1, 0]
 
@@ -67,7 +67,7 @@ def test_a_burst_gets_two_qualities() -> None:
     """24 requests within a tenth of a second, as they were once served in three."""
     rule = Overload((4, 12), ("half", "tenth"))
     for one, found in ((rule, {0, 1}), (Overload(rule.steps, rule.profiles, 1.0, 0.0, 0.0), {0, 1, 2})):
-        policy = Policy(one)
+        policy = StepInForce(one)
         assert {policy.take(number, number / 240) for number in range(24)} == found
 
 
@@ -77,7 +77,7 @@ LOADS = st.lists(st.tuples(st.floats(0, 3), st.integers(0, 60)), min_size=1, max
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(loads=LOADS, release=st.floats(0.05, 1), dwell=st.floats(0.1, 10))
 def test_no_load_makes_it_change_more_often(loads: list[tuple[float, int]], release: float, dwell: float) -> None:
-    policy, now, last, downs = Policy(Overload((8, 32), ("a", "b"), release, dwell / 5, dwell)), 0.0, -1e9, []
+    policy, now, last, downs = StepInForce(Overload((8, 32), ("a", "b"), release, dwell / 5, dwell)), 0.0, -1e9, []
     for wait, in_flight in loads:
         now += wait
         before = policy.step
@@ -113,7 +113,7 @@ def test_ten_thousand_requests(shapes: Any, kind: str, seed: int) -> None:
     assert len(times) == 10_000 and times == sorted(times)
     gaps = [b - a for a, b in itertools.pairwise(times[:500])]  # at one rate
     assert (statistics.stdev(gaps) > 1.5 * statistics.mean(gaps)) == (kind == "in bursts")
-    policy, downs = Policy(RULE), []
+    policy, downs = StepInForce(RULE), []
 
     def take(in_flight: int, now: float) -> int:
         before = policy.step

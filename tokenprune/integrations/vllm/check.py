@@ -38,7 +38,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpReply:
     """Status and text of an answer over HTTP, and the header by which the plugin says what served it."""
 
     status: int
@@ -69,7 +69,7 @@ class RemoteServer:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._key, self._timeout = key, timeout
 
-    def ask(self, path: str, body: Any = None) -> Answer:
+    def ask(self, path: str, body: Any = None) -> HttpReply:
         """Return an answer, whatever its status. Raises OSError if there is none."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         data = None if body is None else json.dumps(body).encode()
@@ -77,9 +77,9 @@ class RemoteServer:
             request = urllib.request.Request(self.url + path, data, headers)
             with urllib.request.urlopen(request, timeout=self._timeout) as found:
                 text = found.read().decode(errors="replace")
-                return Answer(found.status, text, found.headers.get(_HEADER, ""))
+                return HttpReply(found.status, text, found.headers.get(_HEADER, ""))
         except urllib.error.HTTPError as error:
-            return Answer(error.code, error.read().decode(errors="replace"))
+            return HttpReply(error.code, error.read().decode(errors="replace"))
         except (http.client.HTTPException, ValueError) as error:
             raise OSError(f"no HTTP: {error}") from error
 
@@ -196,7 +196,7 @@ def _tokens(server: RemoteServer, info: Mapping[str, str]) -> tuple[float, float
     return tuple(sum(value for stage, value in mine if stage == one) for one in ("in", "out"))  # type: ignore[return-value]
 
 
-def _ask(server: RemoteServer, model: str, url: str, kwargs: dict[str, Any] | None = None) -> Answer:
+def _ask(server: RemoteServer, model: str, url: str, kwargs: dict[str, Any] | None = None) -> HttpReply:
     """Return the answer to a question about an image."""
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is shown?"}]
     body: dict[str, Any] = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}

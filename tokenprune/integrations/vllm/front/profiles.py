@@ -26,7 +26,7 @@ from tokenprune.integrations.vllm.front.engines import on_start
 from tokenprune.integrations.vllm.front.served import BY_KEY, LOAD, NAME, Served, TrackedSetting, clean_id
 from tokenprune.integrations.vllm.setting.configuration import configured, in_llm, offered
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
-from tokenprune.integrations.vllm.setting.overload import Policy
+from tokenprune.integrations.vllm.setting.overload import StepInForce
 from tokenprune.integrations.vllm.setting.settings import KEY
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class RequestLoad:
 
     rendering: int = 0
     engine: Any = None  # a weak reference, which does not keep the engine alive
-    policy: Policy | None = None
+    policy: StepInForce | None = None
 
     @property
     def in_flight(self) -> int:
@@ -63,7 +63,7 @@ class RequestLoad:
         if rule is None:
             return DEFAULT
         if self.policy is None or self.policy.rule != rule:
-            self.policy = Policy(rule)
+            self.policy = StepInForce(rule)
         step = self.policy.take(self.in_flight, time.monotonic())
         metrics.step(model_config, step)
         return rule.profiles[step - 1] if step else DEFAULT

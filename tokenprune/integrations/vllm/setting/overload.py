@@ -72,7 +72,7 @@ class Overload:
 
 
 @dataclass
-class Policy:
+class StepInForce:
     """The rule at work in one front end: the step in force, and since when."""
 
     rule: Overload

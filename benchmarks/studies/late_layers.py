@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Until which layer does demo_smol's decoder read the image? All visual tokens are withdrawn at one layer (`vtw`).
+
+    python benchmarks/studies/late_layers.py    # 15 minutes on one core; goes on where it stopped
+
+Methods whose schedule leaves few tokens in late layers stand lower here than in papers. If the reason is that this
+decoder still reads the image there, then withdrawing it late costs answers. If it costs none, the reason is another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import calm_threads  # noqa: F401
+import torch
+from rich.table import Table
+
+from tokenprune.cli.common import get_console
+from tokenprune.profiling.model import load
+from tokenprune.setting import Setting
+from tokenprune_bench.backend import backend_of
+from tokenprune_bench.lines import Lines, read_lines
+from tokenprune_bench.metrics import metric_named
+from tokenprune_bench.significance import wilson
+from tokenprune_demo.heldout import load_heldout
+
+OUT = Path(__file__).parents[1] / "results/late_layers.jsonl"
+LAYERS = (30, 28, 26, 23, 20, 15)  # at whose input the image leaves; 30: never
+BATCH = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--every", type=int, default=8, help="ask about each n-th held-out image")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    subject = load("demo_smol", device="cpu", dtype="bfloat16")
+    backend, metric = backend_of(subject), metric_named(subject.metric)
+    asked = [one for one in load_heldout(folder=subject.heldout) if one.number % args.every == 0]
+    found = read_lines(args.out)
+    known = {record["layer"] for record, _ in found}
+    table = Table("visual tokens leave at layer", "right of", "right, %")
+    with Lines(args.out, found[-1][1] if found else 0) as lines:
+        for layer in LAYERS:
+            if layer in known:
+                continue
+            setting = None if layer == LAYERS[0] else Setting.of({"method": "vtw", "keep": layer / LAYERS[0]})
+            said: list[str] = []
+            with backend.answering(setting) as answer:
+                for first in range(0, len(asked), BATCH):
+                    said += answer(first, asked[first : first + BATCH])[0]
+            scores = metric.score(said, [one.answers for one in asked])
+            right = "".join(str(int(score >= 1)) for score in scores)
+            lines.write(
+                {"record": "result", "layer": layer, "every": args.every, "weights": subject.weights, "right": right}
+            )
+    for record, _ in read_lines(args.out):
+        right = record["right"]
+        share, (low, high) = right.count("1") / len(right), wilson(right.count("1"), len(right))
+        table.add_row(f"{record['layer']}", f"{len(right)}", f"{100 * share:.1f} [{100 * low:.0f}, {100 * high:.0f}]")
+    get_console().print(table)
+
+
+if __name__ == "__main__":
+    main()
