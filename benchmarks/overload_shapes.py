@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
+
 from tokenprune.integrations.vllm.setting.overload import Overload, StepInForce
 
 NUMBER, LANES, STEPS = 10_000, 8, (8, 32)

@@ -7,7 +7,6 @@ from typing import Any
 
 from tokenprune.shapes.model_config import SHIPPED
 from tokenprune.startup import require
-from tokenprune_bench.plan import DEFAULT_IMAGES
 
 
 def demo(module: str) -> Any:
@@ -20,6 +19,8 @@ def demo(module: str) -> Any:
 
 def sample_of(model: str | None) -> int:
     """Return the number of held-out images, videos or prompts asked about by default; None: the first model."""
+    from tokenprune_bench.plan import DEFAULT_IMAGES  # imports torch, which a command's completion does without
+
     if model not in SHIPPED:
         return DEFAULT_IMAGES
     found: int = require("tokenprune_demo", f"{model} is a model of another package").SAMPLES.get(model, DEFAULT_IMAGES)

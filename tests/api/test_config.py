@@ -220,7 +220,7 @@ def test_the_plugin_reads_a_setting_the_same_way(setting: dict[str, Any]) -> Non
 
 
 def test_none_means_the_default_of_patch_and_of_the_method(build: Callable) -> None:
-    for named, name, keep in ((None, "dart", 0.25), ("dyrate", "dyrate", 0.5)):
+    for named, name, keep in ((None, "divprune", 0.25), ("dyrate", "dyrate", 0.5)):
         with tokenprune.patched(build(LLAVA), named, keep=None) as model:
             (method,), (budget,) = model._tokenprune_patch.methods, model._tokenprune_patch.budgets
             assert (method.name, budget) == (name, tokenprune.Budget(keep))

@@ -45,7 +45,7 @@ def test_every_method_of_a_patch_has_a_line(llava) -> None:
 
 def test_the_defaults_are_written_out(llava) -> None:
     with tokenprune.patched(llava):
-        assert shown(llava) == ["tokenprune: dart(), keep=0.25, site=IN_LLM"]
+        assert shown(llava) == ["tokenprune: divprune(), keep=0.25, site=PRE_LLM"]
 
 
 def test_replacing_a_patch_replaces_its_line_and_a_failing_one_leaves_it(llava) -> None:

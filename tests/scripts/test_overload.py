@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tokenprune.integrations.vllm.setting.offer import Offer
-from tokenprune.integrations.vllm.setting.overload import Policy
+from tokenprune.integrations.vllm.setting.overload import StepInForce
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 
@@ -57,7 +57,7 @@ def test_the_rule_is_the_servers(overload: Any) -> None:
     given = {"profiles": {"a": {"off": True}, "b": {"off": True}}}
     given["overload"] = {"in_flight": [3, 7], "profiles": ["a", "b"]} | overload.BARE
     offer, rule = Offer.of(given, off, ServedSetting.of), overload.steps([3, 7], ["a", "b"], "default")
-    policy, names, loads = Policy(offer.overload), ["default", "a", "b"], [*range(20), *range(20, -1, -1)]
+    policy, names, loads = StepInForce(offer.overload), ["default", "a", "b"], [*range(20), *range(20, -1, -1)]
     assert [rule(number) for number in loads] == [names[policy.take(number, 0.0)] for number in loads]
 
 

@@ -101,6 +101,8 @@ def test_what_cannot_be_seen_leaves_the_session_as_it_was(bad, error: type, says
 
 def test_a_failure_in_the_second_block_takes_back_the_first(session, monkeypatch) -> None:
     before, see, calls = state(session), session._stream.see, []
+    made = block(2)
+    made["input_ids"] = torch.tensor([made["input_ids"]])  # as a processor hands them over
 
     def fails(ids, inputs):
         calls.append(1)
@@ -109,7 +111,7 @@ def test_a_failure_in_the_second_block_takes_back_the_first(session, monkeypatch
         return see(ids, inputs)
 
     monkeypatch.setattr(session._stream, "see", fails)
-    monkeypatch.setattr(session, "_blocks", lambda *given: iter([block(2), block(2)]))
+    monkeypatch.setattr(session, "_blocks", lambda *given: iter([made, made]))
     monkeypatch.setattr("tokenprune.workflows.session.as_frames", lambda frames: frames)
     with pytest.raises(MemoryError):
         session.see([1])
