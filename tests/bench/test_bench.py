@@ -253,11 +253,11 @@ def test_seeds_draw_differently(subject: Model) -> None:
 
 
 def test_what_a_model_does_not_support_is_skipped_with_the_reason(subject: Model) -> None:
-    # `downsample` takes a share, not a number of tokens.
-    plan = suite.BenchPlan(methods=("random",), keeps=(64,), images=1, repeats=0)
+    # `dynres` takes a share, not a number of tokens; `downsample`, a baseline, takes either.
+    plan = suite.BenchPlan(methods=("dynres",), keeps=(64,), images=1, repeats=0)
     records = list(suite.Bench(subject, plan).records())
-    assert [one["record"] for one in records] == ["header", "result", "result", "skipped"]
-    assert "a share" in records[-1]["reason"]
+    assert [one["record"] for one in records] == ["header", "result", "result", "result", "skipped"]
+    assert records[-1]["method"] == "dynres" and "a share" in records[-1]["reason"]
 
 
 def test_a_plan_is_checked_before_any_work() -> None:
