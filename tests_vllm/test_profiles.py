@@ -107,8 +107,8 @@ def answer(server: Server, path: str, body: Any, **headers: str) -> tuple[str | 
 
 
 def logged(server: Server, request: str) -> list[dict[str, Any]]:
-    told = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
-    return [one for one in told if one.get("request") == request]
+    lines = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
+    return [one for one in lines if one.get("request") == request]
 
 
 def test_answers_say_what_served_them(server: Server) -> None:
@@ -262,8 +262,8 @@ def test_profiles_are_counted(server: Server) -> None:
 
 def test_the_log_says_what_was_counted(server: Server) -> None:
     """Of the front end and of the engine, each a process; beside vLLM's own lines."""
-    told = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
-    requests = [one for one in told if one["event"] == "request"]
+    lines = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
+    requests = [one for one in lines if one["event"] == "request"]
     for profile in [*PROFILES, "default"]:
         count = sum(
             value
@@ -273,12 +273,12 @@ def test_the_log_says_what_was_counted(server: Server) -> None:
         mine = [one for one in requests if one["profile"] == profile]
         assert len(mine) == count and {one["tokens_out"] for one in mine if one["images"] == 1} == {LEFT[profile]}
     for event, name in (("refusal", "refusals"), ("selection", "selections")):
-        assert sum(one["event"] == event for one in told) == sum(server.counted(f"tokenprune:{name}_total").values())
-    assert "profile" not in {key for one in told if one["event"] == "refusal" for key in one}
+        assert sum(one["event"] == event for one in lines) == sum(server.counted(f"tokenprune:{name}_total").values())
+    assert "profile" not in {key for one in lines if one["event"] == "refusal" for key in one}
 
 
 def test_the_check_finds_it_on(server: Server) -> None:
-    """Where requests may not choose, by what the answer says."""
+    """A server whose requests may not choose is judged by the answer's header."""
     found = serve_check.check(serve_check.RemoteServer(server.url, timeout=CALL))
     assert found.code == 0 and "is loaded, setting divprune 0.25, profiles half, fast, ocr" in found.lines[0]
     assert re.search(

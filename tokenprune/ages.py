@@ -36,7 +36,7 @@ def checked_tiers(age: Any, step: Any) -> Tiers | None:
     for (earlier, more), (later, less) in pairwise(tiers):
         if later <= earlier:
             raise BudgetError(f"age: ages must rise, and {(later, less)} follows {(earlier, more)}")
-        if isinstance(less, float) and isinstance(more, float) and less > more:
+        if type(less) is type(more) and less > more:
             raise BudgetError(f"age: {(later, less)} keeps more than {(earlier, more)}, and older images may not")
     return None if all(kept == 1.0 and isinstance(kept, float) for _, kept in tiers) else tiers
 

@@ -66,6 +66,8 @@ class Budget:
         if self.age is not None and (given[0] not in ("keep", "tokens") or self.per != "image"):
             raise BudgetError('age= goes with keep= or tokens=, and with per="image"')
         object.__setattr__(self, "age", checked_tiers(self.age, self.step))
+        if self.age is None:
+            object.__setattr__(self, "step", 1)  # where tiers change nothing, so that a copy of it is no error
         value = getattr(self, given[0])
         if not _is_real(value) or value != value:  # NaN
             raise BudgetError(f"{given[0]} must be a number, not {value!r}")

@@ -43,11 +43,11 @@ def main() -> None:
     backend, metric = backend_of(subject), metric_named(subject.metric)
     asked = [one for one in load_heldout(folder=subject.heldout) if one.number % args.every == 0]
     found = read_lines(args.out)
-    known = {record["layer"] for record, _ in found}
+    known = {(record["layer"], record["every"]) for record, _ in found}
     table = Table("visual tokens leave at layer", "right of", "right, %")
     with Lines(args.out, found[-1][1] if found else 0) as lines:
         for layer in LAYERS:
-            if layer in known:
+            if (layer, args.every) in known:
                 continue
             setting = None if layer == LAYERS[0] else Setting.of({"method": "vtw", "keep": layer / LAYERS[0]})
             said: list[str] = []
@@ -59,7 +59,7 @@ def main() -> None:
             lines.write(
                 {"record": "result", "layer": layer, "every": args.every, "weights": subject.weights, "right": right}
             )
-    for record, _ in read_lines(args.out):
+    for record in (record for record, _ in read_lines(args.out) if record["every"] == args.every):
         right = record["right"]
         share, (low, high) = right.count("1") / len(right), wilson(right.count("1"), len(right))
         table.add_row(f"{record['layer']}", f"{len(right)}", f"{100 * share:.1f} [{100 * low:.0f}, {100 * high:.0f}]")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,7 +114,8 @@ def test_one_image_and_a_single_tier_are_as_without_age(build: Any) -> None:
     whole = model(**inputs).logits
     with tokenprune.patched(model, "divprune", keep=Budget(keep=1.0, age=AGE)):
         assert torch.equal(model(**inputs).logits, whole)
-    assert Budget(keep=0.5, age=((0, 1.0),)) == Budget(keep=0.5)
+    nothing = Budget(keep=0.5, age=((0, 1.0),), step=4)
+    assert nothing == replace(nothing, per="image") == Budget(keep=0.5)
 
 
 def test_ages_count_from_the_last_full_step() -> None:
@@ -141,6 +143,7 @@ def test_a_file_or_dict_says_the_same() -> None:
         ({"age": ((0, 0.5),)}, r"begins with \(0, 0.5\)"),
         ({"age": ((0, 1.0), (2, 0.5), (2, 0.25))}, r"ages must rise, and \(2, 0.25\)"),
         ({"age": ((0, 1.0), (1, 0.25), (2, 0.5))}, r"\(2, 0.5\) keeps more than \(1, 0.25\)"),
+        ({"age": ((0, 1.0), (2, 64), (8, 128))}, r"\(8, 128\) keeps more than \(2, 64\)"),
         ({"age": ((0, 1.0), (1, 0))}, r"\(1, 0\) must end with a share in \(0, 1\]"),
         ({"age": ((0, 1.0), (1, 1.5))}, r"\(1, 1.5\) must end with"),
         ({"age": ((0, 1.0), (True, 0.5))}, "must begin with a number of images"),

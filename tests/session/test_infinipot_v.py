@@ -60,7 +60,7 @@ def test_it_keeps_what_the_loops_keep(frames, cells, share, seed, tar, recent) -
 
 
 def ragged(seed: int = 0, heads: int = 3) -> PolicyView:
-    """What heads hold after a first compression: different entries each, as many."""
+    """Return a view as after a first compression: each head holds other entries, and as many."""
     whole, g = view_of(8, 6, heads=heads, seed=seed), torch.Generator().manual_seed(seed)
     places = torch.stack([torch.randperm(whole.count, generator=g)[:30].sort().values for _ in range(heads)])
 

@@ -119,7 +119,7 @@ def test_counters_speak_where_requests_may_not_choose(fake: Fake) -> None:
 
 
 def test_the_answer_speaks_before_the_counters(fake: Fake) -> None:
-    """Which others may move at the same time."""
+    """Counters that requests of others may move at the same time."""
     fake.trusts, fake.header, fake.left = False, True, FULL
     code, said = check(fake.url)
     assert code == 0 and "An image is reduced: 576 -> 144 visual tokens, by the answer's header: divprune;" in said

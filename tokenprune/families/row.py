@@ -98,6 +98,8 @@ class Family:
     apart: bool = False
     every_method: bool = False  # in the test suite
     sessions: bool = False  # sessions are tested on it
+    sessions_in_windows: bool = False  # also where layers have sliding windows
+    masks_by_type: bool = False  # transformers makes masks of token types, which must be as many as the keys
     stateful: bool = False
     static_cache: bool = True
     decoder_names: tuple[str, ...] = ("language_model",)

@@ -148,6 +148,8 @@ _EVERY_METHOD = (
         "gemma3",
         _BOTH_WAYS,
         sessions=True,
+        sessions_in_windows=True,
+        masks_by_type=True,
         square="always",
         unit_side=_pooled,
         vllm=Vllm("Gemma3ForConditionalGeneration", "Gemma 3", "an image or crop", per_run=True, nested=True),

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import base64
 import http.client
+import io
 import json
 import random
 import re
-import struct
 import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -190,7 +189,7 @@ def _reduced(server: RemoteServer, info: Mapping[str, str], model: str | None) -
 
 
 def _tokens(server: RemoteServer, info: Mapping[str, str]) -> tuple[float, float]:
-    """Visual tokens that the server has counted, in and out."""
+    """Return the visual tokens that the server has counted, in and out."""
     found = samples(server.ask("/metrics").text, "tokenprune:visual_tokens_total")
     mine = [(labels["stage"], value) for labels, value in found if labels["model_name"] == info["model_name"]]
     return tuple(sum(value for stage, value in mine if stage == one) for one in ("in", "out"))  # type: ignore[return-value]
@@ -206,12 +205,10 @@ def _ask(server: RemoteServer, model: str, url: str, kwargs: dict[str, Any] | No
 def drawn(seed: float) -> bytes:
     """Return a PNG that no server has seen: one half plain, the other of noise, so that every method finds something to
     leave out."""
-    draw = random.Random(seed)
+    from PIL import Image  # not for the help of commands
+
+    draw, made = random.Random(seed), io.BytesIO()
     plain = bytes(draw.randrange(256) for _ in range(3)) * (_SIDE // 2)
-    rows = b"".join(b"\0" + plain + draw.randbytes(3 * (_SIDE - _SIDE // 2)) for _ in range(_SIDE))
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 1)) + chunk(b"IEND", b"")
+    rows = b"".join(plain + draw.randbytes(3 * (_SIDE - _SIDE // 2)) for _ in range(_SIDE))
+    Image.frombytes("RGB", (_SIDE, _SIDE), rows).save(made, "PNG", compress_level=1)
+    return made.getvalue()

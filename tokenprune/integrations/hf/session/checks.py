@@ -49,14 +49,10 @@ def adapter_of(model: nn.Module) -> Adapter:
         )
     if DynamicLayer not in kinds:
         raise UnsupportedModelError(f"all layers of this {kind!r} have sliding windows: its cache is bounded as it is")
-    if DynamicSlidingWindowLayer in kinds and kind not in WINDOWED:
+    if DynamicSlidingWindowLayer in kinds and not SUPPORTED[kind].sessions_in_windows:
         raise UnsupportedModelError(f"this {kind!r} has sliding windows, on which its sessions are not tested")
     check_mode(model)
     return adapter
-
-
-# Families with sliding windows on which sessions are tested.
-WINDOWED = frozenset({"gemma3"})
 
 
 def session_families() -> list[str]:
