@@ -16,7 +16,7 @@ import rows  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 BENCH = RESULTS / "bench.jsonl"
-VIDEOS, SMALL_VIDEOS = RESULTS / "bench_videos.jsonl", RESULTS / "bench_small_videos.jsonl"
+VIDEOS = RESULTS / "bench_videos.jsonl"
 VIEWS = RESULTS / "bench_views.jsonl"
 SHOWN = ("Accuracy by kind of question", "Controls, which must fail")  # beside the first table of each run
 
@@ -47,13 +47,8 @@ def summary() -> str:
 
 
 def videos() -> str:
-    """Accuracy on large frames, of the kinds of questions that the model knows on them."""
-    return _tables(VIDEOS, first=False, kinds=("rare", "text", "still"))
-
-
-def small_videos() -> str:
-    """The same on smaller videos."""
-    return _tables(SMALL_VIDEOS)
+    """Accuracy on drawn videos, by kind of question."""
+    return _tables(VIDEOS)
 
 
 def views() -> str:
@@ -68,29 +63,23 @@ def plot() -> bytes:
     return plot_png(results_of(BENCH))
 
 
-def _tables(path: Path, first: bool = True, kinds: tuple[str, ...] = ()) -> str:
-    """Return the tables of kinds of questions and of controls, without columns that are empty; the others are one
-    command away. first: the table of costs and of accuracy overall, too. kinds: these kinds alone."""
+def _tables(path: Path) -> str:
+    """Return the tables of costs, of kinds of questions and of controls, without columns that are empty; the others
+    are one command away."""
     from tokenprune_bench.tables import tables, to_markdown
 
     costs, *others = tables(results_of(path))
-    shown = [one for one in others if one.title in SHOWN and (first or one.title == SHOWN[0])]
-    made = [costs, *shown] if first else shown
-    if kinds:
-        made = [_columns(one, [name in ("method", "keep", *kinds) for name in one.columns]) for one in made]
-    parts = [to_markdown(_filled_columns(one)).strip() for one in made]
+    shown = [one for one in others if one.title in SHOWN]
+    parts = [to_markdown(_filled_columns(one)).strip() for one in (costs, *shown)]
     name = path.relative_to(ROOT).as_posix()
-    left = ["costs and accuracy overall"] * (not first) + [f"*{one.title}*" for one in others if one not in shown]
+    left = [f"*{one.title}*" for one in others if one not in shown]
     more = f"{', '.join(left)}: `tokenprune report {name}` prints them." if left else ""
     return "\n\n".join([*parts, f"{more} Raw data: {link(path, '../')}, written by `tokenprune bench --json`.".strip()])
 
 
 def _filled_columns(table: Any) -> Any:
     """Return the table without the columns of which every cell is empty."""
-    return _columns(table, [any(row[place].text for row in table.rows) for place in range(len(table.columns))])
-
-
-def _columns(table: Any, taken: list[bool]) -> Any:
+    taken = [any(row[place].text for row in table.rows) for place in range(len(table.columns))]
     columns = tuple(compress(table.columns, taken))
     return replace(table, columns=columns, rows=[list(compress(row, taken)) for row in table.rows])
 

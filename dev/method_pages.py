@@ -17,7 +17,7 @@ import docs  # noqa: E402
 
 KEPT = ROOT / "docs/images/kept"
 RESULTS = ROOT / "benchmarks/results"
-IMAGES, VIDEOS = ROOT / "docs/all-methods.md", RESULTS / "bench_small_videos.jsonl"
+IMAGES, VIDEOS = ROOT / "docs/all-methods.md", RESULTS / "bench_videos.jsonl"
 BASELINES = {"rnd": "random", "uni": "uniform", "down": "downsample"}  # the marks of the table of all methods
 
 
@@ -75,7 +75,7 @@ def row(name: str) -> str:
     titles = ["questions about drawn videos right", "all tokens", *(f"{keep:.0%} of the tokens" for keep in keeps)]
     cells = [f"`{name}`", f"{found['unpatched', 1.0]:.0%}", *(f"{found[name, keep]:.0%}" for keep in keeps)]
     return (
-        f"{_table(titles, cells)}\n\nMeasured with `demo_qwen`, a small model that ships: [videos](../video-bench.md)."
+        f"{_table(titles, cells)}\n\nMeasured with `demo_video`, a small model that ships: [videos](../video-bench.md)."
     )
 
 

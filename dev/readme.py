@@ -202,7 +202,6 @@ PAGES = {
     "docs/guide/recover.md": {"recover": recover_page.recover},
     "docs/methods/pixelprune.md": {"documents": documents},
     "docs/video-bench.md": {
-        "small-videos": accuracy_pages.small_videos,
         "videos": accuracy_pages.videos,
         "views": accuracy_pages.views,
     },

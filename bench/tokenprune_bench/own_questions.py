@@ -25,3 +25,11 @@ def sample_of(model: str | None) -> int:
         return DEFAULT_IMAGES
     found: int = require("tokenprune_demo", f"{model} is a model of another package").SAMPLES.get(model, DEFAULT_IMAGES)
     return found
+
+
+def set_of(model: str | None) -> str:
+    """Return the set of our own questions that a model is asked by default; None: the first model."""
+    if model not in SHIPPED:
+        return "images"
+    found: str = require("tokenprune_demo", f"{model} is a model of another package").SETS.get(model, "images")
+    return found

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tokenprune.shapes.model_config import SHIPPED
+
 __version__ = "0.1.0"
 
 _HERE = Path(__file__).resolve().parent
-MODELS = {name: _HERE / "models" / name for name in ("demo_vlm", "demo_qwen", "demo_smol")}
+MODELS = {name: _HERE / "models" / name for name in SHIPPED}
 # Models that answer in a sentence, which ends in the answer, with its most tokens; others say a word.
 SENTENCES = {"demo_smol": 24}
 # Held-out images that a benchmark asks about by default, of models whose answers take a second.
 SAMPLES = {"demo_smol": 12}
+# The set that a benchmark asks a model, where it is not the held-out images.
+SETS = {"demo_video": "small-videos"}
 
 
 def checkpoint(name: str) -> Path:

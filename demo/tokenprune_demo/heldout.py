@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fixed held-out sets: drawn images that ship with the package, with questions of several kinds.
 
-`FOLDER` holds images of 224 x 224 pixels (of `demo_vlm`), `NATIVE` images of 112 to 448 pixels a side (of `demo_qwen`),
-`SMOL` images of 336 x 336 pixels (of `demo_smol`), more than half of them with photographs.
+`FOLDER` holds images of 224 x 224 pixels (of `demo_vlm`), `NATIVE` images of 112 to 448 pixels a side (of `demo_qwen`
+and `demo_video`), `SMOL` images of 336 x 336 pixels (of `demo_smol`), more than half of them with photographs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _open(path: Path) -> Image.Image:
 
 def heldout_of(model: str | None) -> Path:
     """Return the folder of the set that belongs to a model, by its name; None: the default model."""
-    return {"demo_qwen": NATIVE, "demo_smol": SMOL}.get(model or "", FOLDER)
+    return {"demo_qwen": NATIVE, "demo_video": NATIVE, "demo_smol": SMOL}.get(model or "", FOLDER)
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,52 @@ def test_packed_logits_are_those_of_single_prompts(subject, packed, monkeypatch)
             torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_tokens_say_the_moves_times_and_words_that_they_show(packed, seed):
+    """Against pixels that are counted one by one."""
+    from moments import SAID, said_by
+    from tokenprune_demo.drawn_videos import ANSWERS, draw_video
+
+    kinds, rows, columns = ("direction", "when", "text", "order"), 8, 9
+    video = draw_video(np.random.default_rng(seed), (columns * 16, rows * 16), kinds=kinds)
+    expected = {}
+    for question in video.questions:
+        begins = [min(frame for frame, _ in look) for look in question.looks]
+        for look, begin in zip(question.looks, begins, strict=True):
+            said = {question.kind: question.answer}
+            if question.kind == "order":  # of two things that come one after the other; the time, where it is clear
+                said = {"order": "first" if begin == min(begins) else "second"}
+                if begin in (1, 3, 5, 6):
+                    said["when"] = {1: "start", 3: "middle"}.get(begin, "end")
+            for frame, (left, top, right, bottom) in look:
+                for row, column in np.ndindex(rows, columns):
+                    shown = sum(
+                        left <= x < right and top <= y < bottom
+                        for y in range(16 * row, 16 * row + 16)
+                        for x in range(16 * column, 16 * column + 16)
+                    )
+                    for kind, answer in said.items() if shown >= 0.35 * 256 else ():
+                        cell = (frame // 2) * rows * columns + row * columns + column
+                        expected[SAID.index(kind), cell] = ANSWERS[kind].index(answer)
+    found = said_by(video, rows, columns)
+    assert {question.kind for question in video.questions} == set(kinds)
+    assert {
+        (kind, cell): int(found[kind, cell]) for kind, cell in zip(*np.nonzero(found >= 0), strict=True)
+    } == expected
+
+
+def test_a_tower_that_tells_frames_apart_sees_an_image_as_before(subject, packed):
+    import fast
+
+    image = np.random.default_rng(3).integers(0, 256, (1, 112, 128, 3), dtype=np.uint8)
+    patches = fast.to_patches(torch.from_numpy(np.stack([image, image], 1)))
+    weight = subject.model.model.visual.patch_embed.proj.weight.detach()
+    before = torch.nn.functional.linear(patches, weight.flatten(1))
+    part = torch.randn(weight[:, :, 0].shape, generator=torch.Generator().manual_seed(0))
+    apart = torch.stack([weight[:, :, 0] + part, weight[:, :, 1] - part], 2)
+    torch.testing.assert_close(torch.nn.functional.linear(patches, apart.flatten(1)), before, atol=2e-3, rtol=0)
+
+
 def test_without_torchvision_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers does in an environment that has none."""
 

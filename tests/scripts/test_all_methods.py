@@ -96,7 +96,7 @@ def test_rows_of_other_questions_are_not_mixed(rows: Path, call: Callable[..., i
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--model", "llava"], "'llava' is none of demo_vlm, demo_qwen, demo_smol"),
+        (["--model", "llava"], "'llava' is none of demo_vlm, demo_qwen, demo_video, demo_smol"),
         (["--methods", "fastvv"], "did you mean 'fastv'"),
         (["--targets", "64"], "a share of the unpatched model's visual tokens"),
         (["--targets", "1.5"], "is no share"),

@@ -37,7 +37,7 @@ ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Directory, hub id, demo_qwen, demo_smol or demo_vlm; default: demo_vlm.",
+        help="Directory, hub id, demo_qwen, demo_smol, demo_video or demo_vlm; default: demo_vlm.",
         autocompletion=complete_models,
     ),
 ]

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from tokenprune.shapes.model_config import SHIPPED
+
 _FOLDER = Path(__file__).parent.parent / "methods"
 _REGISTERED = re.compile(r"^@register\(\s*\"(\w+)\"", re.MULTILINE)
 _LAST = re.compile(r"^(.*[,+])?([^,+]*)$", re.DOTALL)
@@ -34,7 +36,7 @@ def complete_of(*values: str) -> Callable[[str], list[str]]:
 
 def complete_models(incomplete: str) -> list[str]:
     """Return the models that ship, and the folders that begin like this."""
-    shipped = [name for name in ("demo_qwen", "demo_smol", "demo_vlm") if name.startswith(incomplete)]
+    shipped = [name for name in sorted(SHIPPED) if name.startswith(incomplete)]
     path = Path(incomplete)
     folder, begun = (path, "") if incomplete.endswith("/") else (path.parent, path.name)
     if not incomplete or not folder.is_dir():

@@ -160,8 +160,9 @@ def demo_model(name: str = "demo_vlm", *, device: str | None = None) -> tuple[An
     """Return (model, processor) of a model of tokenprune-demo, ready for `patch`; nothing is downloaded.
 
     name: "demo_vlm", a LLaVA of 4.5 M parameters, or "demo_qwen", a Qwen2.5-VL of 4.8 M, which answer questions about
-    drawn scenes in a word; "demo_smol", a LLaVA around the pretrained SmolLM2-135M, answers in a sentence and needs
-    another package. device: where torch shall put it; default: a CUDA device if there is one.
+    drawn scenes in a word; "demo_video", trained on from demo_qwen, answers those about drawn videos; "demo_smol", a
+    LLaVA around the pretrained SmolLM2-135M, answers in a sentence and needs another package.
+    device: where torch shall put it; default: a CUDA device if there is one.
     Raises OptionError for another name, MissingPackageError where tokenprune-demo is not installed.
     """
     if name not in SHIPPED:
@@ -182,7 +183,7 @@ def _shown(images: Sequence[Any], labels: Sequence[str]) -> list[dict[str, Any]]
 def load(
     model: str | None = None, *, device: str | None = None, dtype: str = "auto", suffix: str | None = None
 ) -> Model:
-    """Load a shipped model ("demo_vlm", the default, "demo_qwen" or "demo_smol"), or a local directory or hub id.
+    """Load a shipped model ("demo_vlm", the default, or another of `SHIPPED`), or a local directory or hub id.
 
     device: where torch shall put it; default: a CUDA device if there is one. dtype: "auto" or the name of a dtype.
     suffix: text added to every question; default: nothing for the shipped models, `SHORT` for others.

@@ -9,7 +9,8 @@ from typing import Any
 from tokenprune.errors import TokenPruneError
 from tokenprune.startup import require, torch_hidden
 
-SHIPPED = ("demo_vlm", "demo_qwen", "demo_smol")  # models of tokenprune-demo; the first is the default of commands
+# Models of tokenprune-demo; the first is the default of commands.
+SHIPPED = ("demo_vlm", "demo_qwen", "demo_video", "demo_smol")
 
 
 def shipped_folder(model: str | Path) -> Path | None:

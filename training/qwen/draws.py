@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from moments import draw_moments, said_by
 from native_scenes import draw_native, photographs
 from packing import Asked, Shown
 from questions import IMAGE_KINDS, MIX, choose
@@ -19,6 +20,7 @@ from tokenprune_demo.drawn_views import VIEW_KINDS, draw_views
 KINDS = (*IMAGE_KINDS, *VIDEO_KINDS, *VIEW_KINDS)
 # Positions from one pair of frames to the next: 2 where the processor is told no frame rate, 24 at two frames a second.
 # With others between them, 4 would be the third pair here and the second there, and no token could tell its time.
+WEIGHT = {"text": 2.0, "when": 2.0, "order": 2.0}  # of kinds that come last
 INTERVALS, OFTEN = (2, 24), (0.8, 0.2)
 
 
@@ -51,15 +53,16 @@ def draw_questions(
     return np.stack([s.pixels for s in scenes])[:, None], shown, [choose(rng, s, mix) for s in scenes]
 
 
-def draw_moving(seed, tokens=1600, low=7, high=9, split="train"):
+def draw_moving(seed, tokens=1600, low=7, high=10, large=0.15, most=14, split="train"):
     """Draw a batch of videos, each asked all that it answers."""
     rng, photos = np.random.default_rng(seed), photographs(split)
-    h, w = (int(v) for v in rng.integers(low, high + 1, 2))
+    h, w = grid(rng, low, high, large, most)
     videos = [draw_video(rng, (w * CELL, h * CELL), photos=photos) for _ in range(rows_of(tokens, 4 * h * w))]
     frames = np.stack([np.stack([np.asarray(frame) for frame in video.frames]) for video in videos])
     shown = (Shown((frames.shape[1] // FRAMES, h, w), video=True, interval=int(rng.choice(INTERVALS, p=OFTEN))),)
-    asked = [[Asked(q.kind, q.text, q.answer) for q in video.questions] for video in videos]
-    return frames.reshape(len(videos), -1, FRAMES, *frames.shape[2:]), shown, asked
+    asked = [[Asked(q.kind, q.text, q.answer, WEIGHT.get(q.kind, 1.0)) for q in video.questions] for video in videos]
+    said = np.stack([said_by(video, h, w) for video in videos])
+    return frames.reshape(len(videos), -1, FRAMES, *frames.shape[2:]), shown, asked, said
 
 
 def draw_several(seed, tokens=1600, split="train"):
@@ -82,11 +85,14 @@ def draw_several(seed, tokens=1600, split="train"):
     return pixels[:, :, None], shown, rows
 
 
-def draw_any(seed, videos=0.0, several=0.0, split="train", **images):
-    """Draw a batch of one of the three sorts; videos, several: shares of the batches."""
-    part = np.random.default_rng((*seed, 77)).random()
+def draw_any(seed, videos=0.0, several=0.0, moments=0.0, split="train", **images):
+    """Draw a batch of one of the four sorts; videos, several, moments: shares of the batches."""
+    rng = np.random.default_rng((*seed, 77))
+    part = rng.random()
     if part < videos:
         return draw_moving(seed, split=split)
     if part < videos + several:
         return draw_several(seed, split=split)
+    if part < videos + several + moments:
+        return draw_moments(seed, int(rng.choice(INTERVALS, p=OFTEN)), split=split)
     return draw_questions(seed, split=split, **images)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the checkpoint of a training state: python training/qwen/export_qwen.py [state.pt] [folder]."""
+"""Write the checkpoint of a training state: python training/qwen/export_qwen.py [state.pt] [folder] [dtype].
+
+dtype: that of the numbers in the file (float32, bfloat16); they are loaded as float32 either way.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def main() -> None:
     folder = Path(sys.argv[2] if len(sys.argv) > 2 else "demo/tokenprune_demo/models/demo_qwen")
     model = build_model()
     model.load_state_dict(torch.load(state)["model"])
-    export(model, folder)
+    export(model.to(getattr(torch, sys.argv[3] if len(sys.argv) > 3 else "float32")), folder)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,8 @@ def export(model: Qwen2_5_VLForConditionalGeneration, folder: Path) -> None:
     for path in (fresh, old):
         shutil.rmtree(path, ignore_errors=True)
     model.save_pretrained(fresh)
+    config = fresh / "config.json"  # it names the dtype of the loaded model, whatever the file has
+    config.write_text(config.read_text(encoding="utf-8").replace('"bfloat16"', '"float32"'), encoding="utf-8")
     build_processor().save_pretrained(fresh)
     readme = folder / "README.md"
     if readme.exists():

@@ -46,6 +46,13 @@ class Log:
         self.steps, self.before = state["steps"], state["clock"]
         return state
 
+    def start_from(self, checkpoint: Path, model: torch.nn.Module) -> dict:
+        """Take the weights of an exported checkpoint, and clock and steps of the last line of the log."""
+        model.load_state_dict(type(model).from_pretrained(checkpoint).state_dict())
+        last = json.loads(self.path.read_text(encoding="utf-8").splitlines()[-1])
+        self.before, self.steps = last["time"], {last["stage"]: last["step"]}
+        return {}
+
 
 def rate(progress: float, step: int, decay: float, warm: int = 60) -> float:
     """Trapezoid: warm-up over `warm` steps, flat, then a linear fall to 3 % over the last `decay` of the stage."""

@@ -15,13 +15,16 @@ from torch import nn
 import fast
 from dense import CellHead
 from draws import KINDS, draw_any, draw_moving, draw_questions, draw_several
+from moments import said_loss
 from packing import Head, pack
 from questions import MIX
 from qwen_model import CELL, build_model
 from qwen_vocabulary import ID
 from running import Batches, Log, rate
 
+SHIPPED = Path(__file__).parent.parent.parent / "demo/tokenprune_demo/models/demo_qwen"
 PADS = (ID["<|image_pad|>"], ID["<|video_pad|>"])
+SAID = 5.0  # weight of what visual tokens say of directions and times, beside the losses of `PlaceHead`
 ROOM = 4096  # positions of a batch: beyond, the compiled functions are compiled anew
 
 
@@ -93,7 +96,7 @@ def prepared(shown, rows) -> dict[str, torch.Tensor]:
 
 
 def losses(model, batch, learn_tower: bool, place: PlaceHead | None = None):
-    pixels, shown, rows = batch
+    pixels, shown, rows, *said = batch
     packed = prepared(shown, rows)
     while packed["ids"].numel() > ROOM:
         rows = rows[: min(len(rows) - 1, ROOM // packed["ids"].shape[1])]
@@ -105,7 +108,12 @@ def losses(model, batch, learn_tower: bool, place: PlaceHead | None = None):
     each = F.cross_entropy(logits, packed["label"][where], reduction="none")
     weight = packed["weight"][where]
     loss = (each * weight).sum() / weight.sum()
-    extra = place.loss(states[place.LAYER - 1], shown, packed["visual"]) if place else 0.0
+    if place is None:
+        return (loss, 0.0), logits, packed
+    state = states[place.LAYER - 1]
+    extra = place.loss(state, shown, packed["visual"])
+    if said:
+        extra = extra + SAID * said_loss(model.model.language_model, state[:, packed["visual"]], said[0][: len(rows)])
     return (loss, extra), logits, packed
 
 
@@ -155,6 +163,7 @@ def main() -> None:
     add("--level", type=float, default=0.0, help="least fullness of a scene; 1: as full as the benchmark's")
     add("--square", type=float, default=0.0, help="share of image batches of 128 x 128 pixels")
     add("--videos", type=float, default=0.0, help="share of batches of videos")
+    add("--moments", type=float, default=0.0, help="share of batches of videos full of moves and short appearances")
     add("--several", type=float, default=0.0, help="share of batches of several images a prompt")
     add("--mix", default="", help="questions per image, such as position=3,count=1 (others keep their default)")
     add("--eval-seconds", type=float, default=240)
@@ -162,13 +171,14 @@ def main() -> None:
     add("--log", type=Path, default=Path("training/qwen/log.jsonl"))
     add("--stop", type=Path, default=Path("runs/stop"), help="a file whose presence ends the stage")
     add("--compile", type=int, default=1)
+    add("--shipped", action="store_true", help="start from the shipped checkpoint and the clock of the log")
     add("--fresh", action="store_true", help="start the language model anew from the tower's state")
     add("--place", type=float, default=0.1, help="weight of the loss of PlaceHead")
     add("--note", default="", help="why this stretch was begun, for the log")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, head, place, log = build_model(args.seed), CellHead(), PlaceHead(), Log(args.log, args.run)
-    state = log.load(model=model, head=head, place=place)
+    state = log.start_from(SHIPPED, model) if args.shipped else log.load(model=model, head=head, place=place)
     if args.fresh:
         prepare(model)
     visual, language = model.model.visual, model.model.language_model
@@ -176,7 +186,7 @@ def main() -> None:
     if args.tower_lr:
         groups.append({"params": list(visual.parameters()), "share": args.tower_lr})
     optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.02, betas=(0.9, 0.98))
-    before = [len(g["params"]) for g in state["optimizer"]["param_groups"]]
+    before = [len(g["params"]) for g in state["optimizer"]["param_groups"]] if "optimizer" in state else None
     if not args.fresh and before == [len(g["params"]) for g in groups]:
         optimizer.load_state_dict(state["optimizer"])
     if args.compile:
@@ -187,10 +197,10 @@ def main() -> None:
     settings = {k: v for k, v in vars(args).items() if k not in ("run", "log", "stop")}
     log.write(event="start", stage="questions", **settings)
     key = (args.seed, 2, int(log.clock()))
-    shares = {"square": args.square, "videos": args.videos, "several": args.several}
+    shares = {"square": args.square, "videos": args.videos, "several": args.several, "moments": args.moments}
     batches = Batches(draw_any, key, 0, tokens=args.tokens, mix=mix, level=args.level, **sizes, **shares)
     held = [draw_questions((987, 2, i), 1200, **sizes, mix=MIX, split="heldout") for i in range(8)]
-    if args.videos:
+    if args.videos or args.moments:
         held += [draw_moving((987, 3, i), split="heldout") for i in range(8)]
     if args.several:
         held += [draw_several((987, 4, i), split="heldout") for i in range(8)]

@@ -83,13 +83,13 @@ def bench(
         ),
     ] = None,
     set_: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--set",
-            help="Which of our own questions: images, videos (eight frames, eight kinds), small-videos (of 144 "
-            "pixels a side, as demo_qwen knows them), views (six images a prompt), documents (pages, screens, charts).",
+            help="Which of our own questions: images (default), videos (eight frames, eight kinds), small-videos (144 "
+            "pixels a side; default of demo_video), views (six images a prompt), documents (pages, screens, charts).",
         ),
-    ] = "images",
+    ] = None,
     evidence: Annotated[
         bool,
         typer.Option(
@@ -141,7 +141,7 @@ def bench(
     from tokenprune_bench.data import left_out, load_data, read_columns
     from tokenprune_bench.group import joined
     from tokenprune_bench.metrics import metric_named
-    from tokenprune_bench.own_questions import sample_of
+    from tokenprune_bench.own_questions import sample_of, set_of
     from tokenprune_bench.report.drawing import Wanted
     from tokenprune_bench.report.runs import finished_run
     from tokenprune_bench.suite import BenchPlan
@@ -149,6 +149,7 @@ def bench(
     engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
     engines.check()
     significance.wilson(1, 2)  # a missing scipy is said before the work, not after it
+    set_ = set_ or ("images" if data is not None else set_of(model))
     check_set(set_, evidence, data, backend, html, plot, samples, sample)
     wanted = Wanted.of(0 if evidence else samples, sample, run, here=backend == "hf")
     if metric is not None:

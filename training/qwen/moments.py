@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Videos full of moves and short appearances, and what each of their visual tokens should say about time.
+
+A thing that moves has its direction, and one that is there for two frames has its time, as a word of the answer on
+the visual tokens that show it. As the tower says colours in the decoder's words, and colours were looked up at once,
+so a direction or a time becomes a thing to look up. The loss says nothing about where to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import fast
+from native_scenes import photographs
+from packing import Asked, Shown
+from qwen_model import CELL, FRAMES
+from qwen_vocabulary import ID
+from tokenprune_demo.drawn_videos import ANSWERS, DrawnVideo, Place, draw_video
+
+IGNORE = -100
+SAID = ("direction", "when", "text", "order")  # kinds whose answers the visual tokens of their things should say
+GROUPS = tuple(torch.tensor([ID[word] for word in ANSWERS[kind]]) for kind in SAID)
+# The kinds of a video, the later ones where there is room: two of those that need time, and a few of the others.
+ALWAYS, OTHERS = ("direction", "when", "order", "order"), ("text", "rare", "change", "still", "when", "events")
+_TIMES = {1: 0, 3: 1, 5: 2, 6: 2}  # the first frame of a short appearance, and its answer of `when`
+LEAST = 0.35  # share of a token's cell that a thing must cover
+
+
+def draw_moments(seed, interval: int, tokens=1600, low=7, high=10, always=ALWAYS, split="train"):
+    """Draw a batch of videos as `draws.draw_moving` does, with the labels of their visual tokens as a fourth part."""
+    rng, photos = np.random.default_rng(seed), photographs(split)
+    h, w = (int(v) for v in rng.integers(low, high + 1, 2))
+    videos = []
+    for _ in range(int(np.clip(round(tokens / (4 * h * w)), 2, 20))):
+        kinds = [*always, *(OTHERS[i] for i in rng.permutation(len(OTHERS))[:4])]
+        kinds = [kinds[i] for i in rng.permutation(len(kinds))]
+        videos.append(draw_video(rng, (w * CELL, h * CELL), photos=photos, kinds=kinds))
+    frames = np.stack([np.stack([np.asarray(frame) for frame in video.frames]) for video in videos])
+    shown = (Shown((frames.shape[1] // FRAMES, h, w), video=True, interval=interval),)
+    asked = [[Asked(q.kind, q.text, q.answer) for q in video.questions] for video in videos]
+    said = np.stack([said_by(video, h, w) for video in videos])
+    return frames.reshape(len(videos), -1, FRAMES, *frames.shape[2:]), shown, asked, said
+
+
+def said_by(video: DrawnVideo, h: int, w: int) -> np.ndarray:
+    """Return for each kind of `SAID` the number of the answer of each visual token, or `IGNORE`: [4, t * h * w]."""
+    pairs = len(video.frames) // FRAMES
+    said = np.full((len(SAID), pairs, h, w), IGNORE, np.int64)
+    left, top = np.arange(w) * CELL, np.arange(h) * CELL
+
+    def say(places: Iterable[Place], kind: str, answer: int) -> None:
+        for frame, (x0, y0, x1, y1) in places:
+            wide = np.clip(np.minimum(left + CELL, x1) - np.maximum(left, x0), 0, None)
+            high = np.clip(np.minimum(top + CELL, y1) - np.maximum(top, y0), 0, None)
+            said[SAID.index(kind), frame // FRAMES][np.outer(high, wide) >= LEAST * CELL**2] = answer
+
+    for question in video.questions:
+        if question.kind == "order":
+            begins = [min(frame for frame, _ in look) for look in question.looks]
+            for look, begin in zip(question.looks, begins, strict=True):
+                say(look, "order", int(begin != min(begins)))
+                if begin in _TIMES:
+                    say(look, "when", _TIMES[begin])
+        elif question.kind in SAID:
+            say(question.boxes, question.kind, ANSWERS[question.kind].index(question.answer))
+    return said.reshape(len(SAID), -1)
+
+
+def said_loss(language, state: torch.Tensor, said: np.ndarray) -> torch.Tensor:
+    """Return the cross-entropy of what the states of the visual tokens [B, n, d] say, read as the output is."""
+    words = fast.rms(state, language.norm)
+    total = state.new_zeros(())
+    for number, group in enumerate(GROUPS):
+        target = torch.from_numpy(said[:, number])
+        here = target >= 0
+        if here.any():
+            total = total + F.cross_entropy(words[here] @ language.embed_tokens.weight[group].T, target[here])
+    return total
