@@ -13,12 +13,13 @@ from torch import Tensor
 
 from tokenprune.errors import BudgetError, SessionError, UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.session.anchors import reanchor
 from tokenprune.integrations.hf.session.checks import check_mode, generate_options, place_of
+from tokenprune.integrations.hf.session.limits import Limits
 from tokenprune.integrations.hf.session.memory import TOKEN, Memory
 from tokenprune.integrations.hf.session.positions import (
     axes,
     block_positions,
-    check_horizon,
     frames_and_cells,
     text_positions,
 )
@@ -31,7 +32,8 @@ _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_id
 @dataclass(frozen=True)
 class Progress:
     """Numbers of a stream: tokens and frames of the decoder seen, frames that were shown, the next position,
-    compressions, and the most bytes of keys and values at once; opened: a first turn has begun."""
+    compressions, the most bytes of keys and values at once, and how often positions moved down; opened: a first turn
+    has begun."""
 
     tokens: int = 0
     frames: int = 0
@@ -39,21 +41,8 @@ class Progress:
     next: int = 0
     compressions: int = 0
     peak: int = 0
+    reanchored: int = 0
     opened: bool = False
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of a stream: visual entries of each layer, the share that a compression leaves, the greatest position."""
-
-    memory: int
-    share: float
-    horizon: int
-
-    @property
-    def target(self) -> int:
-        """The number of visual entries that a compression leaves."""
-        return max(1, int(self.memory * self.share))
 
 
 class Stream:
@@ -68,6 +57,16 @@ class Stream:
         """Forget everything."""
         self.memory = Memory(self.adapter.text_config, axes(self.adapter), self.place[0])
         self.progress = Progress()
+
+    @property
+    def text(self) -> int:
+        """The number of entries of text."""
+        return self.memory.held - self.memory.visual
+
+    @property
+    def room(self) -> int:
+        """The number of visual entries that may be held."""
+        return self.limits.room(self.text)
 
     def open(self, shown: int = 0) -> None:
         """Note that the first turn has begun, and how many frames were shown."""
@@ -105,10 +104,10 @@ class Stream:
         of_frames, frames = frames_and_cells(self.adapter, ids, inputs)
         if not frames:
             raise SessionError("nothing to see: input_ids hold no placeholder of an image or video")
-        if ids.shape[1] > self.limits.memory:
+        if ids.shape[1] > self.room:
             raise BudgetError(
-                f"a block of {frames} frames has {ids.shape[1]} tokens, and memory={self.limits.memory}: raise "
-                "memory=, pass a smaller block=, or smaller frames"
+                f"a block of {frames} frames has {ids.shape[1]} tokens, and memory={self.limits.given!r} has room for "
+                f"{self.room}: raise memory=, pass a smaller block=, or smaller frames"
             )
         of_frames[0] += self.progress.frames  # all tokens of a block belong to a frame
         try:
@@ -116,22 +115,32 @@ class Stream:
         except ValueError as error:
             raise SessionError(f"the model refuses this block: {' '.join(str(error).split())}") from error
         self.progress = replace(self.progress, frames=self.progress.frames + frames)
-        if self.memory.visual > self.limits.memory:
-            self.memory.compress(self.policy, self.limits.target, self.progress.compressions, self.seed)
-            self.progress = replace(self.progress, compressions=self.progress.compressions + 1)
+        self._compress()
         return logits
 
     def say(self, ids: Tensor) -> Tensor:
         """Take in text, and return the logits of the last token. ids: long `[1, n]`."""
         if any((ids == token).any() for token in self.adapter.placeholders.values()):
             raise SessionError("text holds the placeholder of an image or video: hand frames to see()")
-        return self._forward(ids, {}, torch.full((2, ids.shape[1]), -1))
+        self.limits.check(self.text + ids.shape[1], self.policy.pinned)
+        logits = self._forward(ids, {}, torch.full((2, ids.shape[1]), -1))
+        self._compress()
+        return logits
+
+    def _compress(self) -> None:
+        """Have the policy choose what stays, where the memory is over."""
+        if self.memory.visual > self.room:
+            step = self.progress.compressions
+            self.memory.compress(self.policy, self.limits.target(self.text), step, self.seed)
+            self.progress = replace(self.progress, compressions=step + 1)
 
     @torch.no_grad()
     def _forward(self, ids: Tensor, inputs: Mapping[str, Any], of_frames: Tensor) -> Tensor:
         ids = ids.to(self.place[0])
         positions, behind = block_positions(self.adapter, ids, inputs, self.progress.next)
-        check_horizon(int(positions.max()), self.limits.horizon)
+        if self._past(int(positions.max())):
+            positions, behind = block_positions(self.adapter, ids, inputs, self.progress.next)
+        self.limits.check_position(int(positions.max()))
         output = self.model(
             input_ids=ids,
             position_ids=positions if len(positions) > 1 else positions[0],
@@ -143,6 +152,15 @@ class Stream:
         )
         self._note(ids, positions, of_frames, behind)
         return output.logits[:, -1]
+
+    def _past(self, last: int) -> bool:
+        """Return whether a position is past the horizon, and positions have moved down for it."""
+        if last <= self.limits.horizon or not self.limits.reanchor:
+            return False
+        down = reanchor(self.memory, self.adapter)
+        number = self.progress.reanchored + (down > 0)
+        self.progress = replace(self.progress, next=self.progress.next - down, reanchored=number)
+        return down > 0
 
     def _note(self, ids: Tensor, positions: Tensor, of_frames: Tensor, behind: int) -> None:
         """Note the tokens that were added to the cache."""
@@ -176,8 +194,14 @@ class Stream:
         given = generate_options(self.model, dict(options))
         held, asked = self.memory.held, ids.shape[1]
         ids = ids.to(self.place[0])
-        most = given.get("max_new_tokens") or 1
-        check_horizon(self.progress.next + asked + most - 1, self.limits.horizon)
+        last = self.progress.next + asked + (given.get("max_new_tokens") or 1) - 1
+        if last > self.limits.horizon and self.limits.reanchor:
+            other = self.fork()  # a question moves nothing in the stream
+            if other._past(last):
+                answer = other.ask(ids, options)
+                self.progress = replace(self.progress, peak=other.progress.peak)
+                return answer
+        self.limits.check_position(last)
         # Ids of what is held stand for the cache, so that penalties for repetition read what they would in a prompt.
         known = self.memory.tables[0][TOKEN, :1].long()
         positions = text_positions(self.adapter, self.progress.next, asked, ids.device)
