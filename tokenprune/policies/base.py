@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,6 +13,8 @@ from tokenprune.options import ReprIsCall, check_options
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+PROXY_ATTENTION = "proxy_attention"  # what a policy may need beside keys and values
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class PolicyView:
     layers: int
     step: int
     seed: int
+    proxy_attention: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -51,11 +55,13 @@ class Policy(ReprIsCall):
     """The base of policies: frozen dataclasses that choose which visual entries of a session's cache stay.
 
     A policy keeps no state, and sees neither text nor questions. shared: it is asked once, with the view of the first
-    layer that can be cut, and all layers and heads keep the same entries; else it is asked for each such layer.
+    layer that can be cut, and all layers and heads keep the same entries; else it is asked for each such layer. needs:
+    {"proxy_attention"} for a policy that reads it.
     """
 
     name: ClassVar[str] = ""
     shared: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -64,6 +70,12 @@ class Policy(ReprIsCall):
     def pinned(self) -> int:
         """The visual entries that stay whatever comes; a session needs room for more."""
         return 0
+
+    @property
+    def proxy_query(self) -> str | Sequence[int] | None:
+        """The question whose attention is read, where it is needed: a text, ids, or None for the chat template's
+        tokens between a question and its answer."""
+        return None
 
     def select(self, view: PolicyView, keep: int) -> Tensor:
         """Return the entries that stay: long `[keep]`, or `[H, keep]` where each head keeps its own; ascending.

@@ -19,6 +19,7 @@ from tokenprune.integrations.hf.session.anchors import check_turning
 from tokenprune.integrations.hf.session.checks import adapter_of, check_window, place_of
 from tokenprune.integrations.hf.session.limits import Limits, entries_of
 from tokenprune.integrations.hf.session.prompts import Words, as_frames
+from tokenprune.integrations.hf.session.proxy import proxy_of
 from tokenprune.integrations.hf.session.stream import Stream
 from tokenprune.options import fits, in_words
 from tokenprune.policies.registry import policy_named, policy_of
@@ -275,7 +276,7 @@ def session(
     limits.check(0, chosen.pinned)
     check_window(adapter, limits.target(0))
     words = None if processor is None else Words(processor)
-    return Session(Stream(model, adapter, chosen, limits, seed), words, block)
+    return Session(Stream(model, adapter, chosen, limits, seed, proxy_of(chosen, words, adapter)), words, block)
 
 
 def _check_unpatched(model: Any) -> None:

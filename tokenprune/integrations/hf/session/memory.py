@@ -69,21 +69,23 @@ class Memory:
             else:  # not by reference, so that nothing was held twice
                 layer.keys, layer.values = layer.keys[:, :, :held], layer.values[:, :, :held]
 
-    def compress(self, policy: Policy, keep: int, step: int, seed: int) -> None:
+    def compress(self, policy: Policy, keep: int, step: int, seed: int, rows: list[Tensor] | None = None) -> None:
         """Leave `keep` visual entries in each layer with full attention; raises SessionError for a policy that chooses
-        otherwise."""
+        otherwise. rows: a proxy's attention in each of them, `[Hq, n]`, if the policy needs it."""
         kept: Tensor | None = None
         for place, index in enumerate(self.full):
             layer = self.cache.layers[index]
             if kept is None or not policy.shared:
-                table, kept = self._choose(policy, place, index, keep, step, seed)
+                table, kept = self._choose(policy, place, index, keep, step, seed, rows[place] if rows else None)
             layer.keys, layer.values = _gather(layer.keys[0], kept)[None], _gather(layer.values[0], kept)[None]
             self.tables[place] = table
         self.visual = keep
         for layer in self.sliding:  # masks there take differences of lengths: let all layers agree on one
             layer.cumulative_length = self.held
 
-    def _choose(self, policy: Policy, place: int, index: int, keep: int, step: int, seed: int) -> tuple[Tensor, Tensor]:
+    def _choose(
+        self, policy: Policy, place: int, index: int, keep: int, step: int, seed: int, row: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the table of what stays in a layer, and its places: long `[H or 1, m]`."""
         table, layer = self.tables[place], self.cache.layers[index]
         text = table[FRAME] < 0  # [H or 1, n]
@@ -101,6 +103,7 @@ class Memory:
             layers=len(self.cache.layers),
             step=step,
             seed=seed,
+            proxy_attention=None if row is None else _of_visual(row, visual),
         )
         chosen = policy.select(view, keep)
         _check(policy, chosen, view, keep)
@@ -113,6 +116,11 @@ class Memory:
 def _gather(states: Tensor, places: Tensor) -> Tensor:
     """Return the entries of `[H, n, D]` at `places`, long `[H or 1, m]`."""
     return states.gather(1, places.expand(len(states), -1)[..., None].expand(-1, -1, states.shape[-1]))
+
+
+def _of_visual(row: Tensor, visual: Tensor) -> Tensor:
+    """Return attention `[Hq, n]` at the visual entries, long `[H or 1, m]`, each KV head's for its query heads."""
+    return row.gather(1, visual.repeat_interleave(len(row) // len(visual), 0))
 
 
 def _check(policy: Policy, chosen: Any, view: PolicyView, keep: int) -> None:

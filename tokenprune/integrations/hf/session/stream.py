@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tokenprune.integrations.hf.session.positions import (
     frames_and_cells,
     text_positions,
 )
+from tokenprune.integrations.hf.session.proxy import attention_of_proxy
 from tokenprune.policies.base import Policy
 
 # What a processor makes beside an encoder's arguments; a session finds them itself.
@@ -48,8 +50,11 @@ class Progress:
 class Stream:
     """A model, and the memory of what it has seen. Nothing is kept on the model."""
 
-    def __init__(self, model: Any, adapter: Adapter, policy: Policy, limits: Limits, seed: int) -> None:
+    def __init__(
+        self, model: Any, adapter: Adapter, policy: Policy, limits: Limits, seed: int, proxy: Tensor | None = None
+    ) -> None:
         self.model, self.adapter, self.policy, self.limits, self.seed = model, adapter, policy, limits, seed
+        self.proxy = proxy  # ids, `[1, P]`, of a policy that needs their attention
         self.place = place_of(model)
         self.reset()
 
@@ -74,7 +79,7 @@ class Stream:
 
     def fork(self) -> Stream:
         """Return a stream that goes on from here, apart; the two share tensors until one of them goes on."""
-        made = Stream(self.model, self.adapter, self.policy, self.limits, self.seed)
+        made = Stream(self.model, self.adapter, self.policy, self.limits, self.seed, self.proxy)
         made.memory, made.progress = self.memory.copy(), self.progress
         return made
 
@@ -130,18 +135,28 @@ class Stream:
     def _compress(self) -> None:
         """Have the policy choose what stays, where the memory is over."""
         if self.memory.visual > self.room:
-            step = self.progress.compressions
-            self.memory.compress(self.policy, self.limits.target(self.text), step, self.seed)
+            step, rows = self.progress.compressions, None
+            if self.proxy is not None:
+                positions = text_positions(self.adapter, self.progress.next, self.proxy.shape[1], self.place[0])
+                ask = partial(self._run, self.proxy.to(self.place[0]), positions)
+                rows, size = attention_of_proxy(self.memory, self.adapter, ask)
+                self.progress = replace(self.progress, peak=max(self.progress.peak, size))
+            self.memory.compress(self.policy, self.limits.target(self.text), step, self.seed, rows)
             self.progress = replace(self.progress, compressions=step + 1)
 
-    @torch.no_grad()
     def _forward(self, ids: Tensor, inputs: Mapping[str, Any], of_frames: Tensor) -> Tensor:
         ids = ids.to(self.place[0])
         positions, behind = block_positions(self.adapter, ids, inputs, self.progress.next)
-        if self._past(int(positions.max())):
+        if self._past(self._last(positions, behind)):
             positions, behind = block_positions(self.adapter, ids, inputs, self.progress.next)
-        self.limits.check_position(int(positions.max()))
-        output = self.model(
+        self.limits.check_position(self._last(positions, behind))
+        output = self._run(ids, positions, **inputs)
+        self._note(ids, positions, of_frames, behind)
+        return output.logits[:, -1]
+
+    @torch.no_grad()
+    def _run(self, ids: Tensor, positions: Tensor, **inputs: Any) -> Any:
+        return self.model(
             input_ids=ids,
             position_ids=positions if len(positions) > 1 else positions[0],
             past_key_values=self.memory.cache,
@@ -150,8 +165,10 @@ class Stream:
             **inputs,
             **self._token_types(ids),
         )
-        self._note(ids, positions, of_frames, behind)
-        return output.logits[:, -1]
+
+    def _last(self, positions: Tensor, behind: int) -> int:
+        """Return the greatest position of a block, or of the proxy that may follow it."""
+        return max(int(positions.max()), behind - 1 + (0 if self.proxy is None else self.proxy.shape[1]))
 
     def _past(self, last: int) -> bool:
         """Return whether a position is past the horizon, and positions have moved down for it."""
