@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from tokenprune.errors import SessionError
 from tokenprune.options import ReprIsCall, check_options
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PROXY_ATTENTION = "proxy_attention"  # what a policy may need beside keys and values
 
@@ -83,3 +82,15 @@ class Policy(ReprIsCall):
         keep: how many, at least 1 and below `view.count`.
         """
         raise NotImplementedError
+
+
+def check_choice(policy: Policy, chosen: Any, view: PolicyView, keep: int) -> None:
+    """Raise SessionError for a choice that is not `keep` entries of `view`, ascending."""
+    shapes = [(keep,)] if policy.shared else [(keep,), (view.keys.shape[0], keep)]
+    if not isinstance(chosen, Tensor) or chosen.dtype != torch.long or tuple(chosen.shape) not in shapes:
+        given = f"{chosen.dtype} {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else type(chosen).__name__
+        wanted = " or ".join(map(str, shapes))
+        raise SessionError(f"the policy {policy.name} returned {given}, and must return long {wanted}")
+    ascending = (chosen.diff(dim=-1) > 0).all() & (chosen >= 0).all() & (chosen < view.count).all()
+    if not ascending:
+        raise SessionError(f"the policy {policy.name} must return places of its view, ascending, each once")

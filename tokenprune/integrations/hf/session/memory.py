@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tokenprune.errors import SessionError
-from tokenprune.policies.base import Policy, PolicyView
+from tokenprune.policies.base import Policy, PolicyView, check_choice
 
 # Rows of a table; those from POSITION on are one for each axis of positions. Of text, frame and cell are -1.
 INDEX, FRAME, CELL, TOKEN, POSITION = range(5)
@@ -106,7 +105,7 @@ class Memory:
             proxy_attention=None if row is None else _of_visual(row, visual),
         )
         chosen = policy.select(view, keep)
-        _check(policy, chosen, view, keep)
+        check_choice(policy, chosen, view, keep)
         chosen = chosen.expand(max(len(visual), len(chosen)) if chosen.ndim > 1 else len(visual), -1)
         heads = len(chosen)
         kept = torch.cat([text.expand(heads, -1), visual.expand(heads, -1).gather(1, chosen)], 1).sort(1).values
@@ -121,15 +120,3 @@ def _gather(states: Tensor, places: Tensor) -> Tensor:
 def _of_visual(row: Tensor, visual: Tensor) -> Tensor:
     """Return attention `[Hq, n]` at the visual entries, long `[H or 1, m]`, each KV head's for its query heads."""
     return row.gather(1, visual.repeat_interleave(len(row) // len(visual), 0))
-
-
-def _check(policy: Policy, chosen: Any, view: PolicyView, keep: int) -> None:
-    """Raise SessionError for a choice that is not `keep` entries of `view`, ascending."""
-    shapes = [(keep,)] if policy.shared else [(keep,), (view.keys.shape[0], keep)]
-    if not isinstance(chosen, Tensor) or chosen.dtype != torch.long or tuple(chosen.shape) not in shapes:
-        given = f"{chosen.dtype} {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else type(chosen).__name__
-        wanted = " or ".join(map(str, shapes))
-        raise SessionError(f"the policy {policy.name} returned {given}, and must return long {wanted}")
-    ascending = (chosen.diff(dim=-1) > 0).all() & (chosen >= 0).all() & (chosen < view.count).all()
-    if not ascending:
-        raise SessionError(f"the policy {policy.name} must return places of its view, ascending, each once")
