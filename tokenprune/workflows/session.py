@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.api import is_patched
+from tokenprune.api import attachment_of, is_patched
 from tokenprune.errors import BudgetError, ConfigError, OptionError, SessionError, UnsupportedSetupError
 from tokenprune.integrations.hf.session import storage
 from tokenprune.integrations.hf.session.anchors import check_turning
-from tokenprune.integrations.hf.session.checks import adapter_of, check_window, place_of
+from tokenprune.integrations.hf.session.checks import adapter_of, check_patch, check_window, place_of
 from tokenprune.integrations.hf.session.limits import Limits, entries_of
 from tokenprune.integrations.hf.session.prompts import Words, as_frames
 from tokenprune.integrations.hf.session.proxy import proxy_of
@@ -43,6 +43,7 @@ class Session:
 
     def __init__(self, stream: Stream, words: Words | None, block: int | None) -> None:
         self._stream, self._said, self._block = stream, words, block
+        self._patch = _patch_of(stream.model)
         self._lock = threading.Lock()
 
     def see(self, frames: Any = None, *, fps: float | None = None, **inputs: Any) -> Session:
@@ -133,6 +134,7 @@ class Session:
                 "horizon": limits.horizon,
                 "reanchor": limits.reanchor,
                 "block": self._block,
+                "patch": self._patch,
                 "seed": self._stream.seed,
                 "policy": {"name": policy.name, "options": dataclasses.asdict(policy)},
             }
@@ -143,16 +145,19 @@ class Session:
     def load(cls, path: str | Path, model: Any, processor: Any = None) -> Session:
         """Return the session of a file that `save` wrote, which answers as the saved one did, to the bit.
 
-        model: the very model, unpatched. Raises ConfigError for a file that cannot be read, is damaged, or is of
-        another model or dtype, UnknownPolicyError for a policy that is not registered here, and what `session` raises.
+        model: the very model, patched as it was. Raises ConfigError for a file that cannot be read, is damaged, or is
+        of another model, patch or dtype, UnknownPolicyError for a policy that is not registered here, and what
+        `session` raises.
         """
         facts, tensors = storage.load(path)
         settings = dict(facts["settings"])
         try:
-            chosen = policy_named(settings.pop("policy"))
+            chosen, patch = policy_named(settings.pop("policy")), settings.pop("patch")
             made = session(model, processor, policy=chosen, **settings)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"{path} is damaged: its settings are none of a session") from error
+        if made._patch != patch:
+            raise ConfigError(f"{path} is of a model with {patch or 'no patch'}, not {made._patch or 'none'}")
         storage.fill(made._stream, facts, tensors, str(path))
         return made
 
@@ -185,7 +190,11 @@ class Session:
         if not self._lock.acquire(blocking=False):
             raise SessionError("another call is inside this session: wait for it, or use a session for each thread")
         try:
-            _check_unpatched(self._stream.model)
+            if (now := _patch_of(self._stream.model)) != self._patch:
+                raise UnsupportedSetupError(
+                    f"the session began on a model with {self._patch or 'no patch'}, and now there is "
+                    f"{now or 'none'}: put it back, or begin another session"
+                )
             self._stream.check_model()
             yield
         finally:
@@ -248,14 +257,15 @@ def session(
 ) -> Session:
     """Begin a session: `see` frames for hours, `ask` about them now and then, with a visual memory of one size.
 
-    model: unpatched, in eval mode, of a family with which sessions are tested (docs/sessions.md). processor: None for a
-    session that takes ids and pixels. memory: the visual tokens that each layer and KV head holds, tokens that wrap
-    frames among them; text is not counted, and stays; or bytes of keys and values, as in "2GiB", text included.
-    policy: a name (`available_policies()`) or a configured `Policy`. target: share of the memory that a compression
-    leaves, in (0, 1]; 1: one at each block. block: frames in one forward; None: as many as fill what a compression
-    frees. horizon: the greatest position that the model may see; None: its config's `max_position_embeddings`.
-    reanchor: at the horizon, positions of all that is held move down, which closes gaps: an approximation. False: an
-    error. seed: of policies that draw.
+    model: in eval mode, of a family with which sessions are tested (docs/sessions.md), unpatched, or patched by methods
+    of the site PRE_LLM that read no question, which then choose in each block. processor: None for a session that takes
+    ids and pixels. memory: the visual tokens that each layer and KV head holds, tokens that wrap frames among them;
+    text is not counted, and stays; or bytes of keys and values, as in "2GiB", text included. policy: a name
+    (`available_policies()`) or a configured `Policy`. target: share of the memory that a compression leaves, in (0, 1];
+    1: one at each block. block: frames in one forward; None: as many as fill what a compression frees. horizon: the
+    greatest position that the model may see; None: its config's `max_position_embeddings`. reanchor: at the horizon,
+    positions of all that is held move down, which closes gaps: an approximation. False: an error. seed: of policies
+    that draw.
     Raises BudgetError, OptionError, UnknownPolicyError, SessionError, UnsupportedModelError or UnsupportedSetupError.
     """
     chosen = policy_of(policy)
@@ -267,8 +277,9 @@ def session(
     for name, value, kind in (("seed", seed, int), ("reanchor", reanchor, bool)):
         if not fits(value, kind):
             raise OptionError(f"{name}={value!r} must be {in_words(kind)}")
-    _check_unpatched(model)
     adapter = adapter_of(model)
+    if is_patched(model):
+        check_patch(attachment_of(model), adapter)
     horizon = horizon or adapter.text_config.max_position_embeddings - 1
     limits = Limits(memory, entries_of(memory, adapter, place_of(model)[1]), target, horizon, reanchor)
     if reanchor:
@@ -279,12 +290,9 @@ def session(
     return Session(Stream(model, adapter, chosen, limits, seed, proxy_of(chosen, words, adapter)), words, block)
 
 
-def _check_unpatched(model: Any) -> None:
-    if is_patched(model):
-        raise UnsupportedSetupError(
-            "the model is patched, and sessions need it unpatched: call tokenprune.unpatch(model) first, or load the "
-            "model once more for the session"
-        )
+def _patch_of(model: Any) -> str:
+    """Return what a model is patched with, "" for nothing."""
+    return "; ".join(attachment_of(model).lines()) if is_patched(model) else ""
 
 
 def _row(ids: Any) -> Tensor:

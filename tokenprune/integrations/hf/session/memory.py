@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from tokenprune.integrations.hf.cache.reduced_cache import reduction_of, restore
 from tokenprune.policies.base import Policy, PolicyView, check_choice
 
 # Rows of a table; those from POSITION on are one for each axis of positions. Of text, frame and cell are -1.
@@ -49,6 +50,16 @@ class Memory:
         made.sliding = [layer for layer in made.cache.layers if layer.is_sliding]
         made.tables = list(self.tables)
         return made
+
+    def entered(self, count: int) -> Tensor | None:
+        """Return which of the `count` tokens of the last forward are in the cache (long `[m]`), None for all, where the
+        model is patched; the cache is an ordinary one again, whose masks are of what it holds."""
+        reduction = reduction_of(self.cache)
+        if reduction is None:
+            return None
+        (_, slots), *_ = reduction.slots  # one for all layers: cuts are at the decoder's entry
+        restore(self.cache)
+        return slots[0, self.held :] - (reduction.length - count)
 
     def append(self, rows: Tensor) -> None:
         """Note the entries that a forward has added. rows: `[4 + A, n]`, on the host or the device."""

@@ -182,7 +182,9 @@ class Stream:
     def _note(self, ids: Tensor, positions: Tensor, of_frames: Tensor, behind: int) -> None:
         """Note the tokens that were added to the cache."""
         index = torch.arange(self.progress.tokens, self.progress.tokens + ids.shape[1], device=ids.device)
-        self.memory.append(torch.cat([index[None], of_frames.to(ids.device), ids, positions[:, 0]]))
+        rows = torch.cat([index[None], of_frames.to(ids.device), ids, positions[:, 0]])
+        kept = self.memory.entered(ids.shape[1])
+        self.memory.append(rows if kept is None else rows[:, kept])
         peak = max(self.progress.peak, self.memory.bytes)
         self.progress = replace(self.progress, tokens=self.progress.tokens + ids.shape[1], next=behind, peak=peak)
 
