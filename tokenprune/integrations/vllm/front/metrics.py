@@ -25,7 +25,8 @@ from prometheus_client.registry import Collector
 from tokenprune.integrations.vllm.front.served import BY_KEY, LOAD, NAME, Served
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import SECONDS, offered
-from tokenprune.integrations.vllm.setting.offer import DEFAULT, REQUEST, LimitError, ProfileError
+from tokenprune.integrations.vllm.setting.offer import DEFAULT, REQUEST, ProfileError
+from tokenprune.integrations.vllm.setting.rules import LimitError
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 COUNTERS = {
@@ -55,7 +56,7 @@ REASONS = ("profile", "limit", "setting", "input")
 GAUGES = {
     "tokenprune:info": (
         "The plugin that is loaded. 1: so it is now; 0: so it was before the setting was read again.",
-        ("model_name", "version", "setting", "profiles", "vllm", "runner", "hooks"),
+        ("model_name", "version", "setting", "profiles", "policy", "vllm", "runner", "hooks"),
     ),
     "tokenprune:overload_step": (
         "Step of the overload policy that the last request without a choice of its own was served at; 0: the default.",
