@@ -22,8 +22,9 @@ from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from tokenprune.integrations.vllm.front.served import BY_KEY, LOAD, NAME, Served
+from tokenprune.integrations.vllm.front.served import BY_KEY, CALLER, LOAD, NAME, Served
 from tokenprune.integrations.vllm.log import tell
+from tokenprune.integrations.vllm.setting.callers import CallerError
 from tokenprune.integrations.vllm.setting.configuration import SECONDS, offered
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, REQUEST, ProfileError
 from tokenprune.integrations.vllm.setting.rules import LimitError
@@ -36,13 +37,13 @@ COUNTERS = {
     ),
     "tokenprune:requests": (
         "Requests with images or videos, by the profile in force: the server's own setting is default, and one that "
-        "the request wrote is request. by: who chose it, the model's name, the request's key, the load, or nobody "
-        "(default).",
+        "the request wrote is request. by: who chose it, the model's name, the request's key, the rule of "
+        "callers, the load, or nobody (default).",
         ("model_name", "profile", "by"),
     ),
     "tokenprune:refusals": (
-        "Requests that were refused: for a profile that is not there, a limit of the server's (min_keep, methods), any "
-        "other fault of the setting, or an input that cannot be served under it.",
+        "Requests that were refused: for a profile that is not there, a caller that may not use it, a limit of the "
+        "server's (min_keep, methods), any other fault of the setting, or an input that cannot be served under it.",
         ("model_name", "reason"),
     ),
     "tokenprune:reloads": (
@@ -52,7 +53,8 @@ COUNTERS = {
 }
 
 RESULTS = ("taken", "refused")
-REASONS = ("profile", "limit", "setting", "input")
+_REASONS: dict[type[Exception], str] = {ProfileError: "profile", CallerError: "caller", LimitError: "limit"}
+REASONS = (*_REASONS.values(), "setting", "input")
 GAUGES = {
     "tokenprune:info": (
         "The plugin that is loaded. 1: so it is now; 0: so it was before the setting was read again.",
@@ -119,6 +121,7 @@ def start_at_zero(model_config: Any) -> None:
         for stage in ("in", "out"):
             _counter("tokenprune:visual_tokens").labels(name, stage, *setting.label())
         by = {NAME: True, BY_KEY: True, LOAD: profile in under_load, DEFAULT: profile == DEFAULT}
+        by[CALLER] = profile != DEFAULT and offer.callers is not None and profile in offer.callers.own
         for one in (one for one, may in by.items() if may):
             _counter("tokenprune:requests").labels(name, profile, one)
         if setting.method is not None and not setting.in_llm:
@@ -149,7 +152,7 @@ def reloaded(model_config: Any, result: str) -> None:
 def refused(model_config: Any, error: Exception, what: str, served: Served) -> None:
     """Add a request that was refused, and log it where the server does. what: "setting" or "input", the
     reason if the error's class does not give one."""
-    reason = "profile" if isinstance(error, ProfileError) else "limit" if isinstance(error, LimitError) else what
+    reason = _REASONS.get(type(error), what)
     _counter("tokenprune:refusals").labels(model_config.served_model_name, reason).inc()
     if offered(model_config).log:
         tell("refusal", **request_id(served), reason=reason)

@@ -14,8 +14,8 @@ from typing import Any
 
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, Offer
 
-NAME, BY_KEY, LOAD = "name", "key", "load"
-CHOSEN_BY = (NAME, BY_KEY, LOAD, DEFAULT)
+NAME, BY_KEY, CALLER, LOAD = "name", "key", "caller", "load"
+CHOSEN_BY = (NAME, BY_KEY, CALLER, LOAD, DEFAULT)
 _ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
@@ -23,8 +23,8 @@ _ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 class Served:
     """The record of a request, and of what serves it.
 
-    by:       who chose the profile: "name" (the model's, in the request), "key" (the request's own), "load" (the
-              server's overload policy) or "default".
+    by:       who chose the profile: "name" (the model's, in the request), "key" (the request's own), "caller" (the
+              server's rule of callers), "load" (its overload policy) or "default".
     request:  the request's id, None where there is none; see `clean_id`.
     profile, method, keep, images, videos, tokens_in, tokens_out: written by the processor, once it has read the
               request's images and videos. keep: a share, or a whole number of tokens. tokens: visual ones.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of a server's setting beside the reduction: named settings (`profiles`), rules for requests (see rules.py),
-profiles under load (`overload`), a file of all these (`reload`), a log of requests (`log`), freed KV cache after a cut
-inside the language model (`experimental_free_kv`), and positions of kept tokens (`positions`)."""
+"""Keys of a server's setting beside the reduction: named settings (`profiles`), rules for requests (see rules.py), who
+gets which profile (`callers`), profiles under load (`overload`), a file of all these (`reload`), a log of requests
+(`log`), freed KV cache after a cut inside the language model (`experimental_free_kv`), and positions of kept tokens
+(`positions`)."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import Any
 
 from tokenprune.errors import ConfigError, OptionError, TokenPruneError
 from tokenprune.files import File
+from tokenprune.integrations.vllm.setting.callers import CallerError, Callers
 from tokenprune.integrations.vllm.setting.overload import Overload
 from tokenprune.integrations.vllm.setting.rules import RULES, Rules
 from tokenprune.integrations.vllm.setting.rules import check as _check
@@ -24,7 +26,7 @@ from tokenprune.spelling import plain, short
 
 FREE_KV = "experimental_free_kv"
 RELOAD = "reload"  # the key that names a file
-RELOADED = ("profiles", *RULES, "overload")  # may stand there, and change while the server runs
+RELOADED = ("profiles", *RULES, "callers", "overload")  # may stand there, and change while the server runs
 # Keys of a server's setting, of no request's.
 OFFER = (*RELOADED, RELOAD, "log", FREE_KV, "positions")
 POSITIONS = ("original", "renumbered")
@@ -64,6 +66,7 @@ class Offer:
 
     profiles: whole settings by name, the server's own as "default".
     rules:    of the server, as "default", and of each profile that has its own.
+    callers:  which profiles a caller may use; None: each may use all.
     overload: profiles that stand in for the default under load; None: the default always.
     log:      True to log requests and selections (see log.py).
     free_kv:  True to free the KV cache of dropped tokens in the layers after a cut inside the language model.
@@ -74,6 +77,7 @@ class Offer:
 
     profiles: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     rules: Mapping[str, Rules] = field(default_factory=lambda: {DEFAULT: Rules()})
+    callers: Callers | None = None
     overload: Overload | None = None
     log: bool = False
     free_kv: bool = False
@@ -105,10 +109,11 @@ class Offer:
                     rules[name] = Rules.of(own, f"profile {name!r}")
             except TokenPruneError as error:
                 raise OptionError(f"profile {name!r}: {error}") from error
+        callers = Callers.of(given["callers"], made, DEFAULT) if "callers" in given else None
         rule = given.get("overload")
         overload = None if rule is None else Overload.of(rule, made)
         said = _log(given), _free_kv(given, server), _positions(given), given.get(RELOAD)
-        offer = cls({name: one.as_dict() for name, one in made.items()}, rules, overload, *said)
+        offer = cls({name: one.as_dict() for name, one in made.items()}, rules, callers, overload, *said)
         for name, setting in made.items():
             try:
                 offer.check(setting, name)
@@ -121,8 +126,11 @@ class Offer:
         """The profiles that the operator named."""
         return [name for name in self.profiles if name != DEFAULT]
 
-    def profile(self, name: Any) -> dict[str, Any]:
-        """Return the whole setting of a profile; raises ProfileError."""
+    def profile(self, name: Any, may: tuple[str, ...] | None = None) -> dict[str, Any]:
+        """Return the whole setting of a profile. may: names that the caller may use; None: all. Raises ProfileError, or
+        CallerError for one that it may not, whether or not it is there."""
+        if may is not None and name not in may:
+            raise CallerError(f"{KEY}: this caller may not use profile {short(name)}; it may use {', '.join(may)}")
         if isinstance(name, str) and name in self.profiles:
             return self.profiles[name]
         there = f"it has {', '.join(self.names)}" if self.names else "it names none"
@@ -162,7 +170,8 @@ class Offer:
     def policy(self) -> str:
         """Return the rules in words for the line of the log; empty if there are none."""
         said = {name: rules.said() for name, rules in self.rules.items()}
-        return "; ".join(text if name == DEFAULT else f"{name}: {text}" for name, text in said.items() if text)
+        lines = [text if name == DEFAULT else f"{name}: {text}" for name, text in said.items() if text]
+        return "; ".join(lines + ([] if self.callers is None else [self.callers.said()]))
 
 
 def with_file(given: dict[str, Any]) -> dict[str, Any]:
