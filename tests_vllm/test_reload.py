@@ -87,7 +87,7 @@ def test_the_file_is_taken(engine: Any, file: Path) -> None:
     [
         ("{", "cannot read"),
         ("[]", "in an object"),
-        ('{"method": "pool"}', "may hold profiles, min_keep, methods, callers, overload"),
+        ('{"method": "pool"}', "may hold profiles, min_keep, methods, rollout, on_error, callers, overload"),
         ('{"min_keep": 2.0}', "min_keep must be a share"),
         ('{"min_keep": 0.5}', "profile 'default': .*less than this server allows"),
         ('{"profiles": {"fast": {"keep": 0}}}', "fast"),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator decides for callers, on a server that is told anew while it runs: who is served by which profile."""
+"""What an operator decides, on a server that is told anew while it runs: who is served by which profile, and how many
+are reduced at all."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from test_plugin import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.front import answers, profiles
+from tokenprune.integrations.vllm.front.served import lot_of
 from tokenprune.integrations.vllm.setting.callers import CallerError
 from tokenprune.integrations.vllm.setting.configuration import offered
 from tokenprune.integrations.vllm.setting.offer import PROFILE
@@ -210,6 +212,32 @@ def test_who_may_what_changes_while_it_runs(server: Server, offer_file: Path) ->
     assert status == 400 and "no profile for the caller, whom it knows by the API key" in text
     reload(server, offer_file, OFFER)
     assert ask(server, ALICE)["profile"] == "fast"
+
+
+def test_step_by_step(server: Server, offer_file: Path) -> None:
+    """Shadow, a half, all: by the request's id, the same each time, and those of the half stay in."""
+    ids = [f"request-{number}" for number in range(6)]
+    reduced = {id for id in ids if lot_of(id) < 0.5}
+    assert 0 < len(reduced) < len(ids)
+    for share, wanted in ((0.0, set()), (0.5, reduced), (1.0, set(ids))):
+        reload(server, offer_file, OFFER | {"rollout": share})
+        for id in ids:
+            found = ask(server, CAROL, id=id)
+            assert (found["in"], found["profile"]) == ("36", "default")
+            more = {} if id in wanted else {"full": "rollout", "shadow": "9"}
+            assert found["out"] == ("9" if id in wanted else "36") and found.items() >= more.items()
+            assert ("full" in found) == (id not in wanted)
+    held = 2 * len(ids) - len(reduced)
+    assert server.counted("tokenprune:shadow_requests_total") == {
+        f'model_name="tiny",outcome="{outcome}",profile="{profile}"': held
+        if (outcome, profile) == ("kept", "default")
+        else 0
+        for outcome in ("kept", "failed")
+        for profile in ("default", "half", "fast")
+    }
+    tokens = server.counted("tokenprune:shadow_tokens_total")
+    assert tokens['keep="0.25",method="divprune",model_name="tiny",stage="in"'] == 36 * held
+    assert tokens['keep="0.25",method="divprune",model_name="tiny",stage="out"'] == 9 * held
 
 
 def test_no_key_is_written_anywhere(server: Server) -> None:

@@ -57,10 +57,13 @@ def current() -> Exchange:
 
 
 def header(served: Served) -> str:
-    """Return the value of the header: `divprune;keep=0.25;profile=fast;by=name;in=576;out=144`."""
+    """Return the value of the header: `divprune;keep=0.25;profile=fast;by=name;in=576;out=144`, and behind it
+    `;full=rollout;shadow=144` for a request that is served in full though its setting would keep 144."""
+    said = served.fields()
+    more = "".join(f";{name}={said[name]}" for name in ("full", "shadow") if name in said)
     return (
         f"{served.method};keep={served.keep};profile={served.profile};by={served.by};in={served.tokens_in};"
-        f"out={served.tokens_out}"
+        f"out={served.tokens_out}{more}"
     )
 
 

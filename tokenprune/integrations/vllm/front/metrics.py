@@ -41,6 +41,21 @@ COUNTERS = {
         "callers, the load, or nobody (default).",
         ("model_name", "profile", "by"),
     ),
+    "tokenprune:shadow_requests": (
+        "Requests of tokenprune:requests that a rollout had served in full. outcome: kept, counted in "
+        "tokenprune:shadow_tokens, or failed, if they could not have been served under their setting.",
+        ("model_name", "profile", "outcome"),
+    ),
+    "tokenprune:shadow_tokens": (
+        "Visual tokens of requests that a rollout had served in full: what they had (in), and what their setting would "
+        "have left (out).",
+        ("model_name", "stage", "method", "keep"),
+    ),
+    "tokenprune:failures": (
+        "Requests that could not be served under their setting, which is right in itself: the method failed, or the "
+        "images do not go with it. outcome: refused, or served in full, as on_error says.",
+        ("model_name", "profile", "outcome"),
+    ),
     "tokenprune:refusals": (
         "Requests that were refused: for a profile that is not there, a caller that may not use it, a limit of the "
         "server's (min_keep, methods), any other fault of the setting, or an input that cannot be served under it.",
@@ -118,8 +133,16 @@ def start_at_zero(model_config: Any) -> None:
         step(model_config, 0)
     for profile, whole in offer.profiles.items():
         setting = ServedSetting.of(whole)
+        counters = ["tokenprune:visual_tokens"]
+        if offer.rollout(profile) < 1 and not setting.is_off:
+            counters += ["tokenprune:shadow_tokens"]
+            for outcome in ("kept", "failed"):
+                _counter("tokenprune:shadow_requests").labels(name, profile, outcome)
+        for outcome in () if setting.is_off else ("refused", "full"):
+            _counter("tokenprune:failures").labels(name, profile, outcome)
         for stage in ("in", "out"):
-            _counter("tokenprune:visual_tokens").labels(name, stage, *setting.label())
+            for counter in counters:
+                _counter(counter).labels(name, stage, *setting.label())
         by = {NAME: True, BY_KEY: True, LOAD: profile in under_load, DEFAULT: profile == DEFAULT}
         by[CALLER] = profile != DEFAULT and offer.callers is not None and profile in offer.callers.own
         for one in (one for one, may in by.items() if may):
@@ -142,6 +165,20 @@ def count(model_config: Any, stage: str, method: str, keep: str, tokens: int) ->
 def chose(model_config: Any, served: Served) -> None:
     """Add a request that is served under a profile."""
     _counter("tokenprune:requests").labels(model_config.served_model_name, served.profile, served.by).inc()
+
+
+def shadowed(model_config: Any, served: Served, label: tuple[str, str]) -> None:
+    """Add a request that a rollout has served in full. label: of the setting that would have served it."""
+    name, outcome = model_config.served_model_name, "failed" if served.shadow is None else "kept"
+    _counter("tokenprune:shadow_requests").labels(name, served.profile, outcome).inc()
+    if served.shadow is not None:
+        _counter("tokenprune:shadow_tokens").labels(name, "in", *label).inc(served.tokens_in)
+        _counter("tokenprune:shadow_tokens").labels(name, "out", *label).inc(served.shadow)
+
+
+def failed(model_config: Any, profile: str, outcome: str) -> None:
+    """Add a request that could not be served under its setting. outcome: "refused" or "full"."""
+    _counter("tokenprune:failures").labels(model_config.served_model_name, profile, outcome).inc()
 
 
 def reloaded(model_config: Any, result: str) -> None:

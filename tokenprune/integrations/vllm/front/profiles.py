@@ -23,7 +23,16 @@ from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.front import answers, metrics
 from tokenprune.integrations.vllm.front.engines import on_start
-from tokenprune.integrations.vllm.front.served import BY_KEY, CALLER, LOAD, NAME, Served, TrackedSetting, clean_id
+from tokenprune.integrations.vllm.front.served import (
+    BY_KEY,
+    CALLER,
+    LOAD,
+    NAME,
+    Served,
+    TrackedSetting,
+    clean_id,
+    lot_of,
+)
 from tokenprune.integrations.vllm.setting.configuration import configured, in_llm, offered
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
 from tokenprune.integrations.vllm.setting.overload import StepInForce
@@ -173,7 +182,8 @@ def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
     served, exchange = Served(), answers.current()
     # The client's header goes before the body, as in vLLM; not in responses, whose id is the answer's.
     header = exchange.header_id if hasattr(request, "messages") else None
-    served.request = clean_id(header or getattr(request, "request_id", None))
+    given_id = header or getattr(request, "request_id", None)
+    served.request, served.lot = clean_id(given_id), lot_of(given_id)
     given = getattr(request, "mm_processor_kwargs", None) or {}
     trusted = renderer.trust_request_mm_kwargs
     # What is not ours is vLLM's to allow.

@@ -17,7 +17,7 @@ from tokenprune.errors import ConfigError, OptionError, TokenPruneError
 from tokenprune.files import File
 from tokenprune.integrations.vllm.setting.callers import CallerError, Callers
 from tokenprune.integrations.vllm.setting.overload import Overload
-from tokenprune.integrations.vllm.setting.rules import RULES, Rules
+from tokenprune.integrations.vllm.setting.rules import REFUSE, RULES, Rules
 from tokenprune.integrations.vllm.setting.rules import check as _check
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, ServedSetting, check_override
 from tokenprune.registry import available_methods, method_info
@@ -166,6 +166,18 @@ class Offer:
         for name in dict.fromkeys((DEFAULT, profile)):
             if name in self.rules:
                 self.rules[name].check(setting)
+
+    def rollout(self, profile: str) -> float:
+        """Return the share of a profile's requests that are reduced."""
+        return float(self._rule(profile, "rollout", 1.0))
+
+    def on_error(self, profile: str) -> str:
+        """Return what is done with a profile's requests that cannot be served under their setting."""
+        return str(self._rule(profile, "on_error", REFUSE))
+
+    def _rule(self, profile: str, key: str, otherwise: Any) -> Any:
+        said = [getattr(self.rules[name], key) for name in (profile, DEFAULT) if name in self.rules]
+        return next((value for value in said if value is not None), otherwise)
 
     def policy(self) -> str:
         """Return the rules in words for the line of the log; empty if there are none."""
