@@ -31,22 +31,22 @@ def facts(model_config: Any, v2: bool = False) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("setting", "said", "profiles"),
+    ("setting", "said", "profiles", "policy"),
     [
-        (None, "none", "none"),
-        ({"off": True}, "off", "none"),
-        (DIVPRUNE | PROFILES, "divprune 0.25", "fast,ocr"),
-        ({"method": "uniform", "keep": 9}, "uniform 9 tokens", "none"),
+        (None, "none", "none", "none"),
+        ({"off": True}, "off", "none", "none"),
+        (DIVPRUNE | PROFILES | {"min_keep": 0.1}, "divprune 0.25", "fast,ocr", "min_keep 0.1"),
+        ({"method": "uniform", "keep": 9}, "uniform 9 tokens", "none", "none"),
         ({"method": "dart", "layer": 1, "pivot_text": 0, "experimental_in_llm": True},
-         "dart 0.25 in the language model", "none"),
+         "dart 0.25 in the language model", "none", "none"),
     ],
 )  # fmt: skip
-def test_facts(folder: Callable[[str], Path], setting: Any, said: str, profiles: str) -> None:
+def test_facts(folder: Callable[[str], Path], setting: Any, said: str, profiles: str, policy: str) -> None:
     found = facts(config(folder("llava"), setting))
     hooks = "setting" if setting is None else "setting,profiles,cache"
     assert found == {
-        "version": tokenprune.__version__, "setting": said, "profiles": profiles, "vllm": compat.TESTED,
-        "runner": "v1", "hooks": hooks,
+        "version": tokenprune.__version__, "setting": said, "profiles": profiles, "policy": policy,
+        "vllm": compat.TESTED, "runner": "v1", "hooks": hooks,
     }  # fmt: skip
     assert set(found) | {"model_name"} == set(metrics.GAUGES[INFO][1])
     line = announce.line(found)
@@ -71,7 +71,7 @@ def test_an_engine_that_starts_says_so(
         model_config = config(folder("llava"), setting, served_model_name=name)
         announce.announce(SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config)))
     started, bare = [one.getMessage() for one in caplog.records if one.name == "vllm.tokenprune"]
-    assert "is on: divprune 0.25, profiles: fast, ocr;" in started and "no setting turns it on" in bare
+    assert "is on: divprune 0.25, profiles: fast, ocr, policy: none;" in started and "no setting turns it on" in bare
     totals = {name: samples(f"tokenprune:{name}_total", "starting") for name in ("visual_tokens", "requests")}
     assert totals["visual_tokens"] == {
         (keep, method, stage): 0
@@ -95,7 +95,7 @@ def test_info_of_before_is_zero() -> None:
     made = dict.fromkeys(metrics.GAUGES[INFO][1][1:], "x")
     for setting in ("one", "two", "one"):
         metrics.inform(model_config, made | {"setting": setting})
-        values = {labels[3]: value for labels, value in samples(INFO, "again").items()}
+        values = {labels[4]: value for labels, value in samples(INFO, "again").items()}
         assert [name for name, value in values.items() if value == 1] == [setting]
     assert values == {"one": 1, "two": 0}
 
@@ -111,7 +111,7 @@ def test_several_processes_inform_as_one(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, str(tmp_path))
-    assert samples(INFO, "m", registry) == {("x",) * 6: 1}
+    assert samples(INFO, "m", registry) == {("x",) * 7: 1}
 
 
 def test_acts_are_done_once_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

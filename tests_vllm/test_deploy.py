@@ -124,4 +124,4 @@ def test_the_recipes_server_starts(folder: Any) -> None:
     offer = offered(config(folder("qwen2_5_vl"), args.mm_processor_kwargs["tokenprune"]))
     first, *others = args.served_model_name
     assert [f"{first}:{name}" for name in offer.names] == others == ["qwen:fast", "qwen:ocr"]
-    assert (offer.setting().keep, offer.min_keep) == (0.25, 0.1)
+    assert (offer.setting().keep, offer.rules["default"].min_keep) == (0.25, 0.1)

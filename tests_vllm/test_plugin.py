@@ -203,7 +203,7 @@ def test_profiles_stand_over_checkpoint_and_server(folder: Any, tmp_path: Path) 
         "default": {"method": "random", "seed": 5, "keep": 0.5}, "less": {"method": "random", "seed": 5, "keep": 0.1},
         "tuned": {"method": "pool", "keep": 0.2},
     }  # fmt: skip
-    assert offered(server).min_keep == 0.05
+    assert offered(server).rules["default"].min_keep == 0.05
     alone = config(folder("llava"), {"profiles": {"less": {"method": "pool", "keep": 0.1}}})
     assert alone.multimodal_config.tokenprune == {"off": True} and offered(alone).names == ["less"]
 

@@ -26,11 +26,12 @@ from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.front import reload
 from tokenprune.integrations.vllm.front.served import Served, TrackedSetting
 from tokenprune.integrations.vllm.setting.configuration import offered
-from tokenprune.integrations.vllm.setting.offer import LimitError, ProfileError
+from tokenprune.integrations.vllm.setting.offer import ProfileError
+from tokenprune.integrations.vllm.setting.rules import LimitError
 
 NAME = "qwen2_5_vl"
 FAST = {"profiles": {"fast": {"keep": 0.11}}, "min_keep": 0.1}
-LESS = {"profiles": {"fast": {"keep": 0.5}, "slow": {"off": True}}, "min_keep": 0.2,
+LESS = {"profiles": {"fast": {"keep": 0.5, "min_keep": 0.4}, "slow": {"off": True}}, "min_keep": 0.2,
         "overload": {"in_flight": [4], "profiles": ["fast"]}}  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def left(engine: Any, asked: Any, seed: int = 0) -> int:
 
 def test_the_file_is_taken(engine: Any, file: Path) -> None:
     model_config = engine.vllm_config.model_config
-    assert offered(model_config).names == ["fast"] and offered(model_config).min_keep == 0.1
+    assert offered(model_config).names == ["fast"] and offered(model_config).rules["default"].min_keep == 0.1
     full, before = left(engine, {"off": True}), left(engine, {"profile": "fast"})
     with pytest.raises(ProfileError):
         left(engine, {"profile": "slow"})
@@ -72,8 +73,12 @@ def test_the_file_is_taken(engine: Any, file: Path) -> None:
     assert left(engine, {"profile": "slow"}) == full > left(engine, {"profile": "fast"}) > 2 * before
     with pytest.raises(LimitError):
         left(engine, {"keep": 0.15})
+    with pytest.raises(LimitError, match="less than profile 'fast' allows"):
+        left(engine, {"profile": "fast", "keep": 0.3})
     assert samples("tokenprune:reloads_total", engine.name) == {("taken",): 1, ("refused",): 0}
-    assert [labels[1] for labels, value in samples("tokenprune:info", engine.name).items() if value] == ["fast,slow"]
+    assert [labels[1:3] for labels, value in samples("tokenprune:info", engine.name).items() if value] == [
+        ("min_keep 0.2; fast: min_keep 0.4", "fast,slow")
+    ]
     pickle.dumps(model_config.multimodal_config)  # as it goes to the engine's process
 
 
@@ -82,7 +87,7 @@ def test_the_file_is_taken(engine: Any, file: Path) -> None:
     [
         ("{", "cannot read"),
         ("[]", "in an object"),
-        ('{"method": "pool"}', "may hold profiles, min_keep, methods, overload"),
+        ('{"method": "pool"}', "may hold profiles, min_keep, methods, rollout, on_error, callers, overload"),
         ('{"min_keep": 2.0}', "min_keep must be a share"),
         ('{"min_keep": 0.5}', "profile 'default': .*less than this server allows"),
         ('{"profiles": {"fast": {"keep": 0}}}', "fast"),

@@ -101,7 +101,7 @@ def changed(path: Path, change) -> Path:
 @pytest.mark.parametrize(
     "change, error, says",
     [
-        (lambda f, t: f.update(schema=2), ConfigError, "another schema"),
+        (lambda f, t: f.update(schema=3), ConfigError, "another schema"),
         (lambda f, t: f.pop("settings"), ConfigError, "holds no session"),
         (lambda f, t: f["settings"].pop("policy"), ConfigError, "damaged"),
         (lambda f, t: f["settings"].update(colour="red"), ConfigError, "damaged"),

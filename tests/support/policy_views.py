@@ -18,4 +18,5 @@ def view_of(
     cell = torch.arange(cells).repeat(frames)[None]
     index = frame * (cells + 1) + cell
     keys, values = torch.randn(2, heads, n, 8, generator=g)
-    return PolicyView(keys, values, frame, cell, index, index[None], 1, 4, step, session_seed)
+    attention = torch.rand(2 * heads, n, generator=g)
+    return PolicyView(keys, values, frame, cell, index, index[None], 1, 4, step, session_seed, attention / n)

@@ -19,12 +19,14 @@ NAMES = [name for name in FAMILIES if SUPPORTED[name].sessions]
 
 @dataclass
 class Forward:
-    """One forward that stayed in the stream: its ids, inputs, positions, and the index of what each layer held."""
+    """One forward that stayed in the stream: its ids, inputs, positions, the index of what each layer held, and which
+    of its own tokens entered."""
 
     ids: torch.Tensor
     inputs: dict[str, Any]
     positions: torch.Tensor
     held: list[torch.Tensor]
+    entered: torch.Tensor | None = None
 
 
 @dataclass
@@ -42,8 +44,11 @@ class Recorded:
 
         def note(ids, positions, of_frames, behind):
             held = [table[INDEX].long() for table in stream.memory.tables]
-            self.forwards.append(Forward(ids, stream_inputs.pop() if stream_inputs else {}, positions, held))
+            before = stream.progress.tokens
             original(ids, positions, of_frames, behind)
+            now = stream.memory.tables[0][INDEX, 0].long()
+            inputs = stream_inputs.pop() if stream_inputs else {}
+            self.forwards.append(Forward(ids, inputs, positions, held, now[now >= before] - before))
 
         stream_inputs: list[dict] = []
         see = stream.see
@@ -106,7 +111,9 @@ class Recorded:
                     group = heads // len(held)
                     for head in range(heads):
                         mask[head, start : start + count, held[head // group]] = True
-                    mask[:, start : start + count, start : start + count] = torch.ones(count, count).tril().bool()
+                    seen = torch.eye(count, dtype=torch.bool)  # what was pruned sees itself, and nobody sees it
+                    seen[:, forward.entered] |= torch.ones(count, count).tril().bool()[:, forward.entered]
+                    mask[:, start : start + count, start : start + count] = seen
                     start += count
                 mask = mask | both_ways
                 full += 1

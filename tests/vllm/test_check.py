@@ -31,6 +31,7 @@ class Fake:
         self.counted = {"in": 7.0, "out": 3.0}
         self.asked: list[Any] = []
         self.header = False
+        self.full = ""
 
     def metrics(self) -> str:
         page = 'vllm:num_requests_running{model_name="m"} 0.0\n' if self.vllm else "python_info 1.0\n"
@@ -68,7 +69,9 @@ def fake() -> Iterator[Fake]:
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             if made.header:
-                self.send_header("x-tokenprune", "divprune;keep=0.25;profile=default;by=default;in=576;out=144")
+                self.send_header(
+                    "x-tokenprune", "divprune;keep=0.25;profile=default;by=default;in=576;out=144" + made.full
+                )
             self.end_headers()
             self.wfile.write(data)
 
@@ -123,6 +126,13 @@ def test_the_answer_speaks_before_the_counters(fake: Fake) -> None:
     fake.trusts, fake.header, fake.left = False, True, FULL
     code, said = check(fake.url)
     assert code == 0 and "An image is reduced: 576 -> 144 visual tokens, by the answer's header: divprune;" in said
+
+
+@pytest.mark.parametrize("trusts", [True, False])
+def test_a_rollout_holds_it_back(fake: Fake, trusts: bool) -> None:
+    fake.left, fake.trusts, fake.header, fake.full = FULL, trusts, True, ";full=rollout;shadow=144"
+    code, said = check(fake.url)
+    assert code == 0 and "served in full by a rollout" in said and "full=rollout;shadow=144" in said
 
 
 @pytest.mark.parametrize("trusts", [True, False])

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tokenprune import available_methods, method_info
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
-from tokenprune.integrations.vllm.setting.offer import LimitError, Offer, ProfileError, check_spelling, split
+from tokenprune.integrations.vllm.setting.offer import Offer, ProfileError, check_spelling, split
 from tokenprune.integrations.vllm.setting.overload import Overload
+from tokenprune.integrations.vllm.setting.rules import LimitError
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
@@ -90,9 +91,53 @@ def test_a_request_is_held_to_the_limits() -> None:
         offer({"off": True}, min_keep=0.3).setting({"method": "divprune"})
 
 
+GOLD = {
+    "gold": {"keep": 0.5, "min_keep": 0.4, "methods": ["divprune", "pool"]},
+    "floor": {"min_keep": 0.2},
+    "free": {"keep": 0.11},
+}
+
+
+def test_a_profile_has_limits_of_its_own() -> None:
+    """Beside the server's: the narrower ones bind, of what stands over this profile alone."""
+    made = offer(profiles=GOLD, min_keep=0.1, methods=["divprune", "dynres", "pool"])
+    assert made.setting({"profile": "gold"}) == ServedSetting(DivPrune(), 0.5)
+    assert made.setting({"profile": "floor"}) == made.setting() == ServedSetting(DivPrune(), 0.25)
+    assert made.setting({"profile": "gold", "keep": 0.4, "method": "pool"}).keep == 0.4
+    assert made.setting({"keep": 0.15}) == made.setting({"profile": "free", "keep": 0.15})
+    assert made.setting({"profile": "gold", "off": True}) == ServedSetting()
+    for profile, least in (("gold", 0.4), ("floor", 0.2)):
+        with pytest.raises(LimitError, match=rf"keep=0\.15 is less than profile '{profile}' allows: .* {least}$"):
+            made.setting({"profile": profile, "keep": 0.15})
+        with pytest.raises(LimitError, match=rf"the limit of profile '{profile}' is a share.*not 64 tokens"):
+            offer(profiles=GOLD).setting({"profile": profile, "keep": 64})
+    for profile in ("floor", "free", "gold"):
+        with pytest.raises(LimitError, match=r"keep=0\.09 is less than this server allows"):
+            made.setting({"profile": profile, "keep": 0.09})
+        with pytest.raises(LimitError, match="this server does not allow uniform; allowed are divprune, dynres, pool"):
+            made.setting({"profile": profile, "method": "uniform"})
+    with pytest.raises(LimitError, match="profile 'gold' does not allow dynres; allowed are divprune, pool"):
+        made.setting({"profile": "gold", "method": "dynres"})
+    assert made.setting({"profile": "floor", "method": "dynres"}).pixels is not None
+    with pytest.raises(OptionError, match="min_keep belongs to the server's setting"):
+        made.setting({"profile": "gold", "min_keep": 0.1, "keep": 0.15})
+
+
+def test_the_policy_in_words() -> None:
+    made = offer(profiles=GOLD, min_keep=0.1)
+    assert made.policy() == "min_keep 0.1; gold: min_keep 0.4, methods divprune+pool; floor: min_keep 0.2"
+    assert offer(profiles=PROFILES).policy() == ""
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        ({"profiles": {"gold": {"min_keep": 0.3}}}, "profile 'gold': .*less than profile 'gold' allows"),
+        ({"profiles": {"gold": {"methods": ["pool"]}}}, "profile 'gold': .*does not allow divprune"),
+        ({"profiles": {"gold": {"min_keep": 3}}}, "profile 'gold': .*min_keep must be a share"),
+        ({"profiles": {"gold": {"methods": []}}}, "profile 'gold': .*methods must be a list"),
+        ({"profiles": {"gold": {"methods": ["divprun"]}}}, "profile 'gold': .*did you mean 'divprune'"),
+        ({"profiles": {"gold": {"overload": {}, "min_keep": 0.1}}}, "profile 'gold': overload holds for the whole"),
         ({"profiles": ["fast"]}, "profiles must be an object"),
         ({"profiles": {"fast": {"keep": 2.0}}}, "profile 'fast': .*no share"),
         ({"profiles": {"fast": {"profiles": {}}}}, "profile 'fast': profiles holds for the whole server"),
@@ -175,7 +220,7 @@ KEYS = st.sampled_from(["method", "keep", "per", "off", "profile", "profiles", "
 MEANT = st.fixed_dictionaries(
     {},
     optional={
-        "profile": st.sampled_from([*PROFILES, "default", "fsat"]),
+        "profile": st.sampled_from([*PROFILES, "gold", "default", "fsat"]),
         "method": st.sampled_from(available_methods()) | st.lists(st.sampled_from(available_methods()), max_size=3),
         "keep": st.floats(0, 1) | st.integers(-1, 600) | st.lists(st.floats(0, 1), max_size=3),
         "per": st.sampled_from(["image", "frame", "prompt"]),
@@ -183,7 +228,9 @@ MEANT = st.fixed_dictionaries(
     },
 )
 HOSTILE = VALUES | st.dictionaries(KEYS | st.text(max_size=8), VALUES, max_size=4) | MEANT
-LIMITED = offer(profiles=PROFILES, min_keep=0.1, methods=["divprune", "dynres", "pool"])
+LIMITED = offer(
+    profiles=PROFILES | {"gold": {"keep": 0.5, "min_keep": 0.3}}, min_keep=0.1, methods=["divprune", "dynres", "pool"]
+)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -200,10 +247,11 @@ def test_a_request_gets_a_setting_or_our_error(asked: Any) -> None:
         str(error).encode()
         return
     if setting != ServedSetting():
-        assert setting.share * setting.keep >= 0.0999 and isinstance(setting.keep, float)
+        least = 0.3 if isinstance(asked, dict) and asked.get("profile") == "gold" else 0.1
+        assert setting.share * setting.keep >= least - 1e-4 and isinstance(setting.keep, float)
         assert {one.name for one in (setting.pixels, setting.method) if one} <= {"divprune", "dynres", "pool"}
     assert ServedSetting.of(json.loads(json.dumps(setting.as_dict()))) == setting
-    assert LIMITED.label(asked) in {"default", "request", *PROFILES}
+    assert LIMITED.label(asked) in {"default", "request", "gold", *PROFILES}
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

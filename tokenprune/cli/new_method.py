@@ -12,13 +12,16 @@ import typer
 from tokenprune.cli.common import get_console
 from tokenprune.cli.completion import complete_of
 
-_SITES = ("pre-encoder", "in-encoder", "pre-llm", "attention", "in-llm", "decode")
+_SITES = ("pre-encoder", "in-encoder", "pre-llm", "attention", "in-llm", "decode", "session")
 
 
 def new_method(
     name: Annotated[str, typer.Argument(help="Of the method: small letters, digits and underscores, as in my_method.")],
     site: Annotated[
-        str, typer.Option(help=f"Where it acts: {', '.join(_SITES)}.", autocompletion=complete_of(*_SITES))
+        str,
+        typer.Option(
+            help=f"Where it acts: {', '.join(_SITES)} (a policy of sessions).", autocompletion=complete_of(*_SITES)
+        ),
     ] = "pre-llm",
     to: Annotated[
         Path | None, typer.Option(help="The folder to make; default: tokenprune-NAME, in the current one.")
@@ -33,4 +36,7 @@ def new_method(
         console.print(f"written: {path}", markup=False, soft_wrap=True)
     place = shlex.quote(str(folder))
     console.print(f"try it:  cd {place} && python -m pytest", markup=False, soft_wrap=True)
-    console.print(f"use it:  pip install -e {place} && tokenprune bench --methods {name}", markup=False, soft_wrap=True)
+    use = f"pip install -e {place} && tokenprune bench --methods {name}"
+    if site.lower() == scaffold.SESSION:
+        use = f'pip install -e {place}; tokenprune.session(model, processor, memory=512, policy="{name}")'
+    console.print(f"use it:  {use}", markup=False, soft_wrap=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a package with one method in it, to start from: what `tokenprune new-method` makes."""
+"""Write a package with one method, or policy of sessions, in it, to start from: what `tokenprune new-method` makes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from string import Template
 
 from tokenprune.base import Site
 from tokenprune.errors import OptionError, RegistrationError
+from tokenprune.policies import registry as policies
 from tokenprune.registry import ENTRY_POINT_GROUP, available_methods, method_class
 
 _TEMPLATES = Path(__file__).parent.parent / "assets/new_method"
 _NAME = re.compile(r"[a-z](?:[a-z0-9_]*[a-z0-9])?")
 # Not registered, and yet taken: words of the benchmark's tables, and what makes the name of the library's own package.
 RESERVED = ("unpatched", "escalate", "vlm")
+SESSION = "session"  # in place of a site: a policy of sessions
 # The options under which the test of a new method tries it, beside the default ones.
 _OPTIONS = {
     Site.PRE_ENCODER: '{"flat": 0.5}',
@@ -37,13 +39,13 @@ def spell_site(site: Site) -> str:
 def new_method(name: str, site: str = "pre-llm", to: str | Path | None = None) -> Path:
     """Write a package with one method, its test and its page, which passes its test as written; return its folder.
 
-    name: of the method, a lower-case identifier. site: where it acts, as in "pre-llm" or "PRE_LLM". to: the folder to
-    make; default: tokenprune-NAME in the current one.
+    name: of the method, a lower-case identifier. site: where it acts, as in "pre-llm" or "PRE_LLM"; "session" for a
+    policy of sessions. to: the folder to make; default: tokenprune-NAME in the current one.
     Raises RegistrationError for a name that is taken or none, and OptionError for a site that there is not, a folder
     that exists, or one that cannot be written; nothing is left behind then.
     """
     where = _site(site)
-    _check_name(name)
+    _check_name(name, where)
     package = f"tokenprune-{name.replace('_', '-')}"
     _check_package(package, name)
     folder = Path(package if to is None else to)
@@ -64,20 +66,23 @@ def new_method(name: str, site: str = "pre-llm", to: str | Path | None = None) -
     return folder
 
 
-def _site(site: str) -> Site:
+def _site(site: str) -> Site | None:
+    """Return the site of a spelling, None for a policy of sessions."""
     try:
-        return Site(site.upper().replace("-", "_"))
+        return None if site.lower() == SESSION else Site(site.upper().replace("-", "_"))
     except ValueError:
-        raise OptionError(f"--site {site!r} is none of {', '.join(map(spell_site, Site))}") from None
+        raise OptionError(f"--site {site!r} is none of {', '.join([*map(spell_site, Site), SESSION])}") from None
 
 
-def _check_name(name: str) -> None:
+def _check_name(name: str, site: Site | None) -> None:
     if not _NAME.fullmatch(name):
         raise RegistrationError(
             f"{name!r} is no name of a method: write small letters a to z, digits and underscores between them, as in "
             "my_method"
         )
-    if name in available_methods():
+    if site is None and name in policies.available_policies():
+        raise RegistrationError(f"{name!r} is taken by {type(policies.policy(name)).__module__}: choose another name")
+    if site is not None and name in available_methods():
         raise RegistrationError(f"{name!r} is taken by {method_class(name).__module__}: choose another name")
     if name in RESERVED:
         raise RegistrationError(f"{name!r} means something else in tokenprune: choose another name")
@@ -93,13 +98,14 @@ def _check_package(package: str, name: str) -> None:
     )
 
 
-def _files(name: str, package: str, site: Site) -> dict[str, str]:
-    """Return the text of each file of the package, by its path in it."""
+def _files(name: str, package: str, site: Site | None) -> dict[str, str]:
+    """Return the text of each file of the package, by its path in it. site: None for a policy of sessions."""
+    prefix = "session_" if site is None else ""
     templates = {
         "pyproject.toml": "pyproject.toml",
-        "README.md": "README.md",
-        f"tokenprune_{name}.py": f"{site.lower()}.py",
-        f"tests/test_{name}.py": "test.py",
+        "README.md": f"{prefix}README.md",
+        f"tokenprune_{name}.py": f"{SESSION if site is None else site.lower()}.py",
+        f"tests/test_{name}.py": f"{prefix}test.py",
     }
     texts = {path: (_TEMPLATES / f"{one}.template").read_text(encoding="utf-8") for path, one in templates.items()}
     values = {
@@ -107,13 +113,28 @@ def _files(name: str, package: str, site: Site) -> dict[str, str]:
         "cls": _class_name(name, "\n".join(texts.values())),
         "module": f"tokenprune_{name}",
         "distribution": package,
+    } | (_OF_POLICIES if site is None else _of_methods(site))
+    return {path: Template(text).substitute(values) for path, text in texts.items()}
+
+
+_OF_POLICIES = {
+    "group": policies.ENTRY_POINT_GROUP,
+    "what": "a policy of sessions",
+    "looked": "a policy",
+    "options": '{"order": 1}',
+}
+
+
+def _of_methods(site: Site) -> dict[str, str]:
+    return {
         "group": ENTRY_POINT_GROUP,
+        "what": "a method of pruning visual tokens",
+        "looked": "a method",
         "words": site.words,
         "keep": "1.0" if site is Site.ATTENTION else "0.25",
         "with_processor": ", processor=processor" if site is Site.PRE_ENCODER else "",
         "options": _OPTIONS[site],
     }
-    return {path: Template(text).substitute(values) for path, text in texts.items()}
 
 
 def _class_name(name: str, texts: str) -> str:

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.api import is_patched
+from tokenprune.api import attachment_of, is_patched
 from tokenprune.errors import BudgetError, ConfigError, OptionError, SessionError, UnsupportedSetupError
 from tokenprune.integrations.hf.session import storage
-from tokenprune.integrations.hf.session.checks import adapter_of, check_window
-from tokenprune.integrations.hf.session.memory import CELL, FRAME, INDEX, POSITION
+from tokenprune.integrations.hf.session.anchors import check_turning
+from tokenprune.integrations.hf.session.checks import adapter_of, check_patch, check_window, place_of
+from tokenprune.integrations.hf.session.limits import Limits, entries_of
 from tokenprune.integrations.hf.session.prompts import Words, as_frames
-from tokenprune.integrations.hf.session.stream import Limits, Stream
+from tokenprune.integrations.hf.session.proxy import proxy_of
+from tokenprune.integrations.hf.session.stream import Stream
 from tokenprune.options import fits, in_words
 from tokenprune.policies.registry import policy_named, policy_of
-from tokenprune.workflows.session_results import Answer, HeldEntries, SessionStats
+from tokenprune.workflows.session_results import Answer, HeldEntries, SessionStats, held_of, stats_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,6 +43,7 @@ class Session:
 
     def __init__(self, stream: Stream, words: Words | None, block: int | None) -> None:
         self._stream, self._said, self._block = stream, words, block
+        self._patch = _patch_of(stream.model)
         self._lock = threading.Lock()
 
     def see(self, frames: Any = None, *, fps: float | None = None, **inputs: Any) -> Session:
@@ -126,10 +129,12 @@ class Session:
         with self._inside():
             limits, policy = self._stream.limits, self._stream.policy
             settings = {
-                "memory": limits.memory,
+                "memory": limits.given,
                 "target": limits.share,
                 "horizon": limits.horizon,
+                "reanchor": limits.reanchor,
                 "block": self._block,
+                "patch": self._patch,
                 "seed": self._stream.seed,
                 "policy": {"name": policy.name, "options": dataclasses.asdict(policy)},
             }
@@ -140,16 +145,19 @@ class Session:
     def load(cls, path: str | Path, model: Any, processor: Any = None) -> Session:
         """Return the session of a file that `save` wrote, which answers as the saved one did, to the bit.
 
-        model: the very model, unpatched. Raises ConfigError for a file that cannot be read, is damaged, or is of
-        another model or dtype, UnknownPolicyError for a policy that is not registered here, and what `session` raises.
+        model: the very model, patched as it was. Raises ConfigError for a file that cannot be read, is damaged, or is
+        of another model, patch or dtype, UnknownPolicyError for a policy that is not registered here, and what
+        `session` raises.
         """
         facts, tensors = storage.load(path)
         settings = dict(facts["settings"])
         try:
-            chosen = policy_named(settings.pop("policy"))
+            chosen, patch = policy_named(settings.pop("policy")), settings.pop("patch")
             made = session(model, processor, policy=chosen, **settings)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"{path} is damaged: its settings are none of a session") from error
+        if made._patch != patch:
+            raise ConfigError(f"{path} is of a model with {patch or 'no patch'}, not {made._patch or 'none'}")
         storage.fill(made._stream, facts, tensors, str(path))
         return made
 
@@ -161,34 +169,12 @@ class Session:
     @property
     def stats(self) -> SessionStats:
         """Numbers of the session as it is."""
-        memory, progress = self._stream.memory, self._stream.progress
-        frames = memory.tables[0][FRAME]
-        seen = frames[frames >= 0]
-        beside = sum(layer.keys.nbytes + layer.values.nbytes for layer in memory.sliding if layer.is_initialized)
-        full = (memory.bytes - beside) * progress.tokens // memory.held if memory.held else 0
-        return SessionStats(
-            frames_seen=progress.frames,
-            tokens_seen=progress.tokens,
-            visual=memory.visual,
-            text=memory.held - memory.visual,
-            kv_bytes=memory.bytes,
-            kv_bytes_peak=progress.peak,
-            kv_bytes_full=full + beside,
-            compressions=progress.compressions,
-            oldest_frame=int(seen.min()) if len(seen) else None,
-            next_position=progress.next,
-            memory=self._stream.limits.memory,
-        )
+        return stats_of(self._stream)
 
     @property
     def held(self) -> list[HeldEntries]:
         """The entries of each layer with full attention."""
-        memory = self._stream.memory
-        tables = [table.long() for table in memory.tables]
-        return [
-            HeldEntries(layer, table[INDEX], table[FRAME], table[CELL], table[POSITION:])
-            for layer, table in zip(memory.full, tables, strict=True)
-        ]
+        return held_of(self._stream)
 
     def __enter__(self) -> Session:
         return self
@@ -204,7 +190,11 @@ class Session:
         if not self._lock.acquire(blocking=False):
             raise SessionError("another call is inside this session: wait for it, or use a session for each thread")
         try:
-            _check_unpatched(self._stream.model)
+            if (now := _patch_of(self._stream.model)) != self._patch:
+                raise UnsupportedSetupError(
+                    f"the session began on a model with {self._patch or 'no patch'}, and now there is "
+                    f"{now or 'none'}: put it back, or begin another session"
+                )
             self._stream.check_model()
             yield
         finally:
@@ -237,15 +227,15 @@ class Session:
             some = frames[start:end]
             return self._words.clip(some, shown + start, fps) if video else self._words.frames(some)
 
-        block, limits, shown = self._block, self._stream.limits, self._stream.progress.shown
+        block, room, shown = self._block, self._stream.room, self._stream.progress.shown
         if block is None:
             few = min(2, len(frames))
             probe = made(0, few)
             tokens = probe["input_ids"].shape[1]
-            if few == len(frames) and tokens <= limits.memory:
+            if few == len(frames) and tokens <= room:
                 yield probe
                 return
-            block = max(1, (limits.memory - limits.target) * few // tokens)
+            block = max(1, (room - self._stream.limits.target(self._stream.text)) * few // tokens)
         units = -(-len(frames) // step)
         count = -(-units // max(1, block // step))
         starts = [number * units // count * step for number in range(count)]
@@ -257,52 +247,52 @@ def session(
     model: Any,
     processor: Any = None,
     *,
-    memory: int,
+    memory: int | str,
     policy: str | Policy = "window",
     target: float = 0.75,
     block: int | None = None,
     horizon: int | None = None,
+    reanchor: bool = False,
     seed: int = 0,
 ) -> Session:
     """Begin a session: `see` frames for hours, `ask` about them now and then, with a visual memory of one size.
 
-    model: unpatched, in eval mode, of a family with which sessions are tested (docs/sessions.md). processor: None for a
-    session that takes ids and pixels. memory: int, the visual tokens that each layer and KV head holds, tokens that
-    wrap frames among them; text is not counted, and stays. policy: a name (`available_policies()`) or a configured
-    `Policy`. target: share of the memory that a compression leaves, in (0, 1]; 1: one at each block. block: frames in
-    one forward; None: as many as fill what a compression frees. horizon: the greatest position that the model may see;
-    None: its config's `max_position_embeddings`. seed: of policies that draw.
+    model: in eval mode, of a family with which sessions are tested (docs/sessions.md), unpatched, or patched by methods
+    of the site PRE_LLM that read no question, which then choose in each block. processor: None for a session that takes
+    ids and pixels. memory: the visual tokens that each layer and KV head holds, tokens that wrap frames among them;
+    text is not counted, and stays; or bytes of keys and values, as in "2GiB", text included. policy: a name
+    (`available_policies()`) or a configured `Policy`. target: share of the memory that a compression leaves, in (0, 1];
+    1: one at each block. block: frames in one forward; None: as many as fill what a compression frees. horizon: the
+    greatest position that the model may see; None: its config's `max_position_embeddings`. reanchor: at the horizon,
+    positions of all that is held move down, which closes gaps: an approximation. False: an error. seed: of policies
+    that draw.
     Raises BudgetError, OptionError, UnknownPolicyError, SessionError, UnsupportedModelError or UnsupportedSetupError.
     """
     chosen = policy_of(policy)
-    if not fits(memory, Annotated[int, Ge(1)]):
-        raise BudgetError(f"memory={memory!r} must be a number of visual tokens, {in_words(Annotated[int, Ge(1)])}")
     if not fits(target, Annotated[float, Gt(0), Le(1)]):
         raise BudgetError(f"target={target!r} must be a share of the memory, in (0, 1]")
     for name, value in (("block", block), ("horizon", horizon)):
         if not fits(value, Annotated[int, Ge(1)] | None):
             raise OptionError(f"{name}={value!r} must be an int >= 1, or None")
-    if not fits(seed, int):
-        raise OptionError(f"seed={seed!r} must be an int")
-    _check_unpatched(model)
+    for name, value, kind in (("seed", seed, int), ("reanchor", reanchor, bool)):
+        if not fits(value, kind):
+            raise OptionError(f"{name}={value!r} must be {in_words(kind)}")
     adapter = adapter_of(model)
-    limits = Limits(memory, target, horizon or adapter.text_config.max_position_embeddings - 1)
-    if chosen.pinned >= limits.target:
-        raise BudgetError(
-            f"a compression leaves {limits.target} visual tokens, and {chosen!r} pins {chosen.pinned}: nothing new "
-            "would stay. Raise memory=, or have the policy pin fewer, as tokenprune.policy('window', sink=0) does"
-        )
-    check_window(adapter, limits.target)
-    words = None if processor is None else Words(processor)
-    return Session(Stream(model, adapter, chosen, limits, seed), words, block)
-
-
-def _check_unpatched(model: Any) -> None:
     if is_patched(model):
-        raise UnsupportedSetupError(
-            "the model is patched, and sessions need it unpatched: call tokenprune.unpatch(model) first, or load the "
-            "model once more for the session"
-        )
+        check_patch(attachment_of(model), adapter)
+    horizon = horizon or adapter.text_config.max_position_embeddings - 1
+    limits = Limits(memory, entries_of(memory, adapter, place_of(model)[1]), target, horizon, reanchor)
+    if reanchor:
+        check_turning(adapter)
+    limits.check(0, chosen.pinned)
+    check_window(adapter, limits.target(0))
+    words = None if processor is None else Words(processor)
+    return Session(Stream(model, adapter, chosen, limits, seed, proxy_of(chosen, words, adapter)), words, block)
+
+
+def _patch_of(model: Any) -> str:
+    """Return what a model is patched with, "" for nothing."""
+    return "; ".join(attachment_of(model).lines()) if is_patched(model) else ""
 
 
 def _row(ids: Any) -> Tensor:

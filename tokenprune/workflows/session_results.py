@@ -6,8 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tokenprune.integrations.hf.session.memory import CELL, FRAME, INDEX, POSITION
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tokenprune.integrations.hf.session.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,8 @@ class SessionStats:
     tokens that wrap frames are visual. kv_bytes: bytes of keys and values now, kv_bytes_peak: the most at once, within
     a block or a question too, kv_bytes_full: of the whole stream without a bound. compressions: how often entries left.
     oldest_frame: number of the oldest frame of which the first layer holds something, None without frames.
-    next_position: of the next token. memory: the bound of `visual`.
+    next_position: of the next token. reanchored: how often positions moved down. memory: the bound of `visual`; of a
+    memory in bytes, what text leaves of it.
     """
 
     frames_seen: int
@@ -31,6 +36,7 @@ class SessionStats:
     compressions: int
     oldest_frame: int | None
     next_position: int
+    reanchored: int
     memory: int
 
     def __str__(self) -> str:
@@ -64,3 +70,36 @@ class Answer:
     text: str | None
     ids: Tensor
     logits: Tensor
+
+
+def stats_of(stream: Stream) -> SessionStats:
+    """Return the numbers of a stream."""
+    memory, progress = stream.memory, stream.progress
+    frames = memory.tables[0][FRAME]
+    seen = frames[frames >= 0]
+    beside = sum(layer.keys.nbytes + layer.values.nbytes for layer in memory.sliding if layer.is_initialized)
+    full = (memory.bytes - beside) * progress.tokens // memory.held if memory.held else 0
+    return SessionStats(
+        frames_seen=progress.frames,
+        tokens_seen=progress.tokens,
+        visual=memory.visual,
+        text=stream.text,
+        kv_bytes=memory.bytes,
+        kv_bytes_peak=progress.peak,
+        kv_bytes_full=full + beside,
+        compressions=progress.compressions,
+        oldest_frame=int(seen.min()) if len(seen) else None,
+        next_position=progress.next,
+        reanchored=progress.reanchored,
+        memory=stream.room,
+    )
+
+
+def held_of(stream: Stream) -> list[HeldEntries]:
+    """Return the entries of each layer with full attention."""
+    memory = stream.memory
+    tables = [table.long() for table in memory.tables]
+    return [
+        HeldEntries(layer, table[INDEX], table[FRAME], table[CELL], table[POSITION:])
+        for layer, table in zip(memory.full, tables, strict=True)
+    ]

@@ -138,7 +138,9 @@ def observed_attention(
     """
     if dropout:
         kwargs["dropout"] = dropout[0]
-    taps: _Taps = module._tokenprune_taps
+    taps: _Taps | None = module.__dict__.get("_tokenprune_taps")
+    if taps is None:  # another thread took the last tap away after this module had looked the function up
+        taps = _Taps(module)
     scaling = kwargs.get("scaling")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5

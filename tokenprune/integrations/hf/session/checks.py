@@ -10,10 +10,12 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from tokenprune.base import Site
 from tokenprune.errors import BudgetError, OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.families import SUPPORTED
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import Adapter, adapter_for
+from tokenprune.integrations.hf.guard.part import GuardPart
 
 SINCE = "5.19"  # the oldest transformers on which sessions are tested
 
@@ -70,6 +72,34 @@ def check_window(adapter: Adapter, target: int) -> None:
             f"a compression leaves {target} visual tokens, fewer than the {window} of this model's sliding windows: "
             f"raise memory= (or target=) until their product is at least {window}"
         )
+
+
+def check_patch(attachment: Any, adapter: Adapter) -> None:
+    """Raise UnsupportedSetupError for a patch that does more than choose in each block by itself, at the decoder's
+    entry. attachment: what `tokenprune.patch` left on the model."""
+    for method, budget in zip(attachment.methods, attachment.budgets, strict=True):
+        if method.site is not Site.PRE_LLM:
+            reason = f"{method.name} acts {method.site.words}"
+        elif method.query_aware:
+            reason = f"{method.name} reads the question, which a session hears after its frames"
+        elif budget.age is not None or budget.per == "prompt":
+            reason = f"{budget!r} depends on other images of a prompt, which a session sees block by block"
+        else:
+            continue
+        break
+    else:
+        if attachment.feature_cache is not None:
+            reason = "feature_cache= keeps what a session drops"
+        elif any(isinstance(part, GuardPart) for part in attachment.engine.parts):
+            reason = "its guard reads questions, which a session hears after its frames (guard='off' leaves it out)"
+        elif adapter.row.masks_by_type:
+            reason = f"the masks of {adapter.config.model_type!r} by type of token are not tested with pruned blocks"
+        else:
+            return
+    raise UnsupportedSetupError(
+        f"a session does not go with this patch: {reason}. Call tokenprune.unpatch(model) first, patch with a method "
+        "that acts before the language model and reads no question, as divprune does, or load the model once more"
+    )
 
 
 def check_mode(model: nn.Module) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tokenprune.errors import SessionError
-from tokenprune.policies.base import Policy, PolicyView
+from tokenprune.integrations.hf.cache.reduced_cache import reduction_of, restore
+from tokenprune.policies.base import Policy, PolicyView, check_choice
 
 # Rows of a table; those from POSITION on are one for each axis of positions. Of text, frame and cell are -1.
 INDEX, FRAME, CELL, TOKEN, POSITION = range(5)
@@ -51,6 +51,16 @@ class Memory:
         made.tables = list(self.tables)
         return made
 
+    def entered(self, count: int) -> Tensor | None:
+        """Return which of the `count` tokens of the last forward are in the cache (long `[m]`), None for all, where the
+        model is patched; the cache is an ordinary one again, whose masks are of what it holds."""
+        reduction = reduction_of(self.cache)
+        if reduction is None:
+            return None
+        (_, slots), *_ = reduction.slots  # one for all layers: cuts are at the decoder's entry
+        restore(self.cache)
+        return slots[0, self.held :] - (reduction.length - count)
+
     def append(self, rows: Tensor) -> None:
         """Note the entries that a forward has added. rows: `[4 + A, n]`, on the host or the device."""
         rows = rows.to(self.tables[0])[:, None]
@@ -69,21 +79,23 @@ class Memory:
             else:  # not by reference, so that nothing was held twice
                 layer.keys, layer.values = layer.keys[:, :, :held], layer.values[:, :, :held]
 
-    def compress(self, policy: Policy, keep: int, step: int, seed: int) -> None:
+    def compress(self, policy: Policy, keep: int, step: int, seed: int, rows: list[Tensor] | None = None) -> None:
         """Leave `keep` visual entries in each layer with full attention; raises SessionError for a policy that chooses
-        otherwise."""
+        otherwise. rows: a proxy's attention in each of them, `[Hq, n]`, if the policy needs it."""
         kept: Tensor | None = None
         for place, index in enumerate(self.full):
             layer = self.cache.layers[index]
             if kept is None or not policy.shared:
-                table, kept = self._choose(policy, place, index, keep, step, seed)
+                table, kept = self._choose(policy, place, index, keep, step, seed, rows[place] if rows else None)
             layer.keys, layer.values = _gather(layer.keys[0], kept)[None], _gather(layer.values[0], kept)[None]
             self.tables[place] = table
         self.visual = keep
         for layer in self.sliding:  # masks there take differences of lengths: let all layers agree on one
             layer.cumulative_length = self.held
 
-    def _choose(self, policy: Policy, place: int, index: int, keep: int, step: int, seed: int) -> tuple[Tensor, Tensor]:
+    def _choose(
+        self, policy: Policy, place: int, index: int, keep: int, step: int, seed: int, row: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the table of what stays in a layer, and its places: long `[H or 1, m]`."""
         table, layer = self.tables[place], self.cache.layers[index]
         text = table[FRAME] < 0  # [H or 1, n]
@@ -101,9 +113,10 @@ class Memory:
             layers=len(self.cache.layers),
             step=step,
             seed=seed,
+            proxy_attention=None if row is None else _of_visual(row, visual),
         )
         chosen = policy.select(view, keep)
-        _check(policy, chosen, view, keep)
+        check_choice(policy, chosen, view, keep)
         chosen = chosen.expand(max(len(visual), len(chosen)) if chosen.ndim > 1 else len(visual), -1)
         heads = len(chosen)
         kept = torch.cat([text.expand(heads, -1), visual.expand(heads, -1).gather(1, chosen)], 1).sort(1).values
@@ -115,13 +128,6 @@ def _gather(states: Tensor, places: Tensor) -> Tensor:
     return states.gather(1, places.expand(len(states), -1)[..., None].expand(-1, -1, states.shape[-1]))
 
 
-def _check(policy: Policy, chosen: Any, view: PolicyView, keep: int) -> None:
-    """Raise SessionError for a choice that is not `keep` entries of `view`, ascending."""
-    shapes = [(keep,)] if policy.shared else [(keep,), (view.keys.shape[0], keep)]
-    if not isinstance(chosen, Tensor) or chosen.dtype != torch.long or tuple(chosen.shape) not in shapes:
-        given = f"{chosen.dtype} {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else type(chosen).__name__
-        wanted = " or ".join(map(str, shapes))
-        raise SessionError(f"the policy {policy.name} returned {given}, and must return long {wanted}")
-    ascending = (chosen.diff(dim=-1) > 0).all() & (chosen >= 0).all() & (chosen < view.count).all()
-    if not ascending:
-        raise SessionError(f"the policy {policy.name} must return places of its view, ascending, each once")
+def _of_visual(row: Tensor, visual: Tensor) -> Tensor:
+    """Return attention `[Hq, n]` at the visual entries, long `[H or 1, m]`, each KV head's for its query heads."""
+    return row.gather(1, visual.repeat_interleave(len(row) // len(visual), 0))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.view.frames import tokens_per_frame
 
@@ -48,15 +47,6 @@ def block_positions(adapter: Adapter, ids: Tensor, inputs: Mapping[str, Any], st
 def _text_id(adapter: Adapter) -> int:
     """Return an id that stands for no image."""
     return next(token for token in range(3) if token not in adapter.placeholders.values())
-
-
-def check_horizon(last: int, horizon: int) -> None:
-    """Raise UnsupportedSetupError where a position is past the greatest that the model may see."""
-    if last > horizon:
-        raise UnsupportedSetupError(
-            f"the stream would reach position {last}, and the model's last one is {horizon} (horizon=): begin anew "
-            "with reset(), see fewer or smaller frames, or pass a greater horizon= if the model was trained for it"
-        )
 
 
 def frames_and_cells(adapter: Adapter, ids: Tensor, inputs: Mapping[str, Any]) -> tuple[Tensor, int]:

@@ -101,6 +101,10 @@ class Words:
         before, after = self.template.text
         return self._ids(before + text + after + (self.template.closing if closing else ""))
 
+    def closing(self) -> Tensor:
+        """Return ids of what comes between the user's last words and the answer."""
+        return self._ids(self.template.closing)
+
     def reopened(self, answer: Tensor) -> Tensor:
         """Return ids of an answer (long `[m]`), and of what comes between it and the user's next words."""
         special = {*self.processor.tokenizer.all_special_ids}

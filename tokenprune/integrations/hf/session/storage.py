@@ -24,7 +24,7 @@ from tokenprune.shapes.fingerprint import fingerprint
 
 logger = logging.getLogger(__name__)
 
-_KEY, _SCHEMA = "tokenprune.session", 1
+_KEY, _SCHEMA = "tokenprune.session", 2
 
 
 def save(stream: Stream, path: str | Path, settings: dict[str, Any]) -> None:

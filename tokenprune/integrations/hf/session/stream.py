@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +14,17 @@ from torch import Tensor
 
 from tokenprune.errors import BudgetError, SessionError, UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.session.anchors import reanchor
 from tokenprune.integrations.hf.session.checks import check_mode, generate_options, place_of
+from tokenprune.integrations.hf.session.limits import Limits
 from tokenprune.integrations.hf.session.memory import TOKEN, Memory
 from tokenprune.integrations.hf.session.positions import (
     axes,
     block_positions,
-    check_horizon,
     frames_and_cells,
     text_positions,
 )
+from tokenprune.integrations.hf.session.proxy import attention_of_proxy
 from tokenprune.policies.base import Policy
 
 # What a processor makes beside an encoder's arguments; a session finds them itself.
@@ -31,7 +34,8 @@ _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_id
 @dataclass(frozen=True)
 class Progress:
     """Numbers of a stream: tokens and frames of the decoder seen, frames that were shown, the next position,
-    compressions, and the most bytes of keys and values at once; opened: a first turn has begun."""
+    compressions, the most bytes of keys and values at once, and how often positions moved down; opened: a first turn
+    has begun."""
 
     tokens: int = 0
     frames: int = 0
@@ -39,28 +43,18 @@ class Progress:
     next: int = 0
     compressions: int = 0
     peak: int = 0
+    reanchored: int = 0
     opened: bool = False
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of a stream: visual entries of each layer, the share that a compression leaves, the greatest position."""
-
-    memory: int
-    share: float
-    horizon: int
-
-    @property
-    def target(self) -> int:
-        """The number of visual entries that a compression leaves."""
-        return max(1, int(self.memory * self.share))
 
 
 class Stream:
     """A model, and the memory of what it has seen. Nothing is kept on the model."""
 
-    def __init__(self, model: Any, adapter: Adapter, policy: Policy, limits: Limits, seed: int) -> None:
+    def __init__(
+        self, model: Any, adapter: Adapter, policy: Policy, limits: Limits, seed: int, proxy: Tensor | None = None
+    ) -> None:
         self.model, self.adapter, self.policy, self.limits, self.seed = model, adapter, policy, limits, seed
+        self.proxy = proxy  # ids, `[1, P]`, of a policy that needs their attention
         self.place = place_of(model)
         self.reset()
 
@@ -69,13 +63,23 @@ class Stream:
         self.memory = Memory(self.adapter.text_config, axes(self.adapter), self.place[0])
         self.progress = Progress()
 
+    @property
+    def text(self) -> int:
+        """The number of entries of text."""
+        return self.memory.held - self.memory.visual
+
+    @property
+    def room(self) -> int:
+        """The number of visual entries that may be held."""
+        return self.limits.room(self.text)
+
     def open(self, shown: int = 0) -> None:
         """Note that the first turn has begun, and how many frames were shown."""
         self.progress = replace(self.progress, opened=True, shown=self.progress.shown + shown)
 
     def fork(self) -> Stream:
         """Return a stream that goes on from here, apart; the two share tensors until one of them goes on."""
-        made = Stream(self.model, self.adapter, self.policy, self.limits, self.seed)
+        made = Stream(self.model, self.adapter, self.policy, self.limits, self.seed, self.proxy)
         made.memory, made.progress = self.memory.copy(), self.progress
         return made
 
@@ -105,10 +109,10 @@ class Stream:
         of_frames, frames = frames_and_cells(self.adapter, ids, inputs)
         if not frames:
             raise SessionError("nothing to see: input_ids hold no placeholder of an image or video")
-        if ids.shape[1] > self.limits.memory:
+        if ids.shape[1] > self.room:
             raise BudgetError(
-                f"a block of {frames} frames has {ids.shape[1]} tokens, and memory={self.limits.memory}: raise "
-                "memory=, pass a smaller block=, or smaller frames"
+                f"a block of {frames} frames has {ids.shape[1]} tokens, and memory={self.limits.given!r} has room for "
+                f"{self.room}: raise memory=, pass a smaller block=, or smaller frames"
             )
         of_frames[0] += self.progress.frames  # all tokens of a block belong to a frame
         try:
@@ -116,23 +120,43 @@ class Stream:
         except ValueError as error:
             raise SessionError(f"the model refuses this block: {' '.join(str(error).split())}") from error
         self.progress = replace(self.progress, frames=self.progress.frames + frames)
-        if self.memory.visual > self.limits.memory:
-            self.memory.compress(self.policy, self.limits.target, self.progress.compressions, self.seed)
-            self.progress = replace(self.progress, compressions=self.progress.compressions + 1)
+        self._compress()
         return logits
 
     def say(self, ids: Tensor) -> Tensor:
         """Take in text, and return the logits of the last token. ids: long `[1, n]`."""
         if any((ids == token).any() for token in self.adapter.placeholders.values()):
             raise SessionError("text holds the placeholder of an image or video: hand frames to see()")
-        return self._forward(ids, {}, torch.full((2, ids.shape[1]), -1))
+        self.limits.check(self.text + ids.shape[1], self.policy.pinned)
+        logits = self._forward(ids, {}, torch.full((2, ids.shape[1]), -1))
+        self._compress()
+        return logits
 
-    @torch.no_grad()
+    def _compress(self) -> None:
+        """Have the policy choose what stays, where the memory is over."""
+        if self.memory.visual > self.room:
+            step, rows = self.progress.compressions, None
+            if self.proxy is not None:
+                positions = text_positions(self.adapter, self.progress.next, self.proxy.shape[1], self.place[0])
+                ask = partial(self._run, self.proxy.to(self.place[0]), positions)
+                rows, size = attention_of_proxy(self.memory, self.adapter, ask)
+                self.progress = replace(self.progress, peak=max(self.progress.peak, size))
+            self.memory.compress(self.policy, self.limits.target(self.text), step, self.seed, rows)
+            self.progress = replace(self.progress, compressions=step + 1)
+
     def _forward(self, ids: Tensor, inputs: Mapping[str, Any], of_frames: Tensor) -> Tensor:
         ids = ids.to(self.place[0])
         positions, behind = block_positions(self.adapter, ids, inputs, self.progress.next)
-        check_horizon(int(positions.max()), self.limits.horizon)
-        output = self.model(
+        if self._past(self._last(positions, behind)):
+            positions, behind = block_positions(self.adapter, ids, inputs, self.progress.next)
+        self.limits.check_position(self._last(positions, behind))
+        output = self._run(ids, positions, **inputs)
+        self._note(ids, positions, of_frames, behind)
+        return output.logits[:, -1]
+
+    @torch.no_grad()
+    def _run(self, ids: Tensor, positions: Tensor, **inputs: Any) -> Any:
+        return self.model(
             input_ids=ids,
             position_ids=positions if len(positions) > 1 else positions[0],
             past_key_values=self.memory.cache,
@@ -141,13 +165,26 @@ class Stream:
             **inputs,
             **self._token_types(ids),
         )
-        self._note(ids, positions, of_frames, behind)
-        return output.logits[:, -1]
+
+    def _last(self, positions: Tensor, behind: int) -> int:
+        """Return the greatest position of a block, or of the proxy that may follow it."""
+        return max(int(positions.max()), behind - 1 + (0 if self.proxy is None else self.proxy.shape[1]))
+
+    def _past(self, last: int) -> bool:
+        """Return whether a position is past the horizon, and positions have moved down for it."""
+        if last <= self.limits.horizon or not self.limits.reanchor:
+            return False
+        down = reanchor(self.memory, self.adapter)
+        number = self.progress.reanchored + (down > 0)
+        self.progress = replace(self.progress, next=self.progress.next - down, reanchored=number)
+        return down > 0
 
     def _note(self, ids: Tensor, positions: Tensor, of_frames: Tensor, behind: int) -> None:
         """Note the tokens that were added to the cache."""
         index = torch.arange(self.progress.tokens, self.progress.tokens + ids.shape[1], device=ids.device)
-        self.memory.append(torch.cat([index[None], of_frames.to(ids.device), ids, positions[:, 0]]))
+        rows = torch.cat([index[None], of_frames.to(ids.device), ids, positions[:, 0]])
+        kept = self.memory.entered(ids.shape[1])
+        self.memory.append(rows if kept is None else rows[:, kept])
         peak = max(self.progress.peak, self.memory.bytes)
         self.progress = replace(self.progress, tokens=self.progress.tokens + ids.shape[1], next=behind, peak=peak)
 
@@ -176,8 +213,14 @@ class Stream:
         given = generate_options(self.model, dict(options))
         held, asked = self.memory.held, ids.shape[1]
         ids = ids.to(self.place[0])
-        most = given.get("max_new_tokens") or 1
-        check_horizon(self.progress.next + asked + most - 1, self.limits.horizon)
+        last = self.progress.next + asked + (given.get("max_new_tokens") or 1) - 1
+        if last > self.limits.horizon and self.limits.reanchor:
+            other = self.fork()  # a question moves nothing in the stream
+            if other._past(last):
+                answer = other.ask(ids, options)
+                self.progress = replace(self.progress, peak=other.progress.peak)
+                return answer
+        self.limits.check_position(last)
         # Ids of what is held stand for the cache, so that penalties for repetition read what they would in a prompt.
         known = self.memory.tables[0][TOKEN, :1].long()
         positions = text_positions(self.adapter, self.progress.next, asked, ids.device)

@@ -21,9 +21,9 @@ _TABLES: dict[str, Mapping[str, str]] = {"setting": HOOKS, "profiles": profiles.
 
 
 def facts(vllm_config: Any) -> dict[str, str]:
-    """Return the labels of `tokenprune:info` but the model's name. "none" stands for a setting, or profiles, that the
-    server does not have."""
-    model_config, setting, names = vllm_config.model_config, NONE, NONE
+    """Return the labels of `tokenprune:info` but the model's name. "none" stands for a setting, profiles or
+    rules that the server does not have."""
+    model_config, setting, names, policy = vllm_config.model_config, NONE, NONE, NONE
     server = configured(model_config)
     tables: Mapping[str, Mapping[str, str]] = {"setting": HOOKS}  # to look for the others imports vLLM's endpoints
     if server is not None:
@@ -33,12 +33,13 @@ def facts(vllm_config: Any) -> dict[str, str]:
         share = f"{served.keep} tokens" if keep == "tokens" else keep
         where = " in the language model" if served.in_llm else ""
         setting = "off" if served.is_off else f"{method} {share}{where}"
-        names = ",".join(offered(model_config).names) or NONE
+        names, policy = ",".join(offered(model_config).names) or NONE, offered(model_config).policy() or NONE
     hold = [name for name, hooks in tables.items() if not missing_hooks(hooks)]
     return {
         "version": sys.modules["tokenprune"].__version__,  # an import of it would close a circle
         "setting": setting,
         "profiles": names,
+        "policy": policy,
         "vllm": vllm_version(),
         "runner": "v2" if getattr(vllm_config, "use_v2_model_runner", False) else "v1",
         "hooks": ",".join(hold + (answers.attached() if server is not None else [])) or NONE,
@@ -57,7 +58,7 @@ def announce(engine: Any) -> None:
 
 def line(found: Mapping[str, str]) -> str:
     """Return the line of the log about these facts."""
-    state = f"on: {found['setting']}, profiles: {found['profiles'].replace(',', ', ')}"
+    state = f"on: {found['setting']}, profiles: {found['profiles'].replace(',', ', ')}, policy: {found['policy']}"
     if found["setting"] == NONE:
         state = f"loaded, and no setting turns it on (--mm-processor-kwargs '{{\"{KEY}\": ...}}'): nothing is reduced"
     tested = "tested" if found["vllm"] == TESTED else f"tested with {TESTED}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,11 +29,17 @@ _Send = Callable[[_Message], Awaitable[None]]
 
 @dataclass
 class Exchange:
-    """A request over HTTP and its answer. header_id: the client's X-Request-Id. served: of each of its prompts with
-    images or videos; a batch has several."""
+    """A request over HTTP and its answer. headers: the client's, names in lower case; they may hold secrets.
+    served: of each of its prompts with images or videos; a batch has several."""
 
-    header_id: str | None = None
+    headers: Sequence[tuple[bytes, bytes]] = field(default=(), repr=False)
     served: list[Served] = field(default_factory=list)
+
+    @property
+    def header_id(self) -> str | None:
+        """The client's X-Request-Id."""
+        given = dict(self.headers).get(b"x-request-id")
+        return None if given is None else given.decode("latin-1")
 
     @property
     def only(self) -> Served | None:
@@ -51,10 +57,13 @@ def current() -> Exchange:
 
 
 def header(served: Served) -> str:
-    """Return the value of the header: `divprune;keep=0.25;profile=fast;by=name;in=576;out=144`."""
+    """Return the value of the header: `divprune;keep=0.25;profile=fast;by=name;in=576;out=144`, and behind it
+    `;full=rollout;shadow=144` for a request that is served in full though its setting would keep 144."""
+    said = served.fields()
+    more = "".join(f";{name}={said[name]}" for name in ("full", "shadow") if name in said)
     return (
         f"{served.method};keep={served.keep};profile={served.profile};by={served.by};in={served.tokens_in};"
-        f"out={served.tokens_out}"
+        f"out={served.tokens_out}{more}"
     )
 
 
@@ -68,8 +77,7 @@ class ServedHeader:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = dict(scope.get("headers") or ()).get(b"x-request-id")
-        exchange = Exchange(None if given is None else given.decode("latin-1"))
+        exchange = Exchange(tuple(scope.get("headers") or ()))
 
         async def with_header(message: _Message) -> None:
             if message["type"] == "http.response.start" and (served := exchange.only) is not None:
@@ -106,9 +114,14 @@ def _with_details(make: Any) -> Any:
 _PLACES = {"header": (HEADER_HOOKS, _with_middleware), "usage": (USAGE_HOOKS, _with_details)}
 
 
+def is_server() -> bool:
+    """Return True in a process that has imported vLLM's server."""
+    return _SERVER in sys.modules
+
+
 def attach() -> None:
-    """Add the header and the usage details from now on, in a process that has imported vLLM's server."""
-    if _SERVER not in sys.modules:
+    """Add the header and the usage details from now on, in the process of a server."""
+    if not is_server():
         return
     for hooks, wrap in _PLACES.values():
         if missing_hooks(hooks):

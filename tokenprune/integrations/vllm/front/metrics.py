@@ -22,10 +22,12 @@ from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from tokenprune.integrations.vllm.front.served import BY_KEY, LOAD, NAME, Served
+from tokenprune.integrations.vllm.front.served import BY_KEY, CALLER, LOAD, NAME, Served
 from tokenprune.integrations.vllm.log import tell
+from tokenprune.integrations.vllm.setting.callers import CallerError
 from tokenprune.integrations.vllm.setting.configuration import SECONDS, offered
-from tokenprune.integrations.vllm.setting.offer import DEFAULT, REQUEST, LimitError, ProfileError
+from tokenprune.integrations.vllm.setting.offer import DEFAULT, REQUEST, ProfileError
+from tokenprune.integrations.vllm.setting.rules import LimitError
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 COUNTERS = {
@@ -35,13 +37,28 @@ COUNTERS = {
     ),
     "tokenprune:requests": (
         "Requests with images or videos, by the profile in force: the server's own setting is default, and one that "
-        "the request wrote is request. by: who chose it, the model's name, the request's key, the load, or nobody "
-        "(default).",
+        "the request wrote is request. by: who chose it, the model's name, the request's key, the rule of "
+        "callers, the load, or nobody (default).",
         ("model_name", "profile", "by"),
     ),
+    "tokenprune:shadow_requests": (
+        "Requests of tokenprune:requests that a rollout had served in full. outcome: kept, counted in "
+        "tokenprune:shadow_tokens, or failed, if they could not have been served under their setting.",
+        ("model_name", "profile", "outcome"),
+    ),
+    "tokenprune:shadow_tokens": (
+        "Visual tokens of requests that a rollout had served in full: what they had (in), and what their setting would "
+        "have left (out).",
+        ("model_name", "stage", "method", "keep"),
+    ),
+    "tokenprune:failures": (
+        "Requests that could not be served under their setting, which is right in itself: the method failed, or the "
+        "images do not go with it. outcome: refused, or served in full, as on_error says.",
+        ("model_name", "profile", "outcome"),
+    ),
     "tokenprune:refusals": (
-        "Requests that were refused: for a profile that is not there, a limit of the server's (min_keep, methods), any "
-        "other fault of the setting, or an input that cannot be served under it.",
+        "Requests that were refused: for a profile that is not there, a caller that may not use it, a limit of the "
+        "server's (min_keep, methods), any other fault of the setting, or an input that cannot be served under it.",
         ("model_name", "reason"),
     ),
     "tokenprune:reloads": (
@@ -51,11 +68,12 @@ COUNTERS = {
 }
 
 RESULTS = ("taken", "refused")
-REASONS = ("profile", "limit", "setting", "input")
+_REASONS: dict[type[Exception], str] = {ProfileError: "profile", CallerError: "caller", LimitError: "limit"}
+REASONS = (*_REASONS.values(), "setting", "input")
 GAUGES = {
     "tokenprune:info": (
         "The plugin that is loaded. 1: so it is now; 0: so it was before the setting was read again.",
-        ("model_name", "version", "setting", "profiles", "vllm", "runner", "hooks"),
+        ("model_name", "version", "setting", "profiles", "policy", "vllm", "runner", "hooks"),
     ),
     "tokenprune:overload_step": (
         "Step of the overload policy that the last request without a choice of its own was served at; 0: the default.",
@@ -115,9 +133,18 @@ def start_at_zero(model_config: Any) -> None:
         step(model_config, 0)
     for profile, whole in offer.profiles.items():
         setting = ServedSetting.of(whole)
+        counters = ["tokenprune:visual_tokens"]
+        if offer.rollout(profile) < 1 and not setting.is_off:
+            counters += ["tokenprune:shadow_tokens"]
+            for outcome in ("kept", "failed"):
+                _counter("tokenprune:shadow_requests").labels(name, profile, outcome)
+        for outcome in () if setting.is_off else ("refused", "full"):
+            _counter("tokenprune:failures").labels(name, profile, outcome)
         for stage in ("in", "out"):
-            _counter("tokenprune:visual_tokens").labels(name, stage, *setting.label())
+            for counter in counters:
+                _counter(counter).labels(name, stage, *setting.label())
         by = {NAME: True, BY_KEY: True, LOAD: profile in under_load, DEFAULT: profile == DEFAULT}
+        by[CALLER] = profile != DEFAULT and offer.callers is not None and profile in offer.callers.own
         for one in (one for one, may in by.items() if may):
             _counter("tokenprune:requests").labels(name, profile, one)
         if setting.method is not None and not setting.in_llm:
@@ -140,6 +167,20 @@ def chose(model_config: Any, served: Served) -> None:
     _counter("tokenprune:requests").labels(model_config.served_model_name, served.profile, served.by).inc()
 
 
+def shadowed(model_config: Any, served: Served, label: tuple[str, str]) -> None:
+    """Add a request that a rollout has served in full. label: of the setting that would have served it."""
+    name, outcome = model_config.served_model_name, "failed" if served.shadow is None else "kept"
+    _counter("tokenprune:shadow_requests").labels(name, served.profile, outcome).inc()
+    if served.shadow is not None:
+        _counter("tokenprune:shadow_tokens").labels(name, "in", *label).inc(served.tokens_in)
+        _counter("tokenprune:shadow_tokens").labels(name, "out", *label).inc(served.shadow)
+
+
+def failed(model_config: Any, profile: str, outcome: str) -> None:
+    """Add a request that could not be served under its setting. outcome: "refused" or "full"."""
+    _counter("tokenprune:failures").labels(model_config.served_model_name, profile, outcome).inc()
+
+
 def reloaded(model_config: Any, result: str) -> None:
     """Add a signal to read the setting again. result: one of `RESULTS`."""
     _counter("tokenprune:reloads").labels(model_config.served_model_name, result).inc()
@@ -148,7 +189,7 @@ def reloaded(model_config: Any, result: str) -> None:
 def refused(model_config: Any, error: Exception, what: str, served: Served) -> None:
     """Add a request that was refused, and log it where the server does. what: "setting" or "input", the
     reason if the error's class does not give one."""
-    reason = "profile" if isinstance(error, ProfileError) else "limit" if isinstance(error, LimitError) else what
+    reason = _REASONS.get(type(error), what)
     _counter("tokenprune:refusals").labels(model_config.served_model_name, reason).inc()
     if offered(model_config).log:
         tell("refusal", **request_id(served), reason=reason)

@@ -4,7 +4,7 @@ patches a processor on the Hugging Face side, so vLLM counts, hashes and positio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,30 +45,12 @@ class Shrinker:
     def shrink(self, items: Any) -> Mapping[str, object]:
         """Put smaller images in the place of `items["image"]`, and return the keyword arguments that the model's
         processor needs to leave them as they are."""
-        name = self._method.name
-        if self._method.videos and items.get("video"):
-            raise OptionError(
-                f"{name} makes the frames of videos smaller too, which this server does not: leave them as they are, "
-                f'{{"method": "{name}", "videos": false}}, or use a method that acts on the features, such as uniform'
-            )
+        self.check_videos(items)
         images = items.get("image")
         if images is None or not len(images) or isinstance(images, SmallerImages):
             return self.kwargs
-        if not isinstance(images, ImageProcessorItems):
-            raise OptionError(
-                f"{name} acts on pixels, and this request brings embeddings: switch it off for the "
-                'request, {"tokenprune": {"off": true}}'
-            )
-        # As the processor's call will see them: those of the server below those of the request, sorted by modality.
-        kwargs = self.info._merge_and_resolve_mm_processor_kwargs(self.kwargs)
-        options = dict(kwargs.get("images_kwargs") or {})
-        patch = self._patch()
-        originals = images.get_all()
-        smaller, changed = patch.change(originals, options)
-        rule = rule_for(patch.processor)
-        assert rule is not None  # `_patch` refuses processors without one
-        count, read = rule.count, Reader(patch.processor, options)
-        full = [count(read, size.height, size.width, 1) for size in map(images.get_image_size, range(len(images)))]
+        kwargs, options, smaller, changed = self._changed(images, images.get_all)
+        full = [self._count(images, options, index) for index in range(len(images))]
         items["image"] = SmallerImages(images, smaller, full)
         if changed == options:
             return self.kwargs
@@ -77,6 +59,41 @@ class Shrinker:
             if name in options:
                 changed[name] = changed["size"][edge]
         return kwargs | {"images_kwargs": changed}
+
+    def tokens(self, images: Any, index: int) -> int:
+        """Return how many visual tokens one of these images would have after resizing."""
+        _, _, smaller, changed = self._changed(images, lambda: [images.get(index)])
+        return self._count(ImageProcessorItems(smaller), changed, 0)
+
+    def check_videos(self, items: Any) -> None:
+        """Raise OptionError if the method makes videos smaller and there are some."""
+        name = self._method.name
+        if self._method.videos and items.get("video"):
+            raise OptionError(
+                f"{name} makes the frames of videos smaller too, which this server does not: leave them as they are, "
+                f'{{"method": "{name}", "videos": false}}, or use a method that acts on the features, such as uniform'
+            )
+
+    def _changed(self, images: Any, chosen: Callable[[], list[Any]]) -> tuple[Any, dict[str, Any], Any, dict[str, Any]]:
+        """Return the processor's keyword arguments and its options for images, then `chosen` of the images made
+        smaller, and the options that these need."""
+        if not isinstance(images, ImageProcessorItems):
+            raise OptionError(
+                f"{self._method.name} acts on pixels, and this request brings embeddings: switch it off for the "
+                'request, {"tokenprune": {"off": true}}'
+            )
+        # As the processor's call will see them: those of the server below those of the request, sorted by modality.
+        kwargs = self.info._merge_and_resolve_mm_processor_kwargs(self.kwargs)
+        options = dict(kwargs.get("images_kwargs") or {})
+        smaller, changed = self._patch().change(chosen(), options)
+        return kwargs, options, smaller, changed
+
+    def _count(self, images: ImageProcessorItems, options: dict[str, Any], index: int) -> int:
+        """Return how many visual tokens the model's processor makes of one of these images."""
+        processor, size = self.info.get_hf_processor(**self.kwargs), images.get_image_size(index)
+        rule = rule_for(processor)
+        assert rule is not None  # `_patch` refuses processors without one
+        return rule.count(Reader(processor, options), size.height, size.width, 1)
 
     def check(self) -> None:
         """Raise OptionError or BudgetError if the model cannot do what the setting says."""

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
-from vllm.multimodal.parse import VideoProcessorItems
 from vllm.multimodal.processing import BaseMultiModalProcessor
 from vllm.multimodal.processing.processor import (
     PromptInsertion,
@@ -23,20 +22,19 @@ from vllm.multimodal.processing.processor import (
 from tokenprune.abilities import reads_tower
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.vllm.front import metrics
-from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages
+from tokenprune.integrations.vllm.front.items import PromptItem, selecting
+from tokenprune.integrations.vllm.front.pixels import Shrinker
 from tokenprune.integrations.vllm.front.served import Served, TrackedSetting, followed
-from tokenprune.integrations.vllm.front.units import kept_units
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import check_model, configured, family_of, offered
 from tokenprune.integrations.vllm.setting.offer import PROFILE
-from tokenprune.integrations.vllm.setting.plan import MODALITIES, Plan, field_name
-from tokenprune.integrations.vllm.setting.position_checks import longest, original_positions
+from tokenprune.integrations.vllm.setting.plan import MODALITIES, field_name
+from tokenprune.integrations.vllm.setting.position_checks import check_placeholders, longest, original_positions
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 from tokenprune.integrations.vllm.setting.tower_items import check_items
-from tokenprune.integrations.vllm.setting.towers import check_reachable, drops_units, merges_in_tower, tiles_of
-from tokenprune.sites.encoder import EncoderMethod
-from tokenprune.view.registry import compares_frames
+from tokenprune.integrations.vllm.setting.towers import merges_in_tower
 
+logger = logging.getLogger(__name__)
 # How an item is put into the prompt, and the field that says what is written.
 _WRITTEN = {PromptReplacement: "replacement", PromptInsertion: "insertion"}
 
@@ -46,13 +44,15 @@ class CountedDetails(PromptUpdateDetails):
     """The prompt text of an item, with its numbers of visual tokens and the names of its setting in metrics.
 
     before, after: visual tokens without and with the setting. left: tokens dropped between the vision tower and the
-    prompt. vLLM caches this object with the item, so a cache hit has the numbers too.
+    prompt. would: visual tokens under the setting of the shadow, None where there is none or it fails. vLLM caches this
+    object with the item, so a cache hit has the numbers too.
     """
 
     before: int = 0
     after: int = 0
     left: int = 0
     label: tuple[str, str] = ("off", "1")
+    would: int | None = None
 
 
 # Prompt texts of the items of the request that this thread processes.
@@ -81,7 +81,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
             check_model(setting, self.info.ctx.model_config)
         except UnsupportedSetupError as error:
             raise OptionError(str(error)) from error  # the server goes on, and the client reads why
-        return setting
+        return ServedSetting() if isinstance(asked, TrackedSetting) and asked.served.full else setting
 
     def check_pixels(self) -> None:
         """Raise OptionError if the server's setting or a profile asks for smaller images where they save nothing."""
@@ -98,6 +98,8 @@ class ReducingProcessor(BaseMultiModalProcessor):
             key = setting.cache_key()
             if original_positions(self.info.ctx.model_config):
                 key |= {"positions": "original"}  # which travel with an item's embeddings
+            if (shadow := _shadow(inputs.hf_processor_mm_kwargs)) is not None:
+                key |= {"shadow": shadow.cache_key()}  # counted when the item is processed, and cached with it
             kwargs = {**inputs.hf_processor_mm_kwargs, KEY: key}
             inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
         return super()._get_mm_hashes(inputs)
@@ -106,7 +108,8 @@ class ReducingProcessor(BaseMultiModalProcessor):
         setting = self._setting(hf_kwargs)  # raise before any work is done
         hf_kwargs = _without(hf_kwargs)
         if setting is not None and setting.pixels is not None:
-            hf_kwargs = Shrinker(setting, self.info, hf_kwargs).shrink(mm_items)
+            with selecting(setting):
+                hf_kwargs = Shrinker(setting, self.info, hf_kwargs).shrink(mm_items)
         return super()._apply_hf_processor_main(mm_items=mm_items, hf_kwargs=hf_kwargs)
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, object]) -> Any:
@@ -121,8 +124,9 @@ class ReducingProcessor(BaseMultiModalProcessor):
         )
         if setting is None:
             return updates
+        shadow = _shadow(hf_processor_mm_kwargs)
         return [
-            self._reduced(update, setting, mm_items, _without(hf_processor_mm_kwargs), out_mm_kwargs)
+            self._reduced(update, setting, shadow, mm_items, _without(hf_processor_mm_kwargs), out_mm_kwargs)
             if update.modality in MODALITIES
             else update
             for update in updates
@@ -132,6 +136,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
         self,
         update: PromptUpdate,
         setting: ServedSetting,
+        shadow: ServedSetting | None,
         mm_items: Any,
         kwargs: Mapping[str, object],
         out_mm_kwargs: Any,
@@ -142,32 +147,17 @@ class ReducingProcessor(BaseMultiModalProcessor):
 
         def content_of(index: int) -> PromptUpdateDetails:
             content = update._resolve_content(index)
-            embeds = None if content.is_embed is None else content.is_embed(content.full).tolist()
-            family, compares = family_of(self.info.ctx.model_config), compares_frames(setting.method)
-            # Images stay as they are where frames are compared.
-            own = setting.without_method() if compares and update.modality == "image" else setting
-            merges = merges_in_tower(own.method) and not own.removes_nothing
-            asked = update.modality == "video" and (compares or merges or setting.per == "frame")
-            frames = _frames(mm_items, out_mm_kwargs, index) if asked else 1
-            config = self.info.ctx.model_config.hf_config
-            if merges and not asked:
-                frames = tiles_of(_merger(own), config, len(content.full) if embeds is None else sum(embeds))
-            plan = Plan.make(own, content.full, embeds, family.vllm.per_run, frames, family.after_video)
-            if merges:
-                check_reachable(own, config, plan.counts, update.modality == "video")
-            item = out_mm_kwargs[update.modality][index]
-            if drops_units(own.method) and not own.removes_nothing:
-                kept = kept_units(own, item, update.modality, self.info, kwargs, sum(plan.counts))
-                plan = dataclasses.replace(plan, kept=kept)
+            item = PromptItem(self.info, update.modality, index, content, mm_items, out_mm_kwargs, kwargs)
+            with selecting(setting):
+                plan = item.plan(setting)
             # The same moment at which vLLM itself reads the item: it is stored, cached and sent after this.
             element = MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField(keep_on_cpu=True))
-            item[field_name(update.modality)] = element
+            out_mm_kwargs[update.modality][index][field_name(update.modality)] = element
             if plan.reduces:
                 content = PromptUpdateDetails.select_token_id(plan.reduced(), plan.placeholder)
-            items = mm_items[update.modality]
-            full = items.full[index] if isinstance(items, SmallerImages) else sum(plan.counts)
-            counts = full, sum(plan.keep), sum(plan.counts) - sum(plan.keep)
-            return CountedDetails(content.full, content.is_embed, *counts, own.label())
+            counts = item.before(plan), sum(plan.keep), sum(plan.counts) - sum(plan.keep)
+            would = None if shadow is None else _would_keep(item, shadow)
+            return CountedDetails(content.full, content.is_embed, *counts, plan.setting.label(), would)
 
         return dataclasses.replace(update, **{name: content_of})
 
@@ -205,76 +195,90 @@ class ReducingProcessor(BaseMultiModalProcessor):
         if configured(model_config) is None or self._dummy:
             self._setting(inputs.hf_processor_mm_kwargs)
             return super().apply(inputs, *args, **kwargs)
-        items: list[CountedDetails] = []
-        _written.set(items)
         served = Served()
         try:
             asked = followed(inputs.hf_processor_mm_kwargs.get(KEY, {}), offered(model_config))
             whole = {**inputs.hf_processor_mm_kwargs, KEY: asked}
             inputs, served = dataclasses.replace(inputs, hf_processor_mm_kwargs=whole), asked.served
-            setting, what = self._setting(inputs.hf_processor_mm_kwargs), "input"
-            assert setting is not None  # the server has one
-            # Before images are read.
-            if family_of(model_config).vllm.mrope and not setting.is_off:
-                counts, config = inputs.mm_data_items.get_all_counts(), self.info.get_hf_config()
-                _check_placeholders(inputs.prompt, counts, config, not setting.removes_nothing)
-            if reads_tower(setting.method) or merges_in_tower(setting.method):
-                check_items(setting.acting, setting, inputs.mm_data_items, self.info)
-            made = super().apply(inputs, *args, **kwargs)
+            self._setting(inputs.hf_processor_mm_kwargs)  # raises
+            asked.draw()
+            what = "input"
+            try:
+                made, items = self._apply(inputs, *args, **kwargs)
+            except TokenPruneError as error:
+                in_full = asked.fall_back()
+                metrics.failed(model_config, asked.offer.label(asked), "full" if in_full else "refused")
+                if not in_full:
+                    raise
+                logger.debug("a request is served in full: %s", error)
+                made, items = self._apply(inputs, *args, **kwargs)
         except TokenPruneError as error:
             metrics.refused(model_config, error, what, served)
             raise
-        counts = inputs.mm_data_items.get_all_counts()
+        setting, counts = self._setting(inputs.hf_processor_mm_kwargs), inputs.mm_data_items.get_all_counts()
+        assert setting is not None  # the server has one
         served.profile = asked.offer.label(asked)
         served.method, served.keep = setting.label()[0], setting.whole_keep
         served.images, served.videos = counts.get("image", 0), counts.get("video", 0)
         served.tokens_in = sum(one.before for one in items)
         served.tokens_out = sum(one.after for one in items)
         metrics.chose(model_config, served)
+        if asked.shadow is not None:
+            served.shadow = self._in_shadow(asked.shadow, inputs, items)
+            metrics.shadowed(model_config, served, asked.shadow.label())
         if asked.offer.log:
             tell("request", **metrics.request_id(served), **served.fields())
         return made
 
+    def _apply(self, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[CountedDetails]]:
+        """Process a request under the setting in force; return what vLLM makes of it, and the numbers of each item.
+        Raises a TokenPruneError for one that cannot be served under it."""
+        items: list[CountedDetails] = []
+        _written.set(items)
+        setting = self._setting(inputs.hf_processor_mm_kwargs)
+        assert setting is not None  # the server has one
+        self._check_input(setting, inputs)  # before images are read
+        # A copy, which a method that acts on pixels writes to.
+        inputs = dataclasses.replace(inputs, mm_data_items=type(inputs.mm_data_items)(inputs.mm_data_items))
+        return super().apply(inputs, *args, **kwargs), items
 
-def _merger(setting: ServedSetting) -> EncoderMethod:
-    assert isinstance(setting.method, EncoderMethod)
-    return setting.method
+    def _check_input(self, setting: ServedSetting, inputs: Any) -> None:
+        with selecting(setting):
+            if family_of(self.info.ctx.model_config).vllm.mrope and not setting.is_off:
+                counts, config = inputs.mm_data_items.get_all_counts(), self.info.get_hf_config()
+                check_placeholders(inputs.prompt, counts, config, not setting.removes_nothing)
+            if reads_tower(setting.method) or merges_in_tower(setting.method):
+                check_items(setting.acting, setting, inputs.mm_data_items, self.info)
+
+    def _in_shadow(self, shadow: ServedSetting, inputs: Any, items: list[CountedDetails]) -> int | None:
+        """Return how many visual tokens a request would have kept; None if it would have failed."""
+        try:
+            self._check_input(shadow, inputs)
+        except TokenPruneError:
+            return None
+        kept = [one.would for one in items]
+        return None if None in kept else sum(one for one in kept if one is not None)
 
 
-def _frames(mm_items: Any, out_mm_kwargs: Any, index: int) -> int:
-    """Return the number of frames of a video that reach the language model; 0 if it is not known."""
-    grid = out_mm_kwargs["video"][index].get("video_grid_thw")
-    if grid is not None:
-        return int(grid.data[0])
-    videos = mm_items["video"]
-    return videos.get_num_frames(index) if isinstance(videos, VideoProcessorItems) else 0
+def _shadow(kwargs: Mapping[str, object]) -> ServedSetting | None:
+    """Return the setting that a request would have been served under, if a rollout has it served in full."""
+    asked = kwargs.get(KEY)
+    return asked.shadow if isinstance(asked, TrackedSetting) else None
+
+
+def _would_keep(item: PromptItem, shadow: ServedSetting) -> int | None:
+    """Return how many visual tokens a setting would leave of an item; None where it would fail. Nothing is refused: the
+    item is served in full."""
+    try:
+        with selecting(shadow):
+            return item.would_keep(shadow)
+    except TokenPruneError:
+        return None
 
 
 def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:
     """Return the arguments of the model's own processor, without our key."""
     return {key: value for key, value in kwargs.items() if key != KEY}
-
-
-def _check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: Any, reduces: bool) -> None:
-    """Positions of kept tokens follow from the placeholders that a prompt holds, and counted from the text before them:
-    there have to be no others, and there has to be some text. Those of the answer follow from the text behind."""
-    tokens = {"image": config.image_token_id, "video": config.video_token_id}
-    for modality, token in tokens.items():
-        found, wanted = prompt.count(token), items.get(modality, 0)
-        if found > wanted:
-            raise OptionError(
-                f"the prompt holds {found} {modality} placeholders for {wanted} {modality}s; leave the others out"
-            )
-    if any(one in tokens.values() and other in tokens.values() for one, other in itertools.pairwise(prompt)):
-        raise OptionError(
-            "two images stand side by side without a token between them; put the model's start and end tags around "
-            "each, as its chat template does"
-        )
-    if reduces and prompt[-1:] and prompt[-1] in tokens.values():
-        raise OptionError(
-            "the prompt ends with an image, so that nothing tells where its answer stands; put the model's end tag "
-            "behind it, as its chat template does"
-        )
 
 
 @cache

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of a request's profile: by the model name it asks for (`NAME:PROFILE`), by its own key, or by the number of
-requests in flight. None of these needs --trust-request-mm-kwargs.
+"""Choice of a request's profile: by the model name it asks for (`NAME:PROFILE`), by its own key, by who calls, or by
+the number of requests in flight. None of these needs --trust-request-mm-kwargs.
 
 vLLM offers a plugin no place between a request and its processor, and the processor sees neither the model's name nor
 a key that vLLM does not trust. So we wrap `OnlineRenderer.preprocess_chat`, which handles chat completions, responses
@@ -23,7 +23,16 @@ from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.front import answers, metrics
 from tokenprune.integrations.vllm.front.engines import on_start
-from tokenprune.integrations.vllm.front.served import BY_KEY, LOAD, NAME, Served, TrackedSetting, clean_id
+from tokenprune.integrations.vllm.front.served import (
+    BY_KEY,
+    CALLER,
+    LOAD,
+    NAME,
+    Served,
+    TrackedSetting,
+    clean_id,
+    lot_of,
+)
 from tokenprune.integrations.vllm.setting.configuration import configured, in_llm, offered
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
 from tokenprune.integrations.vllm.setting.overload import StepInForce
@@ -76,12 +85,18 @@ def load_of(renderer: Any) -> RequestLoad:
     return getattr(renderer, _LOAD)
 
 
+def check_hooks(offer: Offer) -> None:
+    """Raise UnsupportedSetupError if there are profiles or callers, but the installed vLLM lacks the hooks."""
+    if offer.names or offer.callers is not None:
+        require_hooks(missing_hooks(HOOKS))
+    if offer.callers is not None and answers.is_server():
+        require_hooks(missing_hooks(answers.HEADER_HOOKS))
+
+
 def attach(offer: Offer) -> None:
-    """Let requests choose a profile from now on. Raise UnsupportedSetupError if there are profiles, but the installed
-    vLLM lacks the hooks."""
+    """Let requests choose a profile from now on. Raises UnsupportedSetupError as `check_hooks` does."""
+    check_hooks(offer)
     if problems := missing_hooks(HOOKS):
-        if offer.names:
-            require_hooks(problems)
         logger.debug("requests cannot choose profiles in this vLLM: %s", "; ".join(problems))
         return
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
@@ -121,25 +136,39 @@ def _without_profiles(check: Any) -> Any:
     @functools.wraps(check)
     async def check_model(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if configured(self.model_config) is not None:
-            _check_no_profile(self.model_config, request.model)
+            _check_no_profile(self.model_config, request)
         return await check(self, request, *args, **kwargs)
 
     return check_model
 
 
-def _check_no_profile(model_config: Any, model: str | None) -> None:
-    """Raise OptionError for a model's name that asks for a profile other than the server's own setting."""
+def _check_no_profile(model_config: Any, request: Any) -> None:
+    """Raise OptionError for a request whose model's name or caller asks for a profile other than the server's own
+    setting, and for one whose key asks for a profile that its caller may not use."""
     offer, served = offered(model_config), model_config.served_model_name
-    profile = _named(model, offer, served)
+    given = (getattr(request, "mm_processor_kwargs", None) or {}).get(KEY)
+    asked = given if isinstance(given, Mapping) else {}
+    by = NAME
     try:
-        if profile is not None and offer.profile(profile) != offer.profile(DEFAULT):
+        may = _may_use(offer)
+        profile = asked.get(PROFILE, _named(request.model, offer, served))
+        if profile is None and may is not None:
+            by, profile = CALLER, may[0]
+        setting = offer.profile(DEFAULT if profile is None else profile, may if by == NAME else None)
+        if PROFILE not in asked and setting != offer.profile(DEFAULT):
+            who = repr(request.model) if by == NAME else "this caller"
             raise OptionError(
-                f"{KEY}: {model!r} asks for a profile, and this endpoint knows the server's own setting alone: ask for "
-                f"{served!r}"
+                f"{KEY}: {who} asks for profile {profile!r}, and this endpoint knows the server's own setting alone: "
+                f"ask for {served!r}"
             )
     except TokenPruneError as error:
-        metrics.refused(model_config, error, "setting", Served(NAME))
+        metrics.refused(model_config, error, "setting", Served(by))
         raise
+
+
+def _may_use(offer: Offer) -> tuple[str, ...] | None:
+    """Return the profiles that the caller of this request may use; None on a server without a rule of callers."""
+    return None if offer.callers is None else offer.callers.may_use(answers.current().headers)
 
 
 def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
@@ -153,7 +182,8 @@ def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
     served, exchange = Served(), answers.current()
     # The client's header goes before the body, as in vLLM; not in responses, whose id is the answer's.
     header = exchange.header_id if hasattr(request, "messages") else None
-    served.request = clean_id(header or getattr(request, "request_id", None))
+    given_id = header or getattr(request, "request_id", None)
+    served.request, served.lot = clean_id(given_id), lot_of(given_id)
     given = getattr(request, "mm_processor_kwargs", None) or {}
     trusted = renderer.trust_request_mm_kwargs
     # What is not ours is vLLM's to allow.
@@ -172,7 +202,8 @@ def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
         if not trusted:
             _check_only_profile(asked, offer)
         model, under_load = getattr(request, "model", None), functools.partial(load.profile, model_config, offer)
-        asked, served.by = choose(asked, offer, model, model_config.served_model_name, under_load)
+        may = _may_use(offer)
+        asked, served.by = choose(asked, offer, model, model_config.served_model_name, under_load, may)
     except TokenPruneError as error:
         metrics.refused(model_config, error, "setting", served)
         raise
@@ -204,11 +235,15 @@ def _named(model: str | None, offer: Offer, served: str) -> str | None:
     return suffix if offer.names and name and (suffix in offer.profiles or name == served) else None
 
 
-def choose(asked: Any, offer: Offer, model: str | None, served: str, under_load: Callable[[], str]) -> tuple[Any, str]:
+def choose(
+    asked: Any, offer: Offer, model: str | None, served: str, under_load: Callable[[], str],
+    may: tuple[str, ...] | None = None,
+) -> tuple[Any, str]:  # fmt: skip
     """Return the value of our key for a request, with its profile, and who chose it; empty if nobody did.
 
-    asked: the request's own value. model: the model name that it asks for. served: the model's
-    first name. under_load: gives the profile of a request that chooses nothing. Raises ProfileError.
+    asked: the request's own value. model: the model name that it asks for. served: the model's first name. under_load:
+    gives the profile of a request that chooses nothing. may: profiles that its caller may use, the caller's own first;
+    None: all. Raises ProfileError or CallerError.
     """
     if not isinstance(asked, Mapping):
         return asked, BY_KEY  # the processor refuses it
@@ -216,8 +251,10 @@ def choose(asked: Any, offer: Offer, model: str | None, served: str, under_load:
     if PROFILE not in asked:
         if (profile := _named(model, offer, served)) is not None:
             asked, by = {PROFILE: profile} | dict(asked), BY_KEY if asked else NAME
+        elif may is not None and may[0] != DEFAULT:
+            asked, by = {PROFILE: may[0]} | dict(asked), BY_KEY if asked else CALLER
         elif not asked and (profile := under_load()) != DEFAULT:
-            asked, by = {PROFILE: profile}, LOAD
+            return {PROFILE: profile}, LOAD  # the operator's choice, so whatever the caller may ask for
     if PROFILE in asked:
-        offer.profile(asked[PROFILE])
+        offer.profile(asked[PROFILE], may)
     return asked, by

@@ -10,7 +10,7 @@ import threading
 from functools import partial
 from typing import Any
 
-from tokenprune.integrations.vllm.front import announce, metrics
+from tokenprune.integrations.vllm.front import announce, metrics, profiles
 from tokenprune.integrations.vllm.setting.configuration import configured, offered, read_again, replace_offer
 
 logger = logging.getLogger(announce.LOGGER)
@@ -36,7 +36,9 @@ def reload(engine: Any) -> bool:
     model_config = engine.vllm_config.model_config
     before = offered(model_config)
     try:
-        replace_offer(model_config, read_again(model_config))
+        after = read_again(model_config)
+        profiles.check_hooks(after)
+        replace_offer(model_config, after)
         engine.renderer.get_mm_processor().check_pixels()
     except Exception as error:  # a server goes on, whatever an operator's file holds
         replace_offer(model_config, before)

@@ -7,15 +7,20 @@ request travels there as an attribute of that value, and the endpoint finds in i
 
 from __future__ import annotations
 
+import hashlib
+import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.integrations.vllm.setting.offer import DEFAULT, Offer
+from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
+from tokenprune.integrations.vllm.setting.rules import FULL
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
-NAME, BY_KEY, LOAD = "name", "key", "load"
-CHOSEN_BY = (NAME, BY_KEY, LOAD, DEFAULT)
+NAME, BY_KEY, CALLER, LOAD = "name", "key", "caller", "load"
+CHOSEN_BY = (NAME, BY_KEY, CALLER, LOAD, DEFAULT)
+ROLLOUT, FAILURE = "rollout", "failure"  # why a request is served in full, though its setting would reduce it
 _ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
@@ -23,15 +28,20 @@ _ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 class Served:
     """The record of a request, and of what serves it.
 
-    by:       who chose the profile: "name" (the model's, in the request), "key" (the request's own), "load" (the
-              server's overload policy) or "default".
+    by:       who chose the profile: "name" (the model's, in the request), "key" (the request's own), "caller" (the
+              server's rule of callers), "load" (its overload policy) or "default".
     request:  the request's id, None where there is none; see `clean_id`.
+    lot:      a number in [0, 1) by which a rollout decides; see `lot_of`. Drawn at random for a request without an id.
+    full:     `ROLLOUT` or `FAILURE` if a request is served in full, though its setting would reduce it; else None.
     profile, method, keep, images, videos, tokens_in, tokens_out: written by the processor, once it has read the
               request's images and videos. keep: a share, or a whole number of tokens. tokens: visual ones.
+    shadow:   visual tokens that a request would have kept without the rollout; None: it would have failed.
     """
 
     by: str = DEFAULT
     request: str | None = None
+    lot: float = field(default_factory=random.random)
+    full: str | None = None
     profile: str = DEFAULT
     method: str = "off"
     keep: float | int = 1.0
@@ -39,6 +49,7 @@ class Served:
     videos: int = 0
     tokens_in: int = 0
     tokens_out: int = 0
+    shadow: int | None = None
 
     @property
     def done(self) -> bool:
@@ -47,7 +58,7 @@ class Served:
 
     def fields(self) -> dict[str, Any]:
         """Return names and numbers, of which a client wrote none."""
-        return {
+        said = {
             "profile": self.profile,
             "by": self.by,
             "method": self.method,
@@ -57,6 +68,8 @@ class Served:
             "tokens_in": self.tokens_in,
             "tokens_out": self.tokens_out,
         }
+        more = {"full": self.full, "shadow": self.shadow}
+        return said | {name: value for name, value in more.items() if value is not None}
 
 
 class TrackedSetting(dict[str, Any]):
@@ -66,6 +79,30 @@ class TrackedSetting(dict[str, Any]):
     def __init__(self, value: Mapping[str, Any], served: Served, offer: Offer) -> None:
         super().__init__(value)
         self.served, self.offer = served, offer
+
+    @property
+    def profile(self) -> str:
+        """The name of the profile in force, under a setting of the request's own too."""
+        return str(self.get(PROFILE, DEFAULT))
+
+    @property
+    def shadow(self) -> ServedSetting | None:
+        """The setting that the request would have been served under, if a rollout has it served in full."""
+        return self.offer.setting(self) if self.served.full == ROLLOUT else None
+
+    def draw(self) -> None:
+        """Settle by the request's lot whether a rollout has it served in full."""
+        if self.served.lot >= self.offer.rollout(self.profile) and not self.offer.setting(self).is_off:
+            self.served.full = ROLLOUT
+
+    def fall_back(self) -> bool:
+        """Have a request that cannot be served under its setting served in full, and return True; False where its
+        profile's rule refuses it, and for one that is served in full anyway."""
+        in_full = self.served.full is not None or self.offer.setting(self).is_off
+        if in_full or self.offer.on_error(self.profile) != FULL:
+            return False
+        self.served.full = FAILURE
+        return True
 
 
 def followed(value: Any, offer: Offer) -> TrackedSetting:
@@ -83,3 +120,12 @@ def clean_id(given: Any) -> str | None:
     if given is None:
         return None
     return given if isinstance(given, str) and _ID.fullmatch(given) else "unreadable"
+
+
+def lot_of(given: Any) -> float:
+    """Return a number in [0, 1) that follows from a request's id alone: the same in every process and after a restart,
+    spread evenly over ids; a random one where there is no id."""
+    if given is None:
+        return random.random()
+    digest = hashlib.sha256(str(given).encode(errors="replace")).digest()
+    return int.from_bytes(digest[:6]) / 2**48

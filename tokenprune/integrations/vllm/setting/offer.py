@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of a server's setting beside the reduction: named settings (`profiles`), limits of a request's own setting
-(`min_keep`, `methods`), profiles under load (`overload`), a file of these four (`reload`), a log of requests (`log`),
-freed KV cache after a cut inside the language model (`experimental_free_kv`), and positions of kept tokens
+"""Keys of a server's setting beside the reduction: named settings (`profiles`), rules for requests (see rules.py), who
+gets which profile (`callers`), profiles under load (`overload`), a file of all these (`reload`), a log of requests
+(`log`), freed KV cache after a cut inside the language model (`experimental_free_kv`), and positions of kept tokens
 (`positions`)."""
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.errors import ConfigError, OptionError, TokenPruneError
 from tokenprune.files import File
+from tokenprune.integrations.vllm.setting.callers import CallerError, Callers
 from tokenprune.integrations.vllm.setting.overload import Overload
+from tokenprune.integrations.vllm.setting.rules import REFUSE, RULES, Rules
+from tokenprune.integrations.vllm.setting.rules import check as _check
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, ServedSetting, check_override
-from tokenprune.registry import available_methods, method_class, method_info
+from tokenprune.registry import available_methods, method_info
 from tokenprune.setting import SCOPE
 from tokenprune.spelling import plain, short
 
 FREE_KV = "experimental_free_kv"
 RELOAD = "reload"  # the key that names a file
-RELOADED = ("profiles", "min_keep", "methods", "overload")  # may stand there, and change while the server runs
+RELOADED = ("profiles", *RULES, "callers", "overload")  # may stand there, and change while the server runs
 # Keys of a server's setting, of no request's.
 OFFER = (*RELOADED, RELOAD, "log", FREE_KV, "positions")
 POSITIONS = ("original", "renumbered")
@@ -32,16 +35,12 @@ DEFAULT = "default"  # the profile that every server has: its own setting
 REQUEST = "request"  # label in metrics for a setting that a request wrote itself
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _NOTHING: Mapping[str, Any] = {}
-_MOST = 32  # profiles, or methods
+_MOST = 32  # profiles
 _LARGEST = 2**20  # bytes of the file of `reload`
 
 
 class ProfileError(OptionError):
     """A request names a profile that the server does not offer."""
-
-
-class LimitError(OptionError):
-    """A request asks for more than the server allows."""
 
 
 def split(layer: Any) -> tuple[Any, dict[str, Any]]:
@@ -63,22 +62,22 @@ def check_spelling(layer: Any) -> None:
 
 @dataclass(frozen=True)
 class Offer:
-    """Profiles and limits that a server sets for its requests.
+    """Profiles and rules that a server sets for its requests.
 
     profiles: whole settings by name, the server's own as "default".
-    min_keep: the least share of visual tokens that a setting may keep; None: any.
-    methods:  names of those that a setting may use; None: any that can be served.
+    rules:    of the server, as "default", and of each profile that has its own.
+    callers:  which profiles a caller may use; None: each may use all.
     overload: profiles that stand in for the default under load; None: the default always.
     log:      True to log requests and selections (see log.py).
     free_kv:  True to free the KV cache of dropped tokens in the layers after a cut inside the language model.
-    file:     that `min_keep`, `methods`, `overload` and the profiles come from, None if they stand in the setting.
+    file:     that the keys of `RELOADED` come from, None if they stand in the setting.
     positions: "original" to keep the positions of the full prompt, "renumbered" to count the kept tokens anew; None:
               the default of the model's family.
     """
 
     profiles: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    min_keep: float | None = None
-    methods: tuple[str, ...] | None = None
+    rules: Mapping[str, Rules] = field(default_factory=lambda: {DEFAULT: Rules()})
+    callers: Callers | None = None
     overload: Overload | None = None
     log: bool = False
     free_kv: bool = False
@@ -93,39 +92,45 @@ class Offer:
         profiles = given.get("profiles", {})
         _check(isinstance(profiles, dict), "profiles", 'an object of settings by name, {"fast": {"keep": 0.1}}')
         _check(len(profiles) <= _MOST, "profiles", f"{_MOST} at most, not {len(profiles)}")
-        made = {DEFAULT: server}
+        made, rules = {DEFAULT: server}, {DEFAULT: Rules.of(given)}
         for name, layer in profiles.items():
             if name in (DEFAULT, REQUEST) or not _NAME.fullmatch(name):
                 raise OptionError(
                     f"{KEY}: {short(name)} cannot be the name of a profile: use letters, digits, '.', '_' and '-', and "
                     f'neither "{DEFAULT}", which is the setting beside the profiles, nor "{REQUEST}"'
                 )
-            own = sorted(set(layer) & set(OFFER)) if isinstance(layer, Mapping) else ()
+            layer, own = split(layer)
             try:
-                if own:
-                    raise OptionError(f"{', '.join(own)} holds for the whole server: put it beside the profiles")
-                made[name] = read(layer)
+                if others := sorted(set(own) - set(RULES)):
+                    raise OptionError(f"{', '.join(others)} holds for the whole server: put it beside the profiles")
+                made[name] = server if layer is None else read(layer)
                 check_override(server, made[name])
+                if own:
+                    rules[name] = Rules.of(own, f"profile {name!r}")
             except TokenPruneError as error:
                 raise OptionError(f"profile {name!r}: {error}") from error
+        callers = Callers.of(given["callers"], made, DEFAULT) if "callers" in given else None
         rule = given.get("overload")
         overload = None if rule is None else Overload.of(rule, made)
         said = _log(given), _free_kv(given, server), _positions(given), given.get(RELOAD)
-        offer = cls({}, _min_keep(given), _methods(given), overload, *said)
+        offer = cls({name: one.as_dict() for name, one in made.items()}, rules, callers, overload, *said)
         for name, setting in made.items():
             try:
-                offer.check(setting)
+                offer.check(setting, name)
             except OptionError as error:
                 raise OptionError(f"profile {name!r}: {error}; the server's own settings have to keep to it") from error
-        return replace(offer, profiles={name: one.as_dict() for name, one in made.items()})
+        return offer
 
     @property
     def names(self) -> list[str]:
         """The profiles that the operator named."""
         return [name for name in self.profiles if name != DEFAULT]
 
-    def profile(self, name: Any) -> dict[str, Any]:
-        """Return the whole setting of a profile; raises ProfileError."""
+    def profile(self, name: Any, may: tuple[str, ...] | None = None) -> dict[str, Any]:
+        """Return the whole setting of a profile. may: names that the caller may use; None: all. Raises ProfileError, or
+        CallerError for one that it may not, whether or not it is there."""
+        if may is not None and name not in may:
+            raise CallerError(f"{KEY}: this caller may not use profile {short(name)}; it may use {', '.join(may)}")
         if isinstance(name, str) and name in self.profiles:
             return self.profiles[name]
         there = f"it has {', '.join(self.names)}" if self.names else "it names none"
@@ -138,7 +143,8 @@ class Offer:
         """
         if not isinstance(asked, Mapping):
             return ServedSetting.of(asked, trusted=False)  # raises
-        server = self.profile(asked.get(PROFILE, DEFAULT))
+        profile = asked.get(PROFILE, DEFAULT)
+        server = self.profile(profile)
         if own := sorted(set(asked) & set(OFFER)):
             raise OptionError(f"{KEY}: {', '.join(own)} belongs to the server's setting, not to a request")
         rest = {key: value for key, value in asked.items() if key != PROFILE}
@@ -146,7 +152,7 @@ class Offer:
             return ServedSetting.of(server)
         setting = ServedSetting.of(server, rest, trusted=False)
         check_override(ServedSetting.of(server), setting)
-        self.check(setting)
+        self.check(setting, profile)
         return setting
 
     def label(self, asked: Any) -> str:
@@ -155,24 +161,29 @@ class Offer:
             return DEFAULT
         return asked[PROFILE] if set(asked) == {PROFILE} else REQUEST
 
-    def check(self, setting: ServedSetting) -> None:
-        """Raise LimitError for a setting beyond `min_keep` and `methods`."""
-        used = [step.name for step in (setting.pixels, setting.method) if step is not None]
-        for name in used:
-            if self.methods is not None and name not in self.methods:
-                raise LimitError(f"{KEY}: this server does not allow {name}; allowed are {', '.join(self.methods)}")
-        if self.min_keep is None or not used:
-            return
-        if isinstance(setting.keep, int):
-            raise LimitError(
-                f"{KEY}: this server's limit is a share, min_keep={self.min_keep}, so keep must be a share too, not "
-                f"{setting.keep} tokens"
-            )
-        if setting.share * setting.keep < self.min_keep * (1 - 1e-9):
-            raise LimitError(
-                f"{KEY}: keep={setting.share * setting.keep:g} is less than this server allows: min_keep is "
-                f"{self.min_keep}"
-            )
+    def check(self, setting: ServedSetting, profile: str = DEFAULT) -> None:
+        """Raise LimitError for a setting beyond the server's limits or those of a profile, over which it stands."""
+        for name in dict.fromkeys((DEFAULT, profile)):
+            if name in self.rules:
+                self.rules[name].check(setting)
+
+    def rollout(self, profile: str) -> float:
+        """Return the share of a profile's requests that are reduced."""
+        return float(self._rule(profile, "rollout", 1.0))
+
+    def on_error(self, profile: str) -> str:
+        """Return what is done with a profile's requests that cannot be served under their setting."""
+        return str(self._rule(profile, "on_error", REFUSE))
+
+    def _rule(self, profile: str, key: str, otherwise: Any) -> Any:
+        said = [getattr(self.rules[name], key) for name in (profile, DEFAULT) if name in self.rules]
+        return next((value for value in said if value is not None), otherwise)
+
+    def policy(self) -> str:
+        """Return the rules in words for the line of the log; empty if there are none."""
+        said = {name: rules.said() for name, rules in self.rules.items()}
+        lines = [text if name == DEFAULT else f"{name}: {text}" for name, text in said.items() if text]
+        return "; ".join(lines + ([] if self.callers is None else [self.callers.said()]))
 
 
 def with_file(given: dict[str, Any]) -> dict[str, Any]:
@@ -192,28 +203,6 @@ def with_file(given: dict[str, Any]) -> dict[str, Any]:
         what = f"not {short(others)}" if isinstance(found, dict) else f"in an object, not {short(found)}"
         raise ConfigError(f"{KEY}: {path} may hold {', '.join(RELOADED)}, {what}")
     return given | plain(found, path)
-
-
-def _check(condition: bool, key: str, wanted: str) -> None:
-    if not condition:
-        raise OptionError(f"{KEY}: {key} must be {wanted}")
-
-
-def _min_keep(given: Mapping[str, Any]) -> float | None:
-    value = given.get("min_keep")
-    if "min_keep" not in given:
-        return None
-    _check(isinstance(value, float) and 0 < value <= 1, "min_keep", f"a share in (0, 1], as 0.1, not {short(value)}")
-    return value
-
-
-def _methods(given: Mapping[str, Any]) -> tuple[str, ...] | None:
-    names: Any = given.get("methods")
-    if "methods" not in given:
-        return None
-    known = isinstance(names, list) and 0 < len(names) <= _MOST
-    _check(known, "methods", f"a list of methods, not {short(names)}")
-    return tuple(method_class(name).name for name in names)
 
 
 def _log(given: Mapping[str, Any]) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Original positions in models with one axis of them: a check of the model, and the changed config.
+"""Checks of positions in prompts; original positions in models with one axis of them: a check, and the changed config.
 
 vLLM numbers the tokens that a prompt holds, and only a model with M-RoPE may set other positions. M-RoPE whose first
 axis has all frequencies equals RoPE, so we declare a model with RoPE as one with such an M-RoPE.
@@ -7,7 +7,8 @@ axis has all frequencies equals RoPE, so we declare a model with RoPE as one wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
@@ -81,3 +82,26 @@ def _problems(model_config: Any) -> Iterator[str]:
     for name in ("llama_4_scaling", "dual_chunk_attention_config"):
         if getattr(decoder, name, None) is not None:
             yield f"its attention uses positions in another way ({name}): {_INSTEAD}"
+
+
+def check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: Any, reduces: bool) -> None:
+    """Raise OptionError for a prompt whose placeholders do not tell positions. Those of kept tokens follow from the
+    placeholders that it holds, counted from the text before them: there have to be no others, and there has to be some
+    text. Those of the answer follow from the text behind."""
+    tokens = {"image": config.image_token_id, "video": config.video_token_id}
+    for modality, token in tokens.items():
+        found, wanted = prompt.count(token), items.get(modality, 0)
+        if found > wanted:
+            raise OptionError(
+                f"the prompt holds {found} {modality} placeholders for {wanted} {modality}s; leave the others out"
+            )
+    if any(one in tokens.values() and other in tokens.values() for one, other in itertools.pairwise(prompt)):
+        raise OptionError(
+            "two images stand side by side without a token between them; put the model's start and end tags around "
+            "each, as its chat template does"
+        )
+    if reduces and prompt[-1:] and prompt[-1] in tokens.values():
+        raise OptionError(
+            "the prompt ends with an image, so that nothing tells where its answer stands; put the model's end tag "
+            "behind it, as its chat template does"
+        )

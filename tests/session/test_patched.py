@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A session over a patched model: a method chooses in each block, and a policy among what entered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from session_oracle import NAMES, Recorded, close, collated, images_of, played, recorded
+from tokenprune.budget import Budget
+from tokenprune.errors import ConfigError, UnsupportedSetupError
+from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
+from zoo import FAMILIES
+
+PATCHED = [name for name in NAMES if name != "gemma3"]
+
+
+@pytest.fixture
+def patched(build) -> Iterator[Any]:
+    """patched(name, method, keep): the family's tiny model, patched; unpatched after the test."""
+    made = []
+
+    def patch(name: str, method: str = "divprune", keep: Any = 0.5, **options: Any) -> Any:
+        made.append(tokenprune.patch(build(FAMILIES[name]), method, keep=keep, **options))
+        return made[-1]
+
+    yield patch
+    for model in made:
+        if tokenprune.is_patched(model):
+            tokenprune.unpatch(model)
+
+
+def unmasked(made: Recorded) -> torch.Tensor:
+    """Return the logits of one prefill by the model without its patch, under the masks."""
+    tokenprune.unpatch(made.model)
+    return made.one_prefill()
+
+
+def chosen_alone(model: Any, made: Recorded, images: list) -> list[int]:
+    """Return which tokens of a block stay when the patched model gets the block alone."""
+    ids = torch.tensor([[token for image in images for token in image.ids]])
+    output = model(input_ids=ids, use_cache=True, **collated(made.family, images))
+    return reduction_of(output.past_key_values).slots[0][1][0].tolist()
+
+
+@pytest.mark.parametrize("name", PATCHED)
+@pytest.mark.parametrize("policy, memory", [("window", 10**6), ("uniform", 60), ("infinipot_v", 60)])
+def test_it_equals_one_prefill_without_what_was_pruned_and_evicted(name: str, policy: str, memory: int, patched):
+    images = images_of(FAMILIES[name], 2)
+    memory = max(memory, sum(len(image.ids) for image in images))
+    made = played(recorded(FAMILIES[name], patched(name), memory=memory, policy=policy), asked=True)
+    stats = made.session.stats
+    blocks = [one for one in made.forwards if one.inputs]
+    count = blocks[0].ids.shape[1]
+    pruned = sum(image.count - round(image.count / 2) for image in images)
+    assert all(len(one.entered) == count - pruned for one in blocks)
+    assert stats.tokens_seen == 6 * count + 9 and stats.text == 9
+    assert stats.visual == 6 * (count - pruned) if memory == 10**6 else stats.compressions > 1
+    assert not hasattr(made.session._stream.memory.cache, "tokenprune_reduction")
+    found = made.logits()
+    assert close(found, unmasked(made))
+    assert (found - made.one_prefill(masked=False)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("method", ["divprune", "visionzip", "uniform"])
+def test_a_block_is_pruned_as_it_is_alone(method: str, patched) -> None:
+    model = patched("llava", method, 0.25)
+    made = recorded(FAMILIES["llava"], model, memory=100, policy="uniform")
+    images = images_of(FAMILIES["llava"], 6)
+    for start in range(0, 6, 2):
+        made.see(images[start : start + 2])
+        assert made.forwards[-1].entered.tolist() == chosen_alone(model, made, images[start : start + 2])
+
+
+def test_all_tokens_kept_is_the_session_of_the_unpatched_model(patched, build) -> None:
+    whole = played(recorded(FAMILIES["qwen2_5_vl"], patched("qwen2_5_vl", keep=1.0), memory=110))
+    found = whole.logits()
+    tokenprune.unpatch(whole.model)
+    plain = played(recorded(FAMILIES["qwen2_5_vl"], build(FAMILIES["qwen2_5_vl"]), memory=110))
+    assert torch.equal(found, plain.logits())
+
+
+def test_it_reads_a_proxy_moves_down_and_is_saved(patched, tmp_path) -> None:
+    family = FAMILIES["llava"]
+    policy = tokenprune.policy("streammem", proxy=(30, 31))
+    model = patched("llava")
+    made = recorded(family, model, memory=80, policy=policy, horizon=700, reanchor=True)
+    for image in images_of(family, 30):
+        made.see([image])
+    session = made.session
+    assert session.stats.compressions > 5 and session.stats.reanchored >= 1 and session.stats.visual <= 80
+    session.save(tmp_path / "s.safetensors")
+    other = tokenprune.Session.load(tmp_path / "s.safetensors", model)
+    found = [one.ask([30], max_new_tokens=2, return_dict=True).logits for one in (session, other, session.fork())]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    tokenprune.unpatch(model)
+    with pytest.raises(ConfigError, match=r"a model with tokenprune: divprune\(\), keep=0.5.*not none"):
+        tokenprune.Session.load(tmp_path / "s.safetensors", model)
+
+
+def test_a_failed_block_leaves_the_cache_an_ordinary_one(patched, monkeypatch) -> None:
+    model = patched("llava")
+    made = recorded(FAMILIES["llava"], model, memory=100)
+    images = images_of(FAMILIES["llava"], 2)
+    made.see(images)
+    answer = made.session.ask([30], max_new_tokens=2, return_dict=True).logits
+    before = made.session.stats
+    monkeypatch.setattr(model.lm_head, "forward", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made.see(images)
+    monkeypatch.undo()
+    assert reduction_of(made.session._stream.memory.cache) is None
+    assert made.session.stats == before
+    assert torch.equal(made.session.ask([30], max_new_tokens=2, return_dict=True).logits, answer)
+
+
+@pytest.mark.parametrize(
+    "name, method, keep, options, says",
+    [
+        ("llava", "fastv", 0.5, {"layer": 1}, "fastv acts in the language model"),
+        ("llava", "divprune", Budget(0.5, age=((0, 1.0), (1, 0.5))), {}, "depends on other images of a prompt"),
+        ("llava", "divprune", Budget(0.5, per="prompt"), {}, "depends on other images of a prompt"),
+        ("llava", "cdpruner", 0.5, {}, "cdpruner reads the question"),
+        ("llava", "divprune", 0.5, {"feature_cache": 10**6}, "feature_cache= keeps what a session drops"),
+        ("llava", "divprune", 0.5, {"guard": "warn"}, "guard='off'"),
+        ("gemma3", "divprune", 0.5, {}, "masks of 'gemma3' by type of token"),
+    ],
+)
+def test_other_patches_are_refused_by_name(name: str, method: str, keep, options: dict, says: str, patched) -> None:
+    with pytest.raises(UnsupportedSetupError, match=rf"{says}.*tokenprune.unpatch\(model\) first"):
+        tokenprune.session(patched(name, method, keep, **options), memory=100)
+
+
+def test_a_patch_that_changed_since_is_refused(patched) -> None:
+    model = patched("llava")
+    made = recorded(FAMILIES["llava"], model, memory=100)
+    tokenprune.patch(model, "divprune", keep=0.25, replace=True)
+    with pytest.raises(UnsupportedSetupError, match=r"keep=0.5.* and now there is .*keep=0.25"):
+        made.session.say([5])
+    tokenprune.unpatch(model)
+    with pytest.raises(UnsupportedSetupError, match="now there is none: put it back"):
+        made.session.say([5])
+    tokenprune.patch(model, "divprune", keep=0.5)
+    made.session.say([5])

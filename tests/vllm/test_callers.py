@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is served by which profile: the rule alone. For requests and servers see tests_vllm/test_tenants.py."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from tests.vllm.test_offer import PROFILES, offer
+from tokenprune.errors import OptionError
+from tokenprune.integrations.vllm.setting.callers import CallerError, Callers
+from tokenprune.integrations.vllm.setting.offer import ProfileError
+
+SECRET = "sk-very-secret"
+
+
+def digest(key: str) -> str:
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+def rule(**given: Any) -> Callers:
+    found = offer(profiles=PROFILES, callers=given).callers
+    assert found is not None
+    return found
+
+
+def headers(*pairs: tuple[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in pairs]
+
+
+def test_an_api_key_decides() -> None:
+    made = rule(profiles={digest(SECRET): ["fast", "ocr"], digest("ключ"): "small"})
+    for scheme in ("Bearer", "bearer", "BEARER"):
+        assert made.may_use(headers(("authorization", f"{scheme} {SECRET}"))) == ("fast", "ocr")
+    assert made.may_use(headers(("authorization", "Bearer ключ"))) == ("small",)
+    for value in (SECRET, f"Basic {SECRET}", f"Bearer {SECRET}x", "Bearer ", "", f"Bearer {digest(SECRET)}", "Bearer"):
+        assert made.may_use(headers(("authorization", value))) == ("default",), value
+    assert made.may_use([]) == made.may_use(headers(("x-api-key", SECRET))) == ("default",)
+    assert made.own == {"fast", "small", "default"} and made.said() == "2 callers by API key, others default"
+    assert digest(SECRET)[7:] not in repr(made)
+
+
+def test_a_header_decides() -> None:
+    made = rule(header="X-Tenant", profiles={"acme": "fast", digest("beta"): ["ocr"]}, others=[])
+    assert made.may_use(headers(("x-tenant", " acme "))) == made.may_use(headers(("X-TENANT", "acme"))) == ("fast",)
+    assert made.may_use(headers(("x-tenant", "beta"))) == ("ocr",)
+    # Nobody comes in by what stands in the operator's file in place of a secret.
+    for value in (digest("beta"), digest("beta")[7:], "ACME", "acme, acme", "", "acme\u00fc"):
+        with pytest.raises(CallerError, match="no profile for the caller, whom it knows by the header x-tenant"):
+            made.may_use(headers(("x-tenant", value)))
+    with pytest.raises(CallerError):
+        made.may_use([])
+    assert made.own == {"fast", "ocr"} and made.said() == "2 callers by x-tenant, others refused"
+
+
+@pytest.mark.parametrize("second", ["acme", "other", ""])
+def test_a_header_stands_once(second: str) -> None:
+    """Which of two a server and a gateway look at is nobody's guess."""
+    made = rule(header="x-tenant", profiles={"acme": "fast"})
+    for pair in (("acme", second), (second, "acme")):
+        with pytest.raises(CallerError, match="stands more than once"):
+            made.may_use(headers(*(("x-tenant", value) for value in pair)))
+
+
+def test_what_a_caller_may_not_use_is_not_told_apart_from_what_is_not_there() -> None:
+    made = offer(profiles=PROFILES)
+    assert made.profile("fast", ("fast",)) == made.profile("fast")
+    said = set()
+    for name in ("ocr", "default", "fsat", None, ["fast"], {"a": 1}):
+        with pytest.raises(CallerError, match=r"may not use profile .*; it may use fast, small$") as caught:
+            made.profile(name, ("fast", "small"))
+        said.add(str(caught.value).partition("profile")[2].partition(";")[2])
+    assert len(said) == 1
+    with pytest.raises(ProfileError):
+        made.profile("fsat")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (3, 'callers must be {"header"'),
+        ({}, 'callers must be {"header"'),
+        ({"profiles": []}, 'callers must be {"header"'),
+        ({"profiles": {}, "who": 1}, 'callers must be {"header"'),
+        ({"profiles": {}, "header": "x tenant"}, "the name of a header"),
+        ({"profiles": {}, "header": ""}, "the name of a header"),
+        ({"profiles": {}, "header": 3}, "the name of a header"),
+        ({"profiles": {}, "others": "fsat"}, r"of profiles that are there \(default, fast, ocr, small\)"),
+        ({"profiles": {}, "others": None}, "of profiles that are there"),
+        ({"profiles": {digest("a"): SECRET}}, "of profiles that are there"),
+        ({"profiles": {digest("a"): [["fast"]]}}, "of profiles that are there"),
+        ({"profiles": {digest("a"): []}}, "one profile at least"),
+        ({"profiles": {SECRET: "fast"}}, "digests of what is secret.*sha256sum"),
+        ({"profiles": {SECRET: "fast"}, "header": "X-Api-Key"}, "callers by x-api-key stand there as digests"),
+        ({"profiles": {digest("a").upper(): "fast"}}, "digests of what is secret"),
+        ({"profiles": {"sha256:abc": "fast"}, "header": "x-tenant"}, "digests of what is secret"),
+    ],
+)
+def test_a_bad_rule_stops_the_server(given: Any, says: str) -> None:
+    """And an error that goes into a log holds no secret."""
+    with pytest.raises(OptionError, match=says) as caught:
+        offer(profiles=PROFILES, callers=given)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_rule_is_of_the_whole_server_and_of_no_request() -> None:
+    with pytest.raises(OptionError, match="profile 'a': callers holds for the whole server"):
+        offer(profiles={"a": {"keep": 0.5, "callers": {"profiles": {}}}})
+    with pytest.raises(OptionError, match="callers belongs to the server's setting"):
+        offer(callers={"profiles": {}}).setting({"callers": {"profiles": {}}})
+    assert offer(profiles=PROFILES, min_keep=0.1, callers={"profiles": {}, "others": []}).policy() == (
+        "min_keep 0.1; 0 callers by API key, others refused"
+    )

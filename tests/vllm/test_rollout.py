@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests a rollout, or a failure, has served in full. For what is counted see tests_vllm/test_rollout_counts.py
+and tests_vllm/test_on_error.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.test_offer import offer
+from tokenprune.errors import OptionError
+from tokenprune.integrations.vllm.front.served import Served, TrackedSetting, followed, lot_of
+from tokenprune.integrations.vllm.setting.offer import Offer
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
+
+PROFILES = {"fast": {"keep": 0.11}, "new": {"keep": 0.5, "rollout": 0.5}, "ocr": {"off": True}}
+
+
+def full(made: Offer, lot: float, asked: Any = None) -> bool:
+    setting = TrackedSetting(asked or {}, Served(lot=lot), made)
+    setting.draw()
+    assert (setting.shadow is not None) == (setting.served.full == "rollout")
+    if setting.shadow is not None:
+        assert setting.shadow == made.setting(asked or {})
+    return setting.served.full is not None
+
+
+def test_a_share_of_requests_is_reduced() -> None:
+    made = offer(profiles=PROFILES, rollout=0.05)
+    assert [full(made, lot) for lot in (0.0, 0.0499, 0.05, 0.99)] == [False, False, True, True]
+    assert [full(made, 0.3, {"profile": name}) for name in ("fast", "new", "ocr")] == [True, False, False]
+    assert full(made, 0.5, {"profile": "new"}) and full(made, 0.5, {"keep": 0.5}) and not full(made, 0.5, {"off": True})
+    assert not full(offer(profiles=PROFILES), 0.999) and full(offer(profiles=PROFILES), 0.5, {"profile": "new"})
+    assert full(offer(rollout=0.0), 0.0) and not full(offer(rollout=1.0), 1 - 2**-48)
+
+
+def test_the_lot_follows_from_the_id() -> None:
+    """Evenly; and who was in stays in when the share grows, since the lot is the same."""
+    assert lot_of("chatcmpl-1") == lot_of("chatcmpl-1") != lot_of("chatcmpl-2")
+    assert lot_of("mine.1") == pytest.approx(0.582576, abs=1e-6)  # on every machine
+    lots = [lot_of(f"request-{number}") for number in range(20_000)]
+    for share in (0.05, 0.25, 0.5):
+        # Five standard deviations of a binomial count.
+        assert abs(sum(lot < share for lot in lots) / 20_000 - share) < 5 * (share * (1 - share) / 20_000) ** 0.5
+    assert all(0 <= lot_of(one) < 1 for one in ("", "\ud800", "x" * 10**6, 3))
+    assert len({lot_of(None) for _ in range(9)}) == 9
+    assert len({followed({}, offer()).served.lot for _ in range(9)}) == 9
+
+
+def test_it_is_the_operators_to_say() -> None:
+    made = offer(profiles=PROFILES, rollout=0.05)
+    assert made.policy() == "rollout 0.05; new: rollout 0.5"
+    with pytest.raises(OptionError, match="rollout belongs to the server's setting"):
+        made.setting({"rollout": 1.0})
+    for wrong in (1, 0, 1.5, -0.1, "5%", None, True, [0.5]):
+        with pytest.raises(OptionError, match="rollout must be a share in"):
+            offer(rollout=wrong)
+        with pytest.raises(OptionError, match=r"profile 'a': .*rollout must be a share in"):
+            offer(profiles={"a": {"keep": 0.5, "rollout": wrong}})
+    assert made.setting() == ServedSetting.of({"method": "divprune", "keep": 0.25})  # what it is a rollout of
+
+
+def test_what_is_done_where_it_fails() -> None:
+    profiles = {"fast": {"keep": 0.11}, "strict": {"keep": 0.5, "on_error": "refuse"}, "ocr": {"off": True}}
+    made = offer(profiles=profiles, on_error="full")
+    assert made.policy() == "on_error full; strict: on_error refuse"
+
+    def in_full(made: Offer, asked: dict[str, Any]) -> bool:
+        setting = TrackedSetting(asked, Served(lot=0.5), made)
+        setting.draw()
+        before = setting.served.full
+        once, again = setting.fall_back(), setting.fall_back()
+        assert not again and setting.served.full == ("failure" if once else before)
+        return once
+
+    asked = [{}, {"profile": "fast"}, {"profile": "fast", "keep": 0.5}, {"profile": "strict"}, {"profile": "ocr"}]
+    assert [in_full(made, one) for one in asked] == [True, True, True, False, False]
+    assert not in_full(offer(), {}) and not in_full(offer(on_error="refuse"), {})
+    assert not in_full(offer(on_error="full", rollout=0.0), {})  # it was served in full
+    with pytest.raises(OptionError, match="on_error belongs to the server's setting"):
+        made.setting({"on_error": "refuse"})
+    for wrong in ("skip", None, True, ["full"], {}):
+        with pytest.raises(OptionError, match='on_error must be "refuse" or "full"'):
+            offer(on_error=wrong)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server does with a request that its setting cannot serve: refuse it, or serve it in full."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import CHECKPOINTS
+from conftest import DIVPRUNE
+from test_log import lines
+from test_metrics import samples
+from test_rollout_counts import asking
+from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.integrations.vllm.front import items, pixels
+
+NAME = "qwen2_5_vl"
+ENDS = (
+    CHECKPOINTS[NAME].prompt(1).partition("<|vision_end|>")[0]
+)  # with an image: nothing tells where its answer stands
+STRICT = {"profiles": {"strict": {"keep": 0.5, "on_error": "refuse"}}, "log": "json"}
+
+
+def failures(model: str) -> dict[tuple[str, ...], float]:
+    return samples("tokenprune:failures_total", model)
+
+
+def test_it_is_served_in_full_or_refused(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+    _, ask = asking(folder(NAME), NAME, DIVPRUNE | STRICT | {"on_error": "full"}, "falling")
+    whole = ask(1, {"off": True}, prompt=ENDS)
+    lines(caplog)
+    assert ask(1, prompt=ENDS) == whole
+    (line,) = lines(caplog)
+    assert line["full"] == "failure" and line["method"] == "off" and line["profile"] == "default"
+    assert line["tokens_in"] == line["tokens_out"] > 0 and "shadow" not in line
+    with pytest.raises(OptionError, match="ends with an image"):
+        ask(1, {"profile": "strict"}, prompt=ENDS)
+    assert lines(caplog) == [{"event": "refusal", "reason": "input"}]
+    assert failures("falling") == {("full", "default"): 1, ("refused", "strict"): 1}
+    # A setting that is wrong is the request's own fault, and no failure.
+    for bad in ({"keep": 2.0}, {"method": "divprun"}, {"profile": "fsat"}, [1]):
+        with pytest.raises(TokenPruneError):
+            ask(1, bad, prompt=ENDS)
+    assert sum(failures("falling").values()) == 2
+    assert samples("tokenprune:requests_total", "falling") == {("key", "request"): 1, ("default", "default"): 1}
+
+
+def test_by_itself_it_is_refused(folder: Callable[[str], Path]) -> None:
+    _, ask = asking(folder(NAME), NAME, DIVPRUNE, "refusing it")
+    with pytest.raises(OptionError, match="ends with an image"):
+        ask(1, prompt=ENDS)
+    assert failures("refusing it") == {("refused", "default"): 1}
+
+
+@pytest.mark.parametrize("place", ["shrink", "plan"])
+def test_a_methods_own_error(folder: Callable[[str], Path], place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any class: before the image is read and after it was made smaller; in shadow, none reaches a client."""
+    setting = {"method": ["downsample", "uniform"], "keep": [0.5, 0.5]}
+    model, plan = f"own {place}", items.PromptItem.plan
+    _, ask = asking(folder(NAME), NAME, setting | STRICT | {"on_error": "full"}, model)
+    _, held = asking(folder(NAME), NAME, setting | {"rollout": 0.0}, f"{model} shadow")
+    whole = ask(2, {"off": True})
+
+    def fail(self: Any, *given: Any) -> Any:
+        if place == "plan" and given[0].is_off:
+            return plan(self, *given)
+        raise ZeroDivisionError("a secret of the server's")
+
+    monkeypatch.setattr(*((pixels.Shrinker, "_changed") if place == "shrink" else (items.PromptItem, "plan")), fail)
+    assert ask(2) == whole
+    with pytest.raises(
+        OptionError, match=r"downsample\+uniform failed on this request \(ZeroDivisionError\)"
+    ) as caught:
+        ask(2, {"profile": "strict"})
+    assert "secret" not in str(caught.value)
+    assert failures(model) == {("full", "default"): 1, ("refused", "strict"): 1}
+    if place == "shrink":
+        assert held(2) == whole
+        assert samples("tokenprune:shadow_requests_total", f"{model} shadow") == {("failed", "default"): 1}
+
+
+def test_an_error_of_vllm_is_its_own(folder: Callable[[str], Path]) -> None:
+    _, ask = asking(folder(NAME), NAME, DIVPRUNE | {"on_error": "full"}, "not ours")
+    with pytest.raises(Exception) as caught:
+        ask(1, prompt="no place for an image")
+    assert not isinstance(caught.value, TokenPruneError) and failures("not ours") == {}
+    assert json.dumps(str(caught.value))

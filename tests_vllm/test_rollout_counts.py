@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout serves in full and counts what would have been kept: the same that is kept where it does not hold back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import CHECKPOINTS
+from conftest import DIVPRUNE
+from test_metrics import TOTAL, samples
+from test_pixels import photos, processor
+from tokenprune.errors import OptionError
+from tokenprune.integrations.vllm.front.served import Served, TrackedSetting
+from tokenprune.integrations.vllm.setting.configuration import offered
+
+SETTINGS = {
+    "divprune": DIVPRUNE,
+    "tokens": {"method": "uniform", "keep": 5},
+    "dynres": {"method": "dynres", "keep": 0.5},
+    "two": {"method": ["downsample", "uniform"], "keep": [0.5, 0.5]},
+    "pixelprune": {"method": "pixelprune"},
+    "frames": {"method": "evs", "keep": 0.5},
+}
+CASES = [
+    *(("qwen2_5_vl", one) for one in SETTINGS),
+    *(("llava_next", one) for one in ("divprune", "two")),
+    *(("mistral3", one) for one in ("divprune", "dynres")),
+    ("qwen3_vl", "dynres"),
+    ("internvl", "divprune"),
+]
+
+
+def sums(name: str, model: str) -> dict[str, float]:
+    """Return the sums of a counter of tokens by its stage."""
+    values = samples(name, model)
+    return {stage: sum(value for labels, value in values.items() if stage in labels) for stage in ("in", "out")}
+
+
+def asking(folder: Path, name: str, setting: Any, model: str) -> tuple[Any, Callable[..., list[int]]]:
+    """Return a processor, and a function that gives the prompt that it writes for so many images."""
+    from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
+
+    made = processor(folder, setting, served_model_name=model)
+    cache = MultiModalProcessorOnlyCache(made.info.ctx.model_config)
+
+    def ask(count: int, asked: Any = None, prompt: str | None = None, lot: float | None = None) -> list[int]:
+        items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[name])[:count]})
+        if lot is not None:
+            asked = TrackedSetting(asked or {}, Served(lot=lot), offered(made.info.ctx.model_config))
+        kwargs = {} if asked is None else {"tokenprune": asked}
+        written = CHECKPOINTS[name].prompt(count) if prompt is None else prompt
+        return made(written, items, hf_processor_mm_kwargs=kwargs, cache=cache)["prompt_token_ids"]
+
+    return made, ask
+
+
+@pytest.mark.parametrize(("name", "key"), CASES)
+def test_what_would_be_kept(folder: Callable[[str], Path], name: str, key: str) -> None:
+    """For one image, three, and three that the cache has; and prompts are those with nothing removed."""
+    real, shadow = f"real-{name}-{key}", f"shadow-{name}-{key}"
+    _, reduced = asking(folder(name), name, SETTINGS[key], real)
+    _, held = asking(folder(name), name, SETTINGS[key] | {"rollout": 0.0}, shadow)
+    for count in (1, 3, 3):
+        reduced(count)
+        assert held(count) == held(count, {"off": True})
+    found, wanted = sums("tokenprune:shadow_tokens_total", shadow), sums(TOTAL, real)
+    assert found == wanted and 0 < found["out"] <= found["in"]
+    assert (found["out"] < found["in"]) == (key != "frames")  # images stay where frames are compared
+    assert set(samples("tokenprune:shadow_requests_total", shadow).items()) == {(("kept", "default"), 3)}
+    assert samples(TOTAL, shadow).keys() == {("1", "off", stage) for stage in ("in", "out")}
+
+
+def test_a_share_is_reduced_and_the_rest_counted(folder: Callable[[str], Path]) -> None:
+    """A setting that would be refused is refused on both sides; what cannot be counted is served, and said."""
+    name, model = "qwen2_5_vl", "split"
+    profiles = {"fast": {"keep": 0.11, "rollout": 1.0}, "ocr": {"off": True}}
+    made, ask = asking(folder(name), name, DIVPRUNE | {"profiles": profiles, "rollout": 0.25, "min_keep": 0.1}, model)
+    whole = ask(1, {"profile": "ocr"})
+    less = ask(1, lot=0.2)
+    assert len(less) < len(whole) == len(ask(1, lot=0.25)) == len(ask(1, lot=0.9))
+    assert len(ask(1, {"profile": "fast"}, lot=0.9)) < len(less)
+    for lot in (0.0, 0.9):
+        for bad in ({"keep": 2.0}, {"keep": 0.05}, {"method": "divprun"}, {"profile": "fsat"}):
+            with pytest.raises(ValueError):
+                ask(1, bad, lot=lot)
+    ends = CHECKPOINTS[name].prompt(1).partition("<|vision_end|>")[0]
+    with pytest.raises(OptionError, match="ends with an image"):
+        ask(1, prompt=ends, lot=0.0)
+    assert len(ask(1, prompt=ends, lot=0.9)) < len(whole)  # of which the text behind is missing alone
+    shadows = samples("tokenprune:shadow_requests_total", model)
+    assert shadows == {("kept", "default"): 2, ("failed", "default"): 1}
+    tokens = samples("tokenprune:shadow_tokens_total", model)
+    assert set(tokens) == {("0.25", "divprune", "in"), ("0.25", "divprune", "out")}
+    requests = samples("tokenprune:requests_total", model)
+    assert sum(requests.values()) == 6 and made.info.ctx.model_config.served_model_name == model
+
+
+def test_sides_share_nothing_and_each_shares_with_itself(folder: Callable[[str], Path]) -> None:
+    """One image: under its setting, held back, and asked for in full."""
+    from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
+
+    name = "qwen2_5_vl"
+    made = processor(folder(name), DIVPRUNE | {"rollout": 0.5}, served_model_name="sides")
+    offer, cache = offered(made.info.ctx.model_config), MultiModalProcessorOnlyCache(made.info.ctx.model_config)
+
+    def hashes(asked: Any, lot: float) -> str:
+        tracked = TrackedSetting(asked, Served(lot=lot), offer)
+        items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[name])[:1]})
+        found = made(CHECKPOINTS[name].prompt(1), items, hf_processor_mm_kwargs={"tokenprune": tracked}, cache=cache)
+        return found["mm_hashes"]["image"][0]
+
+    asked = [({}, 0.0), ({}, 0.9), ({"keep": 0.5}, 0.9), ({"off": True}, 0.9)]
+    assert len({hashes(*one) for one in asked}) == 4
+    assert hashes({}, 0.9) == hashes({"keep": 0.25}, 0.6)

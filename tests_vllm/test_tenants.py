@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator decides, on a server that is told anew while it runs: who is served by which profile, and how many
+are reduced at all."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from checkpoints import CHECKPOINTS
+from conftest import DIVPRUNE, stop
+from server import CALL, Server, serve
+from test_metrics import samples
+from test_plugin import config
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.vllm import compat
+from tokenprune.integrations.vllm.front import answers, profiles
+from tokenprune.integrations.vllm.front.served import lot_of
+from tokenprune.integrations.vllm.setting.callers import CallerError
+from tokenprune.integrations.vllm.setting.configuration import offered
+from tokenprune.integrations.vllm.setting.offer import PROFILE
+
+NAME, CHAT = "llava", "/v1/chat/completions"
+LEFT = {"default": 9, "half": 18, "fast": 4, "ocr": 36}  # tokens of an image
+ALICE, BOB, CAROL = "sk-alice-1234567890", "sk-bob-1234567890", "sk-carol-1234567890"
+PROFILES = {"half": {"keep": 0.5}, "fast": {"keep": 0.11}, "ocr": {"off": True}}
+
+
+def digest(key: str) -> str:
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+CALLERS = {"profiles": {digest(ALICE): ["fast", "ocr"], digest(BOB): "half"}}
+OFFER = {"profiles": PROFILES, "callers": CALLERS}
+
+
+# -- requests, without a server
+
+
+def chosen(asked: Any, may: tuple[str, ...] | None, model: str = "tiny", load: str = "default") -> tuple[Any, str]:
+    offer = SimpleNamespace(names=list(PROFILES), profiles={"default": {}} | PROFILES, profile=lambda *_: None)
+    return profiles.choose(asked, offer, model, "tiny", lambda: load, may)
+
+
+def test_who_chooses() -> None:
+    """A caller's profile stands before the load and the default, and after what the request names."""
+    fast = ("fast", "ocr")
+    assert chosen({}, None) == ({}, "default") and chosen({}, ("default",)) == ({}, "default")
+    assert chosen({}, None, load="half") == chosen({}, ("default",), load="half") == ({PROFILE: "half"}, "load")
+    assert chosen({}, fast) == chosen({}, fast, load="half") == ({PROFILE: "fast"}, "caller")
+    assert chosen({}, fast, "tiny:ocr") == ({PROFILE: "ocr"}, "name")
+    assert chosen({PROFILE: "ocr"}, fast, "tiny:fast") == ({PROFILE: "ocr"}, "key")
+    # A setting of the request's own, where requests are trusted, stands over the caller's profile.
+    assert chosen({"keep": 0.5}, fast) == ({PROFILE: "fast", "keep": 0.5}, "key")
+    assert chosen({"keep": 0.5}, ("default",)) == ({"keep": 0.5}, "key")
+
+
+@pytest.fixture
+def made(folder: Callable[[str], Path], request: pytest.FixtureRequest) -> Any:
+    name = request.node.name.partition("[")[0]
+    return config(folder(NAME), DIVPRUNE | OFFER, served_model_name=name)
+
+
+@pytest.fixture
+def calling(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Be a caller from now on."""
+
+    def call(key: str | None) -> None:
+        headers = () if key is None else ((b"authorization", f"Bearer {key}".encode()),)
+        monkeypatch.setattr(answers, "current", lambda: answers.Exchange(headers))
+
+    return call
+
+
+@pytest.mark.parametrize("asked", ["half", "default", "fsat", ["fast"]])
+def test_a_caller_names_no_other_profile(made: Any, calling: Any, asked: Any) -> None:
+    calling(ALICE)
+    offer = offered(made)
+    may = profiles._may_use(offer)
+    assert may == ("fast", "ocr")
+    with pytest.raises(CallerError, match="it may use fast, ocr"):
+        profiles.choose({PROFILE: asked}, offer, "tiny", "tiny", lambda: "default", may)
+    if isinstance(asked, str) and asked != "fsat":
+        with pytest.raises(CallerError):
+            profiles.choose({}, offer, f"tiny:{asked}", "tiny", lambda: "default", may)
+
+
+def test_endpoints_without_profiles_refuse_a_caller_that_has_one(made: Any, calling: Any) -> None:
+    """As they do a name: what they would serve is another setting than the operator said."""
+
+    def ask(model: str = made.served_model_name, **given: Any) -> None:
+        kwargs = {"tokenprune": given} if given else None
+        profiles._check_no_profile(made, SimpleNamespace(model=model, mm_processor_kwargs=kwargs))
+
+    for caller in (None, CAROL):
+        calling(caller)
+        ask()
+        ask(keep=0.5)
+        with pytest.raises(CallerError, match="may not use profile 'fast'; it may use default"):
+            ask(profile="fast")
+    calling(ALICE)
+    with pytest.raises(OptionError, match="this caller asks for profile 'fast', and this endpoint knows"):
+        ask()
+    with pytest.raises(OptionError, match="this caller asks for profile 'fast'"):
+        ask(keep=0.5)
+    ask(profile="fast")
+    ask(profile="ocr")
+    for refused in ({"profile": "half"}, {"profile": "default"}):
+        with pytest.raises(CallerError):
+            ask(**refused)
+    with pytest.raises(CallerError):
+        ask(f"{made.served_model_name}:half")
+    counted = samples("tokenprune:refusals_total", made.served_model_name)
+    assert {labels: value for labels, value in counted.items() if value} == {("caller",): 5, ("setting",): 2}
+
+
+def test_without_the_header_nobody_is_told_apart(folder: Callable[[str], Path], monkeypatch: Any) -> None:
+    """So a server with such a rule does not start; a program that calls `LLM(...)` has no callers."""
+    monkeypatch.setattr(answers, "HEADER_HOOKS", {"vllm.gone:Gone": ""})
+    monkeypatch.setattr(answers, "is_server", lambda: False)  # another test of this process may have been one
+    config(folder(NAME), DIVPRUNE | OFFER)
+    monkeypatch.setattr(answers, "is_server", lambda: True)
+    with pytest.raises((UnsupportedSetupError, ValueError), match=f"does not fit version {compat.TESTED}"):
+        config(folder(NAME), DIVPRUNE | OFFER)
+
+
+# -- a server
+
+
+@pytest.fixture(scope="module")
+def offer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("offer") / "offer.json"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Callable[[str], Path], offer_file: Path, tmp_path_factory: Any) -> Iterator[Server]:
+    stop()
+    offer_file.write_text(json.dumps(OFFER))
+    setting = DIVPRUNE | {"reload": str(offer_file), "log": "json"}
+    arguments = ["--served-model-name", "tiny", *(f"tiny:{one}" for one in [*PROFILES, "default"])]
+    arguments += ["--api-key", ALICE, BOB, CAROL, "--mm-processor-kwargs", json.dumps({"tokenprune": setting})]
+    with serve(folder(NAME), tmp_path_factory.mktemp("tenants"), *arguments) as running:
+        yield running
+
+
+def reload(server: Server, file: Path, offer: dict[str, Any]) -> None:
+    name, labels = "tokenprune:reloads_total", 'model_name="tiny",result="taken"'
+    before = server.counted(name)[labels]
+    file.write_text(json.dumps(offer))
+    server.process.send_signal(signal.SIGHUP)
+    end = time.monotonic() + CALL
+    while server.counted(name)[labels] == before:
+        assert time.monotonic() < end, server.story("the signal was not heard")
+        time.sleep(0.1)
+
+
+def ask(server: Server, *keys: str, model: str = "tiny", seed: int = 0, id: str | None = None, **more: Any) -> Any:
+    """Return the header of an answer, as a dictionary, or the status and the text of a refusal."""
+    buffer = io.BytesIO()
+    CHECKPOINTS[NAME].images(1, seed=seed)[0].save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what? "}]
+    body = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]} | more
+    request = urllib.request.Request(server.url + CHAT, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    if keys:
+        request.add_header("Authorization", f"Bearer {keys[0]}")
+    if id is not None:
+        request.add_header("X-Request-Id", id)
+    try:
+        with urllib.request.urlopen(request, timeout=CALL) as found:
+            method, *rest = found.headers["x-tokenprune"].split(";")
+            return {"method": method} | dict(one.split("=") for one in rest)
+    except urllib.error.HTTPError as error:
+        assert error.code < 500, server.story(error.read().decode())
+        return error.code, error.read().decode()
+
+
+def test_the_operator_decides(server: Server) -> None:
+    for key, model, profile, by in (
+        (ALICE, "tiny", "fast", "caller"), (ALICE, "tiny:ocr", "ocr", "name"), (ALICE, "tiny:fast", "fast", "name"),
+        (BOB, "tiny", "half", "caller"), (CAROL, "tiny", "default", "default"),
+    ):  # fmt: skip
+        found = ask(server, key, model=model)
+        assert (found["profile"], found["by"], found["out"]) == (profile, by, str(LEFT[profile]))
+    for key, may, refused in ((ALICE, "fast, ocr", "half"), (BOB, "half", "fast"), (CAROL, "default", "ocr")):
+        for how in ({"model": f"tiny:{refused}"}, {"mm_processor_kwargs": {"tokenprune": {"profile": refused}}}):
+            status, text = ask(server, key, **how)
+            assert status == 400 and f"may not use profile '{refused}'; it may use {may}" in text
+    assert ask(server, "sk-nobody")[0] == ask(server)[0] == 401
+    counted = server.counted("tokenprune:requests_total")
+    assert counted['by="caller",model_name="tiny",profile="fast"'] == 1
+    assert server.counted("tokenprune:refusals_total")['model_name="tiny",reason="caller"'] == 6
+
+
+def test_who_may_what_changes_while_it_runs(server: Server, offer_file: Path) -> None:
+    callers = {"profiles": {digest(ALICE): "half"}, "others": []}
+    reload(server, offer_file, OFFER | {"callers": callers})
+    assert ask(server, ALICE)["profile"] == "half"
+    assert ask(server, ALICE, model="tiny:fast")[0] == 400
+    status, text = ask(server, BOB)
+    assert status == 400 and "no profile for the caller, whom it knows by the API key" in text
+    reload(server, offer_file, OFFER)
+    assert ask(server, ALICE)["profile"] == "fast"
+
+
+def test_step_by_step(server: Server, offer_file: Path) -> None:
+    """Shadow, a half, all: by the request's id, the same each time, and those of the half stay in."""
+    ids = [f"request-{number}" for number in range(6)]
+    reduced = {id for id in ids if lot_of(id) < 0.5}
+    assert 0 < len(reduced) < len(ids)
+    for share, wanted in ((0.0, set()), (0.5, reduced), (1.0, set(ids))):
+        reload(server, offer_file, OFFER | {"rollout": share})
+        for id in ids:
+            found = ask(server, CAROL, id=id)
+            assert (found["in"], found["profile"]) == ("36", "default")
+            more = {} if id in wanted else {"full": "rollout", "shadow": "9"}
+            assert found["out"] == ("9" if id in wanted else "36") and found.items() >= more.items()
+            assert ("full" in found) == (id not in wanted)
+    held = 2 * len(ids) - len(reduced)
+    assert server.counted("tokenprune:shadow_requests_total") == {
+        f'model_name="tiny",outcome="{outcome}",profile="{profile}"': held
+        if (outcome, profile) == ("kept", "default")
+        else 0
+        for outcome in ("kept", "failed")
+        for profile in ("default", "half", "fast")
+    }
+    tokens = server.counted("tokenprune:shadow_tokens_total")
+    assert tokens['keep="0.25",method="divprune",model_name="tiny",stage="in"'] == 36 * held
+    assert tokens['keep="0.25",method="divprune",model_name="tiny",stage="out"'] == 9 * held
+
+
+def test_no_key_is_written_anywhere(server: Server) -> None:
+    """Neither in the log, with lines for each request and refusal, nor at /metrics, as it is or digested."""
+    written = server.log.read_text() + server.get("/metrics", CALL)
+    assert '"event": "refusal"' in written and 'by="caller"' in written
+    for key in (ALICE, BOB, CAROL):
+        for form in (key, digest(key)[7:], base64.b64encode(key.encode()).decode()):
+            assert form not in written

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention that a proxy of a question pays to what a session holds, read in one forward that leaves no trace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.errors import OptionError, SessionError
+from tokenprune.integrations.hf.attention.observer import Observer
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.session.memory import Memory
+from tokenprune.integrations.hf.session.prompts import Words
+from tokenprune.integrations.shared.observation import Observation
+from tokenprune.policies.base import PROXY_ATTENTION, Policy
+
+# Sessions of several threads may share a model, whose attention one of them observes at a time.
+_OBSERVING = threading.Lock()
+
+
+def proxy_of(policy: Policy, words: Words | None, adapter: Adapter) -> Tensor | None:
+    """Return the ids of a policy's proxy, long `[1, P]`, None for one that needs none; raises OptionError or
+    SessionError."""
+    if PROXY_ATTENTION not in policy.needs:
+        return None
+    query = policy.proxy_query
+    if query is not None and not isinstance(query, str):
+        ids = torch.tensor([list(query)], dtype=torch.long)
+        if not ids.numel() or any((ids == token).any() for token in adapter.placeholders.values()):
+            raise OptionError(f"{policy.name}: the proxy {query!r} must be ids of text, at least one")
+        return ids
+    if words is None:
+        raise SessionError(
+            f"{policy.name} asks by a proxy in words, and without a processor there are none: make the session with "
+            f"session(model, processor, ...), or give ids, tokenprune.policy({policy.name!r}, proxy=[...])"
+        )
+    ids = words.closing() if query is None else words.said(query, closing=True)
+    if not ids.numel():
+        raise SessionError(
+            f"the chat template writes nothing between a question and its answer, which {policy.name} takes for its "
+            f"proxy: give a text, tokenprune.policy({policy.name!r}, proxy='Describe the video.')"
+        )
+    return ids
+
+
+def attention_of_proxy(memory: Memory, adapter: Adapter, run: Callable[[], Any]) -> tuple[list[Tensor], int]:
+    """Return float32 `[Hq, n]` of each layer with full attention: softmax attention to the n entries that it holds,
+    averaged over the tokens of the proxy; and the bytes of the cache meanwhile.
+
+    run: a forward that writes the proxy into the memory's cache, from which it is taken off again.
+    """
+    held, before, thread = memory.held, memory.copy(), threading.get_ident()
+    found: dict[int, Tensor] = {}
+
+    def reader(layer: int) -> Callable[[Observation], None]:
+        def read(seen: Observation) -> None:
+            if threading.get_ident() == thread:
+                index = torch.arange(seen.query.shape[2], device=seen.query.device)[None]
+                found[layer] = seen.rows(index)[0, ..., :held].mean(1)
+
+        return read
+
+    try:
+        with _OBSERVING, ExitStack() as observers:
+            for layer in memory.full:
+                observers.enter_context(Observer(adapter.attention_of(layer), reader(layer)))
+            run()
+        size = memory.bytes
+    finally:
+        memory.take_back(held, before)
+    return [found[layer] for layer in memory.full], size

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of an operator's for the requests of a server, or of one of its profiles: limits of the setting (`min_keep`,
+`methods`), the share that it acts on (`rollout`), and what is done where it fails (`on_error`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenprune.errors import OptionError
+from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
+from tokenprune.registry import method_class
+from tokenprune.spelling import short
+
+RULES = ("min_keep", "methods", "rollout", "on_error")  # keys of a server's setting, and of a profile
+REFUSE, FULL = "refuse", "full"  # values of `on_error`
+_MOST = 32  # methods
+
+
+class LimitError(OptionError):
+    """A request asks for more than the server allows."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of a server, or of a profile. A profile's limits hold beside the server's: the narrower one binds. Its
+    rollout and on_error hold in place of the server's.
+
+    whose:    "this server" or "profile 'gold'", for errors.
+    min_keep: the least share of visual tokens that a setting may keep; None: any.
+    methods:  names of those that a setting may use; None: any that can be served.
+    rollout:  the share of requests that are reduced; the others are served in full, and what their setting would have
+              kept is counted. None: nothing is said, which means all.
+    on_error: `FULL` to serve a request in full that cannot be served under its setting; `REFUSE`, and None, to answer
+              it with HTTP 400.
+    """
+
+    whose: str = "this server"
+    min_keep: float | None = None
+    methods: tuple[str, ...] | None = None
+    rollout: float | None = None
+    on_error: str | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], whose: str = "this server") -> Rules:
+        """Read those of the keys `RULES` that are given. Raises OptionError or UnknownMethodError."""
+        return cls(
+            whose,
+            min_keep=_min_keep(given["min_keep"]) if "min_keep" in given else None,
+            methods=_methods(given["methods"]) if "methods" in given else None,
+            rollout=_rollout(given["rollout"]) if "rollout" in given else None,
+            on_error=_on_error(given["on_error"]) if "on_error" in given else None,
+        )
+
+    def check(self, setting: ServedSetting) -> None:
+        """Raise LimitError for a setting beyond `min_keep` and `methods`."""
+        used = [step.name for step in (setting.pixels, setting.method) if step is not None]
+        for name in used:
+            if self.methods is not None and name not in self.methods:
+                raise LimitError(f"{KEY}: {self.whose} does not allow {name}; allowed are {', '.join(self.methods)}")
+        if self.min_keep is None or not used:
+            return
+        if isinstance(setting.keep, int):
+            raise LimitError(
+                f"{KEY}: the limit of {self.whose} is a share, min_keep={self.min_keep}, so keep must be a share too, "
+                f"not {setting.keep} tokens"
+            )
+        if setting.share * setting.keep < self.min_keep * (1 - 1e-9):
+            raise LimitError(
+                f"{KEY}: keep={setting.share * setting.keep:g} is less than {self.whose} allows: min_keep is "
+                f"{self.min_keep}"
+            )
+
+    def said(self) -> str:
+        """Return the rules in words for the line of the log; empty if there are none."""
+        said = {
+            "min_keep": None if self.min_keep is None else f"{self.min_keep:g}",
+            "methods": None if self.methods is None else "+".join(self.methods),
+            "rollout": None if self.rollout is None else f"{self.rollout:g}",
+            "on_error": self.on_error,
+        }
+        return ", ".join(f"{key} {value}" for key, value in said.items() if value is not None)
+
+
+def check(condition: bool, key: str, wanted: str) -> None:
+    """Raise OptionError with what a key must be, unless it is."""
+    if not condition:
+        raise OptionError(f"{KEY}: {key} must be {wanted}")
+
+
+def _min_keep(value: Any) -> float:
+    check(isinstance(value, float) and 0 < value <= 1, "min_keep", f"a share in (0, 1], as 0.1, not {short(value)}")
+    return float(value)
+
+
+def _methods(names: Any) -> tuple[str, ...]:
+    known = isinstance(names, list) and 0 < len(names) <= _MOST
+    check(known, "methods", f"a list of methods, not {short(names)}")
+    return tuple(method_class(name).name for name in names)
+
+
+def _rollout(value: Any) -> float:
+    known = isinstance(value, float) and 0 <= value <= 1
+    check(known, "rollout", f"a share in [0.0, 1.0], as 0.05; 0.0 reduces nothing and counts; not {short(value)}")
+    return float(value)
+
+
+def _on_error(value: Any) -> str:
+    check(value in (REFUSE, FULL), "on_error", f'"{REFUSE}" or "{FULL}", not {short(value)}')
+    return str(value)

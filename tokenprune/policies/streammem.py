@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from tokenprune.policies.base import PROXY_ATTENTION, Policy, PolicyView
+from tokenprune.policies.registry import register_policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@register_policy("streammem")
+@dataclass(frozen=True)
+class StreamMem(Policy):
+    """Keep the visual tokens that a proxy of a question attends to most, in each layer and KV head by itself
+    (StreamMem, arXiv 2508.15717).
+
+    The proxy are the tokens of the chat template between a question and its answer. They run behind what is held
+    whenever it is compressed, and leave no trace. A token's score is the softmax attention that it gets, averaged over
+    the proxy's tokens and the query heads of a KV head, in float32; text and the proxy compete for it.
+    proxy: None for the chat template's tokens; a text, which is put as a question; or ids, which a session without a
+    processor needs. heads: "each" ranks in each KV head; "mean" has all heads of a layer keep the same.
+    A reconstruction: the paper's text and tables were not read, only its abstract, its project page and two notes of
+    readers, and no code was found. Our decisions: the mean over query heads, and which tokens compete. Differs from the
+    notes: frames that are alike are not merged ahead of the model, since no threshold was found; frames get no merged
+    prototype, since its place was not established; positions are not stretched by YaRN; it compresses when the memory
+    is over, theirs after each clip (`target=1.0` is nearest).
+    """
+
+    proxy: str | Sequence[int] | None = None
+    heads: Literal["each", "mean"] = "each"
+
+    needs: ClassVar[frozenset[str]] = frozenset({PROXY_ATTENTION})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.proxy is not None and not isinstance(self.proxy, str):
+            object.__setattr__(self, "proxy", tuple(self.proxy))  # as files of sessions have it, a list, is equal
+
+    @property
+    def proxy_query(self) -> str | Sequence[int] | None:
+        return self.proxy
+
+    def select(self, view: PolicyView, keep: int) -> Tensor:
+        attention = view.proxy_attention
+        assert attention is not None  # by `needs`
+        scores = attention.unflatten(0, (view.keys.shape[0], -1)).mean(1)
+        if self.heads == "mean":
+            scores = scores.mean(0, keepdim=True).expand(len(scores), -1)
+        return scores.argsort(dim=1, descending=True, stable=True)[:, :keep].sort(1).values
