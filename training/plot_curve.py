@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plot a training log: what the tower reads in each patch, then accuracy per kind of question.
 
-python training/plot_curve.py training/smol/log.jsonl    # writes training/smol/curve.png
+python training/plot_curve.py training/smol/log.jsonl    # writes curve.png; of log_video.jsonl curve_video.png
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 PARTS = (
-    ((1, "tower"), "What the tower reads in each patch"),
+    ((1, "tower", "motion"), "What the tower reads in each patch"),
     ((3, 4, "questions"), "Questions on fresh images"),  # stages 3 and 4 of demo_vlm
 )
 
@@ -44,7 +44,7 @@ def main() -> None:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1), ncols=1 + len(axis.lines) // 40)
     figure.tight_layout()
-    figure.savefig(args.log.with_name("curve.png"), dpi=100)
+    figure.savefig(args.log.with_name(f"{args.log.stem.replace('log', 'curve')}.png"), dpi=100)
 
 
 if __name__ == "__main__":

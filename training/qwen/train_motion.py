@@ -77,16 +77,21 @@ def main() -> None:
     settings = {k: v for k, v in vars(args).items() if k not in ("run", "log")}
     log.write(event="start", stage="motion", **settings)
     batches = Batches(draw, (args.seed,), 0)
-    begin, step, source = time.time(), 0, iter(batches)
+    begin, step, source, mean = time.time(), 0, iter(batches), {"near": 0.0, "loss": 0.0, "seen": 0.0}
     while (progress := (time.time() - begin) / args.seconds) < 1:
         for group in optimizer.param_groups:
             group["lr"] = args.lr * rate(progress, step, 0.4, 50)
-        near, moves, _, _ = look(model, before, next(source))
+        near, moves, right, cells = look(model, before, next(source))
         optimizer.zero_grad(set_to_none=True)
         (NEAR * near + (0.0 if moves is None else moves)).backward()
         torch.nn.utils.clip_grad_norm_(visual.parameters(), 1.0)
         optimizer.step()
         step += 1
+        now = {"near": near.item()} | ({} if moves is None else {"loss": moves.item(), "seen": right / max(cells, 1)})
+        mean |= {name: 0.97 * mean[name] + 0.03 * value for name, value in now.items()}
+        if step % 50 == 0:
+            shown = {name: round(value, 4) for name, value in mean.items()}
+            log.write(stage="motion", step=step, accuracy={"cells in training": shown.pop("seen")}, **shown)
     batches.close()
     with torch.no_grad():
         held = [look(model, before, draw((991, i), "heldout")) for i in range(10)]

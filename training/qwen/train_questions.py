@@ -186,7 +186,7 @@ def main() -> None:
     if args.tower_lr:
         groups.append({"params": list(visual.parameters()), "share": args.tower_lr})
     optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.02, betas=(0.9, 0.98))
-    before = [len(g["params"]) for g in state["optimizer"]["param_groups"]] if "optimizer" in state else None
+    before = [len(g["params"]) for g in state["optimizer"]["param_groups"]] if state.get("optimizer") else None
     if not args.fresh and before == [len(g["params"]) for g in groups]:
         optimizer.load_state_dict(state["optimizer"])
     if args.compile:
