@@ -53,7 +53,7 @@ def videos() -> str:
 
 def views() -> str:
     """Accuracy on prompts of several images, by kind of question."""
-    return _tables(VIEWS)
+    return _tables(VIEWS, costs=False)
 
 
 def plot() -> bytes:
@@ -63,16 +63,16 @@ def plot() -> bytes:
     return plot_png(results_of(BENCH))
 
 
-def _tables(path: Path) -> str:
-    """Return the tables of costs, of kinds of questions and of controls, without columns that are empty; the others
-    are one command away."""
+def _tables(path: Path, costs: bool = True) -> str:
+    """Return the tables of costs (if asked for), of kinds of questions and of controls, without columns that are empty;
+    the others are one command away."""
     from tokenprune_bench.tables import tables, to_markdown
 
-    costs, *others = tables(results_of(path))
+    first, *others = tables(results_of(path))
     shown = [one for one in others if one.title in SHOWN]
-    parts = [to_markdown(_filled_columns(one)).strip() for one in (costs, *shown)]
+    parts = [to_markdown(_filled_columns(one)).strip() for one in ([first] * costs + shown)]
     name = path.relative_to(ROOT).as_posix()
-    left = [f"*{one.title}*" for one in others if one not in shown]
+    left = ["costs and accuracy overall"] * (not costs) + [f"*{one.title}*" for one in others if one not in shown]
     more = f"{', '.join(left)}: `tokenprune report {name}` prints them." if left else ""
     return "\n\n".join([*parts, f"{more} Raw data: {link(path, '../')}, written by `tokenprune bench --json`.".strip()])
 
