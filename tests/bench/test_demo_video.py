@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import tokenprune
 from tokenprune.cli import app
 from tokenprune.profiling.model import load
+from tokenprune_bench.metrics import exact
 from tokenprune_bench.own_questions import set_of
 from tokenprune_demo import MODELS
 from tokenprune_demo.drawn_sets import drawn_set
@@ -42,11 +43,7 @@ def test_it_is_small_and_loads_in_float32():
 
 
 def test_it_answers_questions_about_videos(subject, asked):
-    right = [
-        one.is_right(answer)
-        for one in asked
-        for answer in subject.generate(subject.video_inputs(one.frames, one.question))
-    ]
+    right = [exact(*subject.generate(subject.video_inputs(one.frames, one.question)), one.answer) for one in asked]
     # bench_videos.jsonl has all numbers; a model that guesses gets one of four.
     assert sum(right) >= 0.75 * len(right)
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import tokenprune
 from session_oracle import images_of, played, recorded
-from tokenprune.errors import BudgetError, ConfigError, UnknownPolicyError, UnsupportedSetupError
+from tokenprune.errors import BudgetError, ConfigError, UnknownPolicyError
 from zoo import FAMILIES
 
 POLICIES = ["random", "infinipot_v"]
@@ -138,5 +138,6 @@ def test_other_files_and_other_models_are_refused(saved: Path, build, tmp_path: 
         tokenprune.Session.load(saved, build(FAMILIES["qwen2_5_vl"]))
     with pytest.raises(ConfigError, match="cannot write"):
         tokenprune.session(model, memory=110, policy="random").save(tmp_path / "no" / "folder")
-    with tokenprune.patched(model, "divprune", keep=0.5), pytest.raises(UnsupportedSetupError):
+    said = "is of a model with no patch, not tokenprune: divprune"
+    with tokenprune.patched(model, "divprune", keep=0.5), pytest.raises(ConfigError, match=said):
         tokenprune.Session.load(saved, model)
