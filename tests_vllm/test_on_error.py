@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server does with a request that its setting cannot serve: refuse it, or serve it in full."""
+"""A request that its setting cannot serve: a server refuses it, or serves it in full."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator decides, on a server that is told anew while it runs: who is served by which profile, and how many
+"""Rules of an operator, on a server that reads them again while it runs: who is served by which profile, and how many
 are reduced at all."""
 
 from __future__ import annotations

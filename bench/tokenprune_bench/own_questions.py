@@ -21,15 +21,18 @@ def sample_of(model: str | None) -> int:
     """Return the number of held-out images, videos or prompts asked about by default; None: the first model."""
     from tokenprune_bench.plan import DEFAULT_IMAGES  # imports torch, which a command's completion does without
 
-    if model not in SHIPPED:
-        return DEFAULT_IMAGES
-    found: int = require("tokenprune_demo", f"{model} is a model of another package").SAMPLES.get(model, DEFAULT_IMAGES)
+    found: int = _of(model, "SAMPLES", DEFAULT_IMAGES)
     return found
 
 
 def set_of(model: str | None) -> str:
     """Return the set of our own questions that a model is asked by default; None: the first model."""
-    if model not in SHIPPED:
-        return "images"
-    found: str = require("tokenprune_demo", f"{model} is a model of another package").SETS.get(model, "images")
+    found: str = _of(model, "SETS", "images")
     return found
+
+
+def _of(model: str | None, table: str, default: Any) -> Any:
+    """Return what a table of tokenprune-demo says of a model that ships, the default for any other."""
+    if model not in SHIPPED:
+        return default
+    return getattr(require("tokenprune_demo", f"{model} is a model of another package"), table).get(model, default)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped model of videos: demo_qwen, trained on until it told directions and times."""
+"""The shipped model of videos: demo_qwen, trained on until it knew directions and times."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is served by which profile: the rule alone. For requests and servers see tests_vllm/test_tenants.py."""
+"""The rule of who is served by which profile, by itself. For requests and servers see tests_vllm/test_tenants.py."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_header_decides() -> None:
 
 @pytest.mark.parametrize("second", ["acme", "other", ""])
 def test_a_header_stands_once(second: str) -> None:
-    """Which of two a server and a gateway look at is nobody's guess."""
+    """A server and a gateway may look at different ones of two."""
     made = rule(header="x-tenant", profiles={"acme": "fast"})
     for pair in (("acme", second), (second, "acme")):
         with pytest.raises(CallerError, match="stands more than once"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests a rollout, or a failure, has served in full. For what is counted see tests_vllm/test_rollout_counts.py
+"""Requests that a rollout, or a failure, has served in full. For what is counted see tests_vllm/test_rollout_counts.py
 and tests_vllm/test_on_error.py."""
 
 from __future__ import annotations

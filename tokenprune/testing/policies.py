@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from torch import Tensor
 from tokenprune.errors import ConformanceError, SessionError
 from tokenprune.policies.base import PROXY_ATTENTION, Policy, PolicyView, check_choice
 from tokenprune.policies.registry import policy as registered
-from tokenprune.testing.rules import require
+from tokenprune.testing.rules import check_dataclass, made, naming, require
 
 _HEADS, _GROUP, _WIDTH = 2, 3, 8
 _SHARES = (0.0, 0.25, 0.7, 1.0)  # of what may stay
@@ -31,42 +29,17 @@ def check_policy(policy: str | Policy | type[Policy]) -> None:
     among the values. It chooses the same twice, whatever it saw between and whatever the global seed, and changes
     nothing that it reads.
     """
-    made = _made(policy)
-    name = made.name or type(made).__name__
-    try:
-        _check_class(made)
-        for view in _views(made):
+    one = made(policy, Policy, registered)
+    with naming(one.name or type(one).__name__):
+        _check_class(one)
+        for view in _views(one):
             for share in _SHARES:
                 keep = 1 + round(share * (view.count - 2))
-                _check_view(made, view, keep)
-    except ConformanceError as error:
-        raise ConformanceError(f"{name}: {error}") from error.__cause__
-    except Exception as error:
-        raise ConformanceError(f"{name} raises {type(error).__name__}: {error}") from error
-
-
-def _made(policy: Any) -> Policy:
-    if isinstance(policy, str):
-        return registered(policy)
-    if inspect.isclass(policy) and issubclass(policy, Policy):
-        try:
-            return policy()
-        except TypeError as error:
-            raise ConformanceError(
-                f"{policy.__name__}() fails: {error}. Every option needs a default; or check an instance"
-            ) from error
-    if isinstance(policy, Policy):
-        return policy
-    raise ConformanceError(f"{policy!r} is neither the name of a policy, nor a Policy, nor a class of them")
+                _check_view(one, view, keep)
 
 
 def _check_class(policy: Policy) -> None:
-    cls = type(policy)
-    own = cls.__dict__.get("__dataclass_params__")
-    require(own is not None and own.frozen, "decorate the class with @dataclass(frozen=True)")
-    doc = (cls.__dict__.get("__doc__") or "").strip()
-    require(doc and not doc.startswith(f"{cls.__name__}("), "its class needs a docstring")
-    require(policy.name, "it has no name: decorate its class with @register_policy(...)")
+    check_dataclass(policy, "register_policy")
     unknown = sorted(set(policy.needs) - {PROXY_ATTENTION})
     require(not unknown, f"it needs {unknown}: there is only {PROXY_ATTENTION!r}")
     require(type(policy.pinned) is int and policy.pinned >= 0, f"pinned={policy.pinned!r} must be an int >= 0")

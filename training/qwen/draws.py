@@ -18,9 +18,9 @@ from tokenprune_demo.drawn_videos import VIDEO_KINDS, draw_video
 from tokenprune_demo.drawn_views import VIEW_KINDS, draw_views
 
 KINDS = (*IMAGE_KINDS, *VIDEO_KINDS, *VIEW_KINDS)
+WEIGHT = {"text": 2.0, "when": 2.0, "order": 2.0}  # in the loss, of the kinds that are learned last
 # Positions from one pair of frames to the next: 2 where the processor is told no frame rate, 24 at two frames a second.
 # With others between them, 4 would be the third pair here and the second there, and no token could tell its time.
-WEIGHT = {"text": 2.0, "when": 2.0, "order": 2.0}  # of kinds that come last
 INTERVALS, OFTEN = (2, 24), (0.8, 0.2)
 
 

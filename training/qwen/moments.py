@@ -24,7 +24,7 @@ from tokenprune_demo.drawn_videos import ANSWERS, DrawnVideo, Place, draw_video
 IGNORE = -100
 SAID = ("direction", "when", "text", "order")  # kinds whose answers the visual tokens of their things should say
 GROUPS = tuple(torch.tensor([ID[word] for word in ANSWERS[kind]]) for kind in SAID)
-# The kinds of a video, the later ones where there is room: two of those that need time, and a few of the others.
+# The kinds of a video, the later ones where there is room: those that need time, and four of the others.
 ALWAYS, OTHERS = ("direction", "when", "order", "order"), ("text", "rare", "change", "still", "when", "events")
 _TIMES = {1: 0, 3: 1, 5: 2, 6: 2}  # the first frame of a short appearance, and its answer of `when`
 LEAST = 0.35  # share of a token's cell that a thing must cover

@@ -24,7 +24,7 @@ from running import Batches, Log, rate
 
 SHIPPED = Path(__file__).parent.parent.parent / "demo/tokenprune_demo/models/demo_qwen"
 PADS = (ID["<|image_pad|>"], ID["<|video_pad|>"])
-SAID = 5.0  # weight of what visual tokens say of directions and times, beside the losses of `PlaceHead`
+SAID_WEIGHT = 5.0  # of what visual tokens say of directions and times, beside the losses of `PlaceHead`
 ROOM = 4096  # positions of a batch: beyond, the compiled functions are compiled anew
 
 
@@ -113,7 +113,9 @@ def losses(model, batch, learn_tower: bool, place: PlaceHead | None = None):
     state = states[place.LAYER - 1]
     extra = place.loss(state, shown, packed["visual"])
     if said:
-        extra = extra + SAID * said_loss(model.model.language_model, state[:, packed["visual"]], said[0][: len(rows)])
+        extra = extra + SAID_WEIGHT * said_loss(
+            model.model.language_model, state[:, packed["visual"]], said[0][: len(rows)]
+        )
     return (loss, extra), logits, packed
 
 
