@@ -117,6 +117,19 @@ def test_the_page_of_a_notebook_shows_the_outputs_that_were_kept(hooks: Any) -> 
             assert said in after, one.name
 
 
+def linked_files(hooks: Any) -> set[str]:
+    """What the pages of the site link to in the repository, as its URI in the site."""
+    sources = [*hooks.PAGES, *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
+    return {hooks.uri_of(to) for source in sources for to in hooks.links(source, (ROOT / source).read_text()).values()}
+
+
+def test_no_page_links_to_markdown_outside_the_navigation(hooks: Any) -> None:
+    """The site would build such a file as a page, with links that lead nowhere, and `make docs` fails on it."""
+    linked = linked_files(hooks)
+    assert len(linked) > 50
+    assert not [uri for uri in linked if uri.startswith("files/") and uri.endswith((".md", ".ipynb"))]
+
+
 def page_of(hooks: Any, uri: str, text: str) -> str:
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri=uri))
     return hooks.on_page_markdown(text, page=page, config={}, files=None)
