@@ -98,6 +98,21 @@ def calls(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
     gone = meta(visual - stay, dtype=long)
     join = partial(ops["join"].triton, hidden[0], meta(stay, dtype=long), meta(stay), gone, gone, meta(visual - stay))
     yield "join", join
+    yield "join", partial(join, few=True)
+    places, weights = meta(1, visual, dtype=long), meta(1, visual)
+    for weight in (None, weights):
+        yield "destinations", partial(ops["destinations"].triton, places, mask, places, weight, length)
+    yield "cosines", partial(ops["cosines"].triton, hidden, chosen[:, :8])
+    score = meta(1, visual)
+    for keys in ((), (score,), (places, score), (mask, score)):
+        yield "rank_in_group", partial(ops["rank_in_group"].triton, places, *keys)
+    best = meta(tower.images, (tower.tokens + 1) // 2)
+    partner, counts = meta(*best.shape, dtype=long), [tower.tokens] * tower.images
+    yield "as_sources", partial(ops["as_sources"].triton, best, partner, 1, None)
+    gone = [tower.tokens // SHARE] * tower.images
+    if ops["pairing"].takes(best):
+        yield "pairing", partial(ops["pairing"].triton, best, partner, gone, counts, 1)
+        yield "pairing", partial(ops["pairing"].triton, best, partner, [0, *gone[1:]], counts, 1)
     yield "partition", partial(ops["partition"].triton, meta(1, length, dtype=torch.bool))
     index = meta(1, stay + TEXT, dtype=long)
     for x, dim in ((meta(1, length, decoder.width, dtype=dtype), 1), (meta(3, 1, length, dtype=long), 2)):

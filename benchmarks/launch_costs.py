@@ -97,6 +97,23 @@ def _join(a: dict[str, Any], call: tuple) -> tuple[int, int, int]:
     return (len(a["source"]) + 2 * len(a["own"])) * row, 2 * len(a["source"]) * a["D"], 0
 
 
+def _join_few(a: dict[str, Any], call: tuple) -> tuple[int, int, int]:
+    moved, flops, _ = _join(a, call)
+    programs = len(a["own"]) * math.ceil(a["D"] / a["BLOCK"])
+    return moved + size(a["target"]) * programs, flops, 2 * math.ceil(a["R"] / a["CHUNK"])
+
+
+def _pair(a: dict[str, Any], call: tuple) -> tuple[int, int, int]:
+    moved = size(a["best"], a["partner"], a["keep"], a["source"], a["target"])
+    return moved, 2 * len(a["best"]) * a["A"] ** 2, math.ceil(a["A"] / a["CHUNK"])
+
+
+def _rank(a: dict[str, Any], call: tuple) -> tuple[int, int, int]:
+    keys = size(a["group"], a["first"], a["second"])
+    rows = math.ceil(a["N"] / a["BLOCK_I"])
+    return keys * rows + size(a["out"]), 4 * len(a["group"]) * a["N"] ** 2, math.ceil(a["N"] / a["BLOCK_J"])
+
+
 def _cover(a: dict[str, Any], call: tuple) -> tuple[int, int, int]:
     return size(a["table"]), 2 * a["table"].numel(), 0
 
@@ -117,6 +134,14 @@ COSTS: dict[str, Callable[[dict[str, Any], tuple], tuple[int, int, int]]] = {
     "_step": _step,
     "_take": _take,
     "_join": _join,
+    "_join_few": _join_few,
+    "_pair": _pair,
+    "_rank": _rank,
+    "_inverse_norm": lambda a, call: (size(a["x"], a["out"]), 2 * a["x"].numel(), 0),
+    "_combine": lambda a, call: (size(a["value"], a["place"], a["best"], a["where"]), 0, a["parts"]),
+    "_cosines": lambda a, call: (size(a["a"], a["b"], a["out"]), 2 * a["out"].numel() * a["D"], 0),
+    "_destinations": lambda a, call: (size(a["assign"], a["mask"], a["places"], a["target"], a["out"]), 0, 0),
+    "_sources": lambda a, call: (2 * size(a["value"], a["place"]), 0, 0),
     "_gain": _cover,
     "_cover": _cover,
     "_factor_row": _factor_row,
@@ -136,7 +161,7 @@ class Counter(TorchDispatchMode):
 
         def operation(op: Operation, *args: Any, **kwargs: Any) -> Any:
             counter._call = args
-            return op.triton(*args, **kwargs)
+            return (op.triton if op.takes(*args, **kwargs) else op.reference)(*args, **kwargs)
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             names = [parameter.name for parameter in kernel.params]

@@ -114,6 +114,10 @@ class Operation:
             return "gradients are wanted, which kernels do not have (use torch.no_grad)"
         return None if self._limits is None else self._limits(*args, **kwargs)
 
+    def takes(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether the kernel takes input of such a kind and size, wherever it is."""
+        return self._limits is None or self._limits(*args, **kwargs) is None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the implementation that TOKENPRUNE_KERNELS and the input lead to.
 

@@ -36,3 +36,25 @@ def join(x: Tensor, keep: Tensor | None, own: Tensor, source: Tensor, target: Te
     mass = (out[row] * start[:, None]).index_add(0, slot, x.index_select(0, source) * weight[:, None])
     mean = (mass / total.masked_fill(total <= 0, 1)[:, None]).to(x.dtype)
     return out.index_copy_(0, torch.where(total > 0, row, count), mean)[:count]
+
+
+@operation(kernel="tokenprune.kernels.join_triton:destinations")
+def destinations(
+    assign: Tensor, mask: Tensor, places: Tensor, weight: Tensor | None, nowhere: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `join` asks for where tokens are assigned to others.
+
+    assign: long `[S, N]`, the token of its row that each becomes part of, itself if it stays, -1 for none. mask: bool
+    `[S, N]`, False at padding. places: long `[S, N]`, where they all stand. weight: float `[S, N]`; None: all weigh 1.
+    nowhere: how many places there are.
+
+    Returns float32 `[nowhere]`, the weights of those that stay, 0 at other places; long `[S * N]`, the place that each
+    token joins, `nowhere` for none; and their weights, float32 `[S * N]`.
+    """
+    weight = torch.ones_like(places, dtype=torch.float32) if weight is None else weight.float()
+    absorbed = mask & (assign >= 0)
+    itself = absorbed & (assign == torch.arange(places.shape[1], device=places.device))
+    own = weight.new_zeros(nowhere + 1).scatter(0, torch.where(itself, places, nowhere).flatten(), weight.flatten())
+    into = places.gather(1, assign.clamp(min=0))
+    target = torch.where(absorbed & ~itself, into, nowhere)
+    return own[:-1], target.flatten(), weight.flatten()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The most similar of many tokens for each token, without the matrix of all their similarities."""
+"""The similarities of tokens with others, and the most similar of many without the matrix of all."""
 
 from __future__ import annotations
 
@@ -22,6 +22,16 @@ TIE = 2.0**-20
 def _limits(a: Tensor, b: Tensor, *args: object, **kwargs: object) -> str | None:
     fine = a.dtype == b.dtype and a.dtype in (torch.float32, torch.float16, torch.bfloat16)
     return None if fine else f"it takes two of float32, float16 or bfloat16, not {a.dtype} and {b.dtype}"
+
+
+@operation(kernel="tokenprune.kernels.match_triton:cosines", limits=_limits)
+def cosines(a: Tensor, b: Tensor) -> Tensor:
+    """Return the cosines of all tokens of `a` with all of `b`, float32 `[S, A, B]`, for a few of one of them.
+
+    a: `[S, A, D]`; b: `[S, B, D]`. A vector of zeros has 0 with all; one that is not finite has NaN.
+    """
+    normalize = torch.nn.functional.normalize
+    return normalize(a.float(), dim=-1) @ normalize(b.float(), dim=-1).transpose(1, 2)
 
 
 @operation(kernel="tokenprune.kernels.match_triton:best_match", limits=_limits)

@@ -85,9 +85,49 @@ def _best(
         tl.store(place + out, own_where, rows < A)
 
 
+@triton.jit(do_not_specialize=["N", "segment"])
+def _inverse_norm(x, out, N, D, segment, row, feature, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    s = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        at = start + tl.arange(0, BLOCK_D)
+        inside = (rows[:, None] < N) & (at[None, :] < D)
+        part = tl.load(x + s * segment + rows[:, None] * row + at[None, :] * feature, inside, 0.0).to(tl.float32)
+        total += tl.sum(part * part, 1)
+    length = tl.sqrt(total)
+    tl.store(out + s * N + rows, 1 / tl.where(length < 1e-12, 1e-12, length), rows < N)
+
+
 def inverse_norm(x: Tensor) -> Tensor:
     """float32 `[S, N]`: what makes each vector of `[S, N, D]` one of length 1."""
-    return 1 / torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).clamp(min=1e-12)
+    segments, count, width = x.shape
+    out = torch.empty(segments, count, device=x.device)
+    if out.numel():
+        _inverse_norm[triton.cdiv(count, 16), segments](
+            x, out, count, width, *x.stride(), BLOCK_N=16, BLOCK_D=min(256, triton.next_power_of_2(width))
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["parts", "N"])
+def _combine(value, place, best, where, parts, N, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Take the best of all shares of b, of equals that of the first; of the own group's, where it has any."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    found = tl.zeros([BLOCK], tl.int32)
+    for kind in tl.static_range(1 + GROUPS):
+        first = kind * parts.to(tl.int64) * N
+        this, this_at = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
+        for part in range(parts):
+            one = tl.load(value + first + part * N + at, inside, float("-inf"))
+            one_at = tl.load(place + first + part * N + at, inside, 0)
+            this, this_at = tl.where(one > this, one, this), tl.where(one > this, one_at, this_at)
+        there = this > float("-inf")
+        most, found = tl.where(there, this, most), tl.where(there, this_at, found)
+    tl.store(best + at, most, inside)
+    tl.store(where + at, found.to(tl.int64), inside)
 
 
 def block_sizes(*tensors: Tensor) -> tuple[int, int, int]:
@@ -113,7 +153,9 @@ def best_match(
 ) -> tuple[Tensor, Tensor]:
     """See `match.best_match`. blocks: rows, columns and features of a tile. parts: shares of b that programs of their
     own go through."""
-    a, b = multipliable(a), multipliable(b)
+    same = b is a
+    a = multipliable(a)
+    b = a if same else multipliable(b)
     (segments, count, width), others_count = a.shape, b.shape[1]
     block_a, block_b, block_d = blocks or block_sizes(a, b)
     groups = group_a is not None and group_b is not None
@@ -122,18 +164,52 @@ def best_match(
     share = max(1, triton.cdiv(triton.cdiv(others_count, block_b), parts)) * block_b
     parts = max(1, triton.cdiv(others_count, share))
     value = torch.empty(1 + groups, parts, segments, count, device=a.device)
-    place = torch.empty_like(value, dtype=torch.int32)
+    best = value.new_empty(segments, count)
+    where = torch.empty_like(best, dtype=torch.int64)
+    # One share, and no groups: what a program finds is the answer.
+    whole = parts == 1 and not groups
+    place = where if whole else torch.empty_like(value, dtype=torch.int32)
     if segments * count:
         flags = a if allowed is None else allowed.contiguous()
         of_a, of_b = (a, b) if group_a is None or group_b is None else (group_a.contiguous(), group_b.contiguous())
+        inverse_a = inverse_norm(a)
         _best[triton.cdiv(count, block_a), segments, parts](
-            a, b, inverse_norm(a), inverse_norm(b), flags, of_a, of_b, value, place, count, others_count, width, share,
-            segments, *a.stride(), *b.stride(), ALLOWED=allowed is not None, GROUPS=groups, OTHERS=others,
-            BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8, num_stages=3,
+            a, b, inverse_a, inverse_a if b is a else inverse_norm(b), flags, of_a, of_b, best if whole else value,
+            place, count, others_count, width, share, segments, *a.stride(), *b.stride(), ALLOWED=allowed is not None,
+            GROUPS=groups, OTHERS=others, BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8, num_stages=3,
         )  # fmt: skip
-    best = value.amax(dim=1)
-    place = torch.where(value == best[:, None], place, others_count).amin(dim=1).long()
-    if groups:
-        own = best[1] > -torch.inf
-        return torch.where(own, best[1], best[0]), torch.where(own, place[1], place[0])
-    return best[0], place[0]
+        if not whole:
+            _combine[(triton.cdiv(best.numel(), 256),)](
+                value, place, best, where, parts, best.numel(), GROUPS=groups, BLOCK=256
+            )
+    return best, where
+
+
+@triton.jit(do_not_specialize=["A", "B"])
+def _cosines(
+    a, b, inverse_a, inverse_b, out, A, B, D, segment_a, row_a, feature_a, segment_b, row_b, feature_b,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    s = tl.program_id(2).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_A + tl.arange(0, BLOCK_A)
+    columns = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    alike = likeness(
+        a + s * segment_a, b + s * segment_b, inverse_a + s * A, inverse_b + s * B, rows, columns, A, B, D,
+        row_a, feature_a, row_b, feature_b, BLOCK_A, BLOCK_B, BLOCK_D,
+    )  # fmt: skip
+    inside = (rows[:, None] < A) & (columns[None, :] < B)
+    tl.store(out + (s * A + rows[:, None]) * B + columns[None, :], alike, inside)
+
+
+def cosines(a: Tensor, b: Tensor, *, blocks: tuple[int, int, int] = (64, 16, 32)) -> Tensor:
+    """See `match.cosines`. blocks: rows, columns and features of a tile."""
+    a, b = multipliable(a), multipliable(b)
+    (segments, count, width), others = a.shape, b.shape[1]
+    out = torch.empty(segments, count, others, device=a.device)
+    if out.numel():
+        block_a, block_b, block_d = blocks
+        _cosines[triton.cdiv(count, block_a), triton.cdiv(others, block_b), segments](
+            a, b, inverse_norm(a), inverse_norm(b), out, count, others, width, *a.stride(), *b.stride(),
+            BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d,
+        )  # fmt: skip
+    return out

@@ -58,8 +58,19 @@ def settle(keep: Tensor, score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
     return mask & (rank < count[:, None])
 
 
+def _rank_limits(group: Tensor, *keys: Tensor) -> str | None:
+    if len(keys) > 2:
+        return f"it compares two keys at most, not {len(keys)}"
+    return None if group.shape[1] <= 2**14 else f"it compares {2**14} tokens at most, not {group.shape[1]}"
+
+
+@operation(kernel="tokenprune.kernels.rank_triton:rank_in_group", limits=_rank_limits)
 def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
-    """long `[S, N]`: the place of each token in its group, largest first; a later key, then the order, breaks ties."""
+    """Return the place of each token in its group, largest first, long `[S, N]`; a later key, then the order, breaks
+    ties.
+
+    group: `[S, N]`, of a whole number's type; keys: `[S, N]`, of any type. NaN counts as largest.
+    """
     order = torch.arange(group.shape[1], device=group.device).expand_as(group)
     for key in reversed(keys):
         order = order.gather(1, key.gather(1, order).argsort(dim=1, descending=True, stable=True))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.join import join
-from tokenprune.kernels.match import TIE, best_match
+from tokenprune.kernels.match import best_match
+from tokenprune.kernels.pairing import as_sources, pairing
 from tokenprune.ops.transfer import to_device
 
 if TYPE_CHECKING:
@@ -111,7 +112,9 @@ class Merge:
 
 def _end_to_end(index: Tensor, count: int) -> Tensor:
     """long `[B, k]` of places in rows of `count` -> long `[B * k]`."""
-    return (index + count * torch.arange(len(index), device=index.device)[:, None]).flatten()
+    if len(index) > 1:
+        index = index + count * torch.arange(len(index), device=index.device)[:, None]
+    return index.flatten()
 
 
 def most(count: int, protected: int = 0) -> int:
@@ -127,16 +130,13 @@ def best_partners(metric: Tensor, protected: int = 0, counts: list[int] | None =
     similarities, in steps of `TIE`, -inf for what is no source, and long partners, counted in B. Ties go to the lower
     place; a zero or non-finite vector is similar to nothing.
     """
-    place = torch.arange(metric.shape[1], device=metric.device).expand(metric.shape[:2])
-    can = place >= protected
-    if counts is not None:
-        can = can & (place < to_device(counts, metric.device)[:, None])
-    # A single protected token is in A, so that all of B can be found.
-    all_of_b = counts is None and protected < 2
-    best, partner = best_match(metric[:, ::2], metric[:, 1::2], None if all_of_b else can[:, 1::2])
-    # In steps, so that equal vectors have one similarity, 1, whatever rounding made of it.
-    best = (best / TIE).round() * TIE
-    return best.masked_fill(~can[:, ::2], -torch.inf), partner.masked_fill(~can[:, ::2], 0)
+    allowed = None
+    if counts is not None or protected > 1:  # a single protected token is in A, so that all of B can be found
+        place = 2 * torch.arange(metric.shape[1] // 2, device=metric.device).expand(len(metric), -1) + 1
+        allowed = place >= protected
+        if counts is not None:
+            allowed = allowed & (place < to_device(counts, metric.device)[:, None])
+    return as_sources(*best_match(metric[:, ::2], metric[:, 1::2], allowed), protected, counts)
 
 
 def bipartite_match(metric: Tensor, r: int, protected: int = 0) -> Merge | None:
@@ -151,22 +151,8 @@ def bipartite_match(metric: Tensor, r: int, protected: int = 0) -> Merge | None:
     if r <= 0:
         return None
     best, partner = best_partners(metric, protected)
-    order = best.argsort(dim=1, descending=True, stable=True)
-    source, rest = order[:, :r], order[:, r:]
-    if protected:
-        rest = rest.sort(dim=1).values
-    return _merge(source, rest, partner, count, protected)
-
-
-def _merge(source: Tensor, rest: Tensor, partner: Tensor, count: int, protected: int) -> Merge:
-    """source, rest: places in A. partner: for each of A a place in B."""
-    rows, device = source.shape[0], source.device
-    first, ahead = (protected + 1) // 2, protected // 2  # protected tokens in A and in B
-    prefix = torch.arange(protected, device=device).expand(rows, -1)
-    others = torch.arange(ahead, count // 2, device=device).expand(rows, -1)
-    keep = torch.cat([prefix, 2 * rest[:, first:], 2 * others + 1], dim=1)
-    target = partner.gather(1, source) - ahead + protected + rest.shape[1] - first
-    return Merge(keep, 2 * source, target, count)
+    rows = len(metric)
+    return Merge(*pairing(best, partner, [r] * rows, [count] * rows, protected, protected > 0), count)
 
 
 def threshold_match(
@@ -203,21 +189,6 @@ def ragged_merge(best: Tensor, partner: Tensor, r: list[int], protected: int, co
     """
     if not any(r):
         return None
-    rows, device = len(r), best.device
-    width = max(counts)
     left = [count - gone for count, gone in zip(counts, r, strict=True)]
-    real, gone = to_device(counts, device), to_device(r, device)
-    order = best.argsort(dim=1, descending=True, stable=True)
-    ranks = torch.arange(order.shape[1], device=device)
-    leaves = torch.empty_like(order).scatter(1, order, ranks.expand_as(order)) < gone[:, None]
-    # Sorted by kind: 0 protected or left of A, 1 of B, 2 gone or padding.
-    kind = (torch.arange(width, device=device) % 2).repeat(rows, 1)
-    kind[:, ::2] += 2 * leaves
-    kind[:, :protected] = 0
-    kind.masked_fill_(gone[:, None] == 0, 0)
-    kind.masked_fill_(torch.arange(width, device=device) >= real[:, None], 2)
-    sorted_ = kind.argsort(dim=1, stable=True)
-    place = torch.empty_like(sorted_).scatter(1, sorted_, torch.arange(width, device=device).expand_as(sorted_))
-    source = order[:, : max(r)]
-    target = place.gather(1, 2 * partner.gather(1, source) + 1)
-    return Merge(sorted_[:, : max(left)], 2 * source, target, width, left, gone if min(r) < max(r) else None)
+    leaving = to_device(r, best.device) if min(r) < max(r) else None
+    return Merge(*pairing(best, partner, r, counts, protected), max(counts), left, leaving)

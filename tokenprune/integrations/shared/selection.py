@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tokenprune.base import Method, Selection
 from tokenprune.errors import TokenPruneError
-from tokenprune.kernels.join import join
+from tokenprune.kernels.join import destinations, join
 from tokenprune.view.segments import Segments
 
 
@@ -83,13 +83,7 @@ def merge_tokens(features: Tensor, selection: Selection, segments: Segments, pla
     places: long `[S, N]`, places of the segments' tokens in the flattened `[B * W]`.
     """
     flat = features.reshape(-1, features.shape[-1])
-    nowhere = len(flat)
-    weight = torch.ones_like(places, dtype=torch.float32) if selection.weight is None else selection.weight.float()
-    assign = selection.assign
-    assert assign is not None  # without it nothing merges
-    absorbed = segments.mask & (assign >= 0)
-    itself = absorbed & (assign == torch.arange(places.shape[1], device=places.device))
-    own = weight.new_zeros(nowhere + 1).scatter(0, torch.where(itself, places, nowhere).flatten(), weight.flatten())
-    into = places.gather(1, assign.clamp(min=0))
-    target = torch.where(absorbed & ~itself, into, nowhere)
-    return join(flat, None, own[:-1], places.flatten(), target.flatten(), weight.flatten()).view_as(features)
+    assert selection.assign is not None  # without it nothing merges
+    given = selection.assign, segments.mask, places, selection.weight
+    own, target, weight = destinations(*given, len(flat))
+    return join(flat, None, own, places.flatten(), target, weight).view_as(features)

@@ -9,6 +9,7 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.match import cosines
 from tokenprune.kernels.take import take_in_turn
 from tokenprune.options import check_options
 from tokenprune.registry import register
@@ -63,13 +64,12 @@ class Dart(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         kept, pivots, exists = self._pivots(tokens)
-        unit = torch.nn.functional.normalize(tokens.normed.float(), dim=-1)
         # How many tokens each pivot adds: an even share of what the image pivots leave, the remainder to the first
         # ones.
         left = tokens.budget - kept.sum(1)
         number = exists.sum(1).clamp(min=1)
         share = left.div(number, rounding_mode="floor")[:, None] + (exists.cumsum(1) <= (left % number)[:, None])
-        similarity = unit @ torch.nn.functional.normalize(pivots.float(), dim=-1).transpose(1, 2)  # [S, N, P]
+        similarity = cosines(tokens.normed, pivots)  # [S, N, P]
         pool = tokens.mask & ~kept
         added = take_in_turn(-similarity.transpose(1, 2), pool, share.masked_fill(~exists, 0), max(tokens.keep))
         return Selection(kept | added, counts=tokens.keep)
@@ -77,7 +77,9 @@ class Dart(Pruner):
     def _pivots(self, tokens: VisualTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Return the image pivots (bool `[S, N]`), and all pivots' states `[S, P, D]` with which of them exist (`[S,
         P]`)."""
-        image_norm = tokens.keys.float().abs().sum(-1).masked_fill(~tokens.mask, -1)
+        image_norm = torch.linalg.vector_norm(tokens.keys, ord=1, dim=-1, dtype=torch.float32).masked_fill(
+            ~tokens.mask, -1
+        )
         order = image_norm.argsort(dim=1, descending=True, stable=True)[:, : self.pivot_image]
         place = torch.arange(order.shape[1], device=order.device)
         exists = (place < tokens.budget[:, None]) & tokens.mask.gather(1, order)
@@ -86,7 +88,7 @@ class Dart(Pruner):
         if self.pivot_text == 0:
             return kept, states, exists
         text = tokens.text
-        text_norm = text.keys.float().abs().sum(-1).masked_fill(~text.mask, -1)
+        text_norm = torch.linalg.vector_norm(text.keys, ord=1, dim=-1, dtype=torch.float32).masked_fill(~text.mask, -1)
         order = text_norm.argsort(dim=1, descending=True, stable=True)[:, : self.pivot_text]
         text_states = tokens.final_norm(text.hidden)
         text_states = text_states.gather(1, order.unsqueeze(-1).expand(-1, -1, text_states.shape[-1]))

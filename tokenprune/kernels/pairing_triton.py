@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of `pairing.py`: a program for each row counts who is more similar, so that nothing is sorted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenprune.ops.transfer import to_device
+
+_MATRIX = 2**14  # comparisons of a program at a time
+
+
+@triton.jit(do_not_specialize=["protected", "real", "A"])
+def _sources(best, partner, counts, value, place, protected, real, A, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    s = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if not EVEN:
+        real = tl.load(counts + s).to(tl.int32)
+    inside = at < A
+    can = inside & (2 * at >= protected) & (2 * at < real)
+    # Float32 from 8 to 16 has steps of `match.TIE`.
+    alike = (tl.load(best + s * A + at, inside, 0.0) + 12.0) - 12.0
+    tl.store(value + s * A + at, tl.where(can, alike, float("-inf")), inside)
+    tl.store(place + s * A + at, tl.where(can, tl.load(partner + s * A + at, inside, 0), 0), inside)
+
+
+def as_sources(best: Tensor, partner: Tensor, protected: int, counts: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    """See `pairing.as_sources`."""
+    best, partner = best.contiguous(), partner.contiguous()
+    value, place = torch.empty_like(best), torch.empty_like(partner)
+    rows, width = best.shape
+    if best.numel():
+        real = best if counts is None else to_device(counts, best.device)
+        block = min(1024, triton.next_power_of_2(width))
+        _sources[triton.cdiv(width, block), rows](
+            best, partner, real, value, place, protected, 2 * width, width, EVEN=counts is None, BLOCK=block
+        )
+    return value, place
+
+
+@triton.jit(do_not_specialize=["gone", "real", "protected", "A", "M", "R"])
+def _pair(
+    best, partner, gone_of, real_of, keep, source, target, gone, real, protected, A, M, R,
+    EVEN: tl.constexpr, BY_PLACE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    s = tl.program_id(0).to(tl.int64)
+    best += s * A
+    keep += s * M
+    source += s * R
+    target += s * R
+    if not EVEN:
+        gone = tl.load(gone_of + s).to(tl.int32)
+        real = tl.load(real_of + s).to(tl.int32)
+    at = tl.arange(0, BLOCK)
+    inside = at < A
+    mine = tl.load(best + at, inside, float("-inf"))
+    rank = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, A, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        theirs = tl.load(best + other, other < A, float("-inf"))
+        before = (theirs[None, :] > mine[:, None]) | (
+            (theirs[None, :] == mine[:, None]) & (other[None, :] < at[:, None])
+        )
+        rank += tl.sum((before & (other < A)[None, :]).to(tl.int32), 1)
+    # Behind a row's own numbers: the first token, which there is.
+    for start in range(0, M, BLOCK):
+        tl.store(keep + start + at, tl.zeros([BLOCK], tl.int64), (start + at >= real - gone) & (start + at < M))
+    for start in range(0, R, BLOCK):
+        behind = (start + at >= gone) & (start + at < R)
+        tl.store(source + start + at, tl.zeros([BLOCK], tl.int64), behind)
+        tl.store(target + start + at, tl.zeros([BLOCK], tl.int64), behind)
+    leaves = inside & (rank < gone)
+    even, odd = 2 * at, 2 * at + 1
+    stays = inside & (even >= protected) & (even < real) & (rank >= gone)
+    turn = tl.cumsum(stays.to(tl.int32), 0) - 1
+    if not BY_PLACE:
+        turn = rank - gone
+    ahead = protected // 2
+    of_odd = protected + (real + 1) // 2 - (protected + 1) // 2 - gone  # where the first unprotected one stands
+    to_even = tl.where(even < protected, even, protected + turn)
+    to_odd = tl.where(odd < protected, odd, of_odd + at - ahead)
+    if not EVEN:  # nothing leaves: all keep their order
+        to_even = tl.where(gone == 0, even, to_even)
+        to_odd = tl.where(gone == 0, odd, to_odd)
+    tl.store(keep + to_even, even.to(tl.int64), stays | (inside & (even < protected) & (even < real)))
+    tl.store(keep + to_odd, odd.to(tl.int64), inside & (odd < real))
+    found = tl.load(partner + s * A + at, leaves, 0)
+    tl.store(source + rank, even.to(tl.int64), leaves)
+    tl.store(target + rank, of_odd + found - ahead, leaves)
+
+
+def pairing(
+    best: Tensor, partner: Tensor, gone: Sequence[int], counts: Sequence[int], protected: int, by_place: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `pairing.pairing`."""
+    best, partner = best.contiguous(), partner.contiguous()
+    rows, width = best.shape
+    most, left = max(gone), max(count - less for count, less in zip(counts, gone, strict=True))
+    even = min(gone) == max(gone) > 0 and min(counts) == max(counts)
+    keep = partner.new_empty(rows, left)
+    source, target = partner.new_empty(2, rows, most)
+    fewer, real = (best, best) if even else (to_device(one, best.device) for one in (gone, counts))
+    block = max(16, triton.next_power_of_2(width))
+    _pair[(rows,)](
+        best, partner, fewer, real, keep, source, target, gone[0], counts[0], protected, width, left, most, EVEN=even,
+        BY_PLACE=by_place, BLOCK=block, CHUNK=max(4, min(64, _MATRIX // block)), num_warps=8,
+    )  # fmt: skip
+    return keep, source, target

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of `take.rank_in_group`: each token counts those of its group that come before it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _before(theirs, mine, tied):
+    """Return True where theirs is larger, NaN largest, or where they tie and `tied` holds."""
+    larger = (theirs > mine) | ((theirs != theirs) & (mine == mine))
+    equal = (theirs == mine) | ((theirs != theirs) & (mine != mine))
+    return larger | (equal & tied)
+
+
+@triton.jit
+def _values(key, at, N):
+    """Return what stands at those places, of which bfloat16 has no comparisons of its own everywhere."""
+    value = tl.load(key + at, at < N, 0)
+    if key.dtype.element_ty == tl.bfloat16:
+        return value.to(tl.float32)
+    else:
+        return value
+
+
+@triton.jit(do_not_specialize=["N"])
+def _rank(group, first, second, out, N, KEYS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
+    s = tl.program_id(1).to(tl.int64)
+    group += s * N
+    first += s * N
+    second += s * N
+    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    mine = tl.load(group + i, i < N, 0)
+    mine_first = _values(first, i, N)
+    mine_second = _values(second, i, N)
+    rank = tl.zeros([BLOCK_I], tl.int32)
+    for start in range(0, N, BLOCK_J):
+        j = start + tl.arange(0, BLOCK_J)
+        before = j[None, :] < i[:, None]
+        if KEYS > 1:
+            before = _before(_values(second, j, N)[None, :], mine_second[:, None], before)
+        if KEYS > 0:
+            before = _before(_values(first, j, N)[None, :], mine_first[:, None], before)
+        of_group = (tl.load(group + j, j < N, 0)[None, :] == mine[:, None]) & (j < N)[None, :]
+        rank += tl.sum((before & of_group).to(tl.int32), 1)
+    tl.store(out + s * N + i, rank.to(tl.int64), i < N)
+
+
+def rank_in_group(group: Tensor, *keys: Tensor, block: int = 64) -> Tensor:
+    """See `take.rank_in_group`. block: tokens of a tile, either way."""
+    group, *keys = (_plain(one) for one in (group, *keys))
+    rows, count = group.shape
+    out = torch.empty(group.shape, dtype=torch.int64, device=group.device)
+    if out.numel():
+        first, second = (*keys, group, group)[:2]
+        grid = triton.cdiv(count, block), rows
+        _rank[grid](group, first, second, out, count, KEYS=len(keys), BLOCK_I=block, BLOCK_J=block)
+    return out
+
+
+def _plain(x: Tensor) -> Tensor:
+    return (x.view(torch.uint8) if x.dtype == torch.bool else x).contiguous()
