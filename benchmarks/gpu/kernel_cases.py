@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenprune.kernels.pairing import as_sources
+
 
 @dataclass(frozen=True)
 class Case:
@@ -199,3 +201,51 @@ def _gathers(device: torch.device, tiny: bool) -> Iterator[Case]:
         index = torch.rand(rows, count, device=device).argsort(1)[:, :keep].sort(1).values
         moved = 2 * size(x) * keep // count + size(index)
         yield Case(f"{rows} x {count} -> {keep} of width {width}", (x, index, 1), moved, 0, x.dtype)
+
+
+@cases("cosines")
+def _cosines(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for count, few, width in [(11, 3, 8)] if tiny else [(576, 8, 4096), (2880, 8, 4096), (16384, 8, 3584)]:
+        x = _features(device, 1, count, width, tiny=tiny)
+        moved, flops = size(x) + 4 * count * few, 2 * count * few * width
+        yield Case(f"{count} with {few} of width {width}", (x, x[:, :few]), moved, flops, x.dtype, atol=1e-4)
+
+
+@cases("rank_in_group")
+def _ranks(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for rows, count, groups in [(2, 11, 3)] if tiny else [(1, 576, 4), (1, 2880, 5), (1, 16384, 16)]:
+        group = torch.arange(count, device=device).expand(rows, -1) * groups // count
+        score = torch.rand(rows, count, device=device)
+        yield Case(f"{rows} x {count} in {groups} groups", (group, score), 20 * rows * count, 0, torch.float32)
+
+
+@cases("as_sources")
+def _sources(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for rows, count in [(2, 11)] if tiny else [(1, 577), (5, 577), (1, 4096)]:
+        best, partner = _pairs(device, rows, count)
+        yield Case(f"{rows} x {count} tokens", (best, partner, 1, None), 24 * best.numel(), 0, torch.float32)
+
+
+@cases("pairing")
+def _pairings(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for rows, count, gone in [(2, 11, 3)] if tiny else [(1, 577, 22), (5, 577, 22), (1, 4096, 400)]:
+        best, partner = as_sources.reference(*_pairs(device, rows, count), 1, None)
+        moved = 12 * best.numel() + 8 * rows * (count + gone)
+        yield Case(
+            f"{gone} of {rows} x {count} tokens", (best, partner, [gone] * rows, [count] * rows, 1), moved, 0,
+            torch.float32,
+        )  # fmt: skip
+
+
+def _pairs(device: torch.device, rows: int, count: int) -> tuple[Tensor, Tensor]:
+    best = torch.rand(rows, (count + 1) // 2, device=device)
+    return best, torch.randint(count // 2, best.shape, device=device)
+
+
+@cases("destinations")
+def _destinations(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for rows, count, keep in [(2, 11, 4)] if tiny else [(1, 2880, 320), (8, 2880, 320), (1, 16384, 1802)]:
+        places = torch.arange(rows * count, device=device).view(rows, count)
+        assign = (torch.arange(count, device=device) % keep).expand(rows, -1)
+        arguments = (assign, torch.ones_like(assign, dtype=torch.bool), places, None, rows * count)
+        yield Case(f"{rows} x {count} -> {keep}", arguments, 33 * rows * count, 0, torch.float32)

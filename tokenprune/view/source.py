@@ -94,24 +94,16 @@ class TokenSource:
 
     def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
         """Return `[S, N, ...]`, the values `[B, W, ...]` of the tokens at `position`, long `[S, N]`."""
-        place = self._place(position, segments, values.shape[1])
+        width = values.shape[1]
+        # A method that reads several observables asks for the same tokens each time.
+        known = vars(self).setdefault("_places", [])
+        place = next((place for given, of_width, place in known if given is position and of_width == width), None)
+        if place is None:
+            place = self.slots(position, segments) + segments.row_index * width
+            known.append((position, width, place))
         # Taking whole rows is much faster than indexing with two tensors.
         found: Tensor = values.flatten(0, 1).index_select(0, place.flatten()).unflatten(0, place.shape)
         return found
-
-    def _place(self, position: Tensor, segments: Segments, width: int) -> Tensor:
-        """Return long `[S, N]`, where the tokens at `position` are in rows of `width` laid end to end."""
-        for known, of_width, place in self._places:
-            if known is position and of_width == width:
-                return place
-        place = self.slots(position, segments) + segments.row_index * width
-        self._places.append((position, width, place))
-        return place
-
-    @cached_property
-    def _places(self) -> list[tuple[Tensor, int, Tensor]]:
-        """What `_place` found: a method that reads several observables asks for the same tokens each time."""
-        return []
 
     def last_slot(self) -> Tensor:
         """Return long `[B, 1]`, the slot of each row's last token that is not padding."""
