@@ -105,7 +105,7 @@ def _join_few(a: dict[str, Any], call: tuple) -> tuple[int, int, int]:
 
 def _pair(a: dict[str, Any], call: tuple) -> tuple[int, int, int]:
     moved = size(a["best"], a["partner"], a["keep"], a["source"], a["target"])
-    return moved, 2 * len(a["best"]) * a["A"] ** 2, math.ceil(a["A"] / a["CHUNK"])
+    return moved, 2 * len(a["best"]) * a["A"] ** 2, 1 if a["RANKED"] else math.ceil(a["A"] / a["CHUNK"])
 
 
 def _rank(a: dict[str, Any], call: tuple) -> tuple[int, int, int]:

@@ -9,12 +9,14 @@ import performance
 from performance import rows
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
+SHOWN = ("sm_90", "gfx942")  # of the GPUs in the raw file
 
 
 def compiled() -> str:
     """The table of compiled kernels: of each on each GPU, what the programs for all models need at most."""
     first, records = rows.read(RESULTS / "kernels.jsonl")
-    gpus, dtypes = first["gpus"], ", ".join(first["dtypes"])
+    gpus = [gpu for gpu in first["gpus"] if gpu in SHOWN]
+    dtypes = ", ".join(first["dtypes"])
     lines = ["| kernel | programs | " + " | ".join(gpus) + " |", "|---" * (2 + len(gpus)) + "|"]
     for kernel in sorted({one["kernel"] for one in records}):
         cells = []
@@ -31,8 +33,8 @@ def compiled() -> str:
     said = "None of them spills a register." if not spills else f"{spills} of them spill registers."
     note = (
         f"{len(records)} programs ({dtypes}; Triton {first['triton']}): those that the shapes of "
-        f"{len(first['models'])} models ask for. Of each kernel, over them: the most registers of a thread, the most "
-        f"shared memory of a block, the least occupancy, the largest program. {said}"
+        f"{len(first['models'])} models ask for on four GPUs. Of each kernel, over them: the most registers of a "
+        f"thread, the most shared memory of a block, the least occupancy, the largest program. {said}"
     )
     path = "benchmarks/results/kernels.jsonl"
     return "\n\n".join([note, "\n".join(lines), f"By `make kernels`; raw data: [{path}](../{path})."])

@@ -51,13 +51,15 @@ CASES = [  # tokens of each row, those that leave, protected
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("alone", [2, 512])
 @pytest.mark.parametrize(("counts", "gone", "protected"), CASES, ids=str)
-def test_pairing(kernel_device: torch.device, counts: list[int], gone: list[int], protected: int) -> None:
+def test_pairing(kernel_device: torch.device, counts: list[int], gone: list[int], protected: int, alone: int) -> None:
     best, partner = matched(len(counts), max(counts), protected, counts)
     alike = protected == 0 and min(counts) == max(counts) and min(gone) == max(gone)
     for by_place in (True, False) if alike else (True,):
         want = pairing.reference(best, partner, gone, counts, protected, by_place)
-        on = pairing.triton(best.to(kernel_device), partner.to(kernel_device), gone, counts, protected, by_place)
+        on = best.to(kernel_device), partner.to(kernel_device)
+        on = pairing.triton(*on, gone, counts, protected, by_place, alone=alone)
         for row, (count, less) in enumerate(zip(counts, gone, strict=True)):
             order = sorted(range(best.shape[1]), key=lambda i: (-float(best[row, i]), i))
             leave = order[:less]

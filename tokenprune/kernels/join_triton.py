@@ -75,7 +75,7 @@ def join(
     if len(target) * count * grid[1] <= _FEW if few is None else few:
         _join_few[grid](
             x.contiguous(), kept, own, source, target, weight, out, len(target), width, KEEP=keep is not None,
-            BLOCK=block, CHUNK=max(16, min(1024, triton.next_power_of_2(len(target)))),
+            BLOCK=block, CHUNK=max(16, min(128, triton.next_power_of_2(len(target)))),
         )  # fmt: skip
         return out
     order = target.argsort(stable=True)

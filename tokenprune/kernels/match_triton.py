@@ -164,24 +164,25 @@ def best_match(
     share = max(1, triton.cdiv(triton.cdiv(others_count, block_b), parts)) * block_b
     parts = max(1, triton.cdiv(others_count, share))
     value = torch.empty(1 + groups, parts, segments, count, device=a.device)
-    best = value.new_empty(segments, count)
-    where = torch.empty_like(best, dtype=torch.int64)
-    # One share, and no groups: what a program finds is the answer.
-    whole = parts == 1 and not groups
-    place = where if whole else torch.empty_like(value, dtype=torch.int32)
+    whole = parts == 1 and not groups  # what a program finds is the answer
+    place = torch.empty_like(value, dtype=torch.int32)
     if segments * count:
         flags = a if allowed is None else allowed.contiguous()
         of_a, of_b = (a, b) if group_a is None or group_b is None else (group_a.contiguous(), group_b.contiguous())
         inverse_a = inverse_norm(a)
         _best[triton.cdiv(count, block_a), segments, parts](
-            a, b, inverse_a, inverse_a if b is a else inverse_norm(b), flags, of_a, of_b, best if whole else value,
-            place, count, others_count, width, share, segments, *a.stride(), *b.stride(), ALLOWED=allowed is not None,
-            GROUPS=groups, OTHERS=others, BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8, num_stages=3,
+            a, b, inverse_a, inverse_a if b is a else inverse_norm(b), flags, of_a, of_b, value, place, count,
+            others_count, width, share, segments, *a.stride(), *b.stride(), ALLOWED=allowed is not None, GROUPS=groups,
+            OTHERS=others, BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8, num_stages=3,
         )  # fmt: skip
-        if not whole:
-            _combine[(triton.cdiv(best.numel(), 256),)](
-                value, place, best, where, parts, best.numel(), GROUPS=groups, BLOCK=256
-            )
+    if whole:
+        return value[0, 0], place[0, 0].long()
+    best = value.new_empty(segments, count)
+    where = torch.empty_like(best, dtype=torch.int64)
+    if segments * count:
+        _combine[(triton.cdiv(best.numel(), 256),)](
+            value, place, best, where, parts, best.numel(), GROUPS=groups, BLOCK=256
+        )
     return best, where
 
 

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_LARGEST = 2048  # sources of a row that one program of the kernel ranks
+_LARGEST = 2**13  # sources of a row that one program of the kernel places
 
 
 def _limits(best: Tensor, *args: object, **kwargs: object) -> str | None:
-    return None if best.shape[1] <= _LARGEST else f"it ranks {_LARGEST} sources of a row at most, not {best.shape[1]}"
+    return None if best.shape[1] <= _LARGEST else f"it places {_LARGEST} sources of a row at most, not {best.shape[1]}"
 
 
 @operation(kernel="tokenprune.kernels.pairing_triton:as_sources")

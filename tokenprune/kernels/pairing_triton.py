@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenprune.kernels.rank_triton import rank
 from tokenprune.ops.transfer import to_device
 
 _MATRIX = 2**14  # comparisons of a program at a time
+_ALONE = 512  # sources of a row that its own program ranks; of more a launch of many does, before it
 
 
 @triton.jit(do_not_specialize=["protected", "real", "A"])
@@ -45,8 +47,8 @@ def as_sources(best: Tensor, partner: Tensor, protected: int, counts: Sequence[i
 
 @triton.jit(do_not_specialize=["gone", "real", "protected", "A", "M", "R"])
 def _pair(
-    best, partner, gone_of, real_of, keep, source, target, gone, real, protected, A, M, R,
-    EVEN: tl.constexpr, BY_PLACE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    best, partner, ranks, gone_of, real_of, keep, source, target, gone, real, protected, A, M, R,
+    EVEN: tl.constexpr, BY_PLACE: tl.constexpr, RANKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
     best += s * A
@@ -58,15 +60,17 @@ def _pair(
         real = tl.load(real_of + s).to(tl.int32)
     at = tl.arange(0, BLOCK)
     inside = at < A
-    mine = tl.load(best + at, inside, float("-inf"))
     rank = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, A, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        theirs = tl.load(best + other, other < A, float("-inf"))
-        before = (theirs[None, :] > mine[:, None]) | (
-            (theirs[None, :] == mine[:, None]) & (other[None, :] < at[:, None])
-        )
-        rank += tl.sum((before & (other < A)[None, :]).to(tl.int32), 1)
+    if RANKED:
+        rank = tl.load(ranks + s * A + at, inside, 0).to(tl.int32)
+    else:
+        mine = tl.load(best + at, inside, float("-inf"))
+        for start in range(0, A, CHUNK):
+            other = start + tl.arange(0, CHUNK)
+            theirs = tl.load(best + other, other < A, float("-inf"))
+            more, tied = theirs[None, :] > mine[:, None], theirs[None, :] == mine[:, None]
+            before = (more | (tied & (other[None, :] < at[:, None]))) & (other < A)[None, :]
+            rank += tl.sum(before.to(tl.int32), 1)
     # Behind a row's own numbers: the first token, which there is.
     for start in range(0, M, BLOCK):
         tl.store(keep + start + at, tl.zeros([BLOCK], tl.int64), (start + at >= real - gone) & (start + at < M))
@@ -95,9 +99,10 @@ def _pair(
 
 
 def pairing(
-    best: Tensor, partner: Tensor, gone: Sequence[int], counts: Sequence[int], protected: int, by_place: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `pairing.pairing`."""
+    best: Tensor, partner: Tensor, gone: Sequence[int], counts: Sequence[int], protected: int, by_place: bool = True,
+    *, alone: int = _ALONE,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """See `pairing.pairing`. alone: sources of a row that its own program ranks at most."""
     best, partner = best.contiguous(), partner.contiguous()
     rows, width = best.shape
     most, left = max(gone), max(count - less for count, less in zip(counts, gone, strict=True))
@@ -106,8 +111,10 @@ def pairing(
     source, target = partner.new_empty(2, rows, most)
     fewer, real = (best, best) if even else (to_device(one, best.device) for one in (gone, counts))
     block = max(16, triton.next_power_of_2(width))
+    ranks = partner if width <= alone else rank(best)
     _pair[(rows,)](
-        best, partner, fewer, real, keep, source, target, gone[0], counts[0], protected, width, left, most, EVEN=even,
-        BY_PLACE=by_place, BLOCK=block, CHUNK=max(4, min(64, _MATRIX // block)), num_warps=8,
+        best, partner, ranks, fewer, real, keep, source, target, gone[0], counts[0], protected, width, left, most,
+        EVEN=even, BY_PLACE=by_place, RANKED=width > alone, BLOCK=block, CHUNK=max(16, min(64, _MATRIX // block)),
+        num_warps=8,
     )  # fmt: skip
     return keep, source, target

@@ -28,13 +28,17 @@ def _values(key, at, N):
 
 
 @triton.jit(do_not_specialize=["N"])
-def _rank(group, first, second, out, N, KEYS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
+def _rank(
+    group, first, second, out, N, GROUPS: tl.constexpr, KEYS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr
+):  # fmt: skip
     s = tl.program_id(1).to(tl.int64)
     group += s * N
     first += s * N
     second += s * N
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    mine = tl.load(group + i, i < N, 0)
+    mine = i
+    if GROUPS:
+        mine = tl.load(group + i, i < N, 0)
     mine_first = _values(first, i, N)
     mine_second = _values(second, i, N)
     rank = tl.zeros([BLOCK_I], tl.int32)
@@ -45,20 +49,32 @@ def _rank(group, first, second, out, N, KEYS: tl.constexpr, BLOCK_I: tl.constexp
             before = _before(_values(second, j, N)[None, :], mine_second[:, None], before)
         if KEYS > 0:
             before = _before(_values(first, j, N)[None, :], mine_first[:, None], before)
-        of_group = (tl.load(group + j, j < N, 0)[None, :] == mine[:, None]) & (j < N)[None, :]
-        rank += tl.sum((before & of_group).to(tl.int32), 1)
+        before = before & (j < N)[None, :]
+        if GROUPS:
+            before = before & (tl.load(group + j, j < N, 0)[None, :] == mine[:, None])
+        rank += tl.sum(before.to(tl.int32), 1)
     tl.store(out + s * N + i, rank.to(tl.int64), i < N)
 
 
 def rank_in_group(group: Tensor, *keys: Tensor, block: int = 64) -> Tensor:
     """See `take.rank_in_group`. block: tokens of a tile, either way."""
-    group, *keys = (_plain(one) for one in (group, *keys))
+    return _ranks(_plain(group), [_plain(one) for one in keys], True, block)
+
+
+def rank(score: Tensor, *, block: int = 64) -> Tensor:
+    """Return the place of each token in its row `[S, N]`, largest first, long; of equals the first one is first."""
+    score = _plain(score)
+    return _ranks(score, [score], False, block)
+
+
+def _ranks(group: Tensor, keys: list[Tensor], groups: bool, block: int) -> Tensor:
     rows, count = group.shape
     out = torch.empty(group.shape, dtype=torch.int64, device=group.device)
     if out.numel():
         first, second = (*keys, group, group)[:2]
-        grid = triton.cdiv(count, block), rows
-        _rank[grid](group, first, second, out, count, KEYS=len(keys), BLOCK_I=block, BLOCK_J=block)
+        _rank[triton.cdiv(count, block), rows](
+            group, first, second, out, count, GROUPS=groups, KEYS=len(keys), BLOCK_I=block, BLOCK_J=block
+        )
     return out
 
 
