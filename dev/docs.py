@@ -44,6 +44,7 @@ def head(name: str) -> str:
         ("query-aware", YES[info.query_aware]),
         ("prefix-cache-safe", YES[info.prefix_cache_safe]),
         ("merges tokens", YES[info.merges]),
+        ("in a CUDA graph", YES[info.capturable]),
         ("needs", ", ".join(f"`{need}`" for need in sorted(info.needs)) or "nothing but the tokens"),
         ("`keep` by default", default_keep(info.cls.default_keep)),
         ("source", info.source),
@@ -96,15 +97,16 @@ def index() -> str:
     """Return the figure and the table of all methods, in the order in which data meets them."""
     lines = ["![Each method at its site](../images/sites-methods.svg)", ""]
     lines += [
-        "| method | acts | query-aware | prefix-cache-safe | merges | what it does | source |",
-        "|---" * 7 + "|",
+        "| method | acts | query-aware | prefix-cache-safe | merges | in a CUDA graph | what it does | source |",
+        "|---" * 8 + "|",
     ]
     infos = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
     for info in sorted(infos, key=lambda info: (info.site.order, info.name)):
         summary = cell(info.summary.split(". ")[0].rstrip("."))
         lines.append(
             f"| [`{info.name}`]({info.name}.md) | {SITES[info.site]} | {YES[info.query_aware]} "
-            f"| {YES[info.prefix_cache_safe]} | {YES[info.merges]} | {summary} | {cell(info.source)} |"
+            f"| {YES[info.prefix_cache_safe]} | {YES[info.merges]} | {YES[info.capturable]} | {summary} "
+            f"| {cell(info.source)} |"
         )
     return "\n".join(lines)
 

@@ -117,6 +117,7 @@ class Method(ReprIsCall, metaclass=_SiteBase):
     fallback_options: options, by name, under which it reads less of a model than it may; empty if there are none.
     by_content_count: the method chooses the count at run time; it runs even where its budget is all tokens, as a stage
                   that only observes and remembers does. With `keep=1.0` no stage runs.
+    asks_device:  choosing reads values on the host, which waits for the device, in one of its stages at least.
     least:        the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
     reconstruction: True if it is written from other sources than its authors' full text or code, so that parts of it
                   are guesses, which its docstring names.
@@ -135,6 +136,7 @@ class Method(ReprIsCall, metaclass=_SiteBase):
     query_free: ClassVar[Mapping[str, Any]] = {}
     fallback_options: ClassVar[Mapping[str, Any]] = {}
     reconstruction: ClassVar[bool] = False
+    asks_device: ClassVar[bool] = False
     fit: ClassVar[Callable[..., Any] | None] = None
     fit_limit: ClassVar[int | None] = 48
     fit_question: ClassVar[str | None] = "Describe this image."
@@ -200,6 +202,11 @@ class Method(ReprIsCall, metaclass=_SiteBase):
             raise OptionError(f"{self.name}: {message}")
 
 
+def is_ours(cls: type[Method]) -> bool:
+    """Return True if a class is of this library, not of a third party."""
+    return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
 @dataclass(frozen=True)
 class Pruner(Method):
     """Base of the methods that choose among visual tokens, at the decoder's entry (PRE_LLM) or inside it (IN_LLM).
@@ -239,8 +246,7 @@ class Pruner(Method):
             raise TokenPruneError(f"{wanted} on {mask.device}, not {found}")
         # NaN counts as lowest, so that an image of nothing else would keep its first tokens in silence. To ask for it
         # the host has to wait for the device; our own methods are known not to need that.
-        ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
-        if not ours and bool((score.isnan() | ~mask).all(dim=1).any()):
+        if not is_ours(type(self)) and bool((score.isnan() | ~mask).all(dim=1).any()):
             raise TokenPruneError(f"{wanted}, and all scores of an image are NaN: that ranks nothing")
         return score
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
 
-from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Site
+from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Site, is_ours
 from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
@@ -68,6 +68,14 @@ class MethodInfo:
     def for_videos(self) -> bool:
         """True if the method acts on videos alone: it compares frames, or changes how they attend to each other."""
         return self.site is Site.ATTENTION or "frames" in self.needs
+
+    @property
+    def capturable(self) -> bool:
+        """True if a CUDA graph can hold the choice, by default options: it is made before or inside the language model,
+        the budget alone decides how many tokens stay, and no value of the device is asked for."""
+        checked = not is_ours(self.cls) and getattr(self.cls, "select", None) is Pruner.select  # its scores, for NaN
+        asks = self.cls.asks_device or self.cls().by_content_count or checked
+        return self.site in (Site.PRE_LLM, Site.IN_LLM) and not asks
 
 
 def register(

@@ -65,6 +65,7 @@ def test_a_method_of_ones_own(family: Family, model) -> None:
     assert info.summary.startswith("Keep what is long.") and "Second" not in info.summary
     assert info.options == {"power": 1.0}
     assert (info.query_aware, info.prefix_cache_safe, info.merges, info.needs) == (False, True, False, frozenset())
+    assert not info.capturable  # to check its scores for NaN the host waits
     inputs = family.make_inputs()
     seen: list[Tensor] = []
     layer = model.get_submodule(family.decoder).layers[0]

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +99,28 @@ def test_columns_are_those_of_the_past_and_then_those_that_remain():
     reduction = Reduction(2, slots, ragged=True)
     assert columns_for(1, layout, 2, reduction, device).tolist() == [[0, 1, -1, 3, 5], [0, 1, 2, 3, 5]]
     assert columns_for(2, layout, 2, reduction, device).tolist() == [[1, -1, 3, 5], [-1, 2, 3, 5]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["divprune", "fastv"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_nobody_holds_a_call_that_is_over(method: str, fails: bool, build) -> None:
+    """Whether it ended, or an error in a layer after the cut ended it."""
+    family = FAMILIES["llava"]
+    model = build(family)
+
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    with tokenprune.patched(model, method, keep=0.4):
+        hook = model.model.language_model.layers[-1].register_forward_hook(fail)
+        if not fails:
+            hook.remove()
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            model(**family.make_inputs())
+        hook.remove()
+        gc.collect()
+        assert not [one for one in gc.get_objects() if type(one) is Call]
 
 
 def test_asking_what_layers_are_handed_leaves_the_call_as_it_is():

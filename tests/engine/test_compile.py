@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile of whole patched models: prefill and decoding give the answers of the same model uncompiled, because
-hooks run outside of graphs. Steps with a static cache stay in one graph: see test_static_cache.py."""
+"""torch.compile of patched models: prefill and decoding give the answers of the same model uncompiled, because hooks
+run outside of graphs; and into how many graphs a prefill falls. Steps with a static cache stay in one: see
+test_static_cache.py."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import os
 import shutil
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import tokenprune
+from basics import METHODS as ALL
+from basics import snapshot
 from oracle import close
 from zoo import FAMILIES, Family
 
@@ -27,13 +31,13 @@ FASTV = ("fastv", {"layer": 1})
 METHODS = {"divprune": [("divprune", {})], "fastv": [FASTV], "both": [("divprune", {}), FASTV], "tome": [("tome", {})]}
 
 
-def shallow(family: Family) -> PreTrainedModel:
+def shallow(family: Family, layers: int = 2) -> PreTrainedModel:
     """Return a model of two decoder layers, of which one comes after a cut, and of a tower as short."""
     config = copy.deepcopy(family.config)
     text, vision = config["text_config"], config["vision_config"]
-    text["num_hidden_layers"] = 2
+    text["num_hidden_layers"] = layers
     if "layer_types" in text:
-        text["layer_types"] = text["layer_types"][:2]
+        text["layer_types"] = text["layer_types"][:layers]
     if "num_hidden_layers" in vision:
         vision["num_hidden_layers"] = 2
     return replace(family, config=config).build()
@@ -72,8 +76,10 @@ class Graphs:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.number = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        self.number += 1
         traces = [node.stack_trace for node in graph.graph.nodes if node.stack_trace]
         self.lines += [trace[trace.rindex("File ") :] for trace in traces if "File " in trace]
         return graph.forward
@@ -156,6 +162,111 @@ def test_patched_after_compiling_and_unpatched() -> None:
     same(talk(compiled, inputs, steps=0), plain)
     tokenprune.patch(model, methods("both"), keep=0.4)  # of the model in it
     same(talk(compiled, inputs, steps=0), pruned)
+
+
+# -- how many graphs
+
+
+def decoder(model: nn.Module, backend: Backend, **options: Any) -> None:
+    inner = model.model.language_model
+    inner.forward = torch.compile(inner.forward, backend=backend, **options)
+
+
+def each_layer(model: nn.Module, backend: Backend) -> None:
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+        pytest.skip("this version of torch takes what it compiled of one layer for the next")
+    for layer in model.model.language_model.layers:
+        layer.compile(backend=backend, isolate_recompiles=True)
+
+
+LAYERS = 3
+# The layer before a cut whose attention is read falls into 5: its norm, what leads to attention and from it, attention
+# itself, and the MLP. Rows have one image and two.
+OBSERVED = LAYERS + 4
+COUNTS = [
+    ("llava", "divprune", "left", decoder, 1),
+    ("qwen2_5_vl", "dart", "left", each_layer, OBSERVED),
+    *(
+        pytest.param(*case, marks=pytest.mark.thorough)
+        for case in [
+            ("llava", "uniform", None, decoder, 1),
+            ("llava", "fastv", None, each_layer, OBSERVED),
+            ("qwen2_5_vl", "pool", None, decoder, 1),
+            ("qwen2_5_vl", "both", None, each_layer, OBSERVED),
+        ]
+    ),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "method", "padding", "compiled", "number"), COUNTS)
+def test_graphs_of_a_prefill(name: str, method: str, padding: str | None, compiled: Any, number: int) -> None:
+    """As many as the table says, for the first prompt of a length; none for later ones, of other content, whatever
+    another patched model did meanwhile."""
+    family = FAMILIES[name]
+    model = shallow(family, LAYERS)
+    prompts = [family.make_inputs(padding=padding, images=(1, 2), seed=seed) for seed in range(3)]
+    plain, before = model(**prompts[0]).logits, snapshot(model)
+    before.pop("model.rope_deltas", None)  # of the last prompt
+    tokenprune.patch(model, methods(method) if method in METHODS else method, keep=0.4, record=True)
+    want = [(model(**inputs).logits, tokenprune.stats(model).cuts) for inputs in prompts]
+    assert want[0][1][-1].kept != want[1][1][-1].kept or method in ("pool", "uniform")
+    graphs = Graphs()
+    compiled(model, graphs)
+    for inputs, (logits, cuts) in zip(prompts, want, strict=True):
+        close(model(**inputs).logits, logits)
+        assert [cut.kept for cut in tokenprune.stats(model).cuts] == [cut.kept for cut in cuts]
+        assert graphs.number == number
+        other = shallow(family)
+        with tokenprune.patched(other, "uniform", keep=0.4):
+            other(**inputs)
+    tokenprune.unpatch(model)
+    close(model(**prompts[0]).logits, plain)
+    inner = model.model.language_model
+    for module, own in ((inner, "forward"), *((layer, "_compiled_call_impl") for layer in inner.layers)):
+        vars(module).pop(own, None)  # what compiling left
+    after = snapshot(model)
+    after.pop("model.rope_deltas", None)
+    assert after == before
+
+
+@torch.no_grad()
+def test_fullgraph() -> None:
+    """Holds for the forward of a decoder before which tokens are cut; hooks of the choice cannot be in a graph."""
+    family = FAMILIES["llava"]
+    inputs = family.make_inputs()
+    for method, raises in (("divprune", False), ("fastv", True)):
+        model = tokenprune.patch(shallow(family), methods(method), keep=0.4)
+        want = model(**inputs).logits
+        decoder(model, "eager", fullgraph=True)
+        if raises:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="tokenprune chooses tokens outside of graphs"):
+                model(**inputs)
+        else:
+            close(model(**inputs).logits, want)
+        model = tokenprune.patch(shallow(family), methods(method), keep=0.4)
+        model.compile(backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="tokenprune"):
+            model(**inputs)
+
+
+CAPTURABLE = [name for name in ALL if tokenprune.method_info(name).capturable]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", CAPTURABLE)
+def test_one_length_leaves_one_width(method: str, build) -> None:
+    """Of methods that a graph may hold: prompts of one length are as long in each layer, whatever they show."""
+    family = FAMILIES["qwen2_5_vl"]
+    model = build(family)
+    prompts = [family.make_inputs(images=(0, 0), video=(5, 4), seed=seed) for seed in range(3)]
+    widths = []
+    with tokenprune.patched(model, method, keep=0.4):
+        for inputs in prompts:
+            model(**inputs)
+            widths.append(tokenprune.stats(model).width_per_layer)
+    assert widths[0] == widths[1] == widths[2]
+    assert min(widths[0]) < prompts[0]["input_ids"].shape[1]
 
 
 @pytest.mark.skipif(CPU_COMPILER is None, reason="inductor writes C++, and no compiler is here")

@@ -49,9 +49,9 @@ TOWER_BLOCKS = 4
 # Methods that ask themselves: which frames make a scene; the chances of each of two videos, drawn on the host; a search
 # of as many steps as it takes (of pixelprune, where `keep` binds); how many patches each tile has; what a prompt's own
 # schedule is made of; the sizes of clusters; at each cut, how many tokens stay; whether a decomposition went well, of
-# all images, or of each with its groups.
+# all images, or of each with its groups; inside a tower, how many patches are left of each image, and which.
 ASKING = {"prunevid": 1, "kitoke": 2, "llava_scissor": math.inf, "pixelprune": math.inf, "vispruner": 1}
-ASKING |= {"autoprune": 1, "vitcop": 1, "visipruner": 1, "agilepruner": 1, "prunesid": 6}
+ASKING |= {"autoprune": 1, "vitcop": 1, "visipruner": 1, "agilepruner": 1, "prunesid": 6, "flowcut": 5}
 
 
 def allowed(family: Family, name: str) -> int:
@@ -156,6 +156,27 @@ def test_prefill(family_name: str, name: str, large: bool, monkeypatch: pytest.M
     # The model's own code waits more often for what is run in pieces.
     pieces = TOWER_BLOCKS if tokenprune.method_info(name).site is Site.IN_ENCODER else 0
     assert len(prefill.found) <= _baselines[key] + allowed(family, name) + pieces
+
+
+ASKS = [name for name in METHODS if tokenprune.method_info(name).cls.asks_device]
+
+
+def test_who_asks_says_so() -> None:
+    """What a CUDA graph cannot hold is known of each method, and is what is counted here."""
+    assert set(ASKS) == {"vscan", *ASKING} - {"pixelprune"}  # acts before there is anything to choose from
+    assert not any(tokenprune.method_info(name).capturable for name in ASKS)
+
+
+# What agilepruner waits for, whether its decomposition went well, torch asks by itself.
+@pytest.mark.parametrize("name", sorted({*ASKS} - {"agilepruner"}))
+@torch.no_grad()
+def test_who_says_so_asks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = FAMILIES["llava" if name == "flowcut" else "qwen2_5_vl"]
+    model = to_far(patched_model(family, name, monkeypatch))
+    with counting() as prefill:
+        model(**far_inputs(inputs_of(family, name, large=False)), use_cache=True)
+    before = {"context.py:read_to_host", "base.py:on_host"}  # where the placeholders are, and shapes of images
+    assert {place for _, place in prefill.ours} - before, prefill.ours
 
 
 @pytest.mark.parametrize("mode", ["warn", "auto"])
@@ -306,7 +327,7 @@ def test_on_a_gpu(family_name: str, name: str, monkeypatch: pytest.MonkeyPatch) 
 
         return run
 
-    if name != "vscan" and name not in ASKING:  # the first stage of vscan has to be counted
+    if not tokenprune.method_info(name).cls.asks_device:
         for module in (engine, entry):
             monkeypatch.setattr(module, "choose", strict(module.choose))
             monkeypatch.setattr(module, "apply", strict(module.apply))

@@ -147,6 +147,7 @@ def _in_full(info: MethodInfo) -> list[RenderableType]:
         "query-aware": query,
         "prefix-cache-safe": safe,
         "merges": merges,
+        "in a CUDA graph": _yes(info.capturable),
         "for": "videos alone" if info.for_videos else "images and videos",
         "reads": ", ".join(sorted(info.needs)) or "nothing of the model",
         "docs": f"docs/methods/{info.name}.md" if info.cls.__module__.startswith("tokenprune.") else "",

@@ -53,6 +53,7 @@ class AutoPrune(SeveralCuts):
     """
 
     default_keep: ClassVar[float] = 0.33
+    asks_device: ClassVar[bool] = True
     by_content_count: ClassVar[bool] = True
 
     cuts: Annotated[int, Ge(1)] | None = 6

@@ -53,6 +53,7 @@ class VisiPruner(CutsInside):
     """
 
     default_keep: ClassVar[float] = 0.5
+    asks_device: ClassVar[bool] = True
     by_content_count: ClassVar[bool] = True
     least: ClassVar[int] = 0
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Gt
@@ -48,6 +48,8 @@ class AgilePruner(Pruner):
     Differs from the paper: features are the projected tokens; towers without a class token give the attention that a
     patch receives on average; each image is one set with all its tiles; tokens keep their positions.
     """
+
+    asks_device: ClassVar[bool] = True
 
     average_rank: Annotated[float, Gt(0)] = 95.0
     limit: Annotated[float, Ge(0)] = 0.25

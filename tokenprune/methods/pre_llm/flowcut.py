@@ -53,6 +53,8 @@ class FlowCut(Pruner):
     positions of the full prompt.
     """
 
+    asks_device: ClassVar[bool] = True
+
     inside: bool | None = None
 
     def __post_init__(self) -> None:

@@ -47,6 +47,7 @@ class VisPruner(Pruner):
     positions of the full prompt.
     """
 
+    asks_device: ClassVar[bool] = True
     fallback_options: ClassVar[Mapping[str, Any]] = {"features": "projected"}
 
     important: Annotated[float, Ge(0), Le(1)] = 0.5

@@ -58,6 +58,8 @@ class ViTCoP(Pruner):
     other. Norms are those of float32.
     """
 
+    asks_device: ClassVar[bool] = True
+
     clusters: Annotated[float, Gt(0), Le(1)] = 0.18
 
     def __post_init__(self) -> None:

@@ -58,6 +58,7 @@ class VScan(Pruner):
     again; a tile of which nothing is picked is merged into the most similar picks of the other tiles.
     """
 
+    asks_device: ClassVar[bool] = True
     query_free: ClassVar[Mapping[str, Any]] = {"stage2": False}
 
     layer: Annotated[int, Ge(1)] | None = None

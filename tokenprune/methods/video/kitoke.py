@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from annotated_types import Gt
@@ -50,6 +50,8 @@ class KiToke(VideoMerger):
     (of 1024 of its tokens, evenly spread), for which alpha, change and jump are our guess, where the paper has numbers
     for the features of LLaVA-OneVision; experimental. Compares all tokens of a video with each other.
     """
+
+    asks_device: ClassVar[bool] = True
 
     sample: bool = True
     seed: int = 0

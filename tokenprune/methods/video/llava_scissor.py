@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import torch
 from annotated_types import Ge, Le
@@ -48,6 +48,8 @@ class LLaVAScissor(VideoMerger):
     union-find that can lose some); a token that stays is the mean of those that join it (there with its representative
     as one more), and stands where the token of the component stood that had most neighbours in its frame.
     """
+
+    asks_device: ClassVar[bool] = True
 
     exact: bool = True
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.9

@@ -65,6 +65,7 @@ class PruneVid(TwoCutMerger):
     frames is one scene.
     """
 
+    asks_device: ClassVar[bool] = True
     depth: ClassVar[float] = 11 / 32
 
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.8

@@ -75,12 +75,16 @@ class Engine(Attachable):
         self._at = {moment: acting(self.parts, moment) for moment in MOMENTS}
         self._finder = (acting(self.parts, "find_features") or [Part()])[0]
         # Layers to which a cut is made or what is called with is read, and all of them.
-        self._watched = frozenset(near for layer in self.steps for near in (layer - 1, layer))
+        self._watched = frozenset(layer for layer in self.steps if layer)
+        if self._at["on_layer"]:
+            self._watched = frozenset(near for layer in self.steps for near in (layer - 1, layer))
         self._all = frozenset(range(len(self.decoder.layers)))
         self._shares_keys = type(adapter).key_count is not Adapter.key_count
         # Calls of all threads: in a step with a reduced static cache there are none, which torch.compile can rely on.
         # What a thread knows of its calls changes with every other patched model: a compiled step must not look there.
         self._under_way: list[Call] = []
+        # Of them, those that may do something at a layer: without any, a graph goes on from layer to layer.
+        self._meeting: list[Call] = []
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
 
     def part(self, kind: type[P]) -> P:
@@ -163,6 +167,8 @@ class Engine(Attachable):
         if not calls:
             del _thread.calls[self]
         self._under_way.remove(call)
+        if call in self._meeting:
+            self._meeting.remove(call)
         for part in self._at["after_call"]:
             part.after_call(call)
 
@@ -252,6 +258,8 @@ class Engine(Attachable):
             call.busy = self._all
         else:
             call.busy = self._watched | call.maskless | call.starts
+        if call.busy or not all(call.groups[0].passes):
+            self._meeting.append(call)
         return inputs
 
     def _with_cache(self, call: Call, inputs: DecoderInputs) -> DecoderInputs:
@@ -277,6 +285,8 @@ class Engine(Attachable):
         self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict] | None:
         """Enter a layer, but for one that gets its arguments as they are: in a call most do."""
+        if not self._meeting:
+            return None
         call = self._call()
         # While torch.compile traces, its graph ends at each layer of a call.
         if call is None or not (torch.compiler.is_dynamo_compiling() or call.touches(index, kwargs)):

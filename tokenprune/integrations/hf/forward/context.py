@@ -200,7 +200,7 @@ class Call:
         """Return False if `layer`, called with `kwargs`, gets these as they are and nothing is read of them."""
         if not self.groups:
             return False
-        return layer in self.busy or not self.groups[-1].passes(kwargs.get("attention_mask"))
+        return layer in self.busy or not self.groups[-1].passes[kwargs.get("attention_mask") is not None]
 
     def group(self, layer: int) -> LayerInputs:
         """Return what the layers from `layer` on are handed if they hold the tokens of the current layout."""

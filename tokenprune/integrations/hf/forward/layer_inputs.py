@@ -63,7 +63,8 @@ class LayerInputs:
     empty slot. capacity: tokens that a static cache was made for, None = it grows. ragged: whether an earlier group has
     empty slots. past: the logical length of the cache; reduction: what is missing in it, None = nothing. start: the
     call's first group, for which the decoder itself made masks and positions; None: this is it. functions: what the
-    decoder's masks are made of, None = not known.
+    decoder's masks are made of, None = not known. passes: True if it is known that layers get all of their arguments as
+    they are: those that are handed no mask, and those that are.
     """
 
     first: int
@@ -84,12 +85,10 @@ class LayerInputs:
         missing = self.reduction is not None and self.reduction.ragged
         hidden = self.decode is not None and self.decode.has_hidden
         self.ragged = self.ragged or missing or hidden or self.layout.valid is not None
-        same = self.layout is self.arrival and self.capacity is None and not self.ragged and cached is None
-        self._passes = (same, same and self.reduction is None and not self.past)
-
-    def passes(self, mask: Any) -> bool:
-        """Return True if it is known that layers which are handed `mask` get all of their arguments as they are."""
-        return self._passes[mask is not None]
+        same = self.layout is self.arrival and self.capacity is None and cached is None
+        # The decoder made its mask for what arrives, empty slots included; it knows nothing of what the cache lacks.
+        whole = self.reduction is None
+        self.passes = (same and (whole or not self.ragged), same and whole and not self.past)
 
     # -- arguments of a layer
 
