@@ -138,3 +138,22 @@ def test_many_tokens_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_PAIRS", 2)
     again = select("llava_scissor", tokens)
     assert torch.equal(again.keep, whole.keep) and torch.equal(again.assign, whole.assign)
+
+
+def test_many_merges_one_after_the_other() -> None:
+    """Of representatives that changed, too: against all cosines, each time anew."""
+    g = torch.Generator().manual_seed(7)
+    mean, size = torch.randn(40, 5, generator=g, dtype=torch.double), torch.randint(1, 4, (40,), generator=g)
+    found = scissor._Found(mean.float(), size, torch.arange(40), torch.zeros(40))
+    got = scissor.fewer(found, 4)
+    groups = {i: [i] for i in range(40)}
+    while len(groups) > 4:
+        heads, x = [*groups], torch.stack([mean[one] for one in groups])
+        alike = (x / x.norm(dim=1, keepdim=True)) @ (x / x.norm(dim=1, keepdim=True)).T
+        place = int(alike.fill_diagonal_(-2).argmax())
+        first, second = sorted((heads[place // len(heads)], heads[place % len(heads)]))
+        mean[first] = (mean[first] * size[first] + mean[second] * size[second]) / (size[first] + size[second])
+        size[first] += size[second]
+        groups[first] += groups.pop(second)
+    assert [(got.of == one).nonzero().flatten().tolist() for one in range(4)] == [sorted(groups[one]) for one in groups]
+    assert torch.allclose(got.mean.double(), torch.stack([mean[one] for one in groups]), atol=1e-4)
