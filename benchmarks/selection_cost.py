@@ -29,7 +29,7 @@ from gpu_targets import A100, H100
 from model_shapes import MODELS, Decoder, Model, Tower
 from rich.console import Console
 from rich.table import Table
-from scaling import SHARE, TEXT, MadeUp
+from scaling_inputs import SHARE, TEXT, MadeUp
 
 import tokenprune
 from tokenprune import VisualTokens

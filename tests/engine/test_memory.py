@@ -27,7 +27,7 @@ TEXT = (20, 33)
 # It reads many rows of attention at once.
 ALL_PAIRS = {"fitprune"}
 # Of the tower too.
-OF_THE_TOWER = ("scope", "tops", "idselection", "agilepruner")
+OF_THE_TOWER = ("scope", "tops", "idselection", "agilepruner", "sinkpruner")
 
 
 def methods() -> list[str]:

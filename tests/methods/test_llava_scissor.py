@@ -14,7 +14,7 @@ from tests.methods.naive.llava_scissor import connected, naive
 from tokenprune.kernels.pairs import unit
 from tokenprune.methods.video import llava_scissor as scissor
 from tokenprune.ops import clusters as kernels
-from tokenprune.ops.clusters import components
+from tokenprune.ops.clusters import LikePairs, components
 from videos import compare, given, moving, select, shares_of
 
 
@@ -107,3 +107,53 @@ def test_components(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
     turn = torch.randperm(33, generator=g)
     assert not components((turn[:, None] - turn).abs() <= 1).any()
     assert components(torch.ones(3, 2), 1.0).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("pairs", [3, 8, 32])
+def test_components_of_pairs_that_are_known(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of tokens among tokens alone; below what is known all are compared, more pairs than expected raise it."""
+    monkeypatch.setattr(kernels, "_PAIRS", pairs)
+    monkeypatch.setattr(kernels, "_AT_ONCE", 1000)
+    monkeypatch.setattr(kernels, "_BROAD", 20)
+    g = torch.Generator().manual_seed(2)
+    x = unit(torch.randn(12, 6, generator=g).repeat(9, 1) + 0.4 * torch.randn(108, 6, generator=g))
+    x[::7] = x[0]
+    means = unit(torch.cat([x[:40], x[40:54].view(7, 2, 6).mean(1), x[54:]]))
+    token = torch.cat([torch.arange(40), torch.full((7,), -1), torch.arange(54, 108)])
+    turn = torch.randperm(len(means), generator=g)
+    means, token = means[turn], token[turn]
+    known, compared = LikePairs(x), []
+    monkeypatch.setattr(kernels, "components", lambda *args: compared.append(args[1]) or components(*args))
+    tried = [-0.5, 0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.99, 1.0]
+    for threshold in tried:
+        assert torch.equal(known.components(means, token, threshold), components(means, threshold))
+    assert compared == [one for one in tried if one < max(known.least, known._pairs[0]) or one == 1] != tried
+
+
+def test_many_tokens_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = given([moving(6, 4, 5, seed=5, noise=0.2), moving(4, 3, 3, noise=0.3)], [30, 5], [(4, 5), (3, 3)])
+    whole = select("llava_scissor", tokens)
+    monkeypatch.setattr("tokenprune.kernels.farthest.TABLE", 0)
+    monkeypatch.setattr(scissor, "_ROWS", 4)
+    monkeypatch.setattr(kernels, "_PAIRS", 2)
+    again = select("llava_scissor", tokens)
+    assert torch.equal(again.keep, whole.keep) and torch.equal(again.assign, whole.assign)
+
+
+def test_many_merges_one_after_the_other() -> None:
+    """Of representatives that changed, too: against all cosines, each time anew."""
+    g = torch.Generator().manual_seed(7)
+    mean, size = torch.randn(40, 5, generator=g, dtype=torch.double), torch.randint(1, 4, (40,), generator=g)
+    found = scissor._Found(mean.float(), size, torch.arange(40), torch.zeros(40))
+    got = scissor.fewer(found, 4)
+    groups = {i: [i] for i in range(40)}
+    while len(groups) > 4:
+        heads, x = [*groups], torch.stack([mean[one] for one in groups])
+        alike = (x / x.norm(dim=1, keepdim=True)) @ (x / x.norm(dim=1, keepdim=True)).T
+        place = int(alike.fill_diagonal_(-2).argmax())
+        first, second = sorted((heads[place // len(heads)], heads[place % len(heads)]))
+        mean[first] = (mean[first] * size[first] + mean[second] * size[second]) / (size[first] + size[second])
+        size[first] += size[second]
+        groups[first] += groups.pop(second)
+    assert [(got.of == one).nonzero().flatten().tolist() for one in range(4)] == [sorted(groups[one]) for one in groups]
+    assert torch.allclose(got.mean.double(), torch.stack([mean[one] for one in groups]), atol=1e-4)

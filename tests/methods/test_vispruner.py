@@ -10,6 +10,7 @@ import torch
 
 import tokenprune
 from tests.methods.naive.vispruner import naive
+from tokenprune.methods.pre_llm import vispruner
 from tower_tokens import best, kept_of, tower_tokens
 from tower_tokens import chosen as chosen_by
 
@@ -31,6 +32,22 @@ def test_long_lines_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     whole = chosen(tower_tokens(layout, [20, 9]))
     monkeypatch.setattr("tokenprune.ops.clusters._AT_ONCE", 1)
     assert chosen(tower_tokens(layout, [20, 9])) == whole
+
+
+@pytest.mark.parametrize("few", [1, 32])
+def test_many_tokens_without_a_table(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies among them, of which some are left alone by those that they are like."""
+    layout = [([(18, 15), (16, 17)], 1), ([(25, 21)], 0)]
+    given = tower_tokens(layout, [60, 90])
+    x = given.encoder_features.clone()
+    x[:, 1::5] = x[:, :-1:5][:, : x[:, 1::5].shape[1]]
+    tokens = tower_tokens(layout, [60, 90], encoder_features=x)
+    whole = chosen(tokens)
+    monkeypatch.setattr("tokenprune.kernels.farthest.TABLE", 0)
+    monkeypatch.setattr(vispruner, "_FEW", few)
+    monkeypatch.setattr(vispruner, "_ROWS", 50)
+    monkeypatch.setattr(vispruner, "_rounds", None)
+    assert chosen(tokens) == whole
 
 
 def test_features_of_the_important_ones_do_not_count() -> None:

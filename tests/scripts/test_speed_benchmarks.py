@@ -166,6 +166,14 @@ def test_scaling(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "prepared", greedy)
     assert module.one("selection", "uniform", 576, CPU, 1, None) == {"failed": "more memory than the limit"}
 
+    def endless(*_: Any) -> Any:
+        return lambda: [None for _ in iter(int, 1)]
+
+    made_up = module.choice_of("evs", 576, CPU)[1]
+    assert made_up.counts == [588] and made_up.frames == [[196] * 3]
+    monkeypatch.setattr(module, "prepared", lambda what, name, count, device: endless() if count > 576 else int)
+    assert module.one("selection", "uniform", 600, CPU, 1, None, 0.05) == {"failed": "more time than the limit"}
+
 
 def test_memory(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of each: the cache, all logits, and the masks of padded prompts, in numbers of 4 bytes."""

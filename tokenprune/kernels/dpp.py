@@ -54,6 +54,8 @@ def greedy_dpp(
         new = left > least
         score = picks.among_left(torch.where(new, left, last))
         pick = picks.take_best(score)
+        if own.device.type == "cpu" and not new.gather(1, pick.unsqueeze(1)).any():
+            continue  # its row is 0, and so are all to come
         one = pick.unsqueeze(1)
         explained = torch.bmm(factor[rows, :step, pick].unsqueeze(1), factor[:, :step]).squeeze(1)
         length = (left.gather(1, one) + ridge).clamp_(min=torch.finfo(own.dtype).tiny).sqrt_()

@@ -9,6 +9,7 @@ zeros, or with NaN in it, is similar to nothing. Plain PyTorch; nothing here ask
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _NEIGHBOURS = 7  # of a token that tell how dense it is there
 _AT_ONCE = 2**24  # entries of matrices in memory at a time
 _BROAD = 256  # columns of a product at least: with few a BLAS rounds otherwise
+_PAIRS, _ASKED = 32, 64  # pairs that are known of a token, about; tokens that tell from which cosine on
 
 
 def in_parts(rows: int, entries: int) -> Iterator[slice]:
@@ -143,13 +145,70 @@ def components(near: Tensor, threshold: float | None = None) -> Tensor:
         graph, first, second = near.reshape(-1, count, count).triu(1).nonzero().unbind(1)
         label = _united(label, graph * count + first, graph * count + second)
         return (label % max(1, count)).view(near.shape[:-1])
-    step = max(LEAST, _AT_ONCE // max(1, count)) if threshold < 1 else max(1, count)
-    for start in range(0, count if threshold < 1 else 0, step):  # cosines are at most 1
-        row, left = label[start : start + step], max(0, min(start, count - _BROAD))
-        new = (near[start : start + step] @ near[left:].T > threshold) & (row.unsqueeze(1) != label[left:])
+    for alike, row, column in _upper(near) if threshold < 1 else ():  # cosines are at most 1
+        new = (alike > threshold) & (label[row].unsqueeze(1) != label[column])
         first, second = new.nonzero().unbind(1)
-        label = _united(label, label[first + start], label[second + left])
+        label = _united(label, label[row][first], label[column][second])
     return label
+
+
+def _upper(near: Tensor) -> Iterator[tuple[Tensor, slice, slice]]:
+    """Yield the cosines of vectors `[n, D]` of length 1, a block of rows after the other, with its rows and columns;
+    columns before the rows are left out, as far as what is left is broad."""
+    step = max(LEAST, _AT_ONCE // max(1, len(near)))
+    for start in range(0, len(near), step):
+        left = max(0, min(start, len(near) - _BROAD))
+        yield near[start : start + step] @ near[left:].T, slice(start, start + step), slice(left, None)
+
+
+class LikePairs:
+    """Pairs of tokens of high cosine, found once: components of groups, most of which are a token alone, need not
+    compare all of them for each threshold. Waits for the device.
+
+    unit: float `[N, D]`, tokens of length 1. `least`: the cosine above which pairs are known, so that they are about
+    `_PAIRS` a token; a few tokens tell it beforehand.
+    """
+
+    def __init__(self, unit: Tensor) -> None:
+        self._unit, count = unit, len(unit)
+        some = (unit[:: max(1, count // _ASKED)] @ unit.T).flatten()
+        known = min(1.0, 2 * _PAIRS / max(1, count))
+        self.least = float(some.kthvalue(max(1, int((1 - known) * len(some)))).values) if known < 1 else -2.0
+
+    def components(self, near: Tensor, token: Tensor, threshold: float) -> Tensor:
+        """Return `components(near, threshold)`. token: long `[n]`, the token that each vector is, -1 for another."""
+        mixed = (token < 0).nonzero().flatten()
+        if 2 * len(mixed) > len(near) or threshold < self.least or threshold >= 1 or threshold < self._pairs[0]:
+            return components(near, threshold)
+        _, first, second, alike = self._pairs
+        place = torch.full((len(self._unit) + 1,), -1, dtype=torch.long, device=near.device)
+        place[token] = torch.arange(len(near), device=near.device)
+        first, second = place[first], place[second]
+        known = (alike > threshold) & (first >= 0) & (second >= 0)
+        label = _united(torch.arange(len(near), device=near.device), first[known], second[known])
+        for some in mixed.split(max(LEAST, _AT_ONCE // max(1, len(near)))):
+            row, second = (Products(near[None]).rows(0, some) > threshold).nonzero().unbind(1)
+            label = _united(label, label[some[row]], label[second])
+        return label
+
+    @cached_property
+    def _pairs(self) -> tuple[float, Tensor, Tensor, Tensor]:
+        """The cosine above which pairs are known, the two of each, and its cosine."""
+        least, found, number = self.least, [], 0
+        for alike, row, column in _upper(self._unit):
+            first, second = (alike > least).nonzero().unbind(1)
+            upper = first + row.start < second + column.start
+            first, second = first[upper], second[upper]
+            found.append((first + row.start, second + column.start, alike[first, second]))
+            number += len(first)
+            if number > 4 * _PAIRS * len(self._unit):  # the few told of others
+                first, second, alike = (torch.cat(one) for one in zip(*found, strict=True))
+                least = float(alike.median())
+                above = alike > least
+                found = [(first[above], second[above], alike[above])]
+                number = len(found[0][0])
+        first, second, alike = (torch.cat(one) for one in zip(*found, strict=True))
+        return least, first, second, alike
 
 
 def _united(label: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from annotated_types import Ge, Le
 from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
 from tokenprune.kernels.compact import partition
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.pairs import Products, unit
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.several_cuts import TEXT, text_votes
 from tokenprune.ops.clusters import in_parts
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _AFTER = (3 / 32, 7 / 32, 16 / 32)
 _SIZES = (128.0, 86.0, 57.0, 35.0)  # before the decoder, and at its three cuts
 _A_ROUND = 16  # tokens that a round of the search for different ones takes
+_ROWS = 128  # of products at a time, where there are too many for a table
 
 
 @register(
@@ -133,8 +134,12 @@ def different(x: Tensor, mask: Tensor, taken: Tensor, number: Tensor, most: int,
     """
     found = []
     for rows in in_parts(len(x), x.shape[1] ** 2):
-        direction, chosen, left = unit(x[rows]), taken[rows], mask[rows]
-        alike = direction @ direction.transpose(1, 2)
+        products, chosen, left = Products(unit(x[rows])), taken[rows], mask[rows]
+        if not products.fits:
+            each = zip(range(products.shape[0]), chosen, left, number[rows].tolist(), strict=True)
+            found.append(torch.stack([_different_of_many(products, *one, at_once) for one in each]))
+            continue
+        alike = products.table
         # Adding takes a fifth of the time of filling.
         nearest = (alike + torch.zeros_like(alike[:, 0]).masked_fill_(~chosen, -torch.inf)[:, None]).amax(2)
         for _ in range(0, most, at_once):
@@ -146,3 +151,20 @@ def different(x: Tensor, mask: Tensor, taken: Tensor, number: Tensor, most: int,
             nearest = torch.maximum(nearest, fresh.masked_fill(~new[:, None].gather(2, at), -torch.inf).amax(2))
         found.append(chosen)
     return torch.cat(found)
+
+
+def _different_of_many(
+    products: Products, segment: int, chosen: Tensor, left: Tensor, number: int, at_once: int
+) -> Tensor:
+    """bool `[N]`: `different` of one segment, of whose products those of what is taken alone are made."""
+    nearest = chosen.new_full(chosen.shape, -torch.inf, dtype=torch.float32)
+    new = chosen
+    while True:
+        for some in new.nonzero().flatten().split(_ROWS):
+            torch.maximum(nearest, products.rows(segment, some).amax(0), out=nearest)
+        free = left & ~chosen
+        room = min(at_once, number - int(chosen.sum()), int(free.sum()))
+        if room <= 0:
+            return chosen
+        new = top_mask(-nearest[None], free[None], to_device([room], left.device), at_once)[0]
+        chosen = chosen | new

@@ -9,7 +9,7 @@ import torch
 from annotated_types import Ge, Le
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.pairs import Products, unit
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.tiles import Tiles, attended, ranked
 from tokenprune.ops.clusters import in_parts
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _A_ROUND = 8  # tokens that go in a round
+_FEW = 32  # nearest ones that are known of a token of many
+_ROWS = 256  # of products at a time
 
 
 @register("vispruner", site=Site.PRE_LLM, paper="arXiv 2412.01818, ICCV 2025")
@@ -89,7 +91,10 @@ def _distinct(x: Tensor, rest: Tensor, attention: Tensor, tiles: Tiles, number: 
     longest = max(line[2] for line in lines)
     at = segment[:, None] * rest.shape[1] + _lines(rest, attention, tiles, longest)[segment, tile]
     parts, x = in_parts(len(lines), longest**2), x.flatten(0, 1)
-    left = torch.cat([_rounds(x[at[part]], count[part], goal[part], lines[part]) for part in parts])
+    if Products(x[at[:1]]).fits:
+        left = torch.cat([_rounds(x[at[part]], count[part], goal[part], lines[part]) for part in parts])
+    else:
+        left = torch.stack([_rounds_of_many(x[one], *line[2:]) for one, line in zip(at, lines, strict=True)])
     kept = torch.zeros(rest.numel(), dtype=torch.long, device=x.device)
     return kept.scatter_add(0, at.flatten(), left.long().flatten()).view_as(rest) > 0
 
@@ -134,3 +139,42 @@ def _rounds(x: Tensor, count: Tensor, goal: Tensor, lines: list[tuple[int, int, 
         here = [(number - min(max(number - end, 0), _A_ROUND, -(-number // 2)), end) for number, end in here]
     kept = torch.arange(line.shape[1], device=x.device) < count[:, None]
     return torch.zeros(x.shape[:2], dtype=torch.long, device=x.device).scatter_add(1, line, kept.long()) > 0
+
+
+def _rounds_of_many(x: Tensor, count: int, goal: int) -> Tensor:
+    """bool `[P]`: `_rounds` of one line, of whose similarities those to the nearest few are held alone.
+
+    They are found anew when many tokens are gone. Where none of a token's few is left at an even place, which is rare,
+    all are asked. x: `[P, D]`.
+    """
+    products, line = Products(unit(x)[None]), torch.arange(count, device=x.device)
+    near, value = torch.empty(len(x), 0, dtype=torch.long, device=x.device), torch.empty(len(x), 0, device=x.device)
+    known = 2 * count
+    even, left = torch.zeros(2, len(x), dtype=torch.bool, device=x.device)
+    while (number := len(line)) > goal:
+        if 3 * number < 2 * known:
+            known, (near, value) = number, _nearest_few(products, line.sort().values)
+        odd, others = line[0::2], line[1::2]
+        even.zero_()[others] = True
+        there = even.index_select(0, near.index_select(0, odd).flatten()).view(-1, near.shape[1])
+        likest = torch.where(there, value.index_select(0, odd), -torch.inf).amax(1)
+        for some in (likest == -torch.inf).nonzero().flatten().split(_ROWS):
+            likest[some] = products.rows(0, odd[some])[:, others].amax(1)
+        odd = odd[likest.argsort(descending=True, stable=True)]
+        line = torch.cat([odd[min(number - goal, _A_ROUND, len(odd)) :], others])
+    left[line] = True
+    return left
+
+
+def _nearest_few(products: Products, there: Tensor) -> tuple[Tensor, Tensor]:
+    """Return of each token that is `there`, long `[n]`, the `_FEW` of these that are most like it, and how much they
+    are: long and float32 `[N, few]`."""
+    few = min(_FEW, len(there))
+    near = torch.zeros(products.shape[1], few, dtype=torch.long, device=there.device)
+    value = torch.zeros(products.shape[1], few, device=there.device)
+    for some in there.split(_ROWS):
+        rows = products.rows(0, some)
+        rows[torch.arange(len(some), device=some.device), some] = -torch.inf
+        value[some], at = rows.index_select(1, there).topk(few, dim=1)
+        near[some] = there[at]
+    return near, value

@@ -10,10 +10,10 @@ from annotated_types import Ge, Le
 from tokenprune.base import Site
 from tokenprune.kernels.join import join
 from tokenprune.kernels.match import best_match
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.pairs import Products, unit
 from tokenprune.kernels.take import rank_in_group, top_mask
 from tokenprune.methods.video.merging import VideoMerger
-from tokenprune.ops.clusters import components
+from tokenprune.ops.clusters import LikePairs, components
 from tokenprune.ops.transfer import to_device
 from tokenprune.options import check_options
 from tokenprune.registry import register
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _HALVINGS = 12  # of the range of thresholds that is searched
+_ROWS = 256  # of products at a time
 _NEAR = 50  # one part in so many that the number may be off when the search ends
 
 
@@ -103,15 +104,24 @@ class _Found(NamedTuple):
     degree: Tensor
 
 
-def _representatives(x: Tensor, alike: Tensor, spot: Tensor, threshold: float) -> _Found:
-    """Components within frames, then of their means. alike: `[F, P, P]`, cosines in each frame, -inf for padding."""
+def _representatives(
+    x: Tensor, alike: Tensor, spot: Tensor, threshold: float, pairs: LikePairs | None = None
+) -> _Found:
+    """Components within frames, then of their means. alike: `[F, P, P]`, cosines in each frame, -inf for padding;
+    pairs: those of all tokens."""
     near = alike > threshold
     inside = components(near)  # [F, P], the lowest place of each one's component
     start = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
     head = (start + inside).flatten()[spot]  # its spot
     means, of_token = _means(x.flatten(0, 1), spot, head)
-    unit_ = unit(means)
-    reps, of_mean = _means(means, torch.arange(len(means), device=x.device), components(unit_, threshold))
+    if pairs is None:
+        joined = components(unit(means), threshold)
+    else:
+        alone = (torch.bincount(of_token) == 1)[of_token]
+        token = torch.full_like(means[:, 0], -1, dtype=torch.long)
+        token[of_token[alone]] = alone.nonzero().flatten()
+        joined = pairs.components(unit(means), token, threshold)
+    reps, of_mean = _means(means, torch.arange(len(means), device=x.device), joined)
     size = torch.bincount(of_mean, minlength=len(reps))
     return _Found(reps, size, of_mean[of_token], near.sum(2).flatten()[spot])
 
@@ -135,9 +145,10 @@ def _searched(x: Tensor, alike: Tensor, spot: Tensor, keep: int) -> _Found:
     `keep`; of two the fewer."""
     low, high = -1.01, 1.0
     best: _Found | None = None
+    pairs = LikePairs(unit(x.flatten(0, 1)[spot]))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        found = _representatives(x, alike, spot, middle)
+        found = _representatives(x, alike, spot, middle, pairs)
         number = len(found.mean)
         off = (abs(number - keep), number)
         if best is None or off < (abs(len(best.mean) - keep), len(best.mean)):
@@ -156,30 +167,65 @@ def fewer(found: _Found, keep: int) -> _Found:
     count = len(mean)
     if count <= keep:
         return found
-    direction = unit(mean)
-    alike = direction @ direction.T
-    alike.fill_diagonal_(-torch.inf)
-    most, with_ = alike.max(1)  # of each the most similar one, kept up to date
-    gone = torch.zeros(count, dtype=torch.bool, device=mean.device)
+    likeness = _Likeness(unit(mean))
+    most, with_ = likeness.best(
+        torch.arange(count, device=mean.device)
+    )  # of each the most similar one, kept up to date
     for _ in range(count - keep):
         one = int(most.argmax())
         first, second = sorted((one, int(with_[one])))
         total = size[first] + size[second]
         mean[first] = (mean[first] * size[first] + mean[second] * size[second]) / total
-        size[first], gone[second] = total, True
+        size[first] = total
         of = torch.where(of == second, first, of)
-        row = (direction * unit(mean[first])).sum(1).masked_fill(gone, -torch.inf)
-        direction[first] = unit(mean[first])
-        row[first] = -torch.inf
-        alike[second], alike[:, second] = -torch.inf, -torch.inf
-        alike[first], alike[:, first] = row, row
+        row = likeness.merge(first, second, unit(mean[first]))
         closer = (row > most) | ((row == most) & (first < with_))
         most, with_ = torch.where(closer, row, most), torch.where(closer, first, with_)
         anew = (((with_ == first) & ~closer) | (with_ == second)).nonzero().flatten()
-        most[anew], with_[anew] = alike[anew].max(1)
+        most[anew], with_[anew] = likeness.best(anew)
         most[first], with_[first] = row.max(0)
         most[second] = -torch.inf
-    left = (~gone).nonzero().flatten()
+    left = (~likeness.gone).nonzero().flatten()
     number = torch.zeros(count, dtype=torch.long, device=mean.device)
     number[left] = torch.arange(len(left), device=mean.device)
     return _Found(mean[left], size[left], number[of], found.degree)
+
+
+class _Likeness:
+    """How similar representatives are of which some merge; no table of all pairs is held where they are many.
+
+    direction: float32 `[C, D]`. gone: bool `[C]`, those that merged into another; merged: bool `[C]`, those that are
+    not what they were.
+    """
+
+    def __init__(self, direction: Tensor) -> None:
+        self.direction = direction.clone()
+        self._products = Products(direction[None])
+        if self._products.fits:
+            self._products.table  # noqa: B018 (rows are read from it then)
+        self.gone, self.merged = torch.zeros(2, len(direction), dtype=torch.bool, device=direction.device)
+
+    def best(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return to what of all others each of these (long `[n]`) is most similar: how much, and which."""
+        value, place = torch.empty(len(index), device=index.device), torch.empty_like(index)
+        merged = self.merged.nonzero().flatten()
+        for part in torch.arange(len(index), device=index.device).split(_ROWS):
+            some = index[part]
+            rows = self._products.rows(0, some)
+            # Of what changed since, as `merge` returned it.
+            for row in self.merged[some].nonzero().flatten().tolist():
+                rows[row] = (self.direction * self.direction[some[row]]).sum(1)
+            for row in (~self.merged[some]).nonzero().flatten().tolist() if len(merged) else ():
+                rows[row, merged] = (self.direction[merged] * self.direction[some[row]]).sum(1)
+            rows[self.gone[some]] = rows[:, self.gone] = -torch.inf
+            rows[torch.arange(len(some), device=index.device), some] = -torch.inf
+            value[part], place[part] = rows.max(1)
+        return value, place
+
+    def merge(self, first: int, second: int, direction: Tensor) -> Tensor:
+        """Let `second` join `first`, which then has another direction; return how similar that is to each, `[C]`."""
+        self.gone[second], self.merged[first] = True, True
+        self.direction[first] = direction
+        row = (self.direction * direction).sum(1).masked_fill(self.gone, -torch.inf)
+        row[first] = -torch.inf
+        return row

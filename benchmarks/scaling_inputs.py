@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made-up tokens of one image or video, for benchmarks of a method's choice alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import tokenprune
+from tokenprune import Budget, Method, Pruner, Site, VisualTokens
+from tokenprune.integrations.shared.observation import Observation
+from tokenprune.view.registry import compares_frames
+from tokenprune.view.segments import LayerInput, Patches, Segments
+from tokenprune.view.source import TokenSource
+
+WIDTH, HEADS, TEXT, SHARE = {"cuda": 1024, "cpu": 256}, 8, 64, 9
+PLACES, SCENE = 196, 16  # tokens of a frame, and frames of a scene
+LAYERS = 32
+_WITHOUT_CHOICE = ("vtw",)  # which withdraws all tokens of an image, or none
+
+
+def selecting_methods() -> list[str]:
+    """Return the names of the methods that choose among visual tokens that are there."""
+    sites = (Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
+    names = [name for name in tokenprune.available_methods() if tokenprune.method_info(name).site in sites]
+    return [name for name in names if name not in _WITHOUT_CHOICE]
+
+
+def choosing(name: str) -> Method:
+    """Return the method, or the first of its cuts, which sees all tokens, where its cuts choose and not itself."""
+    method = tokenprune.method(name)
+    if type(method).select is not Pruner.select or type(method).score is not Pruner.score:
+        return method
+    return method.stages(Budget(keep=0.5), LAYERS)[0][0]
+
+
+@dataclass(kw_only=True)
+class MadeUp(TokenSource):
+    """One image of `count` tokens with text behind it; what a method reads is computed on demand, as in an engine."""
+
+    hidden: torch.Tensor
+    seen: Any
+    count: int
+    needs: frozenset[str]
+    input_of_layer: LayerInput | None = None
+
+    @property
+    def before(self) -> Any:
+        return self.seen
+
+    @property
+    def behind(self) -> Any:
+        return self.seen
+
+    @property
+    def unrotated(self) -> Any:
+        return self.seen
+
+    @property
+    def input_before(self) -> LayerInput:
+        assert self.input_of_layer is not None
+        return self.input_of_layer
+
+    def note(self, text: str) -> None:
+        """Nobody reads what a method says here."""
+
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:])
+
+    def last_slot(self) -> torch.Tensor:
+        return torch.tensor([[self.width - 1]], device=self.hidden.device)
+
+    def real(self) -> torch.Tensor:
+        return torch.ones(1, self.width, dtype=torch.bool, device=self.hidden.device)
+
+    def text_after(self, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+        text = torch.arange(self.count, self.width, device=self.hidden.device)[None]
+        return text, torch.ones_like(text, dtype=torch.bool)
+
+    def entered(self, position: torch.Tensor, segments: Segments) -> torch.Tensor:
+        return self.at(self.hidden, position, segments)
+
+    def recorded(self, name: str) -> list[Any]:
+        return [self.hidden[..., :2].float().abs()] * 2
+
+    def of_tower(self, key: tuple, segments: Segments) -> torch.Tensor:
+        if key[0] in ("encoder_keys", "encoder_queries", "encoder_features"):
+            return self.before.keys(self.width)[:, : self.count].float()
+        heads = 3 if key[0] == "encoder_flow" else 1
+        return self.before.keys(self.width)[:, : self.count, :heads].float().softmax(1)
+
+    def patches(self, segments: Segments) -> Patches:
+        place = segments.position
+        frames, height, width = segments.grids[0]
+        inside = place % (height * width)
+        size = [torch.full_like(place, n) for n in (height, width, 1)]
+        return Patches(place // (height * width), inside // width, inside % width, *size, tiles=frames)
+
+
+def visual_tokens(method: Method, count: int, device: torch.device) -> VisualTokens:
+    """Return `count` tokens, with everything that `method` may read of them: one image of independent features, or,
+    for a method that compares frames, as many frames as come nearest, of scenes that hardly change."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    channels, video = WIDTH[device.type], compares_frames(method)
+    frames = max(1, round(count / PLACES))
+    count = frames * PLACES if video else count
+    hidden, keys = (torch.randn(1, count + TEXT, channels, device=device, dtype=dtype) for _ in range(2))
+    if video:
+        scenes = torch.randn(-(-frames // SCENE), 1, PLACES, channels, device=device, dtype=dtype)
+        hidden[0, :count] *= 0.3
+        hidden[0, :count] += scenes.expand(-1, SCENE, -1, -1).reshape(-1, channels)[:count]
+    by_head = keys.view(1, count + TEXT, HEADS, -1).transpose(1, 2)
+    seen = Observation(by_head, by_head, None, (channels // HEADS) ** -0.5, value=by_head)
+    angles = torch.arange(count + TEXT, device=device)[None, :, None] / torch.arange(1, 33, device=device)
+    entered = LayerInput(keys, (angles.cos(), angles.sin()))
+    source = MadeUp(hidden=hidden, seen=seen, count=count, needs=method.needs, input_of_layer=entered)
+    place = torch.arange(count, device=device)[None]
+    width = 14 if video else max(w for w in range(1, math.isqrt(count) + 1) if count % w == 0)
+    grid = (frames, 14, 14) if video else (1, count // width, width)
+    mask, sizes = torch.ones_like(place, dtype=torch.bool), [PLACES] * frames if video else [count]
+    kind = "video" if video else "image"
+    return VisualTokens(Segments([0], [0], [count], place, mask, [grid], [kind], [sizes]), [count // SHARE], source)
+
+
+def choice_of(name: str, count: int, device: torch.device) -> tuple[Callable[[], Any], VisualTokens]:
+    """Return a function that chooses once among `count` tokens, and the tokens."""
+    method = choosing(name)
+    tokens = visual_tokens(method, count, device)
+
+    def select() -> Any:
+        source = dataclasses.replace(tokens._source)  # nothing of what was computed before
+        return method.select(VisualTokens(tokens.segments, tokens.keep, source))
+
+    return select, tokens
