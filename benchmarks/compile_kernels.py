@@ -112,7 +112,8 @@ def calls(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
     gone = [tower.tokens // SHARE] * tower.images
     if ops["pairing"].takes(best):
         yield "pairing", partial(ops["pairing"].triton, best, partner, gone, counts, 1)
-        yield "pairing", partial(ops["pairing"].triton, best, partner, [0, *gone[1:]], counts, 1)
+        there = meta(tower.images, dtype=long), meta(tower.images, dtype=long)
+        yield "pairing", partial(ops["pairing"].triton, best, partner, gone, counts, 1, there=there)
     yield "partition", partial(ops["partition"].triton, meta(1, length, dtype=torch.bool))
     index = meta(1, stay + TEXT, dtype=long)
     for x, dim in ((meta(1, length, decoder.width, dtype=dtype), 1), (meta(3, 1, length, dtype=long), 2)):

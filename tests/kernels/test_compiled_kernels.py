@@ -142,4 +142,4 @@ def test_the_cost_of_selection_is_predicted_and_measured(tmp_path: Path) -> None
         assert all(us >= 3.8 * 0.99 * one["launches"] for us in one["predicted_us"].values())
     # fastv: rows (two kernels) and the choice; the cut: its order, hidden states, positions.
     assert records["fastv"]["kernels"] == 3 and records["the cut"]["kernels"] == 3
-    assert records["uniform"]["kernels"] == 0 and records["divprune"]["kernels"] == 2
+    assert records["uniform"]["kernels"] == 0 and records["divprune"]["kernels"] == 3

@@ -25,7 +25,7 @@ def matched(rows: int, count: int, protected: int, counts: list[int], seed: int 
     partner = torch.stack(
         [torch.randint(protected // 2, max(protected // 2 + 1, n // 2), best.shape[1:], generator=g) for n in counts]
     )
-    return as_sources.reference(best, partner, protected, counts)
+    return as_sources.reference(best, partner, protected, torch.tensor(counts))
 
 
 @pytest.mark.parametrize("counts", [None, [9, 6, 0]])
@@ -33,14 +33,17 @@ def matched(rows: int, count: int, protected: int, counts: list[int], seed: int 
 def test_as_sources(kernel_device: torch.device, protected: int, counts: list[int] | None) -> None:
     best = torch.tensor([[1 - 2**-22, 0.3, -INF, -2.0, 0.75], [0.1, 1 + 2**-22, 0.2, -1.0, 1.0]]).repeat(2, 1)[:3]
     partner = torch.arange(15).view(3, 5) % 4
-    value, place = as_sources.reference(best, partner, protected, counts)
+    real = None if counts is None else torch.tensor(counts)
+    value, place = as_sources.reference(best, partner, protected, real)
     for row in range(3):
         for i in range(5):
             can = 2 * i >= protected and (counts is None or 2 * i < counts[row])
             near = float(best[row, i])
             want = round(near * 2**20) / 2**20 if can and near > -INF else -INF
             assert float(value[row, i]) == want and int(place[row, i]) == (int(partner[row, i]) if can else 0)
-    got = as_sources.triton(best.to(kernel_device), partner.to(kernel_device), protected, counts)
+    got = as_sources.triton(
+        best.to(kernel_device), partner.to(kernel_device), protected, None if real is None else real.to(kernel_device)
+    )
     assert torch.equal(got[0].cpu(), value) and torch.equal(got[1].cpu(), place)
 
 
@@ -55,11 +58,13 @@ CASES = [  # tokens of each row, those that leave, protected
 @pytest.mark.parametrize(("counts", "gone", "protected"), CASES, ids=str)
 def test_pairing(kernel_device: torch.device, counts: list[int], gone: list[int], protected: int, alone: int) -> None:
     best, partner = matched(len(counts), max(counts), protected, counts)
-    alike = protected == 0 and min(counts) == max(counts) and min(gone) == max(gone)
-    for by_place in (True, False) if alike else (True,):
-        want = pairing.reference(best, partner, gone, counts, protected, by_place)
+    even = min(counts) == max(counts) and min(gone) == max(gone)
+    for by_place in (True, False) if even and protected == 0 else (True,):
+        there = None if even else (torch.tensor(gone), torch.tensor(counts))
+        want = pairing.reference(best, partner, gone, counts, protected, by_place, there=there)
+        there = None if even else tuple(one.to(kernel_device) for one in there)
         on = best.to(kernel_device), partner.to(kernel_device)
-        on = pairing.triton(*on, gone, counts, protected, by_place, alone=alone)
+        on = pairing.triton(*on, gone, counts, protected, by_place, there=there, alone=alone)
         for row, (count, less) in enumerate(zip(counts, gone, strict=True)):
             order = sorted(range(best.shape[1]), key=lambda i: (-float(best[row, i]), i))
             leave = order[:less]

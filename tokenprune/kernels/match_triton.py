@@ -159,6 +159,8 @@ def best_match(
     (segments, count, width), others_count = a.shape, b.shape[1]
     block_a, block_b, block_d = blocks or block_sizes(a, b)
     groups = group_a is not None and group_b is not None
+    if groups and blocks is None:
+        block_b = min(block_b, 64)  # what is best in a row's own group takes registers too
     if parts is None:
         parts = max(1, _PROGRAMS // max(1, segments * triton.cdiv(count, block_a)))
     share = max(1, triton.cdiv(triton.cdiv(others_count, block_b), parts)) * block_b

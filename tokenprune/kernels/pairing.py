@@ -9,7 +9,6 @@ import torch
 
 from tokenprune.kernels.dispatch import operation
 from tokenprune.kernels.match import TIE
-from tokenprune.ops.transfer import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,16 +23,16 @@ def _limits(best: Tensor, *args: object, **kwargs: object) -> str | None:
 
 
 @operation(kernel="tokenprune.kernels.pairing_triton:as_sources")
-def as_sources(best: Tensor, partner: Tensor, protected: int, counts: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+def as_sources(best: Tensor, partner: Tensor, protected: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the similarities in steps of `TIE`, -inf for what is no source, and the partners, 0 for these.
 
     best: float32 `[B, ceil(n/2)]` and partner: long, of the tokens at even places, as `best_match` has them. protected:
-    the first tokens, which are no sources. counts: the real tokens of each row; None: all are.
+    the first tokens, which are no sources. real: long `[B]`, the real tokens of each row; None: all are.
     """
     place = 2 * torch.arange(best.shape[1], device=best.device).expand_as(best)
     can = place >= protected
-    if counts is not None:
-        can = can & (place < to_device(counts, best.device)[:, None])
+    if real is not None:
+        can = can & (place < real[:, None])
     # In steps, so that equal vectors have one similarity, 1, whatever rounding made of it.
     best = (best / TIE).round() * TIE
     return best.masked_fill(~can, -torch.inf), partner.masked_fill(~can, 0)
@@ -41,12 +40,14 @@ def as_sources(best: Tensor, partner: Tensor, protected: int, counts: Sequence[i
 
 @operation(kernel="tokenprune.kernels.pairing_triton:pairing", limits=_limits)
 def pairing(
-    best: Tensor, partner: Tensor, gone: Sequence[int], counts: Sequence[int], protected: int, by_place: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+    best: Tensor, partner: Tensor, gone: Sequence[int], counts: Sequence[int], protected: int, by_place: bool = True,
+    *, there: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Let in each row the sources that are most similar to their partners join these.
 
     best, partner: of `as_sources`. gone: how many leave each row, at most half of what is not protected. counts: the
-    real tokens of each row. protected: the first tokens, which stay.
+    real tokens of each row. protected: the first tokens, which stay. there: `gone` and `counts` on the device, long
+    `[B]`; asked for where rows differ.
 
     Returns long `[B, m]`, the places of the tokens that stay: the protected, what is left at even places, then those at
     odd places, each in order of place; long `[B, r]`, the places of those that leave, most similar first; and long
@@ -54,11 +55,10 @@ def pairing(
     behind a row's own numbers is padding: any place that there is. by_place=False has what is left at even places by
     falling similarity, where nothing is protected, and as many leave every row.
     """
-    if min(gone) == max(gone) > 0 and min(counts) == max(counts):
+    if there is None:
         return _even(best, partner, gone[0], counts[0], protected, by_place)
-    rows, device, width = len(gone), best.device, max(counts)
+    rows, device, width, (fewer, real) = len(gone), best.device, max(counts), there
     left = [count - less for count, less in zip(counts, gone, strict=True)]
-    real, fewer = to_device(counts, device), to_device(gone, device)
     order = best.argsort(dim=1, descending=True, stable=True)
     ranks = torch.arange(order.shape[1], device=device)
     leaves = torch.empty_like(order).scatter(1, order, ranks.expand_as(order)) < fewer[:, None]
@@ -78,7 +78,7 @@ def pairing(
 def _even(
     best: Tensor, partner: Tensor, gone: int, count: int, protected: int, by_place: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `pairing` does where as many leave every row."""
+    """Return what `pairing` does where as many leave every row, of as many."""
     order = best.argsort(dim=1, descending=True, stable=True)
     source, rest = order[:, :gone], order[:, gone:]
     if by_place:

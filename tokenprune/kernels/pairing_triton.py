@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenprune.kernels.rank_triton import rank
-from tokenprune.ops.transfer import to_device
 
 _MATRIX = 2**14  # comparisons of a program at a time
 _ALONE = 512  # sources of a row that its own program ranks; of more a launch of many does, before it
@@ -31,16 +30,24 @@ def _sources(best, partner, counts, value, place, protected, real, A, EVEN: tl.c
     tl.store(place + s * A + at, tl.where(can, tl.load(partner + s * A + at, inside, 0), 0), inside)
 
 
-def as_sources(best: Tensor, partner: Tensor, protected: int, counts: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+def as_sources(best: Tensor, partner: Tensor, protected: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `pairing.as_sources`."""
     best, partner = best.contiguous(), partner.contiguous()
     value, place = torch.empty_like(best), torch.empty_like(partner)
     rows, width = best.shape
     if best.numel():
-        real = best if counts is None else to_device(counts, best.device)
         block = min(1024, triton.next_power_of_2(width))
         _sources[triton.cdiv(width, block), rows](
-            best, partner, real, value, place, protected, 2 * width, width, EVEN=counts is None, BLOCK=block
+            best,
+            partner,
+            best if real is None else real,
+            value,
+            place,
+            protected,
+            2 * width,
+            width,
+            EVEN=real is None,
+            BLOCK=block,
         )
     return value, place
 
@@ -100,21 +107,20 @@ def _pair(
 
 def pairing(
     best: Tensor, partner: Tensor, gone: Sequence[int], counts: Sequence[int], protected: int, by_place: bool = True,
-    *, alone: int = _ALONE,
+    *, there: tuple[Tensor, Tensor] | None = None, alone: int = _ALONE,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `pairing.pairing`. alone: sources of a row that its own program ranks at most."""
     best, partner = best.contiguous(), partner.contiguous()
     rows, width = best.shape
     most, left = max(gone), max(count - less for count, less in zip(counts, gone, strict=True))
-    even = min(gone) == max(gone) > 0 and min(counts) == max(counts)
     keep = partner.new_empty(rows, left)
     source, target = partner.new_empty(2, rows, most)
-    fewer, real = (best, best) if even else (to_device(one, best.device) for one in (gone, counts))
+    fewer, real = there or (best, best)
     block = max(16, triton.next_power_of_2(width))
     ranks = partner if width <= alone else rank(best)
     _pair[(rows,)](
         best, partner, ranks, fewer, real, keep, source, target, gone[0], counts[0], protected, width, left, most,
-        EVEN=even, BY_PLACE=by_place, RANKED=width > alone, BLOCK=block, CHUNK=max(16, min(64, _MATRIX // block)),
-        num_warps=8,
+        EVEN=there is None, BY_PLACE=by_place, RANKED=width > alone, BLOCK=block,
+        CHUNK=max(16, min(64, _MATRIX // block)), num_warps=8,
     )  # fmt: skip
     return keep, source, target

@@ -130,13 +130,14 @@ def best_partners(metric: Tensor, protected: int = 0, counts: list[int] | None =
     similarities, in steps of `TIE`, -inf for what is no source, and long partners, counted in B. Ties go to the lower
     place; a zero or non-finite vector is similar to nothing.
     """
+    real = None if counts is None else to_device(counts, metric.device)
     allowed = None
-    if counts is not None or protected > 1:  # a single protected token is in A, so that all of B can be found
+    if real is not None or protected > 1:  # a single protected token is in A, so that all of B can be found
         place = 2 * torch.arange(metric.shape[1] // 2, device=metric.device).expand(len(metric), -1) + 1
         allowed = place >= protected
-        if counts is not None:
-            allowed = allowed & (place < to_device(counts, metric.device)[:, None])
-    return as_sources(*best_match(metric[:, ::2], metric[:, 1::2], allowed), protected, counts)
+        if real is not None:
+            allowed = allowed & (place < real[:, None])
+    return as_sources(*best_match(metric[:, ::2], metric[:, 1::2], allowed), protected, real)
 
 
 def bipartite_match(metric: Tensor, r: int, protected: int = 0) -> Merge | None:
@@ -152,7 +153,8 @@ def bipartite_match(metric: Tensor, r: int, protected: int = 0) -> Merge | None:
         return None
     best, partner = best_partners(metric, protected)
     rows = len(metric)
-    return Merge(*pairing(best, partner, [r] * rows, [count] * rows, protected, protected > 0), count)
+    keep, source, target = pairing(best, partner, [r] * rows, [count] * rows, protected, protected > 0)
+    return Merge(keep, source, target, count)
 
 
 def threshold_match(
@@ -190,5 +192,9 @@ def ragged_merge(best: Tensor, partner: Tensor, r: list[int], protected: int, co
     if not any(r):
         return None
     left = [count - gone for count, gone in zip(counts, r, strict=True)]
-    leaving = to_device(r, best.device) if min(r) < max(r) else None
-    return Merge(*pairing(best, partner, r, counts, protected), max(counts), left, leaving)
+    ragged = min(r) < max(r)
+    there = None
+    if ragged or min(counts) < max(counts):
+        there = to_device(r, best.device), to_device(counts, best.device)
+    keep, source, target = pairing(best, partner, r, counts, protected, there=there)
+    return Merge(keep, source, target, max(counts), left, there[0] if there and ragged else None)
