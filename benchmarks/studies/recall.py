@@ -55,9 +55,9 @@ COUNTED = 24  # streams that show one to three stars
 
 @dataclass(frozen=True)
 class Event(tokenprune.Policy):
-    """Keep the event's tokens and the newest, or the newest without them: it is told which they are.
+    """Keep the event's tokens and the newest, or the newest without them.
 
-    places: (frame, cell) of each. keep: whether they stay.
+    places: (frame, cell) of each of them. keep_them: whether they stay.
     """
 
     places: tuple[tuple[int, int], ...] = ()

@@ -55,6 +55,12 @@ def cells(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int, int], dict[str
     return found
 
 
+def guessed(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
+    """Return what was right before the event was shown."""
+    of_streams = {row["stream"]: float(np.mean(row["right"][0])) for row in rows if row.get("policy") == GUESS}
+    return interval([*of_streams.values()])
+
+
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Return a mean and its interval of 95 %, from draws of the values."""
     rng, given = np.random.default_rng(0), np.asarray(values, float)
@@ -72,7 +78,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
             shown = [found.get((*name, age), {}).get(way) for age in ages]
             table.add_row(name[0], str(name[1]), *("" if one is None else _percent(one) for one in shown))
         made.append(table)
-    guesses = interval([float(np.mean(row["right"][0])) for row in rows if row.get("policy") == GUESS])
+    guesses = guessed(rows)
     said = {
         number: " ".join(words) for row in rows if row["record"] == "count" for number, words in row["said"].items()
     }

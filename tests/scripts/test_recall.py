@@ -208,6 +208,8 @@ def test_a_stream_that_was_not_followed_counts_as_lost_and_one_that_was_not_meas
     found = report.cells(rows)
     assert found["random", 200, 0]["streams"] == 3 and found["random", 200, 0]["share"][0] == pytest.approx(0.5)
     assert found["random", 200, 304]["share"][0] == pytest.approx((0.8 + 0.5) / 3)
+    twice = [{"policy": "guess", "stream": stream, "right": [[0, 0, stream]]} for stream in (0, 0, 1)]
+    assert report.guessed(twice)[0] == pytest.approx(1 / 6)
     last = found["random", 200, 1000]
     assert (last["streams"], last["asked"]) == (2, 1) and last["share"][0] == pytest.approx(0.4)
     assert last["right"] == pytest.approx((2 / 3,) * 3) and last["closed"] == pytest.approx((1 / 3,) * 3)
