@@ -24,6 +24,7 @@ from tokenprune.errors import (
 )
 from tokenprune.guard.settings import Guard
 from tokenprune.integrations.shared.attachable import Attachable
+from tokenprune.limit import limited
 from tokenprune.options import fits, in_words
 from tokenprune.registry import build
 from tokenprune.startup import DEFAULT_METHOD
@@ -49,6 +50,7 @@ def patch(
     guard: str | Guard | None = None,
     config: str | Path | Mapping[str, Any] | None = None,
     feature_cache: int | None = None,
+    max_visual_tokens: int | None = None,
     **options: Any,
 ) -> ModelT:
     """Make `model` see fewer visual tokens, in place, and return it.
@@ -72,6 +74,7 @@ def patch(
     was tuned on, a warning is logged.
     feature_cache: bytes, on the tower's device, that encoded images may take, so that further questions about an image
     do not encode it again (docs/guide/feature-cache.md). None: nothing is kept.
+    max_visual_tokens: the most tokens of an image, ahead of the tower and of the methods: `downsample` with a number.
     options:   the method's own options (`method_info(name).options`); for a list of methods pass configured `Method`s
     instead.
 
@@ -82,13 +85,14 @@ def patch(
     if not fits(feature_cache, _BYTES):
         raise OptionError(f"feature_cache={feature_cache!r} must be a number of bytes, {in_words(_BYTES)}")
     if config is not None:
-        if method is not None or keep is not None or options:
+        if options or any(one is not None for one in (method, keep, max_visual_tokens)):
             raise OptionError("config= names method, keep and options: leave these out, or leave out config=")
         read = read_config(config)
         read.check_model(model)
         method, keep = read.steps()
-    methods = _methods(DEFAULT_METHOD if method is None else method, options)
-    budgets = _budgets(keep, methods)
+    alone = max_visual_tokens is not None and method is None and keep is None and not options
+    methods = [] if alone else _methods(DEFAULT_METHOD if method is None else method, options)
+    methods, budgets = limited(methods, _budgets(keep, methods), max_visual_tokens)
     present = getattr(model, _ATTRIBUTE, None)
     if present is not None and not replace:
         raise AlreadyPatchedError(

@@ -23,6 +23,7 @@ from tokenprune.sites.composition import check_places
 from tokenprune.spelling import Entry, plain, read_entries, short
 
 IN_LLM = "experimental_in_llm"  # how vLLM shall serve a method; it changes nothing elsewhere
+LIMIT = "max_visual_tokens"  # an argument of patch()
 SCOPE = ("method", "keep", "per", "off", IN_LLM)  # keys of a setting that are no option of its method
 _EXAMPLE = '{"method": "divprune", "keep": 0.25}'
 _LIST = '{"method": [{"method": "dynres", "min_scale": 0.5}, "divprune"]}'
@@ -250,6 +251,10 @@ def _read(given: Any, where: str) -> Setting:
         raise OptionError(
             f"{where}: feature_cache does not belong to a setting: pass it to tokenprune.patch() beside config=; vLLM "
             "keeps encoded images itself, in its encoder cache"
+        )
+    if LIMIT in given:
+        raise OptionError(
+            f'{where}: {LIMIT} is a keep of downsample: write "method": ["downsample", ...], "keep": [...]'
         )
     options = {name: value for name, value in given.items() if name not in SCOPE}
     for name in TARGETS[1:]:

@@ -111,6 +111,38 @@ def test_a_image_of_text_is_raised_alone(subject: Model) -> None:
         check(tokenprune.stats(subject.model), 2)
 
 
+@pytest.mark.parametrize("method", ["random", "fastv", "pyramiddrop"])
+def test_a_floor_in_tokens_is_that_keep(subject: Model, method: str) -> None:
+    """Of an image of text that number of its tokens stays, as with `keep` of it; all of them where it is more."""
+    inputs = asked(subject, [[page(224)]], QUESTIONS[:1])
+    for floor, keep in ((200, 200), (1024, 1.0), (1, 1.0)):
+        guard = Guard("auto", floors={"text": floor})
+        got, stats = run(subject, inputs, method=method, keep=0.5, guard=guard)
+        want, hand = run(subject, inputs, method=method, keep=keep, guard="off")
+        assert torch.equal(got, want) and stats.visual_tokens_per_layer == hand.visual_tokens_per_layer
+        assert stats.guard[0].raised and stats.guard[0].risks == ("text",)
+    # A budget that is enough stays what it is.
+    _, stats = run(subject, inputs, method="random", keep=0.5, guard=Guard("auto", floors={"text": 128}))
+    assert stats.visual_tokens_out == 128 and not stats.guard[0].raised and stats.guard[0].risks == ()
+    photo = asked(subject, [[scene("hills", 224)]], QUESTIONS[:1])
+    _, stats = run(subject, photo, method="random", keep=0.5, guard=Guard("auto", floors={"text": 200}))
+    assert stats.visual_tokens_out == 128
+
+
+@pytest.mark.parametrize(("method", "processor"), [("random", False), ("downsample", True)])
+def test_a_floor_in_tokens_is_warned_of(
+    subject: Model, method: str, processor: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = dict(method=method, keep=0.5, processor=subject.processor if processor else None)
+    for floor, times in ((100, 0), (200, 1)):
+        caplog.clear()
+        with tokenprune.patched(subject.model, guard=Guard("warn", floors=dict.fromkeys(KINDS, floor)), **options):
+            inputs = asked(subject, [[page(224)]], QUESTIONS[:1])
+            subject.model(**inputs)
+            tokenprune.stats(subject.model)
+        assert caplog.text.count("What helps: keep=200;") == caplog.text.count("looks like text") == times
+
+
 def test_without_a_tokenizer_images_alone_are_looked_at(subject: Model) -> None:
     inputs = asked(subject, [page(224), scene("hills", 224)], ("how many circles?",) * 2)
     _, stats = run(subject, inputs, method="random", keep=0.2, guard="auto")

@@ -93,6 +93,7 @@ def test_patterns_of_the_user() -> None:
         dict(mode="loud"), dict(mode=None), dict(patterns={"ocr": []}), dict(patterns=["x"]), dict(text_limit=0),
         dict(patterns={"text": "x"}), dict(patterns={"text": ["("]}), dict(patterns={"text": [3]}),
         dict(floors={"text": 0}), dict(floors={"text": 1.5}), dict(floors={"text": True}), dict(floors={"text": "0.5"}),
+        dict(floors={"text": -3}), dict(floors={"text": 2.5}), dict(text_limit=2), dict(floors={"words": 300}),
         dict(floors={"words": 0.5}), dict(text_limit=float("nan")),
     ],
 )  # fmt: skip

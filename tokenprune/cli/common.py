@@ -44,6 +44,10 @@ ModelOption = Annotated[
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda:1 ...; default: cuda if there is one.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's choice.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+MostOption = Annotated[
+    int | None,
+    typer.Option("--max-visual-tokens", min=1, help="The most tokens that an image may make, ahead of the methods."),
+]
 # Of the commands that ask the user's questions.
 ColumnsOption = Annotated[
     str, typer.Option("--columns", help="Columns of --data to rename or drop: query=question,label=answers,id=")
@@ -215,24 +219,34 @@ def read_specs(methods: str) -> list[Setting]:
     return [Setting.from_spec(one).checked() for one in split_methods(methods)]
 
 
-def read_settings(methods: str, keep: str) -> list[Setting]:
-    """Return each setting that --methods and --keep name; none without a method.
+def read_settings(methods: str, keep: str, most: int | None = None) -> list[Setting]:
+    """Return each setting that --methods and --keep name; none without a method. most: of --max-visual-tokens.
 
     Commas part settings, and plus signs the methods of a stack and their keeps: "divprune+fastv,dart" at "0.5+0.25" ...
     """
+    from tokenprune.budget import as_json
     from tokenprune.errors import OptionError
+    from tokenprune.limit import LIMITER, check_limit
+    from tokenprune.setting import Setting
 
-    settings = []
+    settings: list[Setting] = []
+    if most is not None and not methods.strip():
+        return [Setting.from_spec(LIMITER, as_json(most))]
     for stack in read_specs(methods):
         number = len(stack.names)
         for text in keep.split(","):
-            keeps = read_keeps(text.replace("+", ","))
+            keeps: list[Any] = [*read_keeps(text.replace("+", ","))]
             if len(keeps) not in (1, number):
                 raise OptionError(
                     f"--keep {text} has {len(keeps)} numbers for {number} method{'s'[: number > 1]} in {stack.spec}: "
                     "give one, or one for each with plus signs between them (commas part settings)"
                 )
-            settings.append(stack.with_keep(list(keeps) if keeps[1:] else keeps[0]))
+            if most is None:
+                settings.append(stack.with_keep(keeps if keeps[1:] else keeps[0]))
+                continue
+            check_limit(most, stack.names)
+            of_each = keeps if keeps[1:] else keeps * number
+            settings.append(Setting.from_spec(f"{LIMITER}+{stack.spec}", [as_json(most), *of_each]))
     return settings
 
 

@@ -17,6 +17,7 @@ from tokenprune.cli.common import (
     DeviceOption,
     DtypeOption,
     ModelOption,
+    MostOption,
     SuffixOption,
     ThreadsOption,
     get_console,
@@ -56,6 +57,7 @@ def profile(
             "method of a stack."
         ),
     ] = "0.25",
+    max_visual_tokens: MostOption = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each side.")] = 7,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each run makes.")] = 9,
     config_only: Annotated[
@@ -80,7 +82,7 @@ def profile(
     and the most that each site can save."""
     if config_only:
         defer_torch()
-    settings = read_settings(method, keep)
+    settings = read_settings(method, keep, max_visual_tokens)
     stacked = "+" in keep and not settings
     keeps = read_keeps(keep.replace("+", ","))
     if stacked or not all(isinstance(one, int) or 0 < one <= 1 for one in keeps):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from tokenprune.guard.floors import Floors
-from tokenprune.guard.settings import Guard
+from tokenprune.guard.settings import Guard, is_tokens
 
 _SEEN = {
     ("image", "text"): "an image looks like text",
@@ -23,7 +23,8 @@ def statement(settings: Guard, names: list[str], reads_text: bool) -> str:
 
 def warning(source: str, kind: str, name: str, share: float, floor: float, raisable: bool, table: Floors) -> str:
     """Return the warning for a kind of question. source: "image" or "prompt", where it was seen. name: of the method,
-    which keeps `share` where `floor` would be enough. raisable: whether guard="auto" is possible."""
+    which keeps `share` where `floor` would be enough, a share or a number of tokens. raisable: whether guard="auto" is
+    possible."""
     loss = table.loss(name, kind, share)
     measured = "it was not measured on such questions"
     if loss is not None:
@@ -31,7 +32,13 @@ def warning(source: str, kind: str, name: str, share: float, floor: float, raisa
             f"at keep={loss.keep:g} it lost {loss.points:.0f} points of such questions on the shipped benchmark "
             f"({100 * loss.unpatched:.0f} to {100 * loss.share:.0f} % right)"
         )
-    ways = [f"keep={floor:g}" if floor < 1 else "no pruning (no keep that was measured is enough)"]
+    ways = [
+        f"keep={floor:g}"
+        if floor < 1
+        else f"keep={floor}"
+        if is_tokens(floor)
+        else "no pruning (no keep that was measured is enough)"
+    ]
     if raisable:
         ways.append('guard="auto", which keeps that much for such prompts alone')
     if safe := [other for other in table.safe(kind, share) if other != name][:3]:

@@ -17,6 +17,11 @@ MODES = ("warn", "auto", "off")
 TEXT_LIMIT = 0.25
 
 
+def is_tokens(floor: Any) -> bool:
+    """Return whether a floor is a number of an image's tokens, not a share of them."""
+    return isinstance(floor, int) and not isinstance(floor, bool) and floor > 1
+
+
 @dataclass(frozen=True)
 class Guard:
     """The guard of a patched model: `patch(..., guard=Guard(...))`; a mode alone may be given as a string.
@@ -24,8 +29,8 @@ class Guard:
     mode:       "warn": log one warning for each reason; "auto": keep more tokens where there is one; "off".
     patterns:   kind -> regular expressions (any case) that mark a prompt as of that kind, beside those that are built
                 in. Kinds: "text", "grounding", "counting".
-    floors:     kind -> share of an image's tokens in (0, 1] that is enough, in place of what was measured of any
-                method.
+    floors:     kind -> what is enough, in place of what was measured of any method: a share of an image's tokens in
+                (0, 1], or an int >= 2, tokens of an image, whatever its size.
     text_limit: how much an image must look like text, above 0 and up to 1, to count as text; 1.0: none does.
 
     Raises OptionError for anything else.
@@ -39,6 +44,7 @@ class Guard:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise OptionError(f"guard={self.mode!r} is not known: use {', '.join(map(repr, MODES))} or a Guard(...)")
+        hint = ", or an int >= 2, tokens of an image"
         for name in ("patterns", "floors"):
             given = getattr(self, name)
             if not isinstance(given, Mapping) or set(given) - set(KINDS):
@@ -53,9 +59,10 @@ class Guard:
                     re.compile(pattern)
                 except (re.error, TypeError) as error:
                     raise OptionError(f"guard: {pattern!r} is no regular expression: {error}") from error
-        for name, value in (*self.floors.items(), ("text_limit", self.text_limit)):
+        shares = [item for item in self.floors.items() if not is_tokens(item[1])]
+        for name, value in (*shares, ("text_limit", self.text_limit)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-                raise OptionError(f"guard: {name}={value!r} must be a share in (0, 1]")
+                raise OptionError(f"guard: {name}={value!r} must be a share in (0, 1]{hint if name in KINDS else ''}")
 
     @classmethod
     def of(cls, value: Any, processor: Any = None) -> Guard:

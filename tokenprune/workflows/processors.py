@@ -9,6 +9,7 @@ from tokenprune.api import _budgets
 from tokenprune.base import ImageChooser, Method, ResizeMethod, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import NotPatchedError, OptionError
+from tokenprune.limit import LIMITER, check_limit
 from tokenprune.registry import available_methods, build, method_info
 
 ProcessorT = TypeVar("ProcessorT")
@@ -20,6 +21,7 @@ def patch_processor(
     *,
     keep: float | int | Budget | None = None,
     replace: bool = False,
+    max_visual_tokens: int | None = None,
     **options: Any,
 ) -> ProcessorT:
     """Make a processor hand out fewer visual tokens, in place, and return it: for a model that is served elsewhere.
@@ -28,6 +30,7 @@ def patch_processor(
     keep:    float in (0, 1]: share of the visual tokens, or a `Budget` of one; for a method that chooses between the
              images of a prompt, an upper bound on them. None: the method's own default (0.25, or no bound).
     replace: replace a patch that is there already, instead of raising.
+    max_visual_tokens: the most tokens that an image may make, in place of `downsample` with this number for `keep`.
     options: the method's own options.
 
     The same as `patch(model, method, keep=keep, processor=processor)`, for processors whose images any model of their
@@ -50,6 +53,14 @@ def patch_processor(
         raise OptionError(
             f"{method.name} acts on the model, not on pixels; a processor can be patched with {', '.join(fitting)}"
         )
+    if max_visual_tokens is not None:
+        if method.name != LIMITER or keep is not None:
+            raise OptionError(
+                f"max_visual_tokens={max_visual_tokens} is {LIMITER} with this number for keep=: leave out keep= and "
+                "other methods"
+            )
+        check_limit(max_visual_tokens, [])
+        keep = Budget(tokens=max_visual_tokens)
     (budget,) = _budgets(keep, [method])
     made = patch_for(method, budget, processor)
     present = patch_on(processor)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.base import Method
+from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
-from tokenprune.guard.settings import KINDS
+from tokenprune.guard.settings import KINDS, is_tokens
 from tokenprune.integrations.hf.forward.plan import Plan, Stage, Step, allowed
 from tokenprune.integrations.hf.guard.pixels import SegmentLooks
 from tokenprune.shapes.decoder import DecoderShape
@@ -26,8 +26,8 @@ def share_of(budget: Budget, count: int | None = None) -> float | None:
 
 @dataclass(frozen=True)
 class Watched:
-    """A method of the patch, its budget, and for each kind the share of the tokens that is enough; stages: what the
-    method consists of when patched with that share (`Method.stages`)."""
+    """A method of the patch, its budget, and for each kind what is enough, a share of the tokens or an int of them;
+    stages: what the method consists of when patched with that (`Method.stages`)."""
 
     method: Method
     budget: Budget
@@ -37,8 +37,18 @@ class Watched:
     @classmethod
     def of(cls, method: Method, budget: Budget, floors: dict[str, float], layers: int) -> Watched:
         """layers: of the decoder. Raises what `Method.stages` raises."""
-        budgets = {kind: Budget(keep=float(floor), per=budget.per) for kind, floor in floors.items()}
+        budgets = {
+            kind: Budget(tokens=int(floor), per=budget.per)
+            if is_tokens(floor)
+            else Budget(keep=float(floor), per=budget.per)
+            for kind, floor in floors.items()
+        }
         return cls(method, budget, floors, {kind: method.stages(one, layers) for kind, one in budgets.items()})
+
+    def share_of(self, kind: str, count: float) -> float:
+        """Return the share of an image's `count` tokens that is enough."""
+        floor = self.floors[kind]
+        return min(1.0, floor / count) if is_tokens(floor) else floor
 
     def enough(self, kind: str, layer: int, count: int, shape: DecoderShape) -> int:
         """Return how many of an image's `count` tokens are left behind `layer` when the method is patched with its
@@ -113,8 +123,10 @@ class Verdict:
         for watched in self.watch.elsewhere:
             for place, count in enumerate(self.counts):
                 share = share_of(watched.budget, count)
+                # Of a smaller image, the tokens that it would have made.
+                whole = count / share if share and watched.method.site is Site.PRE_ENCODER else count
                 for kind in KINDS:
-                    if share is not None and share < watched.floors[kind]:
+                    if share is not None and share < watched.share_of(kind, whole):
                         self.low.setdefault((place, kind), (watched, share))
 
     def _conclude(self, watched: Watched, stage: Stage) -> None:

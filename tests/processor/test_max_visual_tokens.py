@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`max_visual_tokens=` is `downsample` with a number, alone or in front of other methods, and says what it cannot be
+combined with before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+import tokenprune
+from processors import LIMITS, asked, demo_model, llava, photo
+from tokenprune import BudgetError, OptionError, TokenPruneError, UnsupportedSetupError
+from tokenprune.cli.common import read_settings
+
+CONFIG = {"method": "divprune", "keep": 0.5}
+
+
+@pytest.mark.parametrize("most", [64, 1, 5000])
+@torch.no_grad()
+def test_alone_it_is_downsample_with_a_number(most: int) -> None:
+    model, processor = demo_model(), llava()
+    with tokenprune.patched(model, "downsample", keep=tokenprune.Budget(tokens=most), processor=processor):
+        inputs = asked(processor, photo(300, 200))
+        wanted, tokens = model(**inputs).logits, tokenprune.stats(model).visual_tokens_in
+    whole = asked(processor, photo(300, 200))
+    assert tokenprune.patch(model, max_visual_tokens=most, processor=processor) is model
+    again = asked(processor, photo(300, 200))
+    assert all(torch.equal(again[name], inputs[name]) for name in inputs)
+    assert torch.equal(model(**again).logits, wanted)
+    assert tokenprune.stats(model).visual_tokens_in == tokens
+    assert int((again["input_ids"] == model.config.image_token_id).sum()) == (256 if most > 256 else most)
+    tokenprune.unpatch(model)
+    back = asked(processor, photo(300, 200))
+    assert all(torch.equal(back[name], whole[name]) for name in whole)
+
+
+@torch.no_grad()
+def test_in_front_of_a_method_the_smaller_image_is_pruned() -> None:
+    model, processor = demo_model(), llava()
+    tokenprune.patch(model, "divprune", keep=0.25, max_visual_tokens=64, processor=processor, record=True)
+    inputs = asked(processor, photo(300, 200))
+    found, stats = model(**inputs).logits, tokenprune.stats(model)
+    assert int((inputs["input_ids"] == model.config.image_token_id).sum()) == 64
+    assert stats.visual_tokens_out == 16
+    kept = stats.cuts[-1].kept[0]
+    tokenprune.unpatch(model)
+    # The masked oracle: the model as it is, on the smaller image, with the tokens that left hidden.
+    with tokenprune.patched(model, max_visual_tokens=64, processor=processor):
+        mask = torch.zeros_like(inputs["input_ids"])
+        mask[0, kept] = 1
+        positions = torch.arange(mask.shape[1])[None]
+        oracle = model(**inputs | {"attention_mask": mask}, position_ids=positions).logits
+    assert len(kept) == int(mask.sum()) == mask.shape[1] - 48
+    torch.testing.assert_close(found[0, -1], oracle[0, -1], atol=1e-4, rtol=0)
+
+
+def test_the_default_method_follows_where_only_keep_is_given() -> None:
+    model, processor = demo_model(), llava()
+    with tokenprune.patched(model, keep=0.5, max_visual_tokens=64, processor=processor):
+        lines = repr(model)
+    assert "keep=64" in lines and "keep=0.5" in lines and "divprune()" in lines
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"max_visual_tokens": 0}, BudgetError, "most tokens of an image"),
+        ({"max_visual_tokens": 0.25}, BudgetError, "keep= takes shares"),
+        ({"max_visual_tokens": True}, BudgetError, "most tokens of an image"),
+        ({"max_visual_tokens": "64"}, BudgetError, "most tokens of an image"),
+        ({"max_visual_tokens": 64, "method": "downsample", "keep": 0.5}, OptionError, "leave one out"),
+        ({"max_visual_tokens": 64, "method": ["dynres", "divprune"]}, OptionError, "and so does dynres"),
+        ({"max_visual_tokens": 64, "config": CONFIG}, OptionError, "leave out config="),
+        ({"config": CONFIG | {"max_visual_tokens": 64}}, OptionError, "a keep of downsample"),
+        ({"max_visual_tokens": 64, "processor": None}, TokenPruneError, "processor"),
+    ],
+)
+def test_what_it_cannot_be_is_refused_and_nothing_changes(given: dict, error: type, says: str) -> None:
+    model, processor = demo_model(), llava()
+    before = asked(processor, photo(300, 200))
+    with pytest.raises(error, match=says):
+        tokenprune.patch(model, **{"processor": processor} | given)
+    assert not tokenprune.is_patched(model)
+    after = asked(processor, photo(300, 200))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_processor_alone_takes_it() -> None:
+    one, other = Qwen2VLImageProcessor(**LIMITS), Qwen2VLImageProcessor(**LIMITS)
+    tokenprune.patch_processor(one, max_visual_tokens=24)
+    tokenprune.patch_processor(other, "downsample", keep=24)
+    made = [processor(photo(190, 190))["pixel_values"] for processor in (one, other)]
+    assert torch.equal(*made)
+    plain: Any = Qwen2VLImageProcessor(**LIMITS)
+    for given in ({"method": "dynres"}, {"keep": 0.5}):
+        with pytest.raises(OptionError, match="leave out keep= and other methods"):
+            tokenprune.patch_processor(plain, max_visual_tokens=24, **given)
+    with pytest.raises(BudgetError, match="most tokens of an image"):
+        tokenprune.patch_processor(plain, max_visual_tokens=0)
+    with pytest.raises((OptionError, UnsupportedSetupError), match="leave"):
+        tokenprune.patch_processor(plain, "dynres", max_visual_tokens=24)
+
+
+@pytest.mark.parametrize(
+    ("methods", "keep", "names", "keeps"),
+    [
+        ("", "0.25", ["downsample"], [64]),
+        ("divprune", "0.25", ["downsample", "divprune"], [64, 0.25]),
+        ("divprune+fastv", "0.5+0.25", ["downsample", "divprune", "fastv"], [64, 0.5, 0.25]),
+        ("divprune+fastv", "0.5", ["downsample", "divprune", "fastv"], [64, 0.5, 0.5]),
+    ],
+)
+def test_the_command_line_puts_it_in_front(methods: str, keep: str, names: list[str], keeps: list[Any]) -> None:
+    (setting,) = read_settings(methods, keep, 64)
+    made, budgets = setting.steps()
+    assert [method.name for method in made] == names and [budget.keep for budget in budgets] == keeps
+
+
+def test_the_command_line_takes_one_token_and_refuses_a_second_limit() -> None:
+    (setting,) = read_settings("dart:pivot_text=0", "0.25", 1)
+    assert setting.steps()[1][0] == tokenprune.Budget(tokens=1) and "pivot_text=0" in setting.spec
+    with pytest.raises(OptionError, match="downsample is named beside it"):
+        read_settings("downsample", "0.25", 64)
+    assert [one.keep for one in read_settings("divprune,dart", "0.5,0.25")] == [0.5, 0.25, 0.5, 0.25]
