@@ -207,23 +207,31 @@ def scaling() -> str:
     return _parts("scaling", _scaling, fold="Time by the number of tokens, every method")
 
 
+LONG = (8192, 16384, 32768)  # of the counts that were measured
+PRODUCTS = 6  # of all tokens and those that stay; what takes longer is marked
+
+
 def _scaling(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
-    counts = [str(count) for count in header["counts"]]
-    lines = ["| | method | " + " | ".join(counts) + " | exponent |", "|---" * (3 + len(counts)) + "|"]
-    for key, unit, label in (("seconds", 1e-3, "ms"), ("peak", 2**20, "MiB")):
-        for one in records:
-            if f"{key}_exponent" not in one:
-                continue
-            points = one["points"]
-            cells = [_cell(points.get(count), key, unit) for count in counts]
-            slope = one[f"{key}_exponent"]
-            ending = "" if slope is None else f"{slope:.2f}"
-            lines.append(f"| {one['what']}, {label} | `{one['method']}` | {' | '.join(cells)} | {ending} |")
-    limit = (
-        "" if header["limit"] is None else f" >: more than {header['limit'] / 2**30:g} GiB, where measuring stopped."
-    )
+    counts = [str(count) for count in header["counts"] if count in LONG] or [str(header["counts"][-1])]
+    lines = [f"| method | {' | '.join(counts)} | products | exponent | MiB |", "|---" * (4 + len(counts)) + "|"]
+    for one in records:
+        key = "cpu" if "cpu_exponent" in one else "seconds"
+        points = one["points"]
+        ran = [point for count in header["counts"] if (point := points.get(str(count))) and "failed" not in point]
+        last = ran[-1] if ran else {}
+        products = last[key] / last["product"] if last.get("product") else None
+        told = "" if products is None else f"{products:.1f}{' ▼' if products > PRODUCTS else ''}"
+        slope, peak = one.get(f"{key}_exponent"), last.get("peak")
+        kind = "" if one["what"] == "selection" else f", {one['what']}"
+        cells = [_cell(points.get(count), key, 1e-3) for count in counts]
+        cells += [told, "" if slope is None else f"{slope:.1f}", "" if peak is None else f"{peak / 2**20:.0f}"]
+        lines.append(f"| `{one['method']}`{kind} | {' | '.join(cells)} |")
+    ends = "" if header["limit"] is None else f" >: more than {header['limit'] / 2**30:g} GiB or {header.get('most') or 0:g} s."
     share = f"features of width {header['width']}, one token of {header['share']} stays"
-    note = f"{where(header, records)}; {share}.{limit}"
+    note = (
+        f"{where(header, records)}; {share}. Choosing in ms; in products of all tokens with those that stay (▼: over "
+        f"{PRODUCTS}), and the peak, both at the most tokens that were reached.{ends}"
+    )
     return "\n\n".join([note, "\n".join(lines), source("scaling", device)])
 
 
