@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every rule of deploy/alerts.yaml fires once on purpose: the plugin's own counters are driven past its threshold, scraped
-each minute, and evaluated by Prometheus' promtool."""
+"""Every rule of deploy/alerts.yaml fires once on purpose: the plugin's own counters are driven past its threshold,
+scraped each minute, and evaluated by Prometheus' promtool."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from test_plugin import config
 from test_pixels import processor
+from test_plugin import config
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.front import reload
 from tokenprune.integrations.vllm.setting.configuration import offered
@@ -126,7 +126,9 @@ def test_a_config_map_that_changes_is_read_again(folder: Callable[[str], Path], 
     publish("..1", (DEPLOY / "kubernetes/offer.json").read_text())
     (tmp_path / "offer.json").symlink_to("..data/offer.json")
     file = str(tmp_path / "offer.json")
-    made = processor(folder("qwen2_5_vl"), {"method": "divprune", "keep": 0.25, "reload": file}, served_model_name="map")
+    made = processor(
+        folder("qwen2_5_vl"), {"method": "divprune", "keep": 0.25, "reload": file}, served_model_name="map"
+    )
     model_config = made.info.ctx.model_config
     vllm_config = SimpleNamespace(model_config=model_config, use_v2_model_runner=False)
     engine = SimpleNamespace(vllm_config=vllm_config, renderer=SimpleNamespace(get_mm_processor=lambda: made))
