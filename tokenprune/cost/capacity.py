@@ -18,7 +18,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the closed forms cannot know. Shares of the data sheet's numbers.
+    """Shares of the data sheet's numbers, and others that no closed form knows.
 
     compute: of the FLOPs, in prefill. read: of the bandwidth, while decoding. memory: for weights and KV cache; the
     rest is left to activations and the runtime. at_once: most requests that the server's scheduler takes on.
