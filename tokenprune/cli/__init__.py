@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tokenprune import __version__
+from tokenprune.cli.capacity import capacity
 from tokenprune.cli.common import Commands
 from tokenprune.cli.draft import draft
 from tokenprune.cli.families import families
@@ -42,7 +43,7 @@ def _options(
     pass  # the version is answered by its callback
 
 
-for command in (methods, families, profile, draft, show, new_method, serve_check):
+for command in (methods, families, profile, capacity, draft, show, new_method, serve_check):
     app.command()(command)
 # Each method's `fit` has options of its own.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)

@@ -163,6 +163,13 @@ class TowerShape:
             total += 2 * tokens * leaving * self.mlp_matrices * self.hidden * self.intermediate
         return total
 
+    @property
+    def weights(self) -> int:
+        """Numbers in the matrices of all blocks, of what embeds patches, and of the projector; norms and positions are
+        left out."""
+        block = self.hidden * (4 * self.attention + self.mlp_matrices * self.intermediate)
+        return self.layers * block + self.patch_numbers * self.hidden + self.projector
+
     def visual_tokens(self, views: Sequence[int]) -> int:
         """Return how many visual tokens the tower makes of `views`, without separators that a family adds."""
         return sum(view // self.unit for view in views)

@@ -75,6 +75,10 @@ GAUGES = {
         "The plugin that is loaded. 1: so it is now; 0: so it was before the setting was read again.",
         ("model_name", "version", "setting", "profiles", "policy", "vllm", "runner", "hooks"),
     ),
+    "tokenprune:keep_target": (
+        "The share that a setting of tokenprune:visual_tokens asks for: the label keep as a number.",
+        ("model_name", "method", "keep"),
+    ),
     "tokenprune:overload_step": (
         "Step of the overload policy that the last request without a choice of its own was served at; 0: the default.",
         ("model_name",),
@@ -140,6 +144,7 @@ def start_at_zero(model_config: Any) -> None:
                 _counter("tokenprune:shadow_requests").labels(name, profile, outcome)
         for outcome in () if setting.is_off else ("refused", "full"):
             _counter("tokenprune:failures").labels(name, profile, outcome)
+        _aim(name, *setting.label())
         for stage in ("in", "out"):
             for counter in counters:
                 _counter(counter).labels(name, stage, *setting.label())
@@ -158,8 +163,15 @@ def start_at_zero(model_config: Any) -> None:
 
 def count(model_config: Any, stage: str, method: str, keep: str, tokens: int) -> None:
     """Add visual tokens of a request. stage: "in" or "out". method, keep: see `Setting.label`."""
-    labels = model_config.served_model_name, stage, method, keep
-    _counter("tokenprune:visual_tokens").labels(*labels).inc(tokens)
+    name = model_config.served_model_name
+    _aim(name, method, keep)
+    _counter("tokenprune:visual_tokens").labels(name, stage, method, keep).inc(tokens)
+
+
+def _aim(name: str, method: str, keep: str) -> None:
+    """Show the share that a setting asks for; none for a whole number of tokens."""
+    if keep != "tokens":
+        _gauge("tokenprune:keep_target").labels(name, method, keep).set(float(keep))
 
 
 def chose(model_config: Any, served: Served) -> None:

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune capacity`: weights and caches of real models, the sums by hand, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlavaConfig, Qwen2_5_VLConfig, Qwen3VLMoeConfig
+from typer.testing import CliRunner
+
+from tokenprune.cli import app
+from tokenprune.cost.capacity import Assumptions, Server, request_load
+from tokenprune.cost.gpus import GPU, GPUS, find_gpu
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnsupportedModelError
+from tokenprune.shapes.tower import FAMILIES as KNOWN
+from zoo import FAMILIES
+
+QWEN_7B = Qwen2_5_VLConfig(
+    text_config=dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+                     num_key_value_heads=4, vocab_size=152064),
+    vision_config=dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584),
+    tie_word_embeddings=False,
+)  # fmt: skip
+H100 = GPUS["H100"]
+
+
+def asked(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["capacity", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in KNOWN])
+def test_weights_are_those_of_the_model(build: Any, name: str) -> None:
+    model = build(FAMILIES[name])
+    matrices = {id(one): one.numel() for one in model.parameters() if one.ndim > 1}
+    positions = sum(one.numel() for key, one in model.named_parameters() if one.ndim > 1 and "pos" in key)
+    found = Server.of_config(model.config, H100, dtype="float32").numbers
+    assert found == pytest.approx(sum(matrices.values()) - positions, rel=0.005)
+
+
+@pytest.mark.parametrize(("config", "billions"), [(LlavaConfig(), 7.06), (QWEN_7B, 8.29)])
+def test_weights_of_checkpoints(config: Any, billions: float) -> None:
+    """As their model cards have them."""
+    assert Server.of_config(config, H100).numbers / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_the_sums_by_hand() -> None:
+    gpu = GPU("round", 40e9, 1e12, 100e12, 10e12)
+    server = Server.of_config(LlavaConfig(), gpu, assumed=Assumptions(0.5, 0.5, 0.5, at_once=4, host=0.01))
+    load = request_load(LlavaConfig(), 2, tokens=None, tiles=None, text=48)
+    assert (load.visual, load.text, load.views) == (1152, 48, (576, 576))
+    whole, less = (server.capacity(load, keep, 2, 100) for keep in (1.0, 0.25))
+    token = 2 * 32 * 4096 * 2  # keys and values, layers, width, bytes
+    assert whole.kv_bytes == (1152 + 48 + 100) * token and less.kv_bytes == (288 + 48 + 100) * token
+    assert (whole.visual, less.visual, less.prompt, less.keep) == (1152, 288, 336, 0.25)
+    assert whole.requests == int((20e9 - 2 * server.numbers) // whole.kv_bytes) > 4 and less.requests > whole.requests
+    # The tower sees all, whatever stays.
+    decoder = server.costs.decoder
+    gone = decoder.prefill_flops([1200] * 32) - decoder.prefill_flops([336] * 32)
+    assert whole.prefill_flops - less.prefill_flops == pytest.approx(gone)
+    assert whole.prefill_seconds == whole.prefill_flops / 50e12 and whole.prefills == 50e12 / whole.prefill_flops
+    assert whole.first_token == pytest.approx(whole.prefill_seconds + 0.01)
+    read = 2 * (decoder.weights + 32000 * 4096)
+    assert whole.step_seconds == pytest.approx((read + 4 * (1200 + 50) * token) / 0.5e12)
+    assert whole.rate == pytest.approx(1 / (whole.prefill_seconds + 99 * whole.step_seconds / 4))
+    tiny = request_load(LlavaConfig(), 1, tokens=None, tiles=None, text=0)
+    slow = Server.of_config(LlavaConfig(), GPU("slow memory", 40e9, 1e10, 100e12, 1e12))
+    assert slow.capacity(tiny, 1.0, 1, 1).first_token == pytest.approx(read / (0.6 * 1e10))  # it reads the weights once
+
+
+def test_more_gpus_hold_and_compute_more() -> None:
+    load = request_load(QWEN_7B, 1, tokens=1200, tiles=None, text=64)
+    one, two = (Server.of_config(QWEN_7B, H100, number).capacity(load, 1.0, 1, 64) for number in (1, 2))
+    assert two.requests > 2 * one.requests and two.prefills == pytest.approx(2 * one.prefills)
+    whole = Server.of_config(QWEN_7B, H100, dtype="float32").capacity(load, 1.0, 1, 64)
+    assert whole.kv_bytes == 2 * one.kv_bytes and whole.prefills < one.prefills / 10
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: find_gpu("h10"), OptionError, "Did you mean H100"),
+        (lambda: Server.of_config(LlavaConfig(), find_gpu("a10"), 1, "float32"), UnsupportedModelError, "least 2 GPU"),
+        (lambda: Server.of_config(Qwen3VLMoeConfig(), H100), UnsupportedModelError, "mixture of experts"),
+        (lambda: Server.of_config(LlavaConfig(), H100, dtype="int8"), OptionError, "not one of bfloat16"),
+        (lambda: Server.of_config(LlavaConfig(), H100, 0), OptionError, "at least 1 GPU"),
+        (lambda: Assumptions(compute=0).check(), OptionError, r"compute: 0 is no share"),
+        (lambda: Assumptions(at_once=0).check(), OptionError, "at least 1 request"),
+        (lambda: request_load(LlavaConfig(), 0, tokens=None, tiles=None, text=1), OptionError, "at least 1 image"),
+    ],
+)  # fmt: skip
+def test_what_has_no_answer_is_refused(make: Any, error: type[TokenPruneError], said: str) -> None:
+    with pytest.raises(error, match=said):
+        make()
+    assert find_gpu("h100") is H100 and find_gpu("MI300X").memory == 192e9
+
+
+def test_a_request_that_does_not_fit() -> None:
+    server = Server.of_config(QWEN_7B, H100)
+    load = request_load(QWEN_7B, 4, tokens=1_000_000, tiles=None, text=0)
+    with pytest.raises(UnsupportedModelError, match="take more GPUs, or fewer images"):
+        server.capacity(load, 1.0, 4, 1)
+    with pytest.raises(BudgetError):
+        server.capacity(load, 1.5, 4, 1)
+
+
+def test_the_command_prints_all_that_it_assumes(tmp_path: Path) -> None:
+    QWEN_7B.save_pretrained(tmp_path / "model")
+    file = tmp_path / "out.json"
+    arguments = ("--model", tmp_path / "model", "--images", 2, "--tokens", 1200, "--keep", "0.25,0.1", "--json", file)
+    ran = asked(*arguments, "--ttft", "100ms", "--compute", 0.5, "--host", "5ms")
+    assert ran.exit_code == 0, ran.output
+    for said in ("unpatched", "keep 0.25", "keep 0.1", "50% of 989.4", "60% of 3.35", "85% of 1 x 80", "256 requests",
+                 "5 ms of the host", "8.29 B", "within 100 ms"):  # fmt: skip
+        assert said in ran.output
+    made = json.loads(file.read_text())
+    assert [one["visual"] for one in made["sides"]] == [2400, 600, 240]
+    assert made["assumed"] == {"compute": 0.5, "read": 0.6, "memory": 0.85, "at_once": 256, "host": 0.005}
+    held = [one["first_token"] <= made["ttft"] for one in made["sides"]]
+    assert [one["holds"] for one in made["sides"]] == held == [False, True, True]
+    row = next(line for line in ran.output.splitlines() if "within 100 ms" in line)
+    assert row.count("no") == 1 and row.count("yes") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--ttft", "5"), "write 500ms or 0.5s"),
+        (("--tokens", 100), "say how many tiles"),
+        (("--gpu", "K80"), "no GPU 'K80' is known"),
+        (("--keep", "0"), "keep"),
+        (("--keep", "1"), "use 1.0 for all"),
+        (("--json", "/nowhere/x.json"), "there is no folder"),
+        (("--model", "/nowhere"), "cannot read the config"),
+    ],
+)
+def test_a_wrong_word_is_one_line(arguments: tuple[object, ...], said: str) -> None:
+    ran = asked(*arguments)
+    assert ran.exit_code == 2 and said in ran.output and "Traceback" not in ran.output

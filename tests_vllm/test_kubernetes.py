@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifests under deploy/: of Kubernetes' schema, with what a cluster asks of a pod, and a server that starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from test_pixels import processor
+from test_plugin import config
+from tokenprune.integrations.vllm import compat
+from tokenprune.integrations.vllm.front import reload
+from tokenprune.integrations.vllm.setting.configuration import offered
+
+DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+KUSTOMIZATION = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())
+MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes/server.yaml").read_text()))
+DEPLOYMENT, SERVICE, CLAIM = MANIFESTS
+POD = DEPLOYMENT["spec"]["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+VERSIONS = ("1.29", "1.33")
+
+
+def generated() -> list[dict[str, Any]]:
+    """The ConfigMaps that kustomize makes."""
+    return [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": one["name"], **one.get("options", {})},
+         "data": {Path(file).name: (DEPLOY / file).read_text() for file in one["files"]}}
+        for one in KUSTOMIZATION["configMapGenerator"]
+    ]  # fmt: skip
+
+
+def built() -> list[dict[str, Any]]:
+    """What `kubectl apply -k` would send: made by kubectl, where there is one."""
+    if shutil.which("kubectl") is None:
+        return [*MANIFESTS, *generated()]
+    ran = subprocess.run(["kubectl", "kustomize", str(DEPLOY)], capture_output=True, text=True, check=True)
+    return list(yaml.safe_load_all(ran.stdout))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_they_keep_the_schema(version: str) -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is a tool of `make test-vllm`")
+    for one in built():
+        validator.validate(one, version, strict=True)
+    broken = json.loads(json.dumps(DEPLOYMENT))
+    broken["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["periodSecond"] = 3
+    with pytest.raises(validator.ValidationError):
+        validator.validate(broken, version, strict=True)
+
+
+def test_kustomize_makes_what_the_pod_mounts() -> None:
+    kinds = sorted((one["kind"], one["metadata"]["name"]) for one in built())
+    maps = ["tokenprune-alerts", "tokenprune-dashboard", "tokenprune-offer"]
+    assert kinds == [*(("ConfigMap", name) for name in maps), ("Deployment", "vllm"),
+                     ("PersistentVolumeClaim", "vllm-models"), ("Service", "vllm")]  # fmt: skip
+    # A name that changes with its content would leave a running pod with the old file.
+    assert KUSTOMIZATION["generatorOptions"]["disableNameSuffixHash"] is True
+    volumes = {one["name"]: one for one in POD["volumes"]}
+    assert volumes["offer"]["configMap"]["name"] in maps
+    assert volumes["models"]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
+    assert {one["name"] for one in CONTAINER["volumeMounts"]} == set(volumes)
+    assert not any("subPath" in one for one in CONTAINER["volumeMounts"])
+    (image,) = KUSTOMIZATION["images"]
+    assert image["name"] == CONTAINER["image"] and image["newTag"] == f"v{compat.TESTED}"
+
+
+def test_the_pod_is_bounded_and_not_root() -> None:
+    pod, own = POD["securityContext"], CONTAINER["securityContext"]
+    assert pod["runAsNonRoot"] and pod["runAsUser"] > 0 and pod["seccompProfile"]["type"] == "RuntimeDefault"
+    assert not own["allowPrivilegeEscalation"] and own["capabilities"] == {"drop": ["ALL"]}
+    assert own["readOnlyRootFilesystem"] and POD["automountServiceAccountToken"] is False
+    limits, requests = CONTAINER["resources"]["limits"], CONTAINER["resources"]["requests"]
+    assert set(limits) == set(requests) == {"cpu", "memory", "nvidia.com/gpu"}
+    assert limits["nvidia.com/gpu"] == requests["nvidia.com/gpu"]
+    # Whatever it writes to, it may.
+    written = {one["mountPath"] for one in CONTAINER["volumeMounts"] if not one.get("readOnly")}
+    paths = [one["value"] for one in CONTAINER["env"] if str(one.get("value", "")).startswith("/")]
+    assert len(paths) == 5 and all(any(path == at or path.startswith(f"{at}/") for at in written) for path in paths)
+
+
+def test_probes_service_and_scrape_ask_the_port() -> None:
+    (port,) = CONTAINER["ports"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert CONTAINER[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
+    assert CONTAINER["startupProbe"]["periodSeconds"] * CONTAINER["startupProbe"]["failureThreshold"] >= 1200
+    meta = DEPLOYMENT["spec"]["template"]["metadata"]
+    assert meta["annotations"]["prometheus.io/port"] == str(port["containerPort"]) == "8000"
+    assert meta["labels"] == SERVICE["spec"]["selector"] == DEPLOYMENT["spec"]["selector"]["matchLabels"]
+    assert SERVICE["spec"]["ports"][0]["targetPort"] == port["name"]
+
+
+def test_the_servers_command_starts_in_shadow(folder: Any, tmp_path: Path) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    model, *rest = CONTAINER["args"]
+    assert CONTAINER["command"] == ["vllm", "serve"]
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", model, *rest])
+    setting = args.mm_processor_kwargs["tokenprune"]
+    mount = next(one for one in CONTAINER["volumeMounts"] if one["name"] == "offer")
+    assert setting["reload"] == f"{mount['mountPath']}/offer.json"
+    offer = offered(config(folder("qwen2_5_vl"), setting | {"reload": str(DEPLOY / "kubernetes/offer.json")}))
+    assert args.served_model_name == ["served", *(f"served:{name}" for name in offer.names)]
+    assert offer.rollout("default") == offer.rollout("fast") == 0.0 and offer.on_error("fast") == "full"
+
+
+def test_a_config_map_that_changes_is_read_again(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """A cluster puts a link to a folder of the day in place of the last one, at once."""
+
+    def publish(day: str, text: str) -> None:
+        (tmp_path / day).mkdir()
+        (tmp_path / day / "offer.json").write_text(text)
+        (tmp_path / "..next").symlink_to(day)
+        os.replace(tmp_path / "..next", tmp_path / "..data")
+
+    publish("..1", (DEPLOY / "kubernetes/offer.json").read_text())
+    (tmp_path / "offer.json").symlink_to("..data/offer.json")
+    file = str(tmp_path / "offer.json")
+    made = processor(
+        folder("qwen2_5_vl"), {"method": "divprune", "keep": 0.25, "reload": file}, served_model_name="map"
+    )
+    model_config = made.info.ctx.model_config
+    vllm_config = SimpleNamespace(model_config=model_config, use_v2_model_runner=False)
+    engine = SimpleNamespace(vllm_config=vllm_config, renderer=SimpleNamespace(get_mm_processor=lambda: made))
+    assert offered(model_config).rollout("default") == 0.0
+    publish("..2", '{"profiles": {"slow": {"keep": 0.5}}, "rollout": 0.05}')
+    assert reload.reload(engine)
+    assert offered(model_config).rollout("default") == 0.05 and offered(model_config).names == ["slow"]

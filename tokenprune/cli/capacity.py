@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tokenprune capacity`: what a server bears, unpatched and pruned, before there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokenprune.cli.common import ModelOption, get_console, load_config, read_keeps
+from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.startup import defer_torch
+
+if TYPE_CHECKING:
+    from tokenprune.cost.capacity import Capacity, Server
+    from tokenprune.cost.model import Load
+    from tokenprune.profiling.table import Table
+
+
+def capacity(
+    gpu: Annotated[str, typer.Option(help="A10, A100, L4, L40S, H100, H200, B200 or MI300X.")] = "H100",
+    gpus: Annotated[int, typer.Option(help="GPUs that share the model, as if nothing were lost between them.")] = 1,
+    images: Annotated[int, typer.Option(help="Images of a request.")] = 1,
+    tokens: Annotated[
+        int | None, typer.Option(help="Visual tokens of an image, where images have any size; default: 1024.")
+    ] = None,
+    tiles: Annotated[
+        int | None, typer.Option(help="Views that an image is cut into, where they have one size; default: 1.")
+    ] = None,
+    text: Annotated[int, typer.Option(min=0, help="Tokens of text in a prompt.")] = 64,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
+    keep: Annotated[str, typer.Option(help="Comma-separated: shares of an image's tokens, or whole numbers.")] = "0.25",
+    ttft: Annotated[str | None, typer.Option(help="Time to the first token that is asked for: 500ms, 0.5s.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    compute: Annotated[float, typer.Option(help="Assumed share of the GPU's peak FLOPs in prefill.")] = 0.4,
+    read: Annotated[float, typer.Option(help="Assumed share of its bandwidth in decoding.")] = 0.6,
+    memory: Annotated[float, typer.Option(help="Assumed share of its memory for weights and KV cache.")] = 0.85,
+    at_once: Annotated[int, typer.Option(help="Most requests that run together (vLLM: --max-num-seqs).")] = 256,
+    host: Annotated[str, typer.Option(help="Assumed time of the host in the first token: 20ms.")] = "0ms",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write numbers and assumptions as JSON.")] = None,
+    model: ModelOption = None,
+) -> None:
+    """Say how many requests a server holds, how many a second it answers and how soon, unpatched and pruned. Closed
+    forms of the model's config: nothing is loaded or measured, and every assumption is printed."""
+    defer_torch()
+    from tokenprune.cost.capacity import Assumptions, Server, request_load
+    from tokenprune.cost.gpus import find_gpu
+
+    keeps = read_keeps(keep)
+    target = None if ttft is None else _seconds("--ttft", ttft)
+    if json_file is not None and not json_file.parent.is_dir():
+        raise TokenPruneError(f"cannot write {json_file}: there is no folder {json_file.parent}")
+    assumed = Assumptions(compute, read, memory, at_once, _seconds("--host", host))
+    found = find_gpu(gpu)
+    config = load_config(model)
+    server = Server.of_config(config, found, gpus, dtype, assumed)
+    load = request_load(config, images, tokens=tokens, tiles=tiles, text=text)
+    sides = [server.capacity(load, one, images, answer) for one in dict.fromkeys((1.0, *keeps))]
+    table = _table(model or "demo_vlm", server, load, sides, images, answer, target)
+    _print(table)
+    if json_file is not None:
+        made = {
+            "model": model or "demo_vlm",
+            "server": {"gpu": dataclasses.asdict(found), "gpus": gpus, "dtype": dtype, "weights": server.numbers},
+            "request": {"images": images, "visual": load.visual, "text": text, "answer": answer},
+            "assumed": dataclasses.asdict(assumed),
+            "ttft": target,
+            "sides": [dataclasses.asdict(one) | {"holds": _holds(one, target)} for one in sides],
+        }
+        _write(json_file, json.dumps(made, indent=1) + "\n")
+
+
+def _seconds(option: str, text: str) -> float:
+    """Return a time in seconds; raises OptionError for what is none."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", text)
+    if found is None:
+        raise OptionError(f"{option} {text!r} is no time: write 500ms or 0.5s")
+    return float(found[1]) / (1000 if found[2] == "ms" else 1)
+
+
+def _holds(side: Capacity, target: float | None) -> bool | None:
+    return None if target is None else side.first_token <= target
+
+
+def _table(
+    model: str, server: Server, load: Load, sides: list[Capacity], images: int, answer: int, target: float | None
+) -> Table:
+    from tokenprune.profiling.table import Cell, Table
+
+    rows: list[tuple[str, list[str]]] = [
+        ("visual tokens of a request", [f"{one.visual:,}" for one in sides]),
+        ("prompt, with text", [f"{one.prompt:,}" for one in sides]),
+        ("KV cache of a request, with its answer", [f"{one.kv_bytes / 1e6:,.1f} MB" for one in sides]),
+        ("requests that the KV cache holds", [f"{one.requests:,}" for one in sides]),
+        ("FLOPs of a prefill, tower included", [f"{one.prefill_flops / 1e12:.3g} T" for one in sides]),
+        ("prefills a second, without decoding", [f"{one.prefills:.3g}" for one in sides]),
+        ("a decoding step of all that run", [f"{one.step_seconds * 1e3:.1f} ms" for one in sides]),
+        ("requests a second, with decoding", [f"{one.rate:.3g}" for one in sides]),
+        ("first token, unloaded server", [f"{one.first_token * 1e3:.1f} ms" for one in sides]),
+    ]
+    cells = [[Cell(name), *map(Cell, values)] for name, values in rows]
+    if target is not None:
+        answers = [Cell("yes" if _holds(one, target) else "no", bad=not _holds(one, target)) for one in sides]
+        cells.append([Cell(f"within {target * 1e3:g} ms"), *answers])
+    heads = ["unpatched", *(f"keep {one.keep:.3g}" for one in sides[1:])]
+    title = f"{model} on {server.gpus} x {server.gpu.name}; {images} image{'s'[: images > 1]} a request"
+    return Table(title, ("", *heads), cells, _notes(server, load, answer))
+
+
+def _notes(server: Server, load: Load, answer: int) -> tuple[str, ...]:
+    gpu, assumed = server.gpu, server.assumed
+    return (
+        f"Assumed: prefill at {assumed.compute:.0%} of {gpu.flops(server.dtype) / 1e12:g} TFLOP/s (--compute); "
+        f"decoding at {assumed.read:.0%} of {gpu.bandwidth / 1e12:g} TB/s (--read); weights and cache in "
+        f"{assumed.memory:.0%} of {server.gpus} x {gpu.memory / 1e9:g} GB (--memory); at most {assumed.at_once} "
+        f"requests run together (--at-once); {assumed.host * 1e3:g} ms of the host in the first token (--host).",
+        f"Weights: {server.numbers / 1e9:.3g} B numbers in {server.dtype}, {server.weight_bytes / 1e9:.1f} GB; "
+        f"{load.text} tokens of text, {answer} of answer; cut at the decoder's entry, so the tower sees all.",
+        "Left out: choosing the tokens, waiting, caches that already hold an image, what several GPUs say to each "
+        "other, and windows of attention, which hold less. The data sheet's numbers and these shares decide: measure "
+        "one setting with `tokenprune bench --backend vllm` before you buy.",
+    )
+
+
+def _print(table: Table) -> None:
+    from rich.text import Text
+
+    from tokenprune.profiling.table import to_rich
+
+    console = get_console()
+    console.print(to_rich(table))
+    for note in table.notes:
+        console.print(Text(note, style="dim"), soft_wrap=True)
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise TokenPruneError(f"cannot write {path}: {error.strerror or error}") from error
+    get_console(error=True).print(f"written: {path}", markup=False, soft_wrap=True)

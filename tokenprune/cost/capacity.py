@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load that a server bears, in closed form: how many requests its memory holds, how many a second it computes, and
+the time to the first token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tokenprune.budget import Budget
+from tokenprune.cost.gpus import GPU
+from tokenprune.cost.model import CostModel, Load
+from tokenprune.errors import OptionError, UnsupportedModelError
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Shares of the data sheet's numbers, and others that no closed form knows.
+
+    compute: of the FLOPs, in prefill. read: of the bandwidth, while decoding. memory: for weights and KV cache; the
+    rest is left to activations and the runtime. at_once: most requests that the server's scheduler takes on.
+    host: seconds to the first token that no closed form knows: reading images, choosing tokens, sending.
+    """
+
+    compute: float = 0.4
+    read: float = 0.6
+    memory: float = 0.85
+    at_once: int = 256
+    host: float = 0.0
+
+    def check(self) -> None:
+        """Raise OptionError for shares outside (0, 1], no request at once, or negative seconds."""
+        for name in ("compute", "read", "memory"):
+            if not 0 < getattr(self, name) <= 1:
+                raise OptionError(f"{name}: {getattr(self, name)} is no share: take a number in (0, 1]")
+        if self.at_once < 1 or self.host < 0:
+            raise OptionError("a server takes on at least 1 request at once, and needs no less than 0 seconds for one")
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The load that a server bears at one keep.
+
+    visual, prompt: tokens of a request. kv_bytes: of a request, its answer included. requests: that the KV cache holds
+    together. prefill_flops, prefill_seconds: of one request; with the tower. prefills: a second, if there were no
+    decoding. step_seconds: of one decoding step with all requests that run together. rate: requests a second, prefill
+    and decoding together. first_token: seconds, on a server that does nothing else.
+    """
+
+    keep: float
+    visual: int
+    prompt: int
+    kv_bytes: float
+    requests: int
+    prefill_flops: float
+    prefill_seconds: float
+    prefills: float
+    step_seconds: float
+    rate: float
+    first_token: float
+
+
+@dataclass(frozen=True)
+class Server:
+    """A model on GPUs. numbers: of all its weights; read: of those that a decoding step reads."""
+
+    costs: CostModel
+    numbers: int
+    read: int
+    gpu: GPU
+    gpus: int = 1
+    dtype: str = "bfloat16"
+    assumed: Assumptions = Assumptions()
+
+    @classmethod
+    def of_config(
+        cls, config: Any, gpu: GPU, gpus: int = 1, dtype: str = "bfloat16", assumed: Assumptions | None = None
+    ) -> Server:
+        """config: of the whole model. Raises OptionError for numbers that are none, UnsupportedModelError for a model
+        whose sizes have no closed form, or whose weights do not fit."""
+        assumed = Assumptions() if assumed is None else assumed
+        assumed.check()
+        if dtype not in BYTES:
+            raise OptionError(f"dtype {dtype!r} is not one of {', '.join(BYTES)}")
+        if gpus < 1:
+            raise OptionError(f"a server has at least 1 GPU, not {gpus}")
+        text = config.get_text_config()
+        if any(getattr(text, name, None) for name in _EXPERTS):
+            raise UnsupportedModelError(
+                f"{config.model_type!r} is a mixture of experts, which has no closed form here: measure it with "
+                "`tokenprune bench --backend vllm`"
+            )
+        costs = CostModel.from_config(config)
+        assert costs.tower is not None
+        head = text.vocab_size * text.hidden_size
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        read = costs.decoder.weights + head
+        made = cls(costs, costs.tower.weights + read + (0 if tied else head), read, gpu, gpus, dtype, assumed)
+        if made.room <= 0:
+            fit = -(-made.weight_bytes // (assumed.memory * gpu.memory))
+            raise UnsupportedModelError(
+                f"the weights ({made.weight_bytes / 1e9:.1f} GB in {dtype}) do not fit into {assumed.memory:.0%} of "
+                f"{gpus} x {gpu.name}: take at least {fit:.0f} GPUs, or a larger one"
+            )
+        return made
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights."""
+        return float(self.numbers * BYTES[self.dtype])
+
+    @property
+    def room(self) -> float:
+        """Bytes for the KV cache."""
+        return self.assumed.memory * self.gpus * self.gpu.memory - self.weight_bytes
+
+    def capacity(self, load: Load, keep: float | int, images: int, answer: int) -> Capacity:
+        """Return what the server bears of requests of one kind, cut at the decoder's entry. load: of a request. keep:
+        as in `Budget`, for each of `images`. answer: tokens that each request makes.
+
+        Raises BudgetError for a keep that is none, UnsupportedModelError where not one request fits.
+        """
+        size, layers, assumed = BYTES[self.dtype], self.costs.decoder.layers, self.assumed
+        each = load.visual // images
+        visual = Budget.of(keep).resolve_keep(each) * images
+        cost = self.costs.cost(load, per_layer=[visual] * layers)
+        prompt = load.text + visual
+        kv = float(self.costs.decoder.kv_bytes([prompt + answer] * layers, size))
+        requests = int(self.room // kv)
+        if requests < 1:
+            raise UnsupportedModelError(
+                f"{self.room / 1e9:.1f} GB are left beside the weights, and one request's KV cache is {kv / 1e9:.1f} "
+                f"GB at keep {keep}: take more GPUs, or fewer images or tokens"
+            )
+        together = min(requests, assumed.at_once)
+        bandwidth = assumed.read * self.gpus * self.gpu.bandwidth
+        # While a request is answered its cache grows; half of the answer is there on average.
+        held = float(self.costs.decoder.kv_bytes([prompt + answer // 2] * layers, size))
+        step = (self.read * size + together * held) / bandwidth
+        # A prompt of few tokens is over before the weights have been read.
+        flops = cost.flops + 2 * (self.read - self.costs.decoder.weights)
+        prefill = flops / (assumed.compute * self.gpus * self.gpu.flops(self.dtype))
+        first = max(prefill, self.read * size / bandwidth) + assumed.host
+        # The first token of an answer is made by the prefill.
+        rate = 1 / (prefill + (answer - 1) * step / together)
+        return Capacity(
+            visual / load.visual, visual, prompt, kv, requests, flops, prefill, 1 / prefill, step, rate, first
+        )
+
+
+def request_load(config: Any, images: int, *, tokens: int | None, tiles: int | None, text: int) -> Load:
+    """Return the load of a request with so many equal images; see `Load.of_config`. Raises OptionError."""
+    if images < 1:
+        raise OptionError(f"a request has at least 1 image, not {images}: without images there is nothing to prune")
+    one = Load.of_config(config, tokens=tokens, tiles=tiles, text=text)
+    return Load(one.views * images, one.visual * images, text)
