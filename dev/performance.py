@@ -226,7 +226,9 @@ def _scaling(header: dict[str, Any], records: list[dict[str, Any]], device: str)
         cells = [_cell(points.get(count), key, 1e-3) for count in counts]
         cells += [told, "" if slope is None else f"{slope:.1f}", "" if peak is None else f"{peak / 2**20:.0f}"]
         lines.append(f"| `{one['method']}`{kind} | {' | '.join(cells)} |")
-    ends = "" if header["limit"] is None else f" >: more than {header['limit'] / 2**30:g} GiB or {header.get('most') or 0:g} s."
+    ends = ""
+    if header["limit"] is not None:
+        ends = f" >: more than {header['limit'] / 2**30:g} GiB or {header.get('most') or 0:g} s."
     share = f"features of width {header['width']}, one token of {header['share']} stays"
     note = (
         f"{where(header, records)}; {share}. Choosing in ms; in products of all tokens with those that stay (▼: over "
