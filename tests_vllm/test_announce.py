@@ -81,6 +81,8 @@ def test_an_engine_that_starts_says_so(
     named = {(by, profile) for by in ("name", "key") for profile in ("default", "fast", "ocr")}
     assert set(totals["requests"]) == named | {("default", "default"), ("load", "fast"), ("key", "request")}
     assert set(totals["requests"].values()) == {0}
+    failures = samples("tokenprune:failures_total", "starting")
+    assert set(failures.values()) == {0} and {("full", "request"), ("refused", "request")} < failures.keys()
     assert samples("tokenprune:refusals_total", "starting") == {(one,): 0 for one in metrics.REASONS}
     assert samples("tokenprune:selections_total", "starting") == {("divprune",): 0}
     assert samples("tokenprune:selection_seconds_total", "starting") == {("divprune",): 0}

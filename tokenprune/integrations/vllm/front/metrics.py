@@ -155,6 +155,8 @@ def start_at_zero(model_config: Any) -> None:
         if setting.method is not None and not setting.in_llm:
             _of_workers().zeros.add((name, setting.method.name))
     _counter("tokenprune:requests").labels(name, REQUEST, BY_KEY)
+    for outcome in ("refused", "full"):
+        _counter("tokenprune:failures").labels(name, REQUEST, outcome)
     for result in RESULTS:
         _counter("tokenprune:reloads").labels(name, result)
     for reason in REASONS:
