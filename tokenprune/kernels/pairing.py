@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of two sets that were matched become one, and where everything then stands."""
+"""The merge of matched tokens: those that join others, and the places of all afterwards."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class LikePairs:
             first, second = first[upper], second[upper]
             found.append((first + row.start, second + column.start, alike[first, second]))
             number += len(first)
-            if number > 4 * _PAIRS * len(self._unit):  # the few told of others
+            if number > 4 * _PAIRS * len(self._unit):  # a sample had fewer
                 first, second, alike = (torch.cat(one) for one in zip(*found, strict=True))
                 least = float(alike.median())
                 above = alike > least

@@ -192,7 +192,7 @@ def fewer(found: _Found, keep: int) -> _Found:
 
 
 class _Likeness:
-    """How similar representatives are of which some merge; no table of all pairs is held where they are many.
+    """Similarities of representatives of which some merge, without a table of all pairs where they are many.
 
     direction: float32 `[C, D]`. gone: bool `[C]`, those that merged into another; merged: bool `[C]`, those that are
     not what they were.
