@@ -77,8 +77,8 @@ def _efficiency(header: dict[str, Any], records: list[dict[str, Any]], device: s
         own = [one for one in methods if (one["visual"], one["keep"]) == (visual, keep)]
         whole, step = (median(one[f"unpatched_{key}"]["p50"] for one in own) for key in ("ms", "step_ms"))
         lines = [
-            f"**{visual} -> {keep} visual tokens**, unpatched {whole:.0f} ms, a step of decoding {step:.1f} ms; choosing "
-            "and steps as shares of these:",
+            f"**{visual} -> {keep} visual tokens**, unpatched {whole:.0f} ms, a step of decoding {step:.1f} ms; "
+            "choosing and steps as shares of these:",
             "",
             "| method | tokens a layer | speed-up | efficiency (p20-p80) | limit | of it | choosing | decode step |",
             "|---" * 8 + "|",
