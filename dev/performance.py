@@ -218,11 +218,11 @@ def _scaling(header: dict[str, Any], records: list[dict[str, Any]], device: str)
         ran = [point for count in header["counts"] if (point := points.get(str(count))) and "failed" not in point]
         last = ran[-1] if ran else {}
         products = last[key] / last["product"] if last.get("product") else None
-        told = "" if products is None else f"{products:.1f}{' ▼' if products > PRODUCTS else ''}"
+        shown = "" if products is None else f"{products:.1f}{' ▼' if products > PRODUCTS else ''}"
         slope, peak = one.get(f"{key}_exponent"), last.get("peak")
         kind = "" if one["what"] == "selection" else f", {one['what']}"
         cells = [_cell(points.get(count), key, 1e-3) for count in counts]
-        cells += [told, "" if slope is None else f"{slope:.1f}", "" if peak is None else f"{peak / 2**20:.0f}"]
+        cells += [shown, "" if slope is None else f"{slope:.1f}", "" if peak is None else f"{peak / 2**20:.0f}"]
         lines.append(f"| `{one['method']}`{kind} | {' | '.join(cells)} |")
     ends = ""
     if header["limit"] is not None:

@@ -40,7 +40,7 @@ def generated() -> list[dict[str, Any]]:
 
 
 def built() -> list[dict[str, Any]]:
-    """What `kubectl apply -k` would send: made by kubectl, where there is one."""
+    """Return the manifests that `kubectl apply -k` sends: made by kubectl, where there is one."""
     if shutil.which("kubectl") is None:
         return [*MANIFESTS, *generated()]
     ran = subprocess.run(["kubectl", "kustomize", str(DEPLOY)], capture_output=True, text=True, check=True)

@@ -118,7 +118,7 @@ def test_the_page_of_a_notebook_shows_the_outputs_that_were_kept(hooks: Any) -> 
 
 
 def linked_files(hooks: Any) -> set[str]:
-    """What the pages of the site link to in the repository, as its URI in the site."""
+    """Return the files of the repository that pages link to, by their URI in the site."""
     sources = [*hooks.PAGES, *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
     return {hooks.uri_of(to) for source in sources for to in hooks.links(source, (ROOT / source).read_text()).values()}
 

@@ -105,7 +105,7 @@ def test_columns_are_those_of_the_past_and_then_those_that_remain():
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_nobody_holds_a_call_that_is_over(method: str, fails: bool, build) -> None:
-    """Whether it ended, or an error in a layer after the cut ended it."""
+    """A call that ended, or that an error behind the cut ended, leaves nothing."""
     family = FAMILIES["llava"]
     model = build(family)
 

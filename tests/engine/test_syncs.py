@@ -162,7 +162,7 @@ ASKS = [name for name in METHODS if tokenprune.method_info(name).cls.asks_device
 
 
 def test_who_asks_says_so() -> None:
-    """What a CUDA graph cannot hold is known of each method, and is what is counted here."""
+    """Each method declares whether a CUDA graph can hold its choice, and the waits counted here agree."""
     assert set(ASKS) == {"vscan", *ASKING} - {"pixelprune"}  # acts before there is anything to choose from
     assert not any(tokenprune.method_info(name).capturable for name in ASKS)
 

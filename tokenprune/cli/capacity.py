@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenprune.cli.common import ModelOption, get_console, load_config, read_keeps
-from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.cli.common import ModelOption, load_config, read_keeps
+from tokenprune.cli.output import check_folder, print_table, write_file
+from tokenprune.cost.gpus import GPUS, find_gpu
+from tokenprune.errors import OptionError
 from tokenprune.startup import defer_torch
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def capacity(
-    gpu: Annotated[str, typer.Option(help="A10, A100, L4, L40S, H100, H200, B200 or MI300X.")] = "H100",
+    gpu: Annotated[str, typer.Option(help=f"One of {', '.join(GPUS)}.")] = "H100",
     gpus: Annotated[int, typer.Option(help="GPUs that share the model, as if nothing were lost between them.")] = 1,
     images: Annotated[int, typer.Option(help="Images of a request.")] = 1,
     tokens: Annotated[
@@ -48,12 +50,11 @@ def capacity(
     forms of the model's config: nothing is loaded or measured, and every assumption is printed."""
     defer_torch()
     from tokenprune.cost.capacity import Assumptions, Server, request_load
-    from tokenprune.cost.gpus import find_gpu
 
     keeps = read_keeps(keep)
     target = None if ttft is None else _seconds("--ttft", ttft)
-    if json_file is not None and not json_file.parent.is_dir():
-        raise TokenPruneError(f"cannot write {json_file}: there is no folder {json_file.parent}")
+    if json_file is not None:
+        check_folder(json_file)
     assumed = Assumptions(compute, read, memory, at_once, _seconds("--host", host))
     found = find_gpu(gpu)
     config = load_config(model)
@@ -61,7 +62,7 @@ def capacity(
     load = request_load(config, images, tokens=tokens, tiles=tiles, text=text)
     sides = [server.capacity(load, one, images, answer) for one in dict.fromkeys((1.0, *keeps))]
     table = _table(model or "demo_vlm", server, load, sides, images, answer, target)
-    _print(table)
+    print_table(table)
     if json_file is not None:
         made = {
             "model": model or "demo_vlm",
@@ -71,7 +72,7 @@ def capacity(
             "ttft": target,
             "sides": [dataclasses.asdict(one) | {"holds": _holds(one, target)} for one in sides],
         }
-        _write(json_file, json.dumps(made, indent=1) + "\n")
+        write_file(json_file, json.dumps(made, indent=1) + "\n")
 
 
 def _seconds(option: str, text: str) -> float:
@@ -124,22 +125,3 @@ def _notes(server: Server, load: Load, answer: int) -> tuple[str, ...]:
         "other, and windows of attention, which hold less. The data sheet's numbers and these shares decide: measure "
         "one setting with `tokenprune bench --backend vllm` before you buy.",
     )
-
-
-def _print(table: Table) -> None:
-    from rich.text import Text
-
-    from tokenprune.profiling.table import to_rich
-
-    console = get_console()
-    console.print(to_rich(table))
-    for note in table.notes:
-        console.print(Text(note, style="dim"), soft_wrap=True)
-
-
-def _write(path: Path, content: str) -> None:
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise TokenPruneError(f"cannot write {path}: {error.strerror or error}") from error
-    get_console(error=True).print(f"written: {path}", markup=False, soft_wrap=True)

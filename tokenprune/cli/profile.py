@@ -28,7 +28,8 @@ from tokenprune.cli.common import (
     show_progress,
 )
 from tokenprune.cli.completion import complete_methods
-from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.cli.output import check_folder, print_table, write_file
+from tokenprune.errors import OptionError
 from tokenprune.startup import defer_torch, require
 
 if TYPE_CHECKING:
@@ -93,8 +94,7 @@ def profile(
     if not config_only and (tokens is not None or tiles is not None):
         raise OptionError("--tokens and --tiles go with --config-only: without it the image tells")
     for path in filter(None, (html, json_file)):
-        if not path.parent.is_dir():
-            raise TokenPruneError(f"cannot write {path}: there is no folder {path.parent}")
+        check_folder(path)
     if config_only:
         if html is not None or json_file is not None:
             raise OptionError("--html and --json write measured times, and --config-only measures none")
@@ -124,7 +124,7 @@ def profile(
                 new_tokens=max_new_tokens,
                 step=partial(_of_several, step, place, max(1, len(settings))),
             )
-            _print(stage_table(made))
+            print_table(stage_table(made))
             shares = _shares(setting, keeps, made.visual_of_an_image)
             for share in shares:
                 _once(printed, limit_table(made.model, made.load, share))
@@ -133,9 +133,9 @@ def profile(
     if html is not None:
         profile_page = require("tokenprune_bench.report.flame", "--html needs another package").profile_page
 
-        _write(html, profile_page(made, shares[0]))
+        write_file(html, profile_page(made, shares[0]))
     if json_file is not None:
-        _write(json_file, json.dumps(made.as_dict(), indent=1, ensure_ascii=False) + "\n")
+        write_file(json_file, json.dumps(made.as_dict(), indent=1, ensure_ascii=False) + "\n")
 
 
 def _of_several(step: Callable[[str, int, int], None], place: int, number: int, label: str, done: int, of: int) -> None:
@@ -187,25 +187,4 @@ def _once(printed: set[str], table: Table) -> None:
     """Print a table unless one with the same heads was printed."""
     if table.columns[1] not in printed:
         printed.add(table.columns[1])
-        _print(table)
-
-
-def _print(table: Table) -> None:
-    from rich.text import Text
-
-    from tokenprune.profiling.table import to_rich
-
-    shown = to_rich(table)
-    if table.columns[0] == "site":
-        shown.columns[-1].justify = "left"
-    get_console().print(shown)
-    for note in table.notes:
-        get_console().print(Text(note, style="dim"), soft_wrap=True)
-
-
-def _write(path: Path, content: str) -> None:
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise TokenPruneError(f"cannot write {path}: {error.strerror or error}") from error
-    get_console(error=True).print(f"written: {path}", markup=False, soft_wrap=True)
+        print_table(table)

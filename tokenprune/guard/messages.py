@@ -32,13 +32,8 @@ def warning(source: str, kind: str, name: str, share: float, floor: float, raisa
             f"at keep={loss.keep:g} it lost {loss.points:.0f} points of such questions on the shipped benchmark "
             f"({100 * loss.unpatched:.0f} to {100 * loss.share:.0f} % right)"
         )
-    ways = [
-        f"keep={floor:g}"
-        if floor < 1
-        else f"keep={floor}"
-        if is_tokens(floor)
-        else "no pruning (no keep that was measured is enough)"
-    ]
+    enough = f"keep={floor}" if is_tokens(floor) else f"keep={floor:g}"
+    ways = ["no pruning (no keep that was measured is enough)" if floor == 1 else enough]
     if raisable:
         ways.append('guard="auto", which keeps that much for such prompts alone')
     if safe := [other for other in table.safe(kind, share) if other != name][:3]:
