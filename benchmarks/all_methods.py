@@ -26,7 +26,6 @@ from tokenprune.cli.common import ErrorGroup, get_console, show_progress
 from tokenprune.errors import OptionError, RunError
 from tokenprune.profiling.model import load
 from tokenprune.shapes.model_config import SHIPPED
-from tokenprune_bench.equal_cost import in_words
 from tokenprune_bench.lines import Lines, read_lines
 from tokenprune_bench.results import UNPATCHED, Results, read_records, summarise
 from tokenprune_bench.significance import LEVEL, better_p, holm, interleaved, pooled_interval
@@ -156,7 +155,7 @@ def written(text: str) -> str:
 
 def section(path: Path, whole: bool = True) -> str:
     """Return what the page says of one model: the table, the ranks beside the papers' and, if it is whole, what was not
-    reached, and the settings."""
+    reached."""
     records = read_records(path)
     results = summarise(records)
     base, targets, header = results.baseline, finished_targets(records), results.header
@@ -170,12 +169,12 @@ def section(path: Path, whole: bool = True) -> str:
     more = "".join(f" {name} {value}" for name, value in asked.items() if value not in (0, 1))
     more += "" if dtype == "float32" else f" --dtype {dtype}"
     source = (
-        f"Raw data, with accuracy by kind: [{path.name}](../benchmarks/results/{path.name}), by `python "
+        f"Raw data, with accuracy by kind and the setting of each row: [{path.name}](../benchmarks/results/{path.name}), by `python "
         f"benchmarks/all_methods.py ask --model {path.stem.partition('-')[2]}{more}`."
     )
     parts = [
         f"## {header['environment']['model']}", head, _table(results, targets), *_agreements(records, targets),
-        *([_not_reached(results, targets), "### Settings", _settings(results, targets)] if whole else []), source,
+        *([_not_reached(results, targets)] if whole else []), source,
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
 
@@ -258,35 +257,19 @@ def _agreements(records: list[dict[str, Any]], targets: list[float]) -> list[str
 
 def _not_reached(results: Results, targets: list[float]) -> str:
     """Methods without a row, by reason."""
-    by_reason: dict[str, list[str]] = {}
+    by_reason: dict[str, dict[str, list[str]]] = {}
     for one in (one for one in results.skipped if one["keep"] in targets):
         # The same sentence for several targets, and methods.
         who = re.escape(one["method"])
         promised, solved = rf"{who} has no setting for a layer average of [\d.]+: ", r"Budget\(average_share=[\d.]+\) "
         reason = re.sub(rf"^({promised}|{solved})", "", one["reason"])
-        by_reason.setdefault(reason, []).append(f"`{one['method']}` at {100 * one['keep']:g} %")
-    if not by_reason:
-        return ""
-    return "\n".join(["### Not reached", "", *(f"- {', '.join(who)}: {why}" for why, who in by_reason.items())])
-
-
-def _settings(results: Results, targets: list[float]) -> str:
-    """Return the settings of the methods that are not simply given the target as their `keep`."""
-    rows = {(row.method, row.keep): row for row in results.rows[1:]}
-    header = ["method", *(f"at {100 * at:g} %" for at in targets)]
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    for name in dict.fromkeys(name for name, _ in rows):
-        cells, plain = [], True
-        for row in (rows.get((name, at)) for at in targets):
-            said = ""
-            if row is not None:
-                said = in_words(row.setting, row.stats["visual_tokens_per_layer"], row.stats["visual_tokens_in"])
-                plain = plain and said == f"keep={row.keep:g}"
-                said += f" ({100 * row.tokens_average / row.tokens_in:.1f} %)"
-            cells.append(said)
-        if not plain:
-            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(["The other methods got the target as their `keep`.", "", *lines])
+        reason = re.sub(r"average_share=[\d.]+", "average_share=...", re.sub(r"spent [\d.]+", "spent less", reason))
+        by_reason.setdefault(reason, {}).setdefault(one["method"], []).append(f"{100 * one['keep']:g}")
+    lines = []
+    for why, who in by_reason.items():
+        names = [f"`{name}`" + ("" if len(at) == len(targets) else f" at {', '.join(at)} %") for name, at in who.items()]
+        lines.append(f"- {', '.join(names)}: {why}")
+    return "\n".join(["### Not reached", "", *lines]) if lines else ""
 
 
 if __name__ == "__main__":

@@ -1,173 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed requests on a vLLM server: does each get the answer that it gets alone, on a server without caches?
+"""Ten minutes of mixed load on a vLLM server: answers beside those that settings give alone, and counters.
 
-    .venv-vllm/bin/python benchmarks/mixed_load.py --rounds 3 --requests 200
+    .venv-vllm/bin/python benchmarks/mixed_load.py --json benchmarks/results/mixed_load.jsonl
 
-A bounded number of requests is always on its way: settings of their own, profiles by key and by the model's name,
-images that come again, several in one request, clients that go away, images that are none, settings that are wrong.
-Then a second server, without a prefix cache and without a cache of processed images, gets the same requests one by
-one. Both have to say the same: the status, the tokens, and their log-probabilities within 1e-4. No status may be 500 or
-above. Prints what was compared, and the memory of the server's processes after each round; exits with 1 if anything
-differs.
+A few clients, and a burst of many every few seconds, ask without a pause: settings of their own, profiles by key and by
+the model's name, images that come again, several in one request, clients that go away before and while they are
+answered, images that are none, settings that are wrong. All the while the server's file of profiles changes and is read
+again, now and then with a file that is wrong, and the policy under load takes its steps.
+
+Then a second server, without a prefix cache and without a cache of processed images, is asked one by one for what the
+first said that it served: the status, the tokens and their log-probabilities (within 1e-4) have to be the same. A
+profile has to be one that was in force while the request was on its way. What the server counted has to be what the
+clients saw; requests of clients that went before an answer may be counted or not. No status may be 500 or above.
+Prints what was compared; exits with 1 if anything differs.
 
 A client that goes away while its image is being read can leave vLLM's two caches of processed images apart, as its
-sources say: whoever asks with that image next gets HTTP 500 once, and vLLM mends the cache. That this is the cause of
-the one 500 that was seen is a guess. Such a request is sent again once, and counted: look at the count.
+sources say: whoever asks with that image next gets HTTP 500 once, and vLLM mends the cache. Such a request is sent
+again once, and counted: look at the count.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import collections
-import io
 import json
-import random
+import math
+import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mixed_checks import BASE, LIMITS, OFFERS, WRONG_OFFERS, InForce, Sent, counted, metric_differences, out_of_force
+from mixed_requests import Answer, Client, Request, alone, differences, draw
+
 MODEL = Path(__file__).resolve().parent.parent / "demo/tokenprune_demo/models/demo_vlm"
-PROFILES = {"fast": {"keep": 0.11}, "pooled": {"method": "pool", "keep": 0.25}, "ocr": {"off": True}}
-SERVER = {"method": "uniform", "keep": 0.25, "profiles": PROFILES, "min_keep": 0.1}
-OWN = [
-    {"keep": 0.5}, {"method": "pool"}, {"off": True}, {"profile": "fast", "keep": 0.3}, {"method": "random", "seed": 3},
-]  # fmt: skip
-WRONG = [
-    {"keep": 0.01}, {"keep": 2.0}, {"keep": 64}, {"method": "fastv"}, {"method": "divprun"}, {"profile": "fsat"},
-    "fast", {"profile": "ocr", "min_keep": 0.01}, {"method": [{"method": ["pool"]}]}, {"config": "/etc/passwd"}, None,
-    {"x": 1},
-]  # fmt: skip
-KINDS = {"setting": 4, "profile": 3, "name": 3, "default": 3, "wrong": 2, "broken": 1, "leaves": 2}
-TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True)
-class Request:
-    """One request. kind: one of KINDS. images: numbers of held-out images. leaves: after how many events its client
-    goes away; None: it stays."""
+class Reloads:
+    """The server's file of profiles, which changes while it runs.
 
-    kind: str
-    images: tuple[int, ...]
-    question: str
-    profile: str | None = None
-    asked: Any = field(default=None, hash=False)
-    has_asked: bool = False
-    leaves: int | None = None
+    file: its path. times: the offers, and when each may have been in force. sent: signals, by the result that is due.
+    """
 
+    def __init__(self, file: Path, url: str) -> None:
+        self.file, self._page = file, url.removesuffix("/v1") + "/metrics"
+        self.times, self.sent = [InForce(0, -math.inf)], collections.Counter({"taken": 0, "refused": 0})
+        self._number = 0
 
-@dataclass(frozen=True)
-class Answer:
-    """status: of HTTP. tokens: the ids. logprobs: of the chosen token and the likeliest, by position and id. said: what
-    stands in a refusal. again: whether it was answered at the second try."""
+    @staticmethod
+    def write(file: Path, number: int) -> None:
+        """Write an offer into the file, in one step."""
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as made:
+            made.write(json.dumps(OFFERS[number] | LIMITS))
+        os.replace(made.name, file)
 
-    status: int
-    tokens: tuple[int, ...] = ()
-    logprobs: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
-    said: str = ""
-    again: bool = False
+    def page(self) -> str:
+        return urllib.request.urlopen(self._page, timeout=60).read().decode()
 
-
-def draw(count: int, seed: int, questions: Sequence[str], images: int) -> list[Request]:
-    """Return so many requests of all kinds, the same for the same seed. images: from how many they choose."""
-    choice = random.Random(seed)
-    made = []
-    for _ in range(count):
-        kind = choice.choices(list(KINDS), list(KINDS.values()))[0]
-        # One image is asked about again and again, and two may be in one prompt.
-        numbers = tuple(choice.choice([0, choice.randrange(images)]) for _ in range(choice.choice([1, 1, 1, 2])))
-        asked = {"setting": OWN, "wrong": WRONG, "profile": [{"profile": one} for one in PROFILES]}.get(kind)
-        made.append(
-            Request(
-                kind,
-                numbers,
-                choice.choice(questions),
-                choice.choice(list(PROFILES)) if kind == "name" else None,
-                None if asked is None else choice.choice(asked),
-                asked is not None,
-                choice.randrange(3) if kind == "leaves" else None,
-            )
-        )
-    return made
+    async def change(self) -> None:
+        """Have the next offer read, and wait until the server has counted it."""
+        self._number = (self._number + 1) % len(OFFERS)
+        self.write(self.file, self._number)
+        result = "refused" if self._number in WRONG_OFFERS else "taken"
+        begin = time.monotonic()
+        self.sent[result] += 1
+        os.kill(_server(), signal.SIGHUP)
+        while (
+            counted(await asyncio.to_thread(self.page), "tokenprune:reloads_total", "result")[(result,)]
+            < self.sent[result]
+        ):
+            await asyncio.sleep(0.1)
+        if result == "taken":
+            self.times[-1].end = time.monotonic()
+            self.times.append(InForce(self._number, begin))
 
 
-def differences(one: Answer, other: Answer) -> list[str]:
-    """Return how two answers to one request differ, in words; empty if they do not."""
-    if one.status != other.status:
-        return [f"status {one.status}, alone {other.status}"]
-    if one.tokens != other.tokens:
-        return [f"tokens {one.tokens}, alone {other.tokens}"]
-    gap = max((abs(one.logprobs[key] - other.logprobs[key]) for key in one.logprobs.keys() & other.logprobs), default=0)
-    return [f"log-probabilities {gap:.1e} apart"] if gap > TOLERANCE else []
+def _server() -> int:
+    """Return the process of the API server that this one has started."""
+    import psutil
 
-
-# -- against a server
-
-
-def _url(image: Any, broken: bool) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    data = buffer.getvalue()[: 200 if broken else None]
-    return "data:image/png;base64," + base64.b64encode(data).decode()
-
-
-class Client:
-    def __init__(self, url: str, examples: Sequence[Any]) -> None:
-        import openai
-
-        self._client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=300, max_retries=0)
-        self._images = [example.image for example in examples]
-
-    async def ask(self, request: Request) -> Answer:
-        """Return what the server says, at the second try if it was no fault of the request; of one whose client goes
-        away, nothing."""
-        answer = await self._once(request)
-        return answer if answer.status != 500 else replace(await self._once(request), again=True)
-
-    async def _once(self, request: Request) -> Answer:
-        import openai
-
-        urls = [_url(self._images[number], request.kind == "broken") for number in request.images]
-        content: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-        content.append({"type": "text", "text": request.question})
-        extra: dict[str, Any] = {"add_special_tokens": True, "return_tokens_as_token_ids": True}
-        if request.has_asked:
-            extra["mm_processor_kwargs"] = {"tokenprune": request.asked}
-        arguments: dict[str, Any] = dict(
-            model="served" + (f":{request.profile}" if request.profile else ""), temperature=0, max_tokens=6,
-            messages=[{"role": "user", "content": content}], extra_body=extra,
-        )  # fmt: skip
-        try:
-            if request.leaves is not None:
-                stream = await self._client.chat.completions.create(stream=True, **arguments)
-                for _ in range(request.leaves):
-                    await anext(aiter(stream), None)
-                await stream.close()
-                return Answer(200)
-            reply = await self._client.chat.completions.create(logprobs=True, top_logprobs=3, **arguments)
-        except openai.APIStatusError as error:
-            return Answer(error.status_code, said=str(error))
-        steps = reply.choices[0].logprobs.content
-        likely = {(place, _id(one.token)): one.logprob for place, step in enumerate(steps) for one in step.top_logprobs}
-        return Answer(200, tuple(_id(step.token) for step in steps), likely)
-
-    async def all(self, requests: Sequence[Request], at_once: int) -> list[Answer]:
-        """Ask all, so many at a time; then the client is closed."""
-        gate = asyncio.Semaphore(at_once)
-
-        async def one(request: Request) -> Answer:
-            async with gate:
-                return await self.ask(request)
-
-        async with self._client:
-            return await asyncio.gather(*map(one, requests))
-
-
-def _id(token: str) -> int:
-    return int(token.removeprefix("token_id:"))
+    return next(one.pid for one in psutil.Process().children() if any("api_server" in word for word in one.cmdline()))
 
 
 def memory() -> int:
@@ -183,15 +101,54 @@ def memory() -> int:
     return total
 
 
+async def under_load(client: Client, asked: Iterator[Request], reloads: Reloads, args: Any, tell: Any) -> list[Sent]:
+    """Ask for so many seconds, a few at a time and in bursts, while the profiles change; return what was sent."""
+    stop, burst, sent = time.monotonic() + args.seconds, asyncio.Event(), []
+
+    async def ask(number: int) -> None:
+        while time.monotonic() < stop:
+            if number >= args.at_once and not burst.is_set():
+                await asyncio.sleep(0.05)
+                continue
+            one = Sent(next(asked), time.monotonic())
+            sent.append(one)
+            one.answer = await client.ask(one.request)
+            one.end = time.monotonic()
+
+    async def bursts() -> None:
+        while time.monotonic() < stop:
+            await asyncio.sleep(args.calm)
+            burst.set()
+            await asyncio.sleep(args.burst)
+            burst.clear()
+
+    async def change() -> None:
+        while time.monotonic() < stop:
+            await asyncio.sleep(args.reload)
+            await reloads.change()
+            if reloads.sent.total() % 20 == 0:
+                tell(f"{len(sent)} sent, {reloads.sent.total()} reloads, {memory() / 2**20:.0f} MiB")
+
+    async with client:
+        await asyncio.gather(bursts(), change(), *map(ask, range(args.most)))
+    return sent
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=200, help="in each round")
-    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--at-once", type=int, default=4, help="requests on their way at calm times")
+    parser.add_argument("--most", type=int, default=40, help="and in a burst")
+    parser.add_argument("--calm", type=float, default=6, help="seconds between bursts")
+    parser.add_argument("--burst", type=float, default=3, help="seconds of a burst")
+    parser.add_argument("--reload", type=float, default=5, help="seconds between changes of the profiles")
     parser.add_argument("--images", type=int, default=12, help="from how many images the requests choose")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write a row into this file")
     parser.add_argument("--server", nargs=argparse.REMAINDER, default=[], help="arguments of both servers, last")
     args = parser.parse_args()
 
+    import vllm
     from rich.console import Console
     from serving import served
 
@@ -200,35 +157,64 @@ def main() -> None:
     examples = load_heldout()
     images = {example.path: example for example in examples}.values()
     examples, questions = list(images)[: args.images], sorted({example.question for example in examples})[:20]
-    names = ["served", *(f"served:{name}" for name in PROFILES)]
+    asked = draw(args.seed, questions, args.images)
+    names = ["served", *(f"served:{name}" for name in OFFERS[0]["profiles"])]
     arguments = [
         "--dtype", "float32", "--block-size", "32", "--enforce-eager", "--max-model-len", "640", "--max-num-seqs", "16",
-        "--served-model-name", *names, "--mm-processor-kwargs", json.dumps({"tokenprune": SERVER}), *args.server,
+        "--served-model-name", *names, *args.server,
     ]  # fmt: skip
-    console, rounds = Console(), []
-    with served(str(MODEL), arguments, console) as url:
-        for number in range(args.rounds):
-            asked = draw(args.requests, number, questions, args.images)
-            client = Client(url, examples)
-            rounds.append((asked, asyncio.run(client.all(asked, args.at_once))))
-            console.log(f"round {number}: {memory() / 2**20:.0f} MiB")
-            statuses = collections.Counter((one.kind, answer.status) for one, answer in zip(*rounds[-1], strict=True))
-            console.log(", ".join(f"{kind} {status}: {count}" for (kind, status), count in sorted(statuses.items())))
-    pairs = [pair for asked, answers in rounds for pair in zip(asked, answers, strict=True)]
-    failed, compared = [f"{one}: {answer.said}" for one, answer in pairs if answer.status >= 500], 0
-    without = [*arguments, "--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]
-    with served(str(MODEL), without, console) as url:
-        for number, (asked, answers) in enumerate(rounds):
-            kept = [pair for pair in zip(asked, answers, strict=True) if pair[0].leaves is None]
-            alone = asyncio.run(Client(url, examples).all([request for request, _ in kept], 1))
-            for (request, answer), other in zip(kept, alone, strict=True):
-                compared += 1
-                failed += [f"round {number}, {request}: {text}" for text in differences(answer, other)]
+
+    def setting(**given: Any) -> list[str]:
+        return [*arguments, "--mm-processor-kwargs", json.dumps({"tokenprune": BASE | given})]
+
+    console = Console()
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "offer.json"
+        Reloads.write(file, 0)
+        with served(str(MODEL), setting(reload=str(file)), console) as url:
+            reloads = Reloads(file, url)
+            sent = asyncio.run(under_load(Client(url, examples), asked, reloads, args, console.log))
+            time.sleep(5)  # until requests whose clients are gone have come to their end
+            failed = metric_differences(reloads.page(), sent, reloads.sent)
+            console.log(f"{memory() / 2**20:.0f} MiB at the end")
+    statuses = collections.Counter((one.request.kind, one.answer.status) for one in sent)
+    console.log(", ".join(f"{kind} {status}: {count}" for (kind, status), count in sorted(statuses.items())))
+    failed += [f"{one.request}: {one.answer.said}" for one in sent if one.answer.status >= 500]
+    stayed = [one for one in sent if one.request.leaves is None]
+    failed += [f"{one.request}: {said}" for one in stayed if (said := out_of_force(one, reloads.times))]
+
+    answers: dict[str, Answer] = {}
+    without = setting(**OFFERS[0], **LIMITS)
+    with served(str(MODEL), [*without, "--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"], console) as url:
+        failed += asyncio.run(compare(Client(url, examples), stayed, answers))
     for line in failed:
         console.log(line)
-    again = sum(answer.again for _, answer in pairs)
-    console.print(f"{compared} answers compared, {len(failed)} differ, {again} came at the second try")
+    again = sum(one.answer.again for one in sent)
+    row = {
+        "vllm": vllm.__version__, "seconds": args.seconds, "requests": len(sent), "compared": len(stayed),
+        "asked_alone": len(answers), "reloads": dict(reloads.sent), "differ": len(failed), "second_try": again,
+        "statuses": {f"{kind} {status}": count for (kind, status), count in sorted(statuses.items())},
+        "by": dict(collections.Counter(one.answer.record["by"] for one in sent if one.answer.served)),
+    }  # fmt: skip
+    console.print(row)
+    if args.json:
+        args.json.write_text(json.dumps(row) + "\n")
     sys.exit(bool(failed))
+
+
+async def compare(client: Client, sent: Sequence[Sent], answers: dict[str, Answer]) -> list[str]:
+    """Ask alone for what each request was served by, each once, and return the differences in words."""
+    failed = []
+    async with client:
+        for one in sent:
+            request = alone(one.request, one.answer)
+            if one.answer.status == 400 and one.request.kind in ("name", "profile"):
+                continue  # a profile that was not there: `out_of_force` has looked at it
+            key = repr(request)
+            if key not in answers:
+                answers[key] = await client.ask(request)
+            failed += [f"{one.request}, {one.answer.served}: {text}" for text in differences(one.answer, answers[key])]
+    return failed
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ SHAPES = ROOT / "benchmarks/results/serving_shapes.jsonl"
 OVERLOAD = ROOT / "benchmarks/results/overload.jsonl"
 OVERLOAD_SHAPES = ROOT / "benchmarks/results/overload_shapes.jsonl"
 KV_BLOCKS = ROOT / "benchmarks/results/kv_blocks.jsonl"
+RESERVED = ROOT / "benchmarks/results/reserved.jsonl"
+MIXED_LOAD = ROOT / "benchmarks/results/mixed_load.jsonl"
+OVERHEAD = ROOT / "benchmarks/results/overhead.jsonl"
 
 link = accuracy_pages.link
 
@@ -130,4 +133,48 @@ def kv_blocks() -> str:
     return "\n\n".join([setting, "\n".join(lines), source])
 
 
-IN_FULL = {"shapes": shapes, "overload": overload, "overload-shapes": overload_shapes, "kv-blocks": kv_blocks}
+def reserved() -> str:
+    """The table of what vLLM reserves for images, from its raw file."""
+    lines = [
+        "| setting | largest image, tokens | encoder cache, MB | as tokens of KV cache | front end, ms |",
+        "|---" * 5 + "|",
+    ]
+    for one in rows.lines(RESERVED):
+        cells = [one["setting"], f"{one['largest']:,}", f"{one['bytes'] / 1e6:.0f}", f"{one['kv_tokens']:,}"]
+        cells += [f"{1000 * statistics.median(one['front_end_seconds']):.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"By `python benchmarks/reserved.py`; raw data: {link(RESERVED, '../')}."])
+
+
+def mixed_load() -> str:
+    """What ten minutes of mixed load came to, from its raw file."""
+    (one,) = rows.lines(MIXED_LOAD)
+    statuses, reloads = one["statuses"], one["reloads"]
+    gone = sum(count for name, count in statuses.items() if name.startswith(("leaves", "gone")))
+    refused = sum(count for name, count in statuses.items() if name.endswith(" 400"))
+    return (
+        f"{one['requests']:,} requests in {one['seconds'] / 60:g} minutes, {refused:,} of them refused and {gone:,} "
+        f"dropped by their clients, {reloads['taken']} changes of the profiles and {reloads['refused']} wrong files, "
+        f"vLLM {one['vllm']}: {one['compared']:,} answers and all counters compared, {one['differ']} "
+        f"differences, {one['second_try']} second tries ({link(MIXED_LOAD, '../')})."
+    )
+
+
+def overhead() -> str:
+    """The table of what the plugin costs where it removes nothing, from its raw file."""
+    lines = ["| model | server | CPU time of a request, ms | over no plugin |", "|---" * 4 + "|"]
+    for one in rows.lines(OVERHEAD):
+        each = one["seconds"]
+        lines.append(f"| {one['what']} | {one['server']} | {1000 * statistics.median(each):.1f} | {one['share']:.3f} |")
+    return "\n".join([*lines, "", f"By `python benchmarks/overhead.py`; raw data: {link(OVERHEAD, '../')}."])
+
+
+IN_FULL = {
+    "shapes": shapes,
+    "overload": overload,
+    "overload-shapes": overload_shapes,
+    "kv-blocks": kv_blocks,
+    "reserved": reserved,
+    "mixed-load": mixed_load,
+    "overhead": overhead,
+}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import importlib
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,35 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.setting.offer import Offer, split
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
+SERVED = "uniform;keep=0.11;profile=fast;by=name;in=16;out=2"
 
-@pytest.fixture(scope="module")
-def load() -> Any:
+
+def of_benchmarks(name: str) -> Any:
     folder = str(Path(__file__).parents[2] / "benchmarks")
     sys.path.insert(0, folder)
     try:
-        return importlib.import_module("mixed_load")
+        return importlib.import_module(name)
     finally:
         sys.path.remove(folder)
 
 
+@pytest.fixture(scope="module")
+def load() -> Any:
+    return of_benchmarks("mixed_requests")
+
+
+@pytest.fixture(scope="module")
+def checks() -> Any:
+    return of_benchmarks("mixed_checks")
+
+
+def drawn(load: Any, seed: int) -> list[Any]:
+    return list(itertools.islice(load.draw(seed, ["what?", "where?"], 12), 200))
+
+
 def test_requests_are_of_all_kinds(load: Any) -> None:
-    made = load.draw(200, 0, ["what?", "where?"], 12)
-    assert made == load.draw(200, 0, ["what?", "where?"], 12) != load.draw(200, 1, ["what?", "where?"], 12)
+    made = drawn(load, 0)
+    assert made == drawn(load, 0) != drawn(load, 1)
     kinds = collections.Counter(one.kind for one in made)
     assert set(kinds) == set(load.KINDS) and min(kinds.values()) >= 5
     assert {one.leaves for one in made} == {None, 0, 1, 2} and {len(one.images) for one in made} == {1, 2}
@@ -39,14 +55,24 @@ def test_requests_are_of_all_kinds(load: Any) -> None:
     assert all((one.asked is not None or one.kind == "wrong") == one.has_asked for one in made)
 
 
-def test_right_and_wrong_are_what_they_are_called(load: Any) -> None:
-    base, given = split(load.SERVER)
+def test_right_and_wrong_are_what_they_are_called(load: Any, checks: Any) -> None:
+    base, given = split(checks.BASE | checks.OFFERS[0] | checks.LIMITS)
     offer = Offer.of(given, ServedSetting.of(base), lambda profile: ServedSetting.of(base, profile))
     for asked in [*load.OWN, *({"profile": one} for one in load.PROFILES)]:
         offer.setting(asked)
     for asked in load.WRONG:
         with pytest.raises(TokenPruneError):
             offer.setting(asked)
+
+
+def test_offers_are_right_but_those_called_wrong(checks: Any) -> None:
+    for number, made in enumerate(checks.OFFERS):
+        base, given = split(checks.BASE | made | checks.LIMITS)
+        if number in checks.WRONG_OFFERS:
+            with pytest.raises(TokenPruneError):
+                Offer.of(given, ServedSetting.of(base), lambda profile: ServedSetting.of(base, profile))  # noqa: B023
+        else:
+            Offer.of(given, ServedSetting.of(base), lambda profile: ServedSetting.of(base, profile))  # noqa: B023
 
 
 def test_a_difference_is_seen(load: Any) -> None:
@@ -56,6 +82,64 @@ def test_a_difference_is_seen(load: Any) -> None:
     assert load.differences(one, load.Answer(400)) == ["status 200, alone 400"]
     assert "tokens" in load.differences(one, load.Answer(200, (5, 8)))[0]
     assert load.differences(one, load.Answer(200, (5, 7), {(1, 7): -0.3})) == ["log-probabilities 1.0e-01 apart"]
+
+
+def test_alone_a_request_asks_for_what_served_it(load: Any) -> None:
+    named = load.Request("name", (0,), "what?", "fast")
+    assert load.alone(named, load.Answer(200, served=SERVED)) == load.Request(
+        "setting", (0,), "what?", None, {"method": "uniform", "keep": 0.11}, True
+    )
+    off = load.Answer(200, served="off;keep=1.0;profile=ocr;by=key;in=16;out=16")
+    assert load.alone(load.Request("profile", (0,), "what?", None, {"profile": "ocr"}, True), off).asked == {
+        "off": True
+    }
+    own = load.Request("setting", (0,), "what?", None, {"method": "random", "seed": 3}, True)
+    assert load.alone(own, load.Answer(200, served=SERVED)) is own
+    assert load.alone(named, load.Answer(400)) is named
+
+
+def test_a_setting_that_was_not_in_force_is_seen(load: Any, checks: Any) -> None:
+    times = [checks.InForce(0, 0, 11), checks.InForce(1, 10, 20), checks.InForce(3, 19)]
+
+    def said(kind: str, begin: float, served: str, profile: str | None = None) -> str | None:
+        request = load.Request(kind, (0,), "what?", profile)
+        answer = load.Answer(200 if served else 400, served=served)
+        return checks.out_of_force(checks.Sent(request, begin, begin + 0.5, answer), times)
+
+    assert said("name", 1, SERVED, "fast") is None is said("name", 21, SERVED, "fast")
+    assert "0.2" in str(said("name", 15, SERVED, "fast")), "the second offer has another share"
+    assert said("name", 15, "", "ocr") is None is said("name", 10.5, "", "ocr"), "refused where it is not there"
+    assert said("name", 1, "", "ocr") is not None
+    assert said("default", 1, SERVED) is not None and said("default", 25, SERVED) is None, "by the load"
+    assert said("setting", 1, SERVED) is None
+
+
+def test_a_wrong_sum_is_seen(load: Any, checks: Any) -> None:
+    page = """
+# HELP tokenprune:requests_total what
+tokenprune:requests_total{by="name",model_name="served",profile="fast"} 2.0
+tokenprune:requests_total{by="load",model_name="served",profile="fast"} 0.0
+tokenprune:visual_tokens_total{keep="0.11",method="uniform",model_name="served",stage="in"} 32.0
+tokenprune:visual_tokens_total{keep="0.11",method="uniform",model_name="served",stage="out"} 4.0
+tokenprune:refusals_total{model_name="served",reason="limit"} 1.0
+tokenprune:reloads_total{model_name="served",result="taken"} 3.0
+tokenprune:reloads_total{model_name="served",result="refused"} 1.0
+"""
+    request, gone = load.Request("name", (0,), "what?", "fast"), load.Request("gone", (0,), "what?", leaves=1)
+    answered = checks.Sent(request, 0, 1, load.Answer(200, served=SERVED))
+    refused = checks.Sent(load.Request("wrong", (0,), "what?"), 0, 1, load.Answer(400))
+    broken = checks.Sent(load.Request("broken", (0,), "what?"), 0, 1, load.Answer(400))  # vLLM's own refusal
+    reloads = {"taken": 3, "refused": 1}
+
+    def said(*sent: Any, reloads: dict[str, int] = reloads) -> list[str]:
+        return checks.metric_differences(page, sent, reloads)
+
+    assert said(answered, answered, refused, broken) == []
+    assert said(answered, checks.Sent(gone, 0), refused) == [], "one that is gone may be counted"
+    assert len(said(answered, refused)) == 3, "requests, and tokens of two stages"
+    assert len(said(answered, answered, answered, refused)) == 3
+    assert said(answered, answered) == ["refusals: 1 more counted than seen, and at most 0 may be"]
+    assert "reloads" in said(answered, answered, refused, reloads={"taken": 4, "refused": 1})[0]
 
 
 def test_a_request_is_sent_again_once(load: Any) -> None:

@@ -13,16 +13,15 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.front import answers, metrics
 from tokenprune.integrations.vllm.front.engines import on_start
+from tokenprune.integrations.vllm.front.in_flight import RequestLoad
 from tokenprune.integrations.vllm.front.served import (
     BY_KEY,
     CALLER,
@@ -35,7 +34,6 @@ from tokenprune.integrations.vllm.front.served import (
 )
 from tokenprune.integrations.vllm.setting.configuration import configured, in_llm, offered
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
-from tokenprune.integrations.vllm.setting.overload import StepInForce
 from tokenprune.integrations.vllm.setting.settings import KEY
 
 logger = logging.getLogger(__name__)
@@ -51,31 +49,6 @@ HOOKS = {
     "vllm.v1.engine.async_llm:AsyncLLM.get_num_unfinished_requests": "self",
 }
 _LOAD = f"{KEY}_load"
-
-
-@dataclass
-class RequestLoad:
-    """Requests of one of the server's front ends: being rendered, and in the engine, running or waiting."""
-
-    rendering: int = 0
-    engine: Any = None  # a weak reference, which does not keep the engine alive
-    policy: StepInForce | None = None
-
-    @property
-    def in_flight(self) -> int:
-        engine = self.engine and self.engine()
-        return self.rendering + (engine.get_num_unfinished_requests() if engine is not None else 0)
-
-    def profile(self, model_config: Any, offer: Offer) -> str:
-        """Return the profile for a request that chooses none, and note the step in force."""
-        rule = offer.overload
-        if rule is None:
-            return DEFAULT
-        if self.policy is None or self.policy.rule != rule:
-            self.policy = StepInForce(rule)
-        step = self.policy.take(self.in_flight, time.monotonic())
-        metrics.step(model_config, step)
-        return rule.profiles[step - 1] if step else DEFAULT
 
 
 def load_of(renderer: Any) -> RequestLoad:
@@ -114,11 +87,8 @@ def attach(offer: Offer) -> None:
             return await preprocess(self, request, *args, **kwargs)
         load = load_of(self.renderer)
         renderer = _with_profile(self, request, load)
-        load.rendering += 1
-        try:
+        with load.one_more():
             return await preprocess(renderer, request, *args, **kwargs)
-        finally:
-            load.rendering -= 1
 
     preprocess_chat._tokenprune = True  # type: ignore[attr-defined]
     OnlineRenderer.preprocess_chat = preprocess_chat
@@ -127,7 +97,9 @@ def attach(offer: Offer) -> None:
 
 
 def _watch(engine: Any) -> None:
-    load_of(engine.renderer).engine = weakref.ref(engine)
+    load = load_of(engine.renderer)
+    load.engine = weakref.ref(engine)
+    load.keep_telling()
 
 
 def _without_profiles(check: Any) -> Any:

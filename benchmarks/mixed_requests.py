@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of many kinds to a vLLM server, and the comparison of their answers: the parts of mixed_load.py."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+PROFILES = ("fast", "pooled", "ocr")
+OWN = [
+    {"keep": 0.5}, {"method": "pool"}, {"off": True}, {"profile": "fast", "keep": 0.3}, {"method": "random", "seed": 3},
+]  # fmt: skip
+WRONG = [
+    {"keep": 0.01}, {"keep": 2.0}, {"keep": 64}, {"method": "fastv"}, {"method": "divprun"}, {"profile": "fsat"},
+    "fast", {"profile": "ocr", "min_keep": 0.01}, {"method": [{"method": ["pool"]}]}, {"config": "/etc/passwd"}, None,
+    {"x": 1},
+]  # fmt: skip
+KINDS = {"setting": 4, "profile": 3, "name": 3, "default": 3, "wrong": 2, "broken": 1, "leaves": 2, "gone": 1}
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request. kind: one of KINDS. images: numbers of held-out images. leaves: after how many events its client
+    goes away; of "gone" after how many hundredths of a second, whatever has come; None: it stays."""
+
+    kind: str
+    images: tuple[int, ...]
+    question: str
+    profile: str | None = None
+    asked: Any = field(default=None, hash=False)
+    has_asked: bool = False
+    leaves: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """status: of HTTP; 0 of a client that went before it came. tokens: the ids. logprobs: of the chosen token and the
+    likeliest, by position and id. said: what stands in a refusal. served: the header `x-tokenprune`. again: whether it
+    was answered at the second try."""
+
+    status: int
+    tokens: tuple[int, ...] = ()
+    logprobs: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
+    said: str = ""
+    served: str = ""
+    again: bool = False
+
+    @property
+    def record(self) -> dict[str, str]:
+        """What served it, by the names in its header; empty without one."""
+        method, _, rest = self.served.partition(";")
+        return {"method": method} | dict(one.split("=", 1) for one in rest.split(";")) if method else {}
+
+
+def draw(seed: int, questions: Sequence[str], images: int) -> Iterator[Request]:
+    """Yield requests of all kinds without end, the same for the same seed. images: from how many they choose."""
+    choice = random.Random(seed)
+    while True:
+        kind = choice.choices(list(KINDS), list(KINDS.values()))[0]
+        # One image is asked about again and again, and two may be in one prompt.
+        numbers = tuple(choice.choice([0, choice.randrange(images)]) for _ in range(choice.choice([1, 1, 1, 2])))
+        asked = {"setting": OWN, "wrong": WRONG, "profile": [{"profile": one} for one in PROFILES]}.get(kind)
+        yield Request(
+            kind,
+            numbers,
+            choice.choice(questions),
+            choice.choice(PROFILES) if kind == "name" else None,
+            None if asked is None else choice.choice(asked),
+            asked is not None,
+            choice.randrange(3) if kind in ("leaves", "gone") else None,
+        )
+
+
+def alone(request: Request, answer: Answer) -> Request:
+    """Return the request that asks by its own setting for what served `request`, of a server whose profiles may be
+    others by now."""
+    served = answer.record
+    named = request.kind in ("name", "profile", "default") or "profile" in (request.asked or {})
+    if not served or not named:
+        return request
+    asked = {"off": True} if served["method"] == "off" else {"method": served["method"], "keep": float(served["keep"])}
+    return replace(request, kind="setting", profile=None, asked=asked, has_asked=True)
+
+
+def differences(one: Answer, other: Answer) -> list[str]:
+    """Return how two answers to one request differ, in words; empty if they do not."""
+    if one.status != other.status:
+        return [f"status {one.status}, alone {other.status}"]
+    if one.tokens != other.tokens:
+        return [f"tokens {one.tokens}, alone {other.tokens}"]
+    gap = max((abs(one.logprobs[key] - other.logprobs[key]) for key in one.logprobs.keys() & other.logprobs), default=0)
+    return [f"log-probabilities {gap:.1e} apart"] if gap > TOLERANCE else []
+
+
+# -- against a server
+
+
+def _url(image: Any, broken: bool) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    data = buffer.getvalue()[: 200 if broken else None]
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+class Client:
+    def __init__(self, url: str, examples: Sequence[Any]) -> None:
+        import openai
+
+        # A connection that is idle for 5 s is closed by the server, maybe just when a request is sent on it.
+        own = {"Connection": "close"}
+        self._client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=300, max_retries=0, default_headers=own)
+        self._images = [example.image for example in examples]
+
+    async def ask(self, request: Request) -> Answer:
+        """Return what the server says, at the second try if it was no fault of the request; of one whose client goes
+        away, nothing."""
+        answer = await self._once(request)
+        return answer if answer.status != 500 else replace(await self._once(request), again=True)
+
+    async def _once(self, request: Request) -> Answer:
+        import openai
+
+        urls = [_url(self._images[number], request.kind == "broken") for number in request.images]
+        content: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        content.append({"type": "text", "text": request.question})
+        extra: dict[str, Any] = {"add_special_tokens": True, "return_tokens_as_token_ids": True}
+        if request.has_asked:
+            extra["mm_processor_kwargs"] = {"tokenprune": request.asked}
+        arguments: dict[str, Any] = dict(
+            model="served" + (f":{request.profile}" if request.profile else ""), temperature=0, max_tokens=6,
+            messages=[{"role": "user", "content": content}], extra_body=extra,
+        )  # fmt: skip
+        try:
+            if request.kind == "gone":
+                call = self._client.chat.completions.create(**arguments)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(call, (request.leaves or 0) / 100)
+                return Answer(0)
+            if request.leaves is not None:
+                raw = await self._client.chat.completions.with_raw_response.create(stream=True, **arguments)
+                stream = raw.parse()
+                for _ in range(request.leaves):
+                    await anext(aiter(stream), None)
+                await stream.close()
+                return Answer(200, served=raw.headers.get("x-tokenprune", ""))
+            raw = await self._client.chat.completions.with_raw_response.create(
+                logprobs=True, top_logprobs=3, **arguments
+            )
+        except openai.APIStatusError as error:
+            return Answer(error.status_code, said=str(error))
+        steps = raw.parse().choices[0].logprobs.content
+        likely = {(place, _id(one.token)): one.logprob for place, step in enumerate(steps) for one in step.top_logprobs}
+        return Answer(200, tuple(_id(step.token) for step in steps), likely, served=raw.headers.get("x-tokenprune", ""))
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._client.close()
+
+
+def _id(token: str) -> int:
+    return int(token.removeprefix("token_id:"))

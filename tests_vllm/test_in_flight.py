@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in flight, counted over all API servers of a host, for the policy under load."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+from checkpoints import CHECKPOINTS
+from conftest import DIVPRUNE, stop
+from server import CALL, TEMPLATE, Server, free_port, launch
+from test_server import NAME
+from tokenprune.integrations.vllm.front import in_flight
+from tokenprune.integrations.vllm.front.in_flight import RequestLoad, SharedCount
+
+OTHER = """
+import sys
+from pathlib import Path
+from tokenprune.integrations.vllm.front.in_flight import SharedCount
+SharedCount(Path(sys.argv[1])).write(int(sys.argv[2]))
+print("written", flush=True)
+sys.stdin.read()
+"""
+# The CPU build's command asks for the version of a package "vllm", and that package has another name.
+SERVE = """
+from types import SimpleNamespace
+from vllm.entrypoints.cli import main
+main.importlib = SimpleNamespace(metadata=SimpleNamespace(version=lambda name: "any"))
+main.main()
+"""
+
+
+def other(folder: Path, number: int) -> subprocess.Popen:
+    """Another API server, of which there is its number alone."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(folder), str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"written\n"
+    return process
+
+
+def test_numbers_of_processes_that_run_are_added_up(tmp_path: Path) -> None:
+    (tmp_path / "counter_1.db").write_bytes(b"of prometheus")
+    mine = SharedCount(tmp_path)
+    mine.write(5)
+    assert mine.others() == 0
+    processes = [other(tmp_path, 3), other(tmp_path, 70_000)]
+    assert mine.others() == 70_003
+    processes[1].kill()
+    processes[1].wait()
+    assert mine.others() == 3, "a killed process still counts"
+    processes[0].communicate()
+    assert mine.others() == 0
+
+
+def test_others_hear_of_what_comes_and_ends_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By endpoints that count no request, and in the engine; and at once of a request that is being rendered."""
+    mine, theirs = SharedCount(tmp_path), SimpleNamespace(running=0)
+    monkeypatch.setattr(in_flight, "shared_count", lambda: mine)
+    load = RequestLoad(engine=lambda: SimpleNamespace(get_num_unfinished_requests=lambda: theirs.running))
+
+    def told() -> int:
+        return int.from_bytes((tmp_path / mine._name).read_bytes())
+
+    async def run() -> None:
+        load.keep_telling()
+        theirs.running = 1
+        await asyncio.sleep(0.5)
+        assert told() == 1
+        with load.one_more():
+            assert told() == 2
+        theirs.running = 0
+        await asyncio.sleep(0.5)
+        assert told() == 0
+
+    load.keep_telling()  # no event loop: nothing to do
+    asyncio.run(run())
+
+
+def test_without_a_folder_nothing_is_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder in (None, str(tmp_path / "none")):
+        in_flight.shared_count.cache_clear()
+        monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+        if folder:
+            monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", folder)
+        assert in_flight.shared_count() is None
+    in_flight.shared_count.cache_clear()
+    assert RequestLoad(rendering=2).in_flight == 2
+
+
+STEP = "tokenprune:overload_step"
+LONG = 60_000  # tokens of a stream that is dropped before it ends, however fast the machine
+
+
+def client(server: Server) -> openai.OpenAI:
+    """A client with a connection of its own."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=CALL, max_retries=0)
+
+
+def asked(server: Server) -> int:
+    """Return the length of the prompt of a request with an image, which may be served by either API server."""
+    buffer = io.BytesIO()
+    CHECKPOINTS[NAME].images(1, seed=1)[0].save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    content: list[Any] = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what? "}]
+    with client(server) as one:
+        messages: Any = [{"role": "user", "content": content}]
+        usage = one.chat.completions.create(model="tiny", messages=messages, max_tokens=1).usage
+    assert usage is not None
+    return usage.prompt_tokens
+
+
+@pytest.fixture
+def server(folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Server]:
+    stop()
+    port, template = free_port(), tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    overload = {"in_flight": [6], "profiles": ["fast"], "rise": 0, "dwell": 0}
+    setting = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}}, "overload": overload}
+    longer = {"text_config": {"max_position_embeddings": 2 * LONG}}
+    command = [
+        sys.executable, "-c", SERVE, "serve", str(folder(NAME)), "--served-model-name", "tiny", "--host", "127.0.0.1",
+        "--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-seqs", "8",
+        "--api-server-count", "2", "--max-model-len", str(LONG + 100), "--hf-overrides", json.dumps(longer),
+        "--chat-template", str(template),
+        "--max-num-batched-tokens", "256",
+        "--mm-processor-kwargs", json.dumps({"tokenprune": setting}),
+    ]  # fmt: skip
+    with launch(command, tmp_path, port, VLLM_CPU_KVCACHE_SPACE="1") as running:
+        yield running
+
+
+def test_two_api_servers_follow_one_load(server: Server) -> None:
+    """Six streams, of which one server hardly has all: whichever gets the next request, it takes the step."""
+    alone = {asked(server) for _ in range(8)}
+    assert len(alone) == 1, "reduced less by one of the servers"
+    clients = [client(server) for _ in range(6)]  # connections of their own, which either server may take
+    more: dict[str, Any] = {"max_tokens": LONG, "extra_body": {"ignore_eos": True}}
+    streams = [one.completions.create(model="tiny", prompt="go on ", stream=True, **more) for one in clients]
+    for stream in streams:
+        next(iter(stream))
+    under_load = [asked(server) for _ in range(8)]
+    assert len(set(under_load)) == 1 and under_load[0] < min(alone), server.story(
+        f"{under_load}, alone {alone}, step {server.counted(STEP)}"
+    )
+    for stream in streams:
+        stream.close()
+    end = time.monotonic() + CALL
+    while {asked(server) for _ in range(8)} != alone:
+        assert time.monotonic() < end, server.story("streams that were dropped still count")

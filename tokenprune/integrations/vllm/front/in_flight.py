@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in flight, by which the policy under load chooses a profile: of one API server, and of all on a host.
+
+The API servers of one `vllm serve --api-server-count` share a folder for their metrics, which vLLM names in
+`PROMETHEUS_MULTIPROC_DIR`. Each writes its own number into a file there, and adds those of the others to its own. A
+file is locked as long as its process runs, so that what a killed one has left counts no longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenprune.integrations.vllm.front import metrics
+from tokenprune.integrations.vllm.setting.offer import DEFAULT, Offer
+from tokenprune.integrations.vllm.setting.overload import StepInForce
+
+_PREFIX, _SUFFIX = "tokenprune-in-flight-", ".count"  # prometheus_client reads *.db there
+_BYTES = 8
+_EVERY = 0.1  # seconds after which others know of a request that has ended
+
+
+class SharedCount:
+    """The numbers of the API servers that share a folder. Raises OSError where this process cannot write there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._name = folder, f"{_PREFIX}{os.getpid()}{_SUFFIX}"
+        self._file = os.open(folder / self._name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self.write(0)
+
+    def write(self, number: int) -> None:
+        """Tell the others this process's own number."""
+        os.pwrite(self._file, number.to_bytes(_BYTES), 0)
+
+    def others(self) -> int:
+        """Return the sum of the numbers of the other processes that run."""
+        names = (name for name in os.listdir(self._folder) if name.startswith(_PREFIX) and name.endswith(_SUFFIX))
+        return sum(_of_running(self._folder / name) for name in names if name != self._name)
+
+
+def _of_running(path: Path) -> int:
+    """Return the number in a file; 0 if its process has ended."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return 0
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # locked, so its process runs
+        return int.from_bytes(os.pread(file, _BYTES, 0))
+    finally:
+        os.close(file)
+    return 0
+
+
+@cache
+def shared_count() -> SharedCount | None:
+    """Return what this process shares with other API servers; None where there is nothing to share it by."""
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    try:
+        return SharedCount(Path(folder)) if folder else None
+    except OSError:
+        return None
+
+
+@dataclass
+class RequestLoad:
+    """Requests of one of the server's front ends: being rendered, and in the engine, running or waiting."""
+
+    rendering: int = 0
+    engine: Any = None  # a weak reference, which does not keep the engine alive
+    policy: StepInForce | None = None
+
+    @property
+    def own(self) -> int:
+        """The requests in flight that this process has taken."""
+        engine = self.engine and self.engine()
+        return self.rendering + (engine.get_num_unfinished_requests() if engine is not None else 0)
+
+    @property
+    def in_flight(self) -> int:
+        """The requests in flight on this host."""
+        shared = shared_count()
+        return self.own + (shared.others() if shared is not None else 0)
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count a request that is being rendered."""
+        self.rendering += 1
+        if (shared := shared_count()) is not None:
+            shared.write(self.own)
+        try:
+            yield
+        finally:
+            self.rendering -= 1
+
+    def keep_telling(self) -> None:
+        """Tell the other API servers this one's number from now on, if there may be others: requests come by endpoints
+        that count none, and end in the engine. It goes on as long as the event loop in which it is called."""
+        if (shared := shared_count()) is None:
+            return
+        with suppress(RuntimeError):  # no event loop, so no server
+            loop = asyncio.get_running_loop()
+            shared.write(self.own)
+            loop.call_later(_EVERY, self.keep_telling)
+
+    def profile(self, model_config: Any, offer: Offer) -> str:
+        """Return the profile for a request that chooses none, and note the step in force."""
+        rule = offer.overload
+        if rule is None:
+            return DEFAULT
+        if self.policy is None or self.policy.rule != rule:
+            self.policy = StepInForce(rule)
+        step = self.policy.take(self.in_flight, time.monotonic())
+        metrics.step(model_config, step)
+        return rule.profiles[step - 1] if step else DEFAULT
