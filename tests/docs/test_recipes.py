@@ -121,7 +121,11 @@ def of_a_kept_cache(names: dict[str, Any], seen: list[str]) -> None:
 
 def of_a_camera(names: dict[str, Any], seen: list[str]) -> None:
     stats = names["session"].stats
-    assert stats.frames_seen == 8 and "\r000.jpg: 1 frames" in seen[0] and f"\r007.jpg: {stats}\n" in seen[0]
+    line = rf"8 frames, {stats.visual} tokens, {stats.kv_bytes / 2**20:.1f} MiB, \d+ ms \n"
+    assert stats.frames_seen == 8 and "\r1 frames" in seen[0] and re.search(line, seen[0])
+    assert max(len(one) for one in re.split(r"[\r\n]", seen[0]) if " MiB, " in one) < 60
+    of_file, of_folder = ([np.asarray(one) for one in names["frames"](source)] for source in ("clip.gif", "frames"))
+    assert np.shape(of_file) == np.shape(of_folder) == (8, 64, 64, 3)
     assert tokenprune.Session.load("gate.safetensors", names["model"], names["processor"]).stats == stats
 
 
