@@ -13,7 +13,7 @@ import torch
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.kernels.take import top_mask
-from tokenprune.options import ReprIsCall
+from tokenprune.options import ReprIsCall, check_options
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -157,6 +157,11 @@ class Method(ReprIsCall, metaclass=_SiteBase):
         needs = frozenset()
         by_content_count = False
         least = 1
+
+    def __post_init__(self) -> None:
+        """Raise OptionError for an option that its field's type does not allow. A class with checks of its own calls
+        this one first."""
+        check_options(self)
 
     @property
     def query_aware(self) -> bool:

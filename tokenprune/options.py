@@ -38,7 +38,13 @@ def option_types(cls: type) -> dict[str, Any]:
 
 @cache
 def _option_types(cls: Any) -> dict[str, Any]:
-    hints = get_type_hints(cls, include_extras=True)
+    try:
+        hints = get_type_hints(cls, include_extras=True)
+    except NameError as error:
+        raise OptionError(
+            f"{cls.__name__}: the type {error.name} of an option is not there when the code runs: import it outside of "
+            "`if TYPE_CHECKING`"
+        ) from error
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 

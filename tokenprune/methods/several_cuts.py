@@ -13,7 +13,6 @@ from annotated_types import Ge
 
 from tokenprune.base import Method, Pruner, Selection
 from tokenprune.budget import Budget
-from tokenprune.options import check_options
 from tokenprune.schedule import place, profile
 from tokenprune.view.tokens import VisualTokens
 
@@ -57,7 +56,7 @@ class SeveralCuts(CutsInside):
     layers: Sequence[Annotated[int, Ge(1)]] | None = None
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(self.layers))
             number = len(self.depths)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge, Le
 
 from tokenprune.base import Pruner
-from tokenprune.options import check_options
 from tokenprune.view.tokens import VisualTokens
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class DecodeMethod(Pruner):
     batch_policy: Literal["ragged", "shared"] = "ragged"
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         self._check(
             self.monotone or self.mode != "evict",
             "monotone=False lets tokens return, which mode='evict' has thrown away: use mode='mask'",

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from tokenprune.base import AttentionPattern, Site
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.frames import Visual
 
@@ -52,9 +51,6 @@ class PEVLM(AttentionPattern):
     position_mode: Literal["sequential", "reuse"] = "sequential"
     dense_layers: Sequence[Annotated[int, Ge(0)]] = ()
     only_single_video: bool = False
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def fewest_frames(self) -> int:

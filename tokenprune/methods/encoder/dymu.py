@@ -15,7 +15,6 @@ from tokenprune.errors import BudgetError, OptionError
 from tokenprune.methods.encoder.thresholds import Thresholds, shipped
 from tokenprune.methods.fitted import FitAt
 from tokenprune.ops.merging import threshold_match
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.shapes.fingerprint import Fingerprint
 from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
@@ -66,7 +65,7 @@ class DyMU(EncoderMethod):
     exact: bool = False
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if isinstance(self.thresholds, (str, Path)):
             object.__setattr__(self, "thresholds", Thresholds.load(self.thresholds))
 

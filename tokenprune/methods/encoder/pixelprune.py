@@ -11,7 +11,6 @@ from tokenprune.budget import Budget
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.encoder.prediction import Distances, Prediction, anchored, from_neighbours
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.sites.units import UnitDropper
 
@@ -54,9 +53,6 @@ class PixelPrune(UnitDropper):
     threshold: Annotated[float, Ge(0), Le(1)] = 0.0
     metric: Literal["max", "mae", "rmse"] = "max"
     anchored: bool = True
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def reads_colours(self) -> str | None:

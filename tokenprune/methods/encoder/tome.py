@@ -9,7 +9,6 @@ from tokenprune.base import Site
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError
 from tokenprune.ops.merging import bipartite_match, most
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
 
@@ -35,7 +34,7 @@ class ToMe(EncoderMethod):
     proportional: bool = True
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         good = self.r is None or _is_count(self.r)
         if isinstance(self.r, list):
             good = all(map(_is_count, self.r))

@@ -13,7 +13,6 @@ from tokenprune.kernels.pairs import PickedRows, Products, unit
 from tokenprune.kernels.take import settle, top_mask
 from tokenprune.methods.fitted import FitAt, Fitted
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -81,7 +80,7 @@ class D2Pruner(Pruner):
         def _fitted(self) -> AttentionPrior | None: ...
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         fitted = None if self.prior is None else AttentionPrior.load(self.prior)
         object.__setattr__(self, "_fitted", fitted)
         self._check(

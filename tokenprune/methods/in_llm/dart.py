@@ -11,7 +11,6 @@ from annotated_types import Ge
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.match import cosines
 from tokenprune.kernels.take import take_in_turn
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -50,9 +49,6 @@ class Dart(Pruner):
     pivot_image: Annotated[int, Ge(1)] = 4
     pivot_text: Annotated[int, Ge(0)] = 4
     exact: bool = True
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def query_aware(self) -> bool:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge
 
 from tokenprune.base import Pruner, Site
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -34,9 +33,6 @@ class FastV(Pruner):
 
     layer: Annotated[int, Ge(1)] = 2
     query: Literal["last", "all"] = "last"
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def query_aware(self) -> bool:

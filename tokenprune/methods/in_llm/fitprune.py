@@ -12,7 +12,6 @@ from tokenprune.budget import TARGETS, Budget
 from tokenprune.errors import BudgetError
 from tokenprune.methods.fitted import FitAt, Fitted
 from tokenprune.methods.several_cuts import CutsInside, OneCut
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.view.tokens import VisualTokens
@@ -64,7 +63,7 @@ class FitPrune(CutsInside):
         def _fitted(self) -> Recipe | None: ...
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         object.__setattr__(self, "_fitted", None if self.recipe is None else Recipe.load(self.recipe))
 
     @property

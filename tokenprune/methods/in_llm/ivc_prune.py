@@ -13,7 +13,6 @@ from tokenprune.budget import Budget
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.take import top_mask
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -52,9 +51,6 @@ class IvcPrune(Pruner):
 
     layer: Annotated[int, Ge(1)] | None = None
     coordinates: Annotated[float, Ge(0), Le(0.5)] = 0.05
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def cut_layer(self) -> int:

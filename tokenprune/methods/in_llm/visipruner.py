@@ -12,7 +12,6 @@ from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.several_cuts import CutsInside, OneCut
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -59,9 +58,6 @@ class VisiPruner(CutsInside):
 
     turns: Annotated[float, Ge(-1), Le(1)] = 0.995
     part: Annotated[float, Ge(0)] = 0.2
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def query_aware(self) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tokenprune.base import ResizeMethod, Site
-from tokenprune.options import check_options
 from tokenprune.registry import register
 
 
@@ -33,9 +32,6 @@ class Downsample(ResizeMethod):
     takes_tokens: ClassVar[bool] = True
 
     videos: bool = True
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def shares(self, images: Sequence[Any], keep: float, per: str) -> list[float]:
         return [keep] * len(images)

@@ -12,7 +12,6 @@ from annotated_types import Gt, Le
 
 from tokenprune.base import ResizeMethod, Site
 from tokenprune.errors import BudgetError
-from tokenprune.options import check_options
 from tokenprune.registry import register
 
 if TYPE_CHECKING:
@@ -61,9 +60,6 @@ class DynRes(ResizeMethod):
     min_scale: Annotated[float, Gt(0), Le(1)] = 0.25
     text_guard: bool = True
     question_guard: bool = False
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def query_aware(self) -> bool:

@@ -13,7 +13,6 @@ from annotated_types import Ge, Lt
 
 from tokenprune.base import ImageChooser, Site
 from tokenprune.errors import OptionError
-from tokenprune.options import check_options
 from tokenprune.registry import register
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class ViewSelect(ImageChooser):
     weight: Annotated[float, Ge(0), Lt(math.inf)] = 0.5
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         for option in ("views", "always_keep"):
             object.__setattr__(self, option, tuple(getattr(self, option)))
         self._check(all(view.strip() for view in self.views), f"views={list(self.views)}: a view needs a name")

@@ -14,7 +14,6 @@ from tokenprune.kernels.take import rank_in_group, settle
 from tokenprune.methods.scores import saliency
 from tokenprune.ops.clusters import by_rows
 from tokenprune.ops.suppress import unsuppressed
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -53,9 +52,6 @@ class AgilePruner(Pruner):
 
     average_rank: Annotated[float, Gt(0)] = 95.0
     limit: Annotated[float, Ge(0)] = 0.25
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def encoder_layers(self) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from tokenprune.kernels.pairs import unit
 from tokenprune.methods.centering import Centering, centred, needs_of
 from tokenprune.methods.scores import relevance, stretched
 from tokenprune.ops.clusters import by_rows
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -55,9 +54,6 @@ class CDPruner(Pruner):
     sign: Literal[1, -1] = 1
     theta: Annotated[float, Ge(0), Le(1)] = 0.5
     center: Centering = False
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def query_aware(self) -> bool:

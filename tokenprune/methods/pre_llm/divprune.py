@@ -9,7 +9,6 @@ from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.farthest import farthest
 from tokenprune.methods.centering import Centering, centred, needs_of
 from tokenprune.ops.clusters import farthest_weighted
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -41,9 +40,6 @@ class DivPrune(Pruner):
     fallback_options: ClassVar[Mapping[str, Any]] = {"center": "standardised"}
 
     center: Centering = False
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -14,7 +14,6 @@ from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.scores import stretched
 from tokenprune.ops.clusters import by_rows
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import TextTokens, VisualTokens
 
@@ -55,9 +54,6 @@ class EADP(Pruner):
     share: Annotated[float, Gt(0), Le(1)] = 0.2
     sign: Literal[-1, 1] = -1
     smooth: bool = True
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def query_aware(self) -> bool:

@@ -13,7 +13,6 @@ from tokenprune.budget import Budget
 from tokenprune.methods.tiles import Tiles
 from tokenprune.ops.merging import Merge
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.view.tokens import VisualTokens
@@ -56,9 +55,6 @@ class FlowCut(Pruner):
     asks_device: ClassVar[bool] = True
 
     inside: bool | None = None
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def forms(self) -> tuple[Method, ...]:
         return (self,) if self.inside is not None else (replace(self, inside=True), replace(self, inside=False))

@@ -10,7 +10,6 @@ from annotated_types import Ge, Gt, Le, Lt
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.compact import partition
 from tokenprune.methods.tiles import Tiles
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -54,9 +53,6 @@ class HiPrune(Pruner):
     alpha: Annotated[float, Ge(0), Le(1)] = 0.1
     object_layer: int | Annotated[float, Gt(0), Lt(1)] = 0.39
     edges: Literal["grid", "sequence"] = "grid"
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def encoder_layers(self) -> tuple[int | float, ...]:

@@ -14,7 +14,6 @@ from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.tiles import attended, ranked
 from tokenprune.ops.temporal import shares
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -48,9 +47,6 @@ class HoloV(Pruner):
 
     crops: Annotated[int, Ge(1)] | None = None
     rank: Literal["attention", "holistic"] = "attention"
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def encoder_layers(self) -> tuple[int, ...]:

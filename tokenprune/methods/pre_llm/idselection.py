@@ -12,7 +12,6 @@ from tokenprune.kernels.pairs import PickedRows
 from tokenprune.kernels.picks import Picks
 from tokenprune.methods.scores import saliency, stretched
 from tokenprune.ops.clusters import by_rows
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -41,9 +40,6 @@ class IDSelection(Pruner):
     """
 
     gamma: Annotated[float, Ge(0)] = 20.0
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def encoder_layers(self) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.coverage import alike, cover
 from tokenprune.kernels.pairs import Products, Relation, unit
 from tokenprune.ops.clusters import by_rows
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -52,9 +51,6 @@ class MMTok(Pruner):
     temperature: Annotated[float, Gt(0)] = 0.2
     features: Literal["tower", "projected"] = "tower"
     question: bool = True
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def query_aware(self) -> bool:

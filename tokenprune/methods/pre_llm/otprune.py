@@ -9,7 +9,6 @@ from annotated_types import Gt
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.ops.clusters import by_rows
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -37,9 +36,6 @@ class OTPrune(Pruner):
     """
 
     gamma: Annotated[float, Gt(0)] = 0.01
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def select(self, tokens: VisualTokens) -> Selection:
         most = max(tokens.keep)

@@ -13,7 +13,6 @@ from tokenprune.kernels.pairs import unit
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.tiles import Tiles, attended, ranked
 from tokenprune.ops.clusters import in_parts
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -53,9 +52,6 @@ class PruMerge(Pruner):
     merge: Literal["rest", "clusters", "none"] = "rest"
     neighbours: Annotated[int, Ge(1)] = 32
     exact: bool = True
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def needs(self) -> frozenset[str]:

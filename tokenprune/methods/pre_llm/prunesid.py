@@ -16,7 +16,6 @@ from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.scores import saliency
 from tokenprune.ops.suppress import unsuppressed
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -51,9 +50,6 @@ class PruneSID(Pruner):
     fallback_options: ClassVar[Mapping[str, Any]] = {"form": "qwen"}
 
     form: Literal["qwen", "llava"] = "qwen"
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -8,7 +8,6 @@ import torch
 
 from tokenprune.base import Pruner, Site
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -26,9 +25,6 @@ class Random(Pruner):
     """
 
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def score(self, tokens: VisualTokens) -> Tensor:
         scores = torch.zeros(tokens.mask.shape)

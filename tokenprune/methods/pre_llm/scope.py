@@ -12,7 +12,6 @@ from tokenprune.kernels.coverage import alike, cover
 from tokenprune.kernels.pairs import Relation
 from tokenprune.methods.scores import saliency
 from tokenprune.ops.clusters import by_rows
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -46,9 +45,6 @@ class Scope(Pruner):
 
     alpha: Annotated[float, Ge(0)] = 1.0
     features: Literal["projected", "tower"] = "projected"
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def needs(self) -> frozenset[str]:

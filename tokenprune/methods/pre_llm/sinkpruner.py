@@ -18,7 +18,6 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.methods.several_cuts import TEXT, text_votes
 from tokenprune.ops.clusters import in_parts
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
 from tokenprune.view.tokens import VisualTokens
@@ -60,9 +59,6 @@ class SinkPruner(Pruner):
 
     sinks: Annotated[float, Ge(0), Le(0.5)] = 0.01
     stage2: bool = True
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def encoder_layers(self) -> tuple[int, ...]:

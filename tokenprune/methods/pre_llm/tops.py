@@ -13,7 +13,6 @@ from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.picks import Picks
 from tokenprune.methods.scores import saliency
 from tokenprune.ops.clusters import by_rows
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -44,9 +43,6 @@ class Tops(Pruner):
 
     diversity: Annotated[float, Ge(0)] = 0.5
     coverage: Annotated[float, Ge(0)] = 0.5
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def encoder_layers(self) -> tuple[int, ...]:

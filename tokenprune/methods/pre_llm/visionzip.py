@@ -12,7 +12,6 @@ from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.tiles import Tiles, attended
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -51,9 +50,6 @@ class VisionZip(Pruner):
 
     context: Annotated[float, Ge(0), Lt(1)] = 10 / 64
     centre: Annotated[float, Gt(0), Le(1)] | None = 0.5
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def encoder_layers(self) -> tuple[int, ...]:

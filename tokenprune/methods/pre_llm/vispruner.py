@@ -14,7 +14,6 @@ from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.tiles import Tiles, attended, ranked
 from tokenprune.ops.clusters import in_parts
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -54,9 +53,6 @@ class VisPruner(Pruner):
 
     important: Annotated[float, Ge(0), Le(1)] = 0.5
     features: Literal["tower", "projected"] = "tower"
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def needs(self) -> frozenset[str]:

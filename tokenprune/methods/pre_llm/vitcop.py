@@ -16,7 +16,6 @@ from tokenprune.kernels.pairs import distances
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.ops.clusters import by_rows, roots
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
 from tokenprune.view.tokens import VisualTokens
@@ -61,9 +60,6 @@ class ViTCoP(Pruner):
     asks_device: ClassVar[bool] = True
 
     clusters: Annotated[float, Gt(0), Le(1)] = 0.18
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def encoder_layers(self) -> tuple[int, ...]:

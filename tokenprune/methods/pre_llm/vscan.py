@@ -15,7 +15,6 @@ from tokenprune.errors import BudgetError
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.schedule import profile
 from tokenprune.view.segments import Patches
@@ -69,7 +68,7 @@ class VScan(Pruner):
     merge: bool = True
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         problem = f"layer={self.layer} is where stage 2 cuts: leave it out, or stage2=False"
         self._check(self.stage2 or self.layer is None, problem)
 

@@ -22,7 +22,6 @@ from tokenprune.methods.video.merging import (
 )
 from tokenprune.ops.clusters import peaks
 from tokenprune.ops.temporal import cosine, frame_means, segments_at, shares
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
 
@@ -68,9 +67,6 @@ class FastVID(VideoMerger):
     context: Annotated[float, Ge(0), Le(1)] = 0.4
     step: Annotated[int, Ge(1)] = 4
     centre: Annotated[float, Gt(0), Le(1)] = 0.6
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def encoder_layers(self) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.methods.video.merging import VideoMerger
 from tokenprune.ops.clusters import in_parts
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
 
@@ -58,9 +57,6 @@ class KiToke(VideoMerger):
     alpha: Annotated[float, Gt(0)] = 0.16
     change: Annotated[float, Gt(0)] = 1.5
     jump: Annotated[float, Gt(0)] = 1.0
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
         into = torch.full_like(videos.mask, -1, dtype=torch.long)

@@ -15,7 +15,6 @@ from tokenprune.kernels.take import rank_in_group, top_mask
 from tokenprune.methods.video.merging import VideoMerger
 from tokenprune.ops.clusters import LikePairs, components
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
 
@@ -54,9 +53,6 @@ class LLaVAScissor(VideoMerger):
 
     exact: bool = True
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.9
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def by_content_count(self) -> bool:

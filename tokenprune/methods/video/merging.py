@@ -17,7 +17,6 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.ops.clusters import peaks_and_members
 from tokenprune.ops.temporal import shares
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.schedule import profile
 from tokenprune.view.tokens import VisualTokens
 from tokenprune.view.videos import Videos
@@ -80,7 +79,7 @@ class TwoCutMerger(VideoMerger):
     inner_keep: Annotated[float, Gt(0), Lt(1)] = 0.5
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         said = self.layer is None or self.inner
         self._check(said, f"layer={self.layer} is of the second cut: leave it out, or inner=False")
 

@@ -16,7 +16,6 @@ from tokenprune.ops.clusters import covering, roots
 from tokenprune.ops.temporal import same_place, shares
 from tokenprune.ops.transfer import to_device
 from tokenprune.ops.transport import transport
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
 
@@ -51,9 +50,6 @@ class OTTVid(VideoMerger):
     """
 
     threshold: Annotated[float, Gt(0)] = 0.3
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def encoder_layers(self) -> tuple[int, ...]:

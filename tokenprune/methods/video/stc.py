@@ -11,7 +11,6 @@ from tokenprune.base import Site
 from tokenprune.kernels.pairs import unit
 from tokenprune.methods.video.base import VideoPruner
 from tokenprune.ops.temporal import frame_means, likeness, quiet_channels, shares
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
 
@@ -39,9 +38,6 @@ class STC(VideoPruner):
     """
 
     chunk: Annotated[int, Ge(1)] = 1
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def choose(self, videos: Videos) -> Tensor:
         mask, frames = videos.mask, videos.mask.shape[1]
