@@ -154,8 +154,8 @@ def written(text: str) -> str:
 
 
 def section(path: Path, whole: bool = True) -> str:
-    """Return what the page says of one model: the table, the ranks beside the papers' and, if it is whole, what was not
-    reached."""
+    """Return what the page says of one model: the ranks beside the papers' and, if it is whole, the table and what was
+    not reached."""
     records = read_records(path)
     results = summarise(records)
     base, targets, header = results.baseline, finished_targets(records), results.header
@@ -172,10 +172,8 @@ def section(path: Path, whole: bool = True) -> str:
         f"Raw data, with accuracy by kind and the setting of each row: [{path.name}](../benchmarks/results/{path.name}), by `python "
         f"benchmarks/all_methods.py ask --model {path.stem.partition('-')[2]}{more}`."
     )
-    parts = [
-        f"## {header['environment']['model']}", head, _table(results, targets), *_agreements(records, targets),
-        *([_not_reached(results, targets)] if whole else []), source,
-    ]  # fmt: skip
+    table, missing = (_table(results, targets), _not_reached(results, targets)) if whole else ("", "")
+    parts = [f"## {header['environment']['model']}", head, table, *_agreements(records, targets), missing, source]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -267,7 +265,9 @@ def _not_reached(results: Results, targets: list[float]) -> str:
         by_reason.setdefault(reason, {}).setdefault(one["method"], []).append(f"{100 * one['keep']:g}")
     lines = []
     for why, who in by_reason.items():
-        names = [f"`{name}`" + ("" if len(at) == len(targets) else f" at {', '.join(at)} %") for name, at in who.items()]
+        names = [
+            f"`{name}`" + ("" if len(at) == len(targets) else f" at {', '.join(at)} %") for name, at in who.items()
+        ]
         lines.append(f"- {', '.join(names)}: {why}")
     return "\n".join(["### Not reached", "", *lines]) if lines else ""
 

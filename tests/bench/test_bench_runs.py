@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -288,8 +289,8 @@ def test_a_placeholder_in_a_question_ends_the_run_before_it_begins(data: Path, t
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
-def test_two_processes_give_what_one_gives(data: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
-    """As `accelerate launch --num_processes 2 -m tokenprune bench` starts them, over gloo."""
+def two_processes(data: Path, run: Path) -> list[subprocess.Popen[str]]:
+    """Start a run as `accelerate launch --num_processes 2 -m tokenprune bench` does, over gloo."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -298,8 +299,8 @@ def test_two_processes_give_what_one_gives(data: Path, whole: tuple[Path, str], 
     )
     shared = {"PYTHONPATH": path, "COLUMNS": "220", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "tokenprune", *arguments(data, "--run", tmp_path / "run")]
-    processes = [
+    command = [sys.executable, "-m", "tokenprune", *arguments(data, "--run", run)]
+    return [
         subprocess.Popen(
             command,
             env=os.environ | shared | {"RANK": str(rank)},
@@ -309,13 +310,29 @@ def test_two_processes_give_what_one_gives(data: Path, whole: tuple[Path, str], 
         )
         for rank in range(2)
     ]
+
+
+def test_two_processes_give_what_one_gives(data: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
+    """And where one of them was killed, the same command goes on."""
+    run = tmp_path / "run"
+    leader, killed = two_processes(data, run)
+    end = time.monotonic() + 120
+    while not (run / "config.json").exists():
+        assert time.monotonic() < end and killed.poll() is None, killed.communicate()
+        time.sleep(0.02)
+    killed.kill()
+    killed.communicate()
+    _, said = leader.communicate(timeout=120)
+    assert leader.returncode != 0 and "another process of this run has ended" in said
+
+    processes = two_processes(data, run)
     (first, said), (second, _) = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     assert first == whole[1]
     assert second == ""
     for name in ("predictions.jsonl", "results.jsonl"):
-        assert told(tmp_path / "run" / name) == told(whole[0] / name)
-    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == [
+        assert told(run / name) == told(whole[0] / name)
+    assert sorted(file.name for file in run.iterdir()) == [
         ".lock", "config.json", "predictions.jsonl", "results.jsonl",
     ]  # fmt: skip
 
