@@ -9,8 +9,8 @@ requests, each with an image that it has not seen, in another order from round t
 all of a server's processes, so other work on the machine is not in it; a share is the median over rounds of a server's
 time over that of the server without the plugin, with its least and most.
 
-The model that ships has 16 visual tokens an image, so that what is not the model weighs most; the other is a random
-LLaVA of 100 M parameters and 576 tokens.
+The models are random LLaVAs with 576 visual tokens an image: one with a decoder so small that what is not the model
+weighs most, and one of 100 M parameters.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import os
 import statistics
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,25 +31,29 @@ import openai
 import psutil
 from rich.console import Console
 from rich.table import Table
-from serving import QUESTION, noise_image, served, write
+from serving import QUESTION, TEMPLATE, noise_image, served, write, write_model
 
-SHIPPED = Path(__file__).resolve().parent.parent / "demo/tokenprune_demo/models/demo_vlm"
-MODELS: dict[str, str | None] = {"demo_vlm": str(SHIPPED), "100 M parameters": None}
+SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+# The sizes of their decoders, where they are not those of `write_model`.
+MODELS: dict[str, dict[str, int]] = {
+    "next to none": SMALL | {"num_key_value_heads": 2},
+    "100 M parameters": {},
+}
 # The plugins that vLLM loads, and its processor's arguments.
 SERVERS = {"no plugin": ("", "{}"), "no setting": (None, "{}"), "off": (None, '{"tokenprune": {"off": true}}')}
 
 
 @contextlib.contextmanager
-def running(model: str | None, name: str, console: Console) -> Iterator[tuple[str, psutil.Process]]:
+def running(model: Path, name: str, console: Console) -> Iterator[tuple[str, psutil.Process]]:
     """Start one of the servers; yield its address and its process."""
     plugins, given = SERVERS[name]
     before = {one.pid for one in psutil.Process().children()}
     environment = dict(os.environ)
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     os.environ |= {} if plugins is None else {"VLLM_PLUGINS": plugins}
-    length = ["--max-model-len", "1024"] if model is None else ["--max-model-len", "640"]
-    extra = [*length, "--dtype", "float32", "--block-size", "32", "--enforce-eager", "--mm-processor-kwargs", given]
-    with served(model, extra, console) as url:
+    extra = ["--max-model-len", "1024", "--dtype", "float32", "--block-size", "32", "--enforce-eager"]
+    extra += ["--chat-template", str(model / "template.jinja"), "--mm-processor-kwargs", given]
+    with served(str(model), extra, console) as url:
         os.environ.clear()
         os.environ.update(environment)
         (process,) = (one for one in psutil.Process().children() if one.pid not in before)
@@ -77,7 +82,7 @@ async def ask(url: str, seeds: range, at_once: int) -> None:
         await asyncio.gather(*(one(client, seed) for seed in seeds))
 
 
-def measure(model: str | None, args: argparse.Namespace, console: Console) -> dict[str, list[float]]:
+def measure(model: Path, args: argparse.Namespace, console: Console) -> dict[str, list[float]]:
     """Return the CPU seconds a request of each server, round by round."""
     found: dict[str, list[float]] = defaultdict(list)
     with contextlib.ExitStack() as stack:
@@ -103,10 +108,13 @@ def main() -> None:
     args = parser.parse_args()
     console, records = Console(), []
     table = Table(title="CPU time of a request that loses nothing")
-    for column in ("model", "server", "ms a request", "over no plugin", "least", "most"):
+    for column in ("decoder", "server", "ms a request", "over no plugin", "least", "most"):
         table.add_column(column)
-    for model, path in MODELS.items():
-        found = measure(path, args, console)
+    for model, shape in MODELS.items():
+        with tempfile.TemporaryDirectory() as place:
+            write_model(Path(place), **shape)
+            (Path(place) / "template.jinja").write_text(TEMPLATE)
+            found = measure(Path(place), args, console)
         for name, each in found.items():
             shares = [a / b for a, b in zip(each, found["no plugin"], strict=True)]
             least, middle, most = min(shares), statistics.median(shares), max(shares)

@@ -162,7 +162,7 @@ def mixed_load() -> str:
 
 def overhead() -> str:
     """The table of what the plugin costs where it removes nothing, from its raw file."""
-    lines = ["| model | server | CPU time of a request, ms | over no plugin |", "|---" * 4 + "|"]
+    lines = ["| decoder | server | CPU time of a request, ms | over no plugin |", "|---" * 4 + "|"]
     for one in rows.lines(OVERHEAD):
         each = one["seconds"]
         lines.append(f"| {one['what']} | {one['server']} | {1000 * statistics.median(each):.1f} | {one['share']:.3f} |")
