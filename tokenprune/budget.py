@@ -11,17 +11,19 @@ from functools import lru_cache
 from typing import Any
 
 from tokenprune.ages import Tiers, aged, checked_tiers
+from tokenprune.clips import OPTIONS, Clip, check_rate, checked_frames, checked_weights, of_videos
 from tokenprune.errors import BudgetError
 from tokenprune.shapes.decoder import DecoderShape
 
 _SCOPES = ("image", "frame", "prompt")
-TARGETS = ("keep", "tokens", "average_tokens", "average_share", "kv_share", "flops_share")
+TARGETS = ("keep", "tokens", "average_tokens", "average_share", "kv_share", "flops_share", "per_second", "frames")
 AGES = ("age", "step")
+_NUMBERS = ("average_tokens", "per_second")  # targets that are no shares
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The number of visual tokens to keep; exactly one of the first six fields is given.
+    """The number of visual tokens to keep; exactly one of the first eight fields is given.
 
     keep:            float in (0, 1]: share of the visual tokens of each image; int >= 2: tokens per image. The int 1 is
                      refused: JSON and many programs write 1.0 as 1, and all tokens would become one.
@@ -30,6 +32,8 @@ class Budget:
     average_share:   share of the visual tokens of each image, averaged over the decoder's layers, in (0, 1].
     kv_share:        share of the visual tokens' KV bytes that remains, in (0, 1].
     flops_share:     share of the decoder's prefill FLOPs that remains (text included), in (0, 1].
+    per_second:      tokens for each second of a video; images keep all of theirs.
+    frames:          what each frame of a video keeps: an int >= 2 for tokens, or its share in (0, 1]; images keep all.
     per:             "image": every image, video or tile has the budget for itself; "frame": so has every frame of a
                      video, such as the decoder sees (Qwen's towers join two); "prompt": all visual tokens of a prompt
                      share it, and compete.
@@ -39,6 +43,13 @@ class Budget:
     step:            ages are counted anew when the number of images is a multiple of it. Between, a prompt that gets
                      longer keeps its earlier images as they are, so that a prefix cache holds.
 
+    fps:             frames a second at which videos were sampled, for `per_second`, in the place of what the processor
+                     says, if it does (Qwen2.5-VL's).
+    frame_weights:   a number for each frame of a video, by which its frames share what `keep` or `tokens` leaves of it
+                     (`tokenprune.clips.spread`).
+
+    Budgets of videos (`per_second`, `frames`, `frame_weights`) go with methods that cut once, at the decoder. A frame
+    is such as the decoder sees it; with the last two `per` is "frame".
     All but `keep` are solved for the layer at which the method cuts, from closed forms (accounting.py); of a method
     that cuts several times all of them are averages over the layers (schedule.py).
     Raises BudgetError for anything else, and, when solved, for a target that this layer cannot reach.
@@ -50,9 +61,13 @@ class Budget:
     average_share: float | None = None
     kv_share: float | None = None
     flops_share: float | None = None
+    per_second: float | None = None
+    frames: tuple[float | int, ...] | None = None
     per: str = "image"
     age: Tiers | None = None
     step: int = 1
+    fps: float | None = None
+    frame_weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in TARGETS if getattr(self, name) is not None]
@@ -68,7 +83,10 @@ class Budget:
         object.__setattr__(self, "age", checked_tiers(self.age, self.step))
         if self.age is None:
             object.__setattr__(self, "step", 1)  # where tiers change nothing, so that a copy of it is no error
+        self._check_videos(given[0])
         value = getattr(self, given[0])
+        if given[0] == "frames":
+            return
         if not _is_real(value) or value != value:  # NaN
             raise BudgetError(f"{given[0]} must be a number, not {value!r}")
         if counted:
@@ -78,15 +96,28 @@ class Budget:
             if isinstance(value, numbers.Integral):
                 object.__setattr__(self, "keep", int(value))
                 object.__setattr__(self, "tokens", int(value))
-        elif not value > 0 or (given[0] != "average_tokens" and value > 1) or value == math.inf:
-            limit = "" if given[0] == "average_tokens" else ", and at most 1"
+        elif not value > 0 or (given[0] not in _NUMBERS and value > 1) or value == math.inf:
+            limit = "" if given[0] in _NUMBERS else ", and at most 1"
             raise BudgetError(f"{given[0]}={value!r} is out of range: it must be positive{limit}")
+
+    def _check_videos(self, target: str) -> None:
+        check_rate(self.per_second, self.fps)
+        object.__setattr__(self, "frames", checked_frames(self.frames))
+        object.__setattr__(self, "frame_weights", checked_weights(self.frame_weights))
+        if self.frame_weights is not None and (target not in ("keep", "tokens") or self.age is not None):
+            raise BudgetError("frame_weights= goes with keep= or tokens= of a video, and without age=")
+        if self.of_videos and self.per == "prompt":
+            raise BudgetError('budgets of videos are for each video: leave out per="prompt"')
+        if self.frames is not None or self.frame_weights is not None:
+            object.__setattr__(self, "per", "frame")
 
     def __repr__(self) -> str:
         left_out = "keep" if self.tokens == 1 else "tokens"
         targets = [name for name in TARGETS if getattr(self, name) is not None and name != left_out]
         given = [f"{name}={getattr(self, name)!r}" for name in targets]
-        given += [] if self.per == "image" else [f"per={self.per!r}"]
+        by_frame = self.frames is not None or self.frame_weights is not None  # and so is `per`
+        given += [f"{name}={getattr(self, name)!r}" for name in OPTIONS if getattr(self, name) is not None]
+        given += [] if self.per == "image" or by_frame else [f"per={self.per!r}"]
         given += [] if self.age is None else [f"age={self.age!r}", f"step={self.step}"]
         return f"Budget({', '.join(given)})"
 
@@ -132,10 +163,15 @@ class Budget:
     @property
     def share(self) -> float | None:
         """The share that is asked for, of whatever the target counts; None for a number of tokens."""
-        if self.average_tokens is not None or self.tokens is not None:
+        if self.tokens is not None:
             return None
         shares = (self.keep, self.average_share, self.kv_share, self.flops_share)
-        return next(float(one) for one in shares if one is not None)
+        return next((float(one) for one in shares if one is not None), None)
+
+    @property
+    def of_videos(self) -> bool:
+        """True if what a video keeps follows from its seconds or frames, not from its number of tokens alone."""
+        return self.per_second is not None or self.frames is not None or self.frame_weights is not None
 
     def is_identity(self) -> bool:
         """Return True if this keeps every token of any image."""
@@ -154,12 +190,19 @@ class Budget:
 
         layer: the decoder layer at whose input the cut is made. shape: the decoder's sizes. text_tokens: tokens of the
         prompt that are not visual (for flops_share). original: tokens of each segment at the first cut of the method,
-        which only a budget of one of several cuts reads.
+        which only a budget of one of several cuts reads. Raises BudgetError for a budget of videos, which
+        `resolve_videos` is for.
         """
+        if self.of_videos:
+            raise BudgetError(f"{self} is for the videos of a prompt, and nothing is known of any here: say keep=")
         if self.keep is None:
             return self.solve([(layer, 1.0)], counts, shape=shape, text_tokens=text_tokens)[0]
         kept = [self.resolve_keep(count) for count in counts]
         return kept if self.age is None else aged(kept, self.age, self.step)
+
+    def resolve_videos(self, counts: Sequence[int], clips: Sequence[Clip | None]) -> list[int]:
+        """Return the same of a budget of videos. clips: what is known of each segment, None of an image."""
+        return of_videos(self, counts, clips)
 
     def resolve_keep(self, count: int) -> int:
         """Return how many of `count` tokens a `keep` leaves of a new image, a share or a number."""

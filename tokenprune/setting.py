@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from tokenprune.base import Method
 from tokenprune.budget import AGES, TARGETS, Budget
+from tokenprune.clips import OPTIONS
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.files import File, reason
 from tokenprune.registry import build, method_class
@@ -160,7 +161,7 @@ class Setting:
         per = "image" if self.per is None else self.per
         if not isinstance(keep, dict):
             return replace(Budget.of(keep), per=per)
-        if unknown := sorted(set(keep) - {*TARGETS, *AGES}):
+        if unknown := sorted(set(keep) - {*TARGETS, *AGES, *OPTIONS}):
             raise BudgetError(
                 f"{self.where}: keep has no {', '.join(unknown)}: write a number alone, 4 for four tokens or 0.25 for "
                 f"a share, or an object with one of {', '.join(TARGETS[1:])}"

@@ -17,7 +17,8 @@ def counts_after(budgets: Sequence[Budget], visual: float) -> list[float]:
         before = left[-1] if left else visual
         share = budget.share
         number = budget.average_tokens if budget.keep is None else budget.keep
-        left.append(min(before, number or 0) if share is None else share * before)
+        asked = before if number is None else min(before, number)  # budgets of videos leave an image as it is
+        left.append(asked if share is None else share * before)
     return left
 
 

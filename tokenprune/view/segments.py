@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
+from tokenprune.clips import Clip
 from tokenprune.ops.transfer import to_device
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Segments:
     frames:   list of how many tokens each frame has, in order; tokens behind the last frame are in none. An image is
               one frame; None for a video of which this is not known, or of which tokens are gone. An empty list tells
               it of no segment.
+    clips:    list of what budgets of videos go by, None for an image; empty where there is none to go by.
     """
 
     row: list[int]
@@ -40,6 +42,7 @@ class Segments:
     grids: list[tuple[int, int, int] | None]
     modality: list[str]
     frames: list[list[int] | None] = field(default_factory=list)
+    clips: list[Clip | None] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.counts)

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tokenprune import abilities
 from tokenprune.base import Method, Site
-from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import is_static
 from tokenprune.integrations.hf.checks import caches, decoding
@@ -73,6 +73,12 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
     decoding_methods = [step.method for step in steps if step.method.site is Site.DECODE]
     for method in decoding_methods:
         decoding.check(method, len(decoding_methods) - 1)
+    for step in steps:
+        if step.budget.of_videos and adapter.facts.after_frames is None:
+            raise BudgetError(
+                f"{step.budget} goes by the frames of a video, which are not known of {adapter.config.model_type!r}: "
+                "frames that its processor hands over as images have a budget each; say keep= or tokens="
+            )
     if len({step.budget.per for step in steps}) > 1:
         raise OptionError("composed methods must share their Budget's per=")
 

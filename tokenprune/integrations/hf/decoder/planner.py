@@ -13,7 +13,7 @@ from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Merged, Step, plan_cuts
 from tokenprune.integrations.hf.forward.report import Report
-from tokenprune.integrations.hf.sequence.segments import RunsPerImage, find_segments
+from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, find_segments
 from tokenprune.shapes.decoder import DecoderShape
 
 
@@ -27,6 +27,7 @@ class Planner:
         self.adapter, self.shape, self.steps, self.record = adapter, shape, steps, record
         self._planning, self._raising = acting(parts, "on_plan"), acting(parts, "raise_budget")
         self.per = steps[0].budget.per if steps else "image"
+        self._of_videos = any(step.budget.of_videos for step in steps)
 
     def find_segments(self, call: Call, embeds: Tensor) -> None:
         """Set `call.segments` and `call.report` where the call has visual tokens. embeds: `[B, L, D]`."""
@@ -35,11 +36,20 @@ class Planner:
         runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
         grid_of = self.adapter.image_grid
         behind = self.adapter.behind_video
-        found = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind)
+        tempo = (
+            Tempo(self.adapter.seconds_per_frame(call.arguments), self.adapter.joined) if self._of_videos else Tempo([])
+        )
+        found = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind, tempo)
         if found is not None:
             call.has_images, call.segments = True, found
             call.report = Report(self.shape, call.segments, call.host.tokens_per_row, embeds.shape[1], self.record)
             call.report.stats.notes = call.notes
+            self._note_images(call)
+
+    def _note_images(self, call: Call) -> None:
+        for budget in (step.budget for step in self.steps if step.budget.keep is None and step.budget.of_videos):
+            if "image" in call.segments.modality:
+                call.notes.append(f"images keep all tokens: {budget} is for videos")
 
     def _runs_per_image(self, call: Call) -> RunsPerImage | None:
         if call.host.ids is None:

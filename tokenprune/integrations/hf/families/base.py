@@ -30,6 +30,8 @@ _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 # time. Their state is built from the tokens that reach them, as if there had never been others.
 STATEFUL = {"linear_attention", "conv", "mamba"}
 _POINTWISE = {"mlp", "moe"}
+# Arguments of a base model by which a processor says how long a frame of each video lasts.
+_SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 
 
 class Adapter(FamilyFacts):
@@ -184,6 +186,18 @@ class Adapter(FamilyFacts):
         if isinstance(pixels, Tensor) and pixels.ndim == 5:  # [videos, frames, 3, H, W]
             return [pixels.shape[1]] * pixels.shape[0]
         return None
+
+    def seconds_per_frame(self, arguments: dict[str, Any]) -> list[float]:
+        """Return the seconds that a frame of each video stands for, such as the decoder sees it, from the arguments of
+        the base model's forward; empty where they do not tell."""
+        given = next((arguments[name] for name in _SECONDS if arguments.get(name) is not None), ())
+        return torch.as_tensor(given, dtype=torch.float64).flatten().tolist()
+
+    @property
+    def joined(self) -> int:
+        """The number of sampled frames of a video that the decoder sees as one."""
+        vision = getattr(self.config, "vision_config", None)
+        return getattr(vision, "temporal_patch_size", None) or getattr(vision, "temporal_merge_size", None) or 1
 
     def embeds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the decoder's `kwargs` with `inputs_embeds` in the place of ids, and of images, if it takes such."""

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from tokenprune.base import Method, Selection
 from tokenprune.budget import Budget
+from tokenprune.clips import Clip
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.view.segments import Segments
 
@@ -74,7 +75,7 @@ class Plan:
 
     Lists have an entry for each segment of the prompt, 0 where it is withdrawn.
 
-    rows, ordinals: see `Segments`. text: of each row, its tokens that are not visual. arrived: the tokens that
+    rows, ordinals, clips: see `Segments`. text: of each row, its tokens that are not visual. arrived: the tokens that
     reach the first stage. at_least: may have a cut keep more tokens than its budget says. stages: the stages as
     planned. A method may keep another number than its budget says; `stage` then plans the later ones anew.
     """
@@ -85,6 +86,7 @@ class Plan:
     text: list[int]
     arrived: list[int]
     at_least: AtLeast
+    clips: list[Clip | None]
     stages: tuple[Stage, ...] = ()
 
     @cached_property
@@ -114,13 +116,17 @@ class Plan:
         left = [index for index, count in enumerate(arrived) if count]
         for row in dict.fromkeys(self.rows[index] for index in left):
             there = [index for index in left if self.rows[index] == row]
-            shares = step.budget.resolve(
-                [arrived[index] for index in there],
-                layer=step.layer,
-                shape=self.shape,
-                text_tokens=self.text[row],
-                original=[original[index] for index in there],
-            )
+            counts = [arrived[index] for index in there]
+            if step.budget.of_videos:
+                shares = step.budget.resolve_videos(counts, [self.clips[index] for index in there])
+            else:
+                shares = step.budget.resolve(
+                    counts,
+                    layer=step.layer,
+                    shape=self.shape,
+                    text_tokens=self.text[row],
+                    original=[original[index] for index in there],
+                )
             for index, number in zip(there, shares, strict=True):
                 wanted[index] = allowed(step.method, arrived[index], number)
         return Stage(step, arrived, wanted, self.at_least(step, arrived, wanted))
@@ -142,7 +148,7 @@ def plan_cuts(
     text = list(tokens)
     for row, count in zip(segments.row, segments.counts, strict=True):
         text[row] -= count
-    plan = Plan(shape, segments.row, segments.ordinal, text, arrived, at_least)
+    plan = Plan(shape, segments.row, segments.ordinal, text, arrived, at_least, segments.clips)
     for step in steps:
         if step.acts:
             plan = replace(plan, stages=(*plan.stages, plan.stage(step, plan.kept, plan.original(step, plan.kept))))

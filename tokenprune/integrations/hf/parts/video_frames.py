@@ -38,9 +38,13 @@ class VideoFrames(Part):
                 continue
             name = step.method.name
             if step.budget.per != "image":
+                instead = (
+                    "keep= or per_second= alone"
+                    if step.budget.of_videos
+                    else f'per="image" in place of per={step.budget.per!r}'
+                )
                 raise BudgetError(
-                    f"{name} compares the frames of a video, so the whole video has one budget: say "
-                    f'per="image" in place of per={step.budget.per!r}'
+                    f"{name} compares the frames of a video, so the whole video has one budget: say {instead}"
                 )
             if before := [*merges, *(one.method.name for one in steps[:index] if one.acts)]:
                 raise OptionError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tokenprune.clips import Clip
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.alignment import align_per_image
 from tokenprune.integrations.hf.encoded.record import record_of
@@ -28,7 +29,7 @@ GridOf = Callable[[int], tuple[int, int, int] | None]
 class Piece(NamedTuple):
     """The placeholders of one image or video, or of a part that has a budget for itself, before they become a segment.
 
-    columns: long `[n]`, on the host. frames: see `Segments`.
+    columns: long `[n]`, on the host. frames, clip: see `Segments`.
     """
 
     row: int
@@ -36,6 +37,18 @@ class Piece(NamedTuple):
     grid: tuple[int, int, int] | None
     modality: str
     frames: list[int] | None
+    clip: Clip | None = None
+
+
+class Tempo(NamedTuple):
+    """Facts by which budgets know how long the videos of a call last.
+
+    seconds: that a frame of each stands for, such as the decoder sees it; empty where it is not known. joined: sampled
+    frames that the decoder sees as one.
+    """
+
+    seconds: list[float]
+    joined: int = 1
 
 
 def feature_counts(output: Any) -> list[int] | None:
@@ -71,6 +84,7 @@ def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
 def find_segments(
     masks: dict[str, Tensor], outputs: dict[str, Any], per: str, device: torch.device, step: int = 1,
     runs_per_image: RunsPerImage | None = None, grid_of: GridOf | None = None, behind_video: int = 0,
+    tempo: Tempo = Tempo([]),  # noqa: B008 - a tuple
 ) -> Segments | None:  # fmt: skip
     """Group placeholders into segments, with tensors on `device`; None if there are none.
 
@@ -81,7 +95,7 @@ def find_segments(
     placeholder to the next within a run; 2 where ids for the ends of rows stand between. runs_per_image: tells of a
     row's number and the (first, last + 1) of its runs how many each image consists of; None: one.
     grid_of: tells of an image's number of tokens its grid, where nothing else does. behind_video: tokens of a video
-    that follow its last frame.
+    that follow its last frame. tempo: of the videos.
     Raises UnsupportedSetupError for a video whose frames are not known.
     """
     pieces: list[Piece] = []
@@ -89,7 +103,9 @@ def find_segments(
         rows, columns = mask.nonzero(as_tuple=True)
         if len(rows):
             found = pieces_of(modality, rows, columns, outputs.get(modality), step, grid_of, behind_video)
-            pieces += _by_frame(found, outputs.get(modality)) if per == "frame" and modality == "video" else found
+            if modality == "video":
+                found = _by_frame(found, outputs.get(modality), tempo, per == "frame")
+            pieces += found
     if not pieces:
         return None
     pieces.sort(key=lambda piece: (piece.row, int(piece.columns[0])))
@@ -114,6 +130,7 @@ def find_segments(
         grids=[piece.grid for piece in pieces],
         modality=[piece.modality for piece in pieces],
         frames=[piece.frames for piece in pieces],
+        clips=[piece.clip for piece in pieces],
     )
 
 
@@ -149,19 +166,32 @@ def pieces_of(
     return pieces
 
 
-def _by_frame(pieces: list[Piece], output: Any) -> list[Piece]:
-    frames = align_per_image(record_of(output).frames or [], [piece.row for piece in pieces])
-    split = []
-    for (row, columns, grid, modality, _), number in zip(pieces, frames, strict=True):
-        counts = frame_counts(len(columns), number or 0)
+def _by_frame(pieces: list[Piece], output: Any, tempo: Tempo, split: bool) -> list[Piece]:
+    """Return pieces that are videos with their clips; `split`: one for each frame."""
+    rows = [piece.row for piece in pieces]
+    known = record_of(output).frames or []
+    # `generate` repeats the caller's numbers for beams, one after the other; what was encoded is known of once.
+    once = tempo.seconds[:: max(1, len(tempo.seconds) // max(1, len(known)))]
+    found = []
+    numbers = zip(align_per_image(known, rows), align_per_image(once, rows), strict=True)
+    for piece, (number, each) in zip(pieces, numbers, strict=True):
+        clip = Clip(number, None, each, tempo.joined)
+        if not split:
+            found.append(piece._replace(clip=clip))
+            continue
+        counts = frame_counts(len(piece.columns), number or 0)
         if counts is None:
             raise UnsupportedSetupError(
-                f"nothing tells which of a video's {len(columns)} tokens belong to which frame: use a Budget with "
-                'per="image", which the whole video shares'
+                f"nothing tells which of a video's {len(piece.columns)} tokens belong to which frame: use a Budget "
+                'with per="image", which the whole video shares'
             )
-        one = None if grid is None else (1, *grid[1:])
-        split += [Piece(row, part, one, modality, [len(part)]) for part in columns.split(counts)]
-    return split
+        grid = None if piece.grid is None else (1, *piece.grid[1:])
+        parts = piece.columns.split(counts)
+        found += [
+            Piece(piece.row, part, grid, piece.modality, [len(part)], replace(clip, frame=frame))
+            for frame, part in enumerate(parts)
+        ]
+    return found
 
 
 def _whole_images(pieces: list[Piece], runs_per_image: RunsPerImage) -> list[Piece]:

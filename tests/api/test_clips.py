@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budgets of videos: `Budget(per_second=)`, `Budget(frames=)`, `Budget(keep=, frame_weights=)`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from oracle import close, reduced
+from session_oracle import recorded
+from tokenprune import Budget, BudgetError, UnsupportedSetupError
+from tokenprune.clips import spread
+from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.profiling.kept import counts_after
+from tokenprune.setting import Setting
+from tokenprune.shapes.decoder import DecoderShape
+from zoo import FAMILIES, IMAGE, VIDEO
+
+VIDEOS = [name for name, family in FAMILIES.items() if family.video is not None]
+# A photograph beside a video, a row without one, and a shorter row with both: 4 tokens a frame (see zoo).
+BATCH = dict(images=(1, 2, 1), video=(5, False, 5), padding="left")
+
+
+def naive_spread(total: int, weights: list[float], most: list[int]) -> list[int]:
+    """Steps 5 and 6 of the paper's code, one token at a time; then what the docstring of `spread` adds."""
+    count, all_of = len(weights), sum(weights)
+    total = min(total, sum(most))
+    alloc = [total * weight / all_of for weight in weights]
+    kept = [math.floor(round(one, 9)) for one in alloc]
+    fractions = [round(one - floor, 9) for one, floor in zip(alloc, kept, strict=True)]
+    for _ in range(total - sum(kept)):
+        best = max(range(count), key=lambda frame: (fractions[frame], -frame))
+        kept[best] += 1
+        fractions[best] = -1
+    kept = [min(number, limit) for number, limit in zip(kept, most, strict=True)]
+    while sum(kept) < total:
+        for frame in sorted(range(count), key=lambda frame: (-weights[frame], frame)):
+            if sum(kept) < total and kept[frame] < most[frame]:
+                kept[frame] += 1
+    for frame in range(count):
+        if kept[frame] == 0:
+            kept[frame] = 1
+            richest = max(range(count), key=lambda other: (kept[other], -other))
+            kept[richest] -= kept[richest] > 1
+    return kept
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_weights_spread_a_budget_as_the_loop_does(seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(1, 9, (), generator=g))
+    weights = torch.rand(count, generator=g).double().tolist()
+    if seed % 3 == 0:
+        weights = [float(round(4 * one)) for one in weights[:-1]] + [1.0]  # ties and zeros
+    most = torch.randint(1, 12, (count,), generator=g).tolist()
+    for total in (1, count, sum(most) // 2, sum(most) - 1, sum(most), 2 * sum(most)):
+        if total < 1:
+            continue
+        kept = spread(total, weights, most)
+        assert kept == naive_spread(total, weights, most)
+        assert sum(kept) == min(sum(most), max(total, count)) and all(
+            1 <= k <= m for k, m in zip(kept, most, strict=True)
+        )
+
+
+def test_what_weights_mean() -> None:
+    assert spread(8, [1.0] * 4, [4] * 4) == [2, 2, 2, 2] and spread(9, [1.0] * 4, [4] * 4) == [3, 2, 2, 2]
+    assert spread(8, [0, 1.0, 0, 0], [4] * 4) == [2, 4, 1, 1]  # it is full, and the others share the rest in rounds
+    assert spread(5, [0, 1.0, 0, 0], [9] * 4) == [1, 2, 1, 1]
+    assert spread(2, [1.0] * 4, [4] * 4) == [1, 1, 1, 1]
+    assert spread(10**6, [0.5, 0.25], [4, 4]) == [4, 4]
+    for weights in ([0.3, 0.1, 0.6], [0.2, 0.2, 0.1]):
+        kept = spread(11, weights, [9] * 3)
+        assert all(kept[a] >= kept[b] for a in range(3) for b in range(3) if weights[a] > weights[b])
+
+
+def of_frames(inputs: Any, kept: list[list[int]]) -> list[list[int] | None]:
+    """Of each row with a video how many tokens of each frame are kept; a newline belongs to the last frame."""
+    found: list[list[int] | None] = []
+    for row, places in zip(inputs["input_ids"], kept, strict=True):
+        video = (row == VIDEO).nonzero().flatten().tolist()
+        frames = [video[start : start + 4] for start in range(0, 20, 4)]
+        frames[-1] = video[16:]
+        found.append([len(set(places) & set(one)) for one in frames] if video else None)
+    return found
+
+
+def images_kept(inputs: Any, kept: list[list[int]]) -> list[float]:
+    """The share of each row's image tokens that is kept."""
+    of_rows = [(row == IMAGE).nonzero().flatten().tolist() for row in inputs["input_ids"]]
+    return [len(set(places) & set(one)) / len(one) for one, places in zip(of_rows, kept, strict=True)]
+
+
+@pytest.mark.parametrize("method", ["divprune", "fastv"])
+@pytest.mark.parametrize("name", VIDEOS)
+@torch.no_grad()
+def test_frames_keep_what_is_listed(name: str, method: str, build: Any) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(**BATCH)
+    last = 5 if name == "llava_onevision" else 4
+    budget = Budget(frames=[2, 0.25, 1.0, 0.5, 100])
+    with tokenprune.patched(model, method, keep=budget, record=True):
+        model(**inputs)
+        stats = tokenprune.stats(model)
+    want = [2, 1, 4, 2, last]
+    assert of_frames(inputs, stats.cuts[0].kept) == [want, None, want]
+    assert images_kept(inputs, stats.cuts[0].kept) == [1, 1, 1]
+    assert stats.notes == [f"images keep all tokens: {budget} is for videos"]
+
+
+@pytest.mark.parametrize("method", ["divprune", "fastv"])
+@pytest.mark.parametrize("name", VIDEOS)
+@torch.no_grad()
+def test_frames_share_by_their_weights(name: str, method: str, build: Any) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(**BATCH)
+    weights = [0.5, 0.1, 0.2, 0.1, 0.1]
+    with tokenprune.patched(model, method, keep=Budget(keep=0.5, frame_weights=weights), record=True):
+        model(**inputs)
+        stats = tokenprune.stats(model)
+    sizes = [4, 4, 4, 4, 5 if name == "llava_onevision" else 4]
+    want = naive_spread(round(sum(sizes) / 2), weights, sizes)
+    assert of_frames(inputs, stats.cuts[0].kept) == [want, None, want]
+    assert all(0.4 < share < 0.6 for share in images_kept(inputs, stats.cuts[0].kept))
+    assert stats.notes == []
+
+
+@torch.no_grad()
+def test_each_video_of_a_prompt_shares_by_itself(build: Any) -> None:
+    family = FAMILIES["qwen3_vl"]
+    model, inputs = build(family), family.make_inputs(images=(1,), video=[[3, 3]], padding=None)
+    with tokenprune.patched(model, "divprune", keep=Budget(tokens=6, frame_weights=[1, 1, 4]), record=True):
+        model(**inputs)
+        (kept,) = tokenprune.stats(model).cuts[0].kept
+    video = (inputs["input_ids"][0] == VIDEO).nonzero().flatten().tolist()
+    assert [len(set(kept) & set(video[start : start + 4])) for start in range(0, 24, 4)] == [1, 1, 4] * 2
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+@torch.no_grad()
+def test_a_second_of_video_keeps_as_many_tokens(name: str, build: Any) -> None:
+    """5 frames of the decoder last 5 * joined / fps seconds, or what the processor says: half a second each."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs(**BATCH)
+    joined = 1 if name == "llava_onevision" else 2
+
+    def kept(**budget: Any) -> int:
+        with tokenprune.patched(model, "divprune", keep=Budget(**budget), record=True):
+            model(**inputs)
+            stats = tokenprune.stats(model)
+        assert images_kept(inputs, stats.cuts[0].kept) == [1, 1, 1]
+        first, none, second = of_frames(inputs, stats.cuts[0].kept)
+        assert none is None and sum(first) == sum(second)
+        return sum(first)
+
+    assert kept(per_second=3, fps=2.0) == round(3 * 5 * joined / 2.0)
+    assert kept(per_second=0.1, fps=2.0) == 1
+    assert kept(per_second=3, fps=4.0, per="frame") == 5 * max(1, round(3 * joined / 4.0))
+    if name == "qwen2_5_vl":
+        assert kept(per_second=3) == round(3 * 5 * 0.5) and kept(per_second=2, fps=4.0) == 5
+    else:
+        with pytest.raises(BudgetError, match=r"nothing tells how long .* Budget\(per_second=3, fps=2.0\)"):
+            kept(per_second=3)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+@torch.no_grad()
+def test_a_length_that_is_none_is_refused(seconds: float, build: Any) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(rows=1, video=5)
+    with (
+        tokenprune.patched(model, "divprune", keep=Budget(per_second=3)),
+        pytest.raises(BudgetError, match="nothing tells how long"),
+    ):
+        model.model(**inputs | {"second_per_grid_ts": [seconds], "position_ids": torch.arange(
+            inputs["input_ids"].shape[1]).expand(3, 1, -1)})  # fmt: skip
+
+
+@torch.no_grad()
+def test_videos_of_one_prompt_last_as_long_as_each_does(build: Any) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(1, 1), video=[[5, 3], [4]])
+    inputs["second_per_grid_ts"] = torch.tensor([0.5, 1.0, 0.25])
+    want = [round(2 * 5 * 0.5) + round(2 * 3 * 1.0), round(2 * 4 * 0.25)]
+    for beams in (1, 2):
+        with tokenprune.patched(model, "divprune", keep=Budget(per_second=2), record=True):
+            model.generate(**inputs, max_new_tokens=2, num_beams=beams)
+            cut = tokenprune.stats(model).cuts[0].kept
+        rows = [row for row in inputs["input_ids"] for _ in range(beams)]
+        found = [
+            len(set((row == VIDEO).nonzero().flatten().tolist()) & set(k)) for row, k in zip(rows, cut, strict=True)
+        ]
+        assert found == [number for number in want for _ in range(beams)]
+    with tokenprune.patched(model, "divprune", keep=Budget(frames=[2] * 5)), pytest.raises(BudgetError, match="list 3"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("budget", [Budget(frames=[2, 0.25, 1.0, 0.5, 3]), Budget(per_second=2)])
+@torch.no_grad()
+def test_dropping_equals_the_masked_model(budget: Budget, build: Any) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(**BATCH)
+    with tokenprune.patched(model, "divprune", keep=budget, record=True):
+        logits, stats = model(**inputs).logits, tokenprune.stats(model)
+    with reduced(family, model, stats.cuts, inputs["input_ids"].shape[1]):
+        want = model(**inputs).logits
+    real = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
+    for row, places in enumerate(stats.cuts[0].kept):
+        real[row, places] = True
+    close(logits[real], want[real])
+
+
+@torch.no_grad()
+def test_all_of_every_frame_is_the_unpatched_model(build: Any) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(**BATCH)
+    whole = model(**inputs).logits
+    for budget in (Budget(frames=[1.0] * 5), Budget(keep=1.0, frame_weights=[1, 2, 3, 4, 5]), Budget(per_second=999)):
+        with tokenprune.patched(model, "divprune", keep=budget):
+            assert torch.equal(model(**inputs).logits, whole)
+
+
+def test_a_number_of_frames_that_differs_is_refused(build: Any) -> None:
+    family = FAMILIES["qwen2_vl"]
+    model, inputs = build(family), family.make_inputs(rows=1, video=3)
+    with (
+        tokenprune.patched(model, "divprune", keep=Budget(keep=0.5, frame_weights=[1] * 6)),
+        pytest.raises(
+            BudgetError, match=r"frame_weights= lists 6 frames, and the decoder sees 3 .*\(2 of those sampled"
+        ),
+    ):
+        model(**inputs)
+
+
+@pytest.mark.parametrize(
+    "budget", [Budget(per_second=2, fps=1.0), Budget(frames=[4, 4]), Budget(0.5, frame_weights=[1])]
+)
+@pytest.mark.parametrize(
+    ("name", "method", "said"),
+    [("qwen2_vl", "pyramiddrop", "cuts more than once"), ("qwen2_vl", "vscan", "cuts more than once|by itself"),
+     ("qwen2_vl", "dyrate", "cuts more than once"), ("qwen2_vl", "tome", "in the vision tower"),
+     ("qwen2_vl", "downsample", "on pixels"), ("internvl", "divprune", "not known of 'internvl'"),
+     ("llava", "fastv", "not known of 'llava'")],
+)  # fmt: skip
+def test_what_cannot_go_by_frames_is_refused(name: str, method: str, said: str, budget: Budget, build: Any) -> None:
+    model = build(FAMILIES[name])
+    with pytest.raises(BudgetError, match=said):
+        tokenprune.patch(model, method, keep=budget)
+    with pytest.raises(tokenprune.NotPatchedError):
+        tokenprune.unpatch(model)
+
+
+def test_a_method_that_compares_frames_spends_one_budget(build: Any) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(rows=1, video=5)
+    for budget in (Budget(frames=[4] * 5), Budget(keep=0.5, frame_weights=[1] * 5)):
+        with pytest.raises(BudgetError, match="say keep= or per_second= alone"):
+            tokenprune.patch(model, "evs", keep=budget)
+    with tokenprune.patched(model, "evs", keep=Budget(per_second=4), record=True), torch.no_grad():
+        model(**inputs)
+        (kept,) = tokenprune.stats(model).cuts[0].kept
+    assert len(set((inputs["input_ids"][0] == VIDEO).nonzero().flatten().tolist()) & set(kept)) == 10
+
+
+def test_a_session_takes_no_list_of_frames(build: Any) -> None:
+    model = build(FAMILIES["qwen2_5_vl"])
+    with (
+        tokenprune.patched(model, "divprune", keep=Budget(frames=[4] * 5)),
+        pytest.raises(UnsupportedSetupError, match="block by block"),
+    ):
+        tokenprune.session(model, memory=64)
+
+
+def test_a_session_keeps_as_many_tokens_a_second(build: Any) -> None:
+    """Clips of 4 frames, half a second each, keep 2 * 4 * 0.5 tokens, beside the two ids around each."""
+    family, g = FAMILIES["qwen2_5_vl"], torch.Generator().manual_seed(5)
+    with tokenprune.patched(build(family), "divprune", keep=Budget(per_second=2)) as model:
+        made = recorded(family, model, memory=10**6)
+        made.session.say([1, 20])
+        for _ in range(3):
+            made.see([family.video(g, 4)])
+        assert made.session.stats.visual == 3 * (4 + 2)
+
+
+def test_frames_that_are_joined(build: Any) -> None:
+    joined = {name: adapter_for(build(FAMILIES[name])).joined for name in VIDEOS}
+    assert joined == {"llava_onevision": 1, "qwen2_vl": 2, "qwen2_5_vl": 2, "qwen3_vl": 2}
+
+
+@pytest.mark.parametrize(
+    ("keep", "budget"),
+    [
+        ({"per_second": 20, "fps": 2}, Budget(per_second=20, fps=2)),
+        ({"frames": [64, 0.25]}, Budget(frames=(64, 0.25))),
+        ({"tokens": 64, "frame_weights": [3, 1]}, Budget(tokens=64, frame_weights=(3.0, 1.0))),
+    ],
+)
+def test_a_file_or_dict_says_the_same(keep: dict[str, Any], budget: Budget) -> None:
+    (found,) = Setting.of({"method": "divprune", "keep": keep}).budgets
+    assert found == budget and eval(repr(budget)) == budget and budget.short() == repr(budget)
+    assert (
+        Budget(frames=torch.tensor([4, 8])) == Budget(frames=(4, 8))
+        and repr(Budget(frames=[4])) == "Budget(frames=(4,))"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"per_second": 0}, "per_second=0 must be a positive number"),
+        ({"per_second": math.inf}, "per_second=inf must be"),
+        ({"per_second": 3, "fps": -1.0}, "fps=-1.0 must be"),
+        ({"per_second": True}, "per_second=True must be"),
+        ({"keep": 0.5, "fps": 2.0}, "no per_second= is given"),
+        ({"per_second": 3, "keep": 0.5}, "exactly one of"),
+        ({"per_second": 3, "per": "prompt"}, 'leave out per="prompt"'),
+        ({"frames": []}, r"frames=\[\] must list"),
+        ({"frames": 64}, "frames=64 must list"),
+        ({"frames": [64, 1]}, r"frames\[1\]=1 must be an int >= 2"),
+        ({"frames": [64, 0.0]}, r"frames\[1\]=0.0 must be"),
+        ({"frames": [math.nan]}, r"frames\[0\]=nan must be"),
+        ({"frames": ["a"]}, r"frames\[0\]='a' must be"),
+        ({"keep": 0.5, "frame_weights": [1, -1]}, r"frame_weights\[1\]=-1 must be"),
+        ({"keep": 0.5, "frame_weights": [0, 0]}, "frame_weights are all 0"),
+        ({"kv_share": 0.5, "frame_weights": [1]}, "goes with keep= or tokens="),
+        ({"frame_weights": [1]}, "exactly one of"),
+        ({"keep": 0.5, "frame_weights": [1], "age": ((0, 1.0), (1, 0.5))}, "without age=|per="),
+        ({"frames": [4], "age": ((0, 1.0), (1, 0.5))}, "age= goes with keep="),
+    ],
+)
+def test_what_means_nothing_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BudgetError, match=said):
+        Budget(**given)
+
+
+def test_a_budget_of_videos_without_one_is_refused() -> None:
+    with pytest.raises(BudgetError, match="nothing is known of any here"):
+        Budget(per_second=3, fps=1.0).resolve([36], layer=0, shape=DecoderShape(2, 8, 8, 1, 1, 8), text_tokens=4)
+    assert counts_after([Budget(per_second=3)], 36) == [36]  # an image keeps all
