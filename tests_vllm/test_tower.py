@@ -18,7 +18,8 @@ from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, Method, OptionError, Site, Thresholds, UnsupportedSetupError
-from tokenprune.families import TOWERS, tower_of
+from tokenprune.abilities.obstacle import not_on
+from tokenprune.families import SUPPORTED, TOWERS, tower_of
 from tokenprune.integrations.shared.patch_grid import PatchSource
 from tokenprune.integrations.vllm.setting import tower_items, towers
 from tokenprune.integrations.vllm.setting.plan import MODALITIES
@@ -145,30 +146,34 @@ def test_mixed_settings_in_one_call_of_the_tower(
     assert engine.model.tokenprune_tower._seen == {}
 
 
-def ahead() -> list[dict[str, Any]]:
-    """Settings of all methods that are served and act on images ahead of the language model, by asking them."""
+def ahead(name: str) -> list[dict[str, Any]]:
+    """Settings of all methods that are served and act on images of a family ahead of the language model, by asking
+    them; of a family with tiles those that need a thumbnail ahead of them."""
+    row, tiled = SUPPORTED[name], name in ("llava_next", "llava_onevision")
     found = []
-    for name in available_methods():
-        method = method_class(name)
-        if method.site is not Site.PRE_LLM or compares_frames(method()) or name in ("seer", "keyhole"):
+    for method_name in available_methods():
+        method = method_class(method_name)
+        if method.site is not Site.PRE_LLM or compares_frames(method()) or method_name in ("seer", "keyhole"):
             continue
         less = method()
+        if not_on(less, row) or (tiled and not not_on(less, SUPPORTED["qwen2_vl"])):
+            continue
         # Both first: without weights of its own, cdpruner's first pick is a tie between all tokens.
         for options in ({}, {**less.query_free, **less.fallback_options}, less.query_free, less.fallback_options):
             try:
                 check_method(method(**options))
             except OptionError:
                 continue
-            found.append({"method": name, "keep": 0.45, **options})
+            found.append({"method": method_name, "keep": 0.45, **options})
             break
     return found
 
 
 def test_every_method_that_is_served(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    if checkpoint.name not in ("llava", "qwen2_vl"):
-        pytest.skip("two towers, one with a class token, show it")
-    prompt, images, settings = checkpoint.prompt(1), checkpoint.images(1), ahead()
-    assert len(settings) > 18
+    if checkpoint.name not in ("llava", "qwen2_vl", "llava_next", "llava_onevision"):
+        pytest.skip("two towers, one with a class token, show it, and what needs tiles")
+    prompt, images, settings = checkpoint.prompt(1), checkpoint.images(1), ahead(checkpoint.name)
+    assert len(settings) > 18 or [one["method"] for one in settings] == ["globalcom2", "hired"]
     outputs = engine.generate([engine.request(prompt, images, setting) for setting in settings], steps=2)
     for setting, output in zip(settings, outputs, strict=True):
         try:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 import tokenprune
 from basics import METHODS as ALL
-from basics import snapshot
+from basics import check_takes, snapshot
 from oracle import close
 from zoo import FAMILIES, Family
 
@@ -258,6 +258,7 @@ CAPTURABLE = [name for name in ALL if tokenprune.method_info(name).capturable]
 def test_one_length_leaves_one_width(method: str, build) -> None:
     """Of methods that a graph may hold: prompts of one length are as long in each layer, whatever they show."""
     family = FAMILIES["qwen2_5_vl"]
+    check_takes(family, method)
     model = build(family)
     prompts = [family.make_inputs(images=(0, 0), video=(5, 4), seed=seed) for seed in range(3)]
     widths = []

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.generation import GenerationMixin
 
 import tokenprune
-from basics import METHODS, VIDEO_METHODS, snapshot
+from basics import METHODS, TILE_METHODS, VIDEO_METHODS, snapshot
 from families.special import FAMILIES as SPECIAL
 from oracle import close, generate_logits
 from tests.engine.test_cache import words
@@ -27,9 +27,11 @@ from zoo import FAMILIES, Family
 NAMES = ["llava", "qwen2_5_vl", "gemma3"]
 # Those that act on pixels change what the processor makes of a prompt: nothing of them is in the model.
 ACTING = [name for name in METHODS if tokenprune.method_info(name).site is not Site.PRE_ENCODER]
-# What cannot act: averages of a grid of patches after the tower, grids that are not known, families without video.
+# What cannot act: averages of a grid of patches after the tower, grids that are not known, families without video or
+# without a thumbnail.
 REFUSED = {
     "llava": ["pevlm", "pixelprune", *VIDEO_METHODS],
+    "qwen2_5_vl": TILE_METHODS,
     "gemma3": ["dymu", "pevlm", "pixelprune", "tome", *VIDEO_METHODS],
     "gemma4": ["pixelprune", "tome", "vscan"],
     "exaone4_5": ["tome", "vscan"],

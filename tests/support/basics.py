@@ -10,6 +10,8 @@ from torch import nn
 
 import tokenprune
 from tokenprune import Budget, Site
+from tokenprune.abilities.obstacle import not_on
+from tokenprune.families import SUPPORTED
 from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 from zoo import IMAGE, VIDEO, Family
@@ -22,8 +24,12 @@ _BEFORE_THE_DECODER = (Site.PRE_ENCODER, Site.IN_ENCODER)
 _ELSEWHERE = (*_BEFORE_THE_DECODER, Site.ATTENTION)
 # What compares the frames of videos leaves images alone, and is refused for families without videos.
 VIDEO_METHODS = [name for name in METHODS if observables_of(tokenprune.method_info(name).needs, ObservedAt.FRAMES)]
+# What reads something that not every family has: see test_tile_methods.py.
+TILE_METHODS = [name for name in METHODS if not_on(tokenprune.method(name), SUPPORTED["qwen2_vl"])]
 MODEL_METHODS = [
-    name for name in METHODS if tokenprune.method_info(name).site not in _ELSEWHERE and name not in VIDEO_METHODS
+    name
+    for name in METHODS
+    if tokenprune.method_info(name).site not in _ELSEWHERE and name not in (*VIDEO_METHODS, *TILE_METHODS)
 ]
 # Methods that cut once and keep what they are asked for; the others spread their budget over several cuts, or layers.
 SINGLE_CUT = [
@@ -58,6 +64,8 @@ def check_takes(family: Family, method: str) -> None:
     """Skip the test if `method` refuses models of `family`."""
     if (tokenprune.method_info(method).site is Site.ATTENTION or method in VIDEO_METHODS) and not family.video:
         pytest.skip(f"{family.name} takes no video, and {method} says so (test_pevlm.py, test_frames.py)")
+    if method in TILE_METHODS and not_on(tokenprune.method(method), SUPPORTED[family.kind]):
+        pytest.skip(f"{family.name} has no thumbnail ahead of tiles, and {method} says so (test_tile_methods.py)")
 
 
 def pieces(family: Family, inputs: Any, per: str = "image") -> list[list[list[int]]]:

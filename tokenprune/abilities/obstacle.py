@@ -9,10 +9,12 @@ from typing import Any
 
 from tokenprune.base import Method
 from tokenprune.errors import TokenPruneError
+from tokenprune.families import Family
 from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 
 AFTER_THE_TOWER = "use a method that acts after the tower, such as divprune"
+OTHER_OF_THE_TOWER = "use a method that goes by the tower alone, such as fastervlm"
 ON_IMAGES_TOO = "use a method that acts on images too, such as divprune"
 
 
@@ -27,6 +29,11 @@ class Obstacle:
 def reads_tower(method: Method | None) -> bool:
     """Return True for a method that reads anything of the vision tower."""
     return method is not None and bool(_read_of_tower(method))
+
+
+def not_on(method: Method, row: Family) -> str | None:
+    """Return what a method needs that a family lacks; None if it lacks nothing."""
+    return next((why for one in observables_of(method.needs) if (why := one.obstacle(row))), None)
 
 
 def or_less(method: Method, write: Callable[[Any], str] = repr) -> str:

@@ -6,7 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tokenprune.abilities.obstacle import AFTER_THE_TOWER, ON_IMAGES_TOO, Obstacle, or_less, reads_tower
+from tokenprune.abilities.obstacle import (
+    AFTER_THE_TOWER,
+    ON_IMAGES_TOO,
+    OTHER_OF_THE_TOWER,
+    Obstacle,
+    not_on,
+    or_less,
+    reads_tower,
+)
 from tokenprune.base import Method, ResizeMethod, Site
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.families import REFUSED, Family, family_of
@@ -115,6 +123,10 @@ def _by_row(method: Method, row: Family, acts: bool) -> Iterator[Obstacle]:
             UnsupportedSetupError,
             f"{name} looks into the vision tower, but of {family!r} it is not known how its patches become visual "
             f"tokens; {AFTER_THE_TOWER}{or_less(method)}, or say so in the adapter's patch_layout",
+        )
+    elif unknown := not_on(method, row):
+        yield Obstacle(
+            UnsupportedSetupError, f"{name} needs {unknown}, which {family!r} does not have: {OTHER_OF_THE_TOWER}"
         )
 
 

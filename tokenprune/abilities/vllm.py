@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from tokenprune.abilities.declared import unserved
-from tokenprune.abilities.obstacle import AFTER_THE_TOWER, ON_IMAGES_TOO, Obstacle, or_less, reads_tower
+from tokenprune.abilities.obstacle import (
+    AFTER_THE_TOWER,
+    ON_IMAGES_TOO,
+    OTHER_OF_THE_TOWER,
+    Obstacle,
+    not_on,
+    or_less,
+    reads_tower,
+)
 from tokenprune.base import Method
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, tower_kind, tower_of
@@ -48,6 +56,10 @@ def in_vllm(method: Method, family: Family | str | None, in_llm: bool, config: A
             UnsupportedSetupError,
             f"{name} looks into the vision tower, but of {row.name!r}{kind} it is not known how patches become visual "
             f"tokens; {AFTER_THE_TOWER}{or_less(method, json.dumps)}",
+        )
+    elif unknown := not_on(method, row):
+        yield Obstacle(
+            UnsupportedSetupError, f"{name} needs {unknown}, which {served} does not have: {OTHER_OF_THE_TOWER}"
         )
     if isinstance(method, EncoderMethod):
         yield from _merging_in_vllm(method, row, config)

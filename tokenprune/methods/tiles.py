@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from tokenprune.kernels.take import rank_in_group
+from tokenprune.observables.tiling import Tiling
 from tokenprune.ops.temporal import shares
 from tokenprune.view.tokens import VisualTokens
 
@@ -50,6 +51,29 @@ class Tiles:
     def patch(self) -> Tensor:
         """bool `[S, N]`: which tokens are patches."""
         return self.of < self.count
+
+    def shared(self, tiling: Tiling, thumbnail: Tensor, weight: Tensor) -> Tiles:
+        """Return the tiles with another number of tokens each: an image with a thumbnail keeps `thumbnail` (long `[S]`)
+        of it, the first tile, and the others share the rest by `weight` (float `[S, T]`), as far as they have room."""
+        patches = self.number[:, : self.count].sum(1)
+        most = self.sizes[:, : self.count].clone()
+        first = torch.minimum(torch.minimum(thumbnail, patches), most[:, 0])
+        most[:, 0] = 0
+        number = shares(weight, patches - first, most)
+        number[:, 0] = patches - number.sum(1)
+        cut = (tiling.width > 0)[:, None]
+        return replace(
+            self,
+            number=torch.cat(
+                [torch.where(cut, number, self.number[:, : self.count]), self.number[:, self.count :]], dim=1
+            ),
+        )
+
+    def sums(self, of: Tensor, values: Tensor) -> Tensor:
+        """float64 `[S, T + 2]`: the sum of `values` (float `[S, N]`, NaN as 0) over the tokens of each number in `of`,
+        long `[S, N]`."""
+        made = torch.zeros(self.number.shape, dtype=torch.double, device=of.device)
+        return made.scatter_add(1, of, values.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
     def each(self, numbers: Tensor) -> Tensor:
         """long `[S, N]`: of `numbers`, `[S, T + 2]`, that of each token's tile."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from tokenprune.testing.rules import require
 from tokenprune.testing.view import visual_tokens
 from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import available_observables, observable
-from tokenprune.view.segments import Patches, Sizes
+from tokenprune.view.segments import Sizes
 from tokenprune.view.tokens import VisualTokens
 
 _COUNTS = ([24], [24, 17, 9, 1], [13, 30])
@@ -48,9 +48,9 @@ class _Case:
         def cut(name: str, value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {layer: cut(name, one) for layer, one in value.items()}
-            if isinstance(value, Patches):
-                fields = {n: x[segment : segment + 1, :count] for n, x in vars(value).items() if isinstance(x, Tensor)}
-                return replace(value, **fields)  # type: ignore[arg-type]  # the fields that are tensors
+            if is_dataclass(value) and not isinstance(value, type):  # of tensors `[S]` or `[S, N]`
+                parts = {n: x[segment : segment + 1] for n, x in vars(value).items() if isinstance(x, Tensor)}
+                return replace(value, **{n: x if x.ndim == 1 else x[:, :count] for n, x in parts.items()})
             if isinstance(value, tuple):
                 return tuple(cut(name, one) for one in value)
             one, axis = value[segment : segment + 1], _axis(name)

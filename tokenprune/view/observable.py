@@ -21,6 +21,7 @@ from tokenprune.ops.transfer import to_device
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from tokenprune.families import Family
     from tokenprune.view.segments import SeenAttention, Segments, Sizes, TextView
     from tokenprune.view.source import TokenSource
 
@@ -91,6 +92,10 @@ class Observable:
     def declared(self, needs: frozenset[str]) -> bool:
         """Return whether a method of these `needs` may read it."""
         return self.where is ObservedAt.CUT or self.name in needs
+
+    def obstacle(self, row: Family) -> str | None:
+        """Return, as a noun phrase, what a family lacks, so that this cannot be observed on it; None if it can."""
+        return None
 
     def attach(self, adapter: Any, layer: int) -> Recorder:
         """Return what to record for a cut at the input of decoder layer `layer`, where `where` is OWN.

@@ -134,13 +134,14 @@ class SeenAttention(Protocol):
     """Queries and keys of one attention call, after rotary embedding: `[B, H, Q, Dh]` and `[B, Hkv, K, Dh]`, of which
     the last Q keys belong to the queries; and values, `[B, Hkv, K, Dv]`, if they were read.
 
-    starts: where packed sequences begin and end, if several share one axis.
+    starts: where packed sequences begin and end, if several share one axis. scaling: factor before the softmax.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor | None
     starts: Tensor | None
+    scaling: float
 
     def keys(self, queries: int) -> Tensor:
         """Return `[B, queries, Hkv * Dh]`, keys of the last `queries` tokens, heads flattened."""
