@@ -20,6 +20,7 @@ _HOMES = {
     "tokenprune.workflows.processors": ("patch_processor", "unpatch_processor"),
     "tokenprune.workflows.two_pass": ("escalate", "Escalation"),
     "tokenprune.workflows.drafts": ("assistant",),
+    "tokenprune.workflows.frame_weights": ("frame_weights",),
     "tokenprune.workflows.session": ("session", "Session"),
     "tokenprune.workflows.session_results": ("SessionStats", "Answer", "HeldEntries"),
     "tokenprune.policies.registry": ("available_policies", "policy", "register_policy"),
@@ -112,6 +113,7 @@ if TYPE_CHECKING:
     from tokenprune.view.tokens import VisualTokens
     from tokenprune.view.videos import Videos
     from tokenprune.workflows.drafts import assistant
+    from tokenprune.workflows.frame_weights import frame_weights
     from tokenprune.workflows.processors import patch_processor, unpatch_processor
     from tokenprune.workflows.session import Session, session
     from tokenprune.workflows.session_results import Answer, HeldEntries, SessionStats

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import tokenprune
+from families import FAMILIES as EVERY_FAMILY
 from oracle import close, reduced
 from session_oracle import recorded
 from tokenprune import Budget, BudgetError, UnsupportedSetupError
 from tokenprune.clips import spread
 from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.profiling.kept import counts_after
 from tokenprune.setting import Setting
 from tokenprune.shapes.decoder import DecoderShape
@@ -284,6 +286,24 @@ def test_a_session_keeps_as_many_tokens_a_second(build: Any) -> None:
         for _ in range(3):
             made.see([family.video(g, 4)])
         assert made.session.stats.visual == 3 * (4 + 2)
+
+
+@torch.no_grad()
+def test_omni_tells_the_seconds_by_another_name(build: Any) -> None:
+    family = EVERY_FAMILY["qwen2_5_omni_thinker"]
+    model, inputs = build(family), family.make_inputs(images=(0,), video=5)
+    assert "video_second_per_grid" in inputs
+    with tokenprune.patched(model, "divprune", keep=Budget(per_second=3)):
+        model(**inputs)
+        assert tokenprune.stats(model).visual_tokens_out == round(3 * 5 * 0.5)
+
+
+@pytest.mark.parametrize(
+    "keep", [{"per_second": 20, "fps": 2.0}, {"frames": [4, 4]}, {"keep": 0.5, "frame_weights": [1]}]
+)
+def test_vllm_takes_none_of_them(keep: dict[str, Any]) -> None:
+    with pytest.raises(BudgetError, match="keep must be a number"):
+        ServedSetting.of({"method": "divprune", "keep": keep})
 
 
 def test_frames_that_are_joined(build: Any) -> None:
