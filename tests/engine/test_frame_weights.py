@@ -93,7 +93,7 @@ def test_what_cannot_be_weighed_is_refused(build: Any, monkeypatch: pytest.Monke
     with pytest.raises(OptionError, match="holds no video"):
         tokenprune.frame_weights(model, **family.make_inputs(rows=1))
     for layers in ([0], [4], [], ["1"], [1.5]):
-        with pytest.raises(OptionError, match=r"layers=.* each from 1 to 3"):
+        with pytest.raises(OptionError, match="frame_weights: layers="):
             tokenprune.frame_weights(model, layers=layers, **video)
     with tokenprune.patched(model, "divprune"), pytest.raises(tokenprune.AlreadyPatchedError):
         tokenprune.frame_weights(model, **video)

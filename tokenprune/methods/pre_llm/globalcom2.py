@@ -10,7 +10,6 @@ from annotated_types import Gt
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.methods.tiles import Tiles
 from tokenprune.observables.tiling import Tiling
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -43,9 +42,6 @@ class GlobalCom2(Pruner):
     """
 
     temperature: Annotated[float, Gt(0)] = 10.0
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def encoder_layers(self) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from annotated_types import Ge, Le
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.tiles import Tiles, attended
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -41,9 +40,6 @@ class Hired(Pruner):
 
     alpha: Annotated[float, Ge(0), Le(1)] = 0.5
     mode: Literal["blocks", "bands"] = "blocks"
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def encoder_layers(self) -> tuple[int, ...]:
