@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from tokenprune.ages import Tiers, aged, checked_tiers
@@ -168,7 +168,7 @@ class Budget:
         shares = (self.keep, self.average_share, self.kv_share, self.flops_share)
         return next((float(one) for one in shares if one is not None), None)
 
-    @property
+    @cached_property
     def of_videos(self) -> bool:
         """True if what a video keeps follows from its seconds or frames, not from its number of tokens alone."""
         return self.per_second is not None or self.frames is not None or self.frame_weights is not None

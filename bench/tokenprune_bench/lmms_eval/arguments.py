@@ -18,7 +18,7 @@ from tokenprune.setting import Setting
 from tokenprune.spelling import number
 
 UNPATCHED = ("none", "unpatched")
-_BUDGET = (*TARGETS, "per")
+_BUDGET = (*(name for name in TARGETS if name != "frames"), "per")  # a list is no argument, and a base may have it
 _PASSED = ("config", "guard")  # to `tokenprune.patch`, as they are
 OURS = ("method", *_BUDGET, *_PASSED)
 

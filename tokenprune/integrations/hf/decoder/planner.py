@@ -36,15 +36,14 @@ class Planner:
         runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
         grid_of = self.adapter.image_grid
         behind = self.adapter.behind_video
-        tempo = (
-            Tempo(self.adapter.seconds_per_frame(call.arguments), self.adapter.joined) if self._of_videos else Tempo([])
-        )
+        tempo = Tempo(self.adapter.seconds_per_frame(call.arguments), self.adapter.joined) if self._of_videos else None
         found = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind, tempo)
         if found is not None:
             call.has_images, call.segments = True, found
             call.report = Report(self.shape, call.segments, call.host.tokens_per_row, embeds.shape[1], self.record)
             call.report.stats.notes = call.notes
-            self._note_images(call)
+            if self._of_videos:
+                self._note_images(call)
 
     def _note_images(self, call: Call) -> None:
         for budget in (step.budget for step in self.steps if step.budget.keep is None and step.budget.of_videos):

@@ -84,7 +84,7 @@ def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
 def find_segments(
     masks: dict[str, Tensor], outputs: dict[str, Any], per: str, device: torch.device, step: int = 1,
     runs_per_image: RunsPerImage | None = None, grid_of: GridOf | None = None, behind_video: int = 0,
-    tempo: Tempo = Tempo([]),  # noqa: B008 - a tuple
+    tempo: Tempo | None = None,
 ) -> Segments | None:  # fmt: skip
     """Group placeholders into segments, with tensors on `device`; None if there are none.
 
@@ -95,7 +95,7 @@ def find_segments(
     placeholder to the next within a run; 2 where ids for the ends of rows stand between. runs_per_image: tells of a
     row's number and the (first, last + 1) of its runs how many each image consists of; None: one.
     grid_of: tells of an image's number of tokens its grid, where nothing else does. behind_video: tokens of a video
-    that follow its last frame. tempo: of the videos.
+    that follow its last frame. tempo: of the videos, where budgets ask for clips.
     Raises UnsupportedSetupError for a video whose frames are not known.
     """
     pieces: list[Piece] = []
@@ -103,8 +103,8 @@ def find_segments(
         rows, columns = mask.nonzero(as_tuple=True)
         if len(rows):
             found = pieces_of(modality, rows, columns, outputs.get(modality), step, grid_of, behind_video)
-            if modality == "video":
-                found = _by_frame(found, outputs.get(modality), tempo, per == "frame")
+            if modality == "video" and (tempo is not None or per == "frame"):
+                found = _by_frame(found, outputs.get(modality), tempo or Tempo([]), per == "frame")
             pieces += found
     if not pieces:
         return None
@@ -130,7 +130,7 @@ def find_segments(
         grids=[piece.grid for piece in pieces],
         modality=[piece.modality for piece in pieces],
         frames=[piece.frames for piece in pieces],
-        clips=[piece.clip for piece in pieces],
+        clips=[] if tempo is None else [piece.clip for piece in pieces],
     )
 
 
