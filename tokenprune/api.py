@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from annotated_types import Ge
 
-from tokenprune.base import Method, Site
+from tokenprune.base import Method
 from tokenprune.budget import Budget, joint_share
 from tokenprune.config import read_config
 from tokenprune.errors import (
@@ -27,6 +27,7 @@ from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.limit import limited
 from tokenprune.options import fits, in_words
 from tokenprune.registry import build
+from tokenprune.sites.by_age import check_age
 from tokenprune.startup import DEFAULT_METHOD
 from tokenprune.statistics import Stats
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 
 _ATTRIBUTE = "_tokenprune_patch"
-_ANY_DEPTH = 32  # layers of a decoder that stages are asked for where none is at hand
 _BYTES = Annotated[int, Ge(1)] | None
 ModelT = TypeVar("ModelT")
 
@@ -140,22 +140,8 @@ def _budgets(keep: Any, methods: Sequence[Method]) -> list[Budget]:
     else:
         budgets = [Budget.of(keep)] * len(methods)
     for method, budget in zip(methods, budgets, strict=True):
-        _check_age(method, budget)
+        check_age(method, budget)
     return budgets
-
-
-def _check_age(method: Method, budget: Budget) -> None:
-    """Raise BudgetError for a budget by age of a method whose choice changes when a chat gets longer, or that cuts at
-    several places."""
-    if budget.age is None:
-        return
-    once = method.site is Site.PRE_LLM and method.stages(budget, _ANY_DEPTH) == [(method, budget)]
-    if not once or not method.prefix_cache_safe:
-        why = "reads the question" if once else "does not make its one cut before the language model"
-        raise BudgetError(
-            f"{method.name} {why}, so a longer prompt would change what it keeps of earlier images: age= goes with "
-            "methods such as divprune, visionzip or pool (tokenprune methods --site PRE_LLM --prefix-cache-safe)"
-        )
 
 
 def _parts(
