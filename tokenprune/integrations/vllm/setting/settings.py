@@ -234,7 +234,7 @@ def _checked(whole: Setting) -> ServedSetting:
 def _no_number(keep: Any) -> BudgetError:
     return BudgetError(
         f"{KEY}: the prompt is written before the model runs, so keep must be a number, 4 for four tokens or 0.25 for "
-        f"a share, not {short(keep)}"
+        f"a share, alone or with age and step, not {short(keep)}"
     )
 
 
