@@ -98,7 +98,7 @@ class ServedSetting:
 
     @property
     def tiers(self) -> list[ServedSetting]:
-        """What the setting can be to an image, the newest first."""
+        """The settings that an image can have by its age, the newest first."""
         return [self] if self.age is None else [self._at(since) for since, _ in self.age]
 
     def _at(self, age: int) -> ServedSetting:
