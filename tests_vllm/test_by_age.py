@@ -187,6 +187,20 @@ def test_what_cannot_be_is_refused(folder: Callable[[str], Path], asked: Any, vi
     assert ask(CHECKPOINTS["qwen2_5_vl"].images(2), {"keep": 0.5} if videos else None, videos=videos)
 
 
+def test_a_prompt_may_end_with_an_image_while_none_has_aged(folder: Callable[[str], Path]) -> None:
+    """Nothing tells where the answer to a reduced prompt stands on three axes, if its end is an image."""
+    made = processor(folder("qwen2_5_vl"), SERVER, served_model_name="ending", limit_mm_per_prompt={"image": 8})
+    images = CHECKPOINTS["qwen2_5_vl"].images(4)
+
+    def ask(count: int) -> Any:
+        ends = chat(CHECKPOINTS["qwen2_5_vl"], count).rpartition("<|vision_end|>")[0]
+        return made(ends, made.info.parse_mm_data({"image": images[:count]}))
+
+    assert ask(1) and ask(3)
+    with pytest.raises(OptionError, match="the prompt ends with an image"):
+        ask(4)
+
+
 def test_images_in_crops_are_refused(folder: Callable[[str], Path]) -> None:
     """Gemma 3 gives each crop a budget, so that ages would count crops; cached or not, and one of them too."""
     crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 14, "pan_and_scan_min_ratio_to_activate": 1.1}
@@ -241,6 +255,8 @@ def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
 def test_a_profile_by_age(server: Server) -> None:
     """Chosen by the model's name; the header says how many images aged."""
     images = CHECKPOINTS["qwen2_5_vl"].images(4)
+    half = 'keep="0.5",method="divprune",model_name="tiny",stage="in"'
+    assert server.counted("tokenprune:visual_tokens_total")[half] == 0
     served = []
     for model, count in (("tiny:chat", 3), ("tiny:chat", 4), ("tiny", 4)):
         content = [{"type": "image_url", "image_url": {"url": data_url([image])}} for image in images[:count]]
@@ -253,8 +269,7 @@ def test_a_profile_by_age(server: Server) -> None:
         f"divprune;keep=1.0;profile=chat;by=name;in={sum(of_image)};out={by_age};aged=2",
         f"divprune;keep=0.25;profile=default;by=default;in={sum(of_image)};out=36",
     ]
-    counted = server.counted("tokenprune:visual_tokens_total")
-    assert counted['keep="0.5",method="divprune",model_name="tiny",stage="in"'] == 70
+    assert server.counted("tokenprune:visual_tokens_total")[half] == 70
     lines = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
     assert [one["aged"] for one in lines if one["event"] == "request" and "aged" in one] == [0, 2]
     assert sorted(one["keep"] for one in lines if one["event"] == "selection") == [0.25] * 4 + [0.5] * 2
