@@ -16,6 +16,7 @@ SERVING = ROOT / "benchmarks/results/serving.jsonl"
 SHAPES = ROOT / "benchmarks/results/serving_shapes.jsonl"
 OVERLOAD = ROOT / "benchmarks/results/overload.jsonl"
 OVERLOAD_SHAPES = ROOT / "benchmarks/results/overload_shapes.jsonl"
+CHATS = ROOT / "benchmarks/results/long_chats_vllm.jsonl"
 KV_BLOCKS = ROOT / "benchmarks/results/kv_blocks.jsonl"
 RESERVED = ROOT / "benchmarks/results/reserved.jsonl"
 MIXED_LOAD = ROOT / "benchmarks/results/mixed_load.jsonl"
@@ -169,7 +170,32 @@ def overhead() -> str:
     return "\n".join([*lines, "", f"By `python benchmarks/overhead.py`; raw data: {link(OVERHEAD, '../')}."])
 
 
+def chats() -> str:
+    """The table of what vLLM computes over a long chat, from its raw file."""
+    records = rows.lines(CHATS)
+    lines = [
+        "| way | computed | of them again | images encoded | longest prompt | images seen in the last turn |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for one in records:
+        once = one["system"] + one["turns"] * (one["visual"] + one["text"])
+        lines.append(
+            f"| {one['way']} | {one['computed']:,} | {max(0, one['computed'] - once):,} | {one['encoded']} "
+            f"| {one['longest']:,} | {one['images']} |"
+        )
+    first = records[0]
+    setting = (
+        f"Tokens over {first['turns']} turns, by vLLM's own counters of its prefix cache: a screenshot of "
+        f"{first['visual']} visual tokens and {first['text']} of words each, behind a system prompt of "
+        f"{first['system']}. A random Qwen2.5-VL, `{first['method']}`, vLLM {first['vllm']} on a CPU, blocks of "
+        f"{first['block_size']}, an encoder cache of {first['batched']:,} tokens."
+    )
+    source = f"By `python benchmarks/long_chats_vllm.py`; raw data: {link(CHATS, '../')}."
+    return "\n\n".join([setting, "\n".join(lines), source])
+
+
 IN_FULL = {
+    "chats": chats,
     "shapes": shapes,
     "overload": overload,
     "overload-shapes": overload_shapes,

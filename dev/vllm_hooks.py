@@ -47,6 +47,7 @@ REPLACED = {
         f"{_PROCESSOR}.{name}": f"{_OURS}.front.processor:ReducingProcessor.{name}"
         for name in (
             "_apply_hf_processor_main", "_get_mm_fields_config", "_get_prompt_updates", "_get_mm_hashes",
+            "_get_cache_missing_processor_kwargs",
             "_maybe_apply_prompt_updates", "get_dummy_mm_inputs", "apply",
         )
     },

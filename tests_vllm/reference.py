@@ -61,6 +61,8 @@ class Reference:
         named = [one if isinstance(one, dict) else {"method": one} for one in entries]
         methods = [tokenprune.method(one["method"], **{k: v for k, v in one.items() if k != "method"}) for one in named]
         keep = setting["keep"]
+        if isinstance(keep, dict):
+            keep = tokenprune.Budget(**keep)
         if "per" in setting:
             keep = tokenprune.Budget(keep=keep, per=setting["per"])
         pixels = any(method.site is tokenprune.Site.PRE_ENCODER or method.name == "pixelprune" for method in methods)

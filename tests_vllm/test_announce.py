@@ -37,6 +37,7 @@ def facts(model_config: Any, v2: bool = False) -> dict[str, str]:
         ({"off": True}, "off", "none", "none"),
         (DIVPRUNE | PROFILES | {"min_keep": 0.1}, "divprune 0.25", "fast,ocr", "min_keep 0.1"),
         ({"method": "uniform", "keep": 9}, "uniform 9 tokens", "none", "none"),
+        (DIVPRUNE | {"keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.5]]}}, "divprune 1 by age", "none", "none"),
         ({"method": "dart", "layer": 1, "pivot_text": 0, "experimental_in_llm": True},
          "dart 0.25 in the language model", "none", "none"),
     ],

@@ -67,16 +67,24 @@ def ages(images: int, step: int = 1) -> list[int]:
     return [max(0, counted - 1 - number) for number in range(images)]
 
 
+def reached(tiers: Tiers, age: int) -> tuple[float | int, ...]:
+    """Return the bounds of what an image of this age keeps: a share below 1 of what it keeps when new, a number of
+    tokens, one of each, or neither."""
+    there = [kept for since, kept in tiers if since <= age]
+    shares = [kept for kept in there if isinstance(kept, float) and kept < 1]
+    numbers = [kept for kept in there if isinstance(kept, int)]
+    return (*sorted(shares)[:1], *sorted(numbers)[:1])
+
+
+def left(kept: int, bounds: Sequence[float | int]) -> int:
+    """Return how many tokens an image keeps within its `bounds` (see `reached`), at least 1; kept: when it is new."""
+    return min([kept, *(one if isinstance(one, int) else max(1, round(kept * one)) for one in bounds)])
+
+
 def aged(kept: Sequence[int], tiers: Tiers, step: int) -> list[int]:
     """Return what each of a prompt's images, in order, keeps at its age; kept: what it keeps when it is new.
 
     An image takes the last tier that is not above its age: a share of what it keeps when new, or a number of tokens.
     Counts do not rise with age, and are at least 1.
     """
-    found = []
-    for count, age in zip(kept, ages(len(kept), step), strict=True):
-        left = count
-        for tier in [one for since, one in tiers if since <= age]:
-            left = min(left, tier if isinstance(tier, int) else max(1, round(count * tier)))
-        found.append(left)
-    return found
+    return [left(count, reached(tiers, age)) for count, age in zip(kept, ages(len(kept), step), strict=True)]

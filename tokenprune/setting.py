@@ -27,6 +27,7 @@ IN_LLM = "experimental_in_llm"  # how vLLM shall serve a method; it changes noth
 LIMIT = "max_visual_tokens"  # an argument of patch()
 SCOPE = ("method", "keep", "per", "off", IN_LLM)  # keys of a setting that are no option of its method
 _EXAMPLE = '{"method": "divprune", "keep": 0.25}'
+_BY_AGE = '{"keep": 1.0, "age": [[0, 1.0], [2, 0.5]], "step": 4}'
 _LIST = '{"method": [{"method": "dynres", "min_scale": 0.5}, "divprune"]}'
 
 
@@ -261,6 +262,8 @@ def _read(given: Any, where: str) -> Setting:
     for name in TARGETS[1:]:
         if name in options:
             raise BudgetError(f'{where}: {name} is a kind of keep: write "keep": {{"{name}": {short(options[name])}}}')
+    if "age" in options:  # `step` alone is an option of a method
+        raise BudgetError(f'{where}: age and step belong to keep: write "keep": {_BY_AGE}, for example')
     entries = None
     if "method" in given:
         named = given["method"]

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,19 @@ def test_what_a_cache_cannot_give_is_counted_token_by_token(script: Any) -> None
             computed += len(prompt) - min(hits, len(prompt))
             cached = prompt
         assert f"| {way.name} | {computed:,} |" in script.table()
+
+
+def test_the_engine_computes_what_a_cache_of_blocks_has_to(script: Any) -> None:
+    """More than a cache of single tokens, by less than a block a turn; and it encodes what it has not seen."""
+    lines = (script.PAGE.parents[2] / "benchmarks/results/long_chats_vllm.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [one["way"] for one in records] == [way.name for way in script.WAYS]
+    for way, one in zip(script.WAYS, records, strict=True):
+        prompts = [way.prompt(turns) for turns in range(1, script.TURNS + 1)]
+        again = sum(script.tokens(now) - script.shared(before, now) for before, now in pairwise(prompts))
+        assert 0 <= one["computed"] - script.tokens(prompts[0]) - again < script.TURNS * one["block_size"]
+        assert one["prompt_tokens"] == sum(map(script.tokens, prompts))
+        assert one["encoded"] == len({item for prompt in prompts for item in prompt if item[0] == "image"})
 
 
 def test_the_page_is_current(script: Any) -> None:

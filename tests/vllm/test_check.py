@@ -166,6 +166,18 @@ def test_settings_that_shorten_no_prompt(fake: Fake, setting: str, says: str) ->
     assert code == 0 and says in said and len(fake.asked) == 1
 
 
+def test_one_image_does_not_show_ages(fake: Fake) -> None:
+    """Where the newest keeps all; else it is to be shorter."""
+    fake.left = FULL
+    for setting, wanted, says in (
+        ("divprune 1 by age", 0, "The newest image of a prompt keeps all"),
+        ("divprune 0.25 by age", 6, "NOT reduced"),
+    ):
+        fake.setting = setting
+        code, said = check(fake.url)
+        assert code == wanted and says in said
+
+
 def test_an_image_is_refused(fake: Fake) -> None:
     fake.refuses = True
     code, said = check(fake.url)

@@ -181,6 +181,8 @@ def _reduced(server: RemoteServer, info: Mapping[str, str], model: str | None) -
         full, left = (round(b - a) for a, b in zip(before, after, strict=True))
     if left < full:
         return Finding(0, (f"An image is reduced: {full} -> {left} {seen}",))
+    if info["setting"].endswith(" 1 by age"):
+        return Finding(0, ("The newest image of a prompt keeps all, older ones less: one image does not show it",))
     return Finding(
         NOT_REDUCED,
         (

@@ -39,13 +39,18 @@ HOOKS = {
         "self mm_items hf_processor_mm_kwargs out_mm_kwargs"
     ),
     "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_hashes": "self inputs",
+    "vllm.multimodal.processing:BaseMultiModalProcessor._get_cache_missing_processor_kwargs": (
+        "self inputs mm_is_cached"
+    ),
     "vllm.multimodal.processing:BaseMultiModalProcessor._maybe_apply_prompt_updates": "self mm_items mm_res",
     "vllm.multimodal.processing:BaseMultiModalProcessor.get_dummy_mm_inputs": "self mm_counts",
     "vllm.multimodal.processing:BaseMultiModalProcessor.apply": "self inputs",
     "vllm.multimodal.processing:BaseProcessingInfo": "ctx",
     "vllm.multimodal.processing:BaseProcessingInfo.get_hf_processor": "self kwargs",
     "vllm.multimodal.processing:BaseProcessingInfo.get_hf_config": "self",
-    "vllm.multimodal.processing.processor:ProcessorInputs": "prompt mm_data_items hf_processor_mm_kwargs",
+    "vllm.multimodal.processing.processor:ProcessorInputs": (
+        "prompt mm_data_items mm_uuid_items hf_processor_mm_kwargs"
+    ),
     "vllm.multimodal.processing.processor:PromptReplacement": "modality target replacement",
     "vllm.multimodal.processing.processor:PromptInsertion": "modality target insertion",
     "vllm.multimodal.processing.processor:PromptUpdate._resolve_content": "self item_idx",

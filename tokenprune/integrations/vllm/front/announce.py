@@ -17,6 +17,7 @@ from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 LOGGER = "vllm.tokenprune"
 logger = logging.getLogger(LOGGER)
 NONE = "none"
+BY_AGE = " by age"
 _TABLES: dict[str, Mapping[str, str]] = {"setting": HOOKS, "profiles": profiles.HOOKS, "cache": SENDER_HOOKS}
 
 
@@ -30,8 +31,8 @@ def facts(vllm_config: Any) -> dict[str, str]:
         tables = _TABLES
         served = ServedSetting.of(server)
         method, keep = served.label()
-        share = f"{served.keep} tokens" if keep == "tokens" else keep
-        where = " in the language model" if served.in_llm else ""
+        share = f"{served.whole_keep} tokens" if keep == "tokens" else keep
+        where = " in the language model" if served.in_llm else "" if served.age is None else BY_AGE
         setting = "off" if served.is_off else f"{method} {share}{where}"
         names, policy = ",".join(offered(model_config).names) or NONE, offered(model_config).policy() or NONE
     hold = [name for name, hooks in tables.items() if not missing_hooks(hooks)]

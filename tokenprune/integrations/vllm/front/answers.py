@@ -58,9 +58,10 @@ def current() -> Exchange:
 
 def header(served: Served) -> str:
     """Return the value of the header: `divprune;keep=0.25;profile=fast;by=name;in=576;out=144`, and behind it
-    `;full=rollout;shadow=144` for a request that is served in full though its setting would keep 144."""
+    `;aged=3` where three images are older than the keep of the newest, and `;full=rollout;shadow=144` for a request
+    that is served in full though its setting would keep 144."""
     said = served.fields()
-    more = "".join(f";{name}={said[name]}" for name in ("full", "shadow") if name in said)
+    more = "".join(f";{name}={said[name]}" for name in ("aged", "full", "shadow") if name in said)
     return (
         f"{served.method};keep={served.keep};profile={served.profile};by={served.by};in={served.tokens_in};"
         f"out={served.tokens_out}{more}"

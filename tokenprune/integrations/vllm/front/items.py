@@ -44,6 +44,25 @@ def selecting(setting: ServedSetting) -> Iterator[None]:
         ) from error
 
 
+@dataclass
+class CountedDetails(PromptUpdateDetails):
+    """The prompt text of an item, with its numbers of visual tokens and the names of its setting in metrics.
+
+    before, after: visual tokens without and with the setting. left: tokens dropped between the vision tower and the
+    prompt. would: visual tokens under the setting of the shadow, None where there is none or it fails, and would_label
+    that setting's names. segments: how many budgets the item has. vLLM caches this object with the item, so a cache hit
+    has the numbers too.
+    """
+
+    before: int = 0
+    after: int = 0
+    left: int = 0
+    label: tuple[str, str] = ("off", "1")
+    would: int | None = None
+    would_label: tuple[str, str] = ("off", "1")
+    segments: int = 1
+
+
 @dataclass(frozen=True)
 class PromptItem:
     """An item that the model's processor has processed.
@@ -100,6 +119,14 @@ class PromptItem:
             shrinker.check_videos(self.items)
             return sum(self.plan(setting).keep)
         return self.own(setting).count(shrinker.tokens(self.items["image"], self.index))
+
+    def would_keep_if_served(self, setting: ServedSetting) -> int | None:
+        """Return the same, and None where the setting would fail. Nothing is refused: the item is served in full."""
+        try:
+            with selecting(setting):
+                return self.would_keep(setting)
+        except TokenPruneError:
+            return None
 
     def _frames(self) -> int:
         """Return the number of frames of a video that reach the language model; 0 if it is not known."""

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter as Sums
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -144,10 +144,11 @@ def start_at_zero(model_config: Any) -> None:
                 _counter("tokenprune:shadow_requests").labels(name, profile, outcome)
         for outcome in () if setting.is_off else ("refused", "full"):
             _counter("tokenprune:failures").labels(name, profile, outcome)
-        _aim(name, *setting.label())
-        for stage in ("in", "out"):
-            for counter in counters:
-                _counter(counter).labels(name, stage, *setting.label())
+        for label in {tier.label() for tier in setting.tiers}:
+            _aim(name, *label)
+            for stage in ("in", "out"):
+                for counter in counters:
+                    _counter(counter).labels(name, stage, *label)
         by = {NAME: True, BY_KEY: True, LOAD: profile in under_load, DEFAULT: profile == DEFAULT}
         by[CALLER] = profile != DEFAULT and offer.callers is not None and profile in offer.callers.own
         for one in (one for one, may in by.items() if may):
@@ -181,13 +182,14 @@ def chose(model_config: Any, served: Served) -> None:
     _counter("tokenprune:requests").labels(model_config.served_model_name, served.profile, served.by).inc()
 
 
-def shadowed(model_config: Any, served: Served, label: tuple[str, str]) -> None:
-    """Add a request that a rollout has served in full. label: of the setting that would have served it."""
+def shadowed(model_config: Any, served: Served, items: Iterable[tuple[tuple[str, str], int, int]]) -> None:
+    """Add a request that a rollout has served in full. items: of each, the label of the setting that would have served
+    it, and its visual tokens without and with that."""
     name, outcome = model_config.served_model_name, "failed" if served.shadow is None else "kept"
     _counter("tokenprune:shadow_requests").labels(name, served.profile, outcome).inc()
-    if served.shadow is not None:
-        _counter("tokenprune:shadow_tokens").labels(name, "in", *label).inc(served.tokens_in)
-        _counter("tokenprune:shadow_tokens").labels(name, "out", *label).inc(served.shadow)
+    for label, before, after in items if served.shadow is not None else ():
+        _counter("tokenprune:shadow_tokens").labels(name, "in", *label).inc(before)
+        _counter("tokenprune:shadow_tokens").labels(name, "out", *label).inc(after)
 
 
 def failed(model_config: Any, profile: str, outcome: str) -> None:

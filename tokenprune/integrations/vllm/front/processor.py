@@ -21,10 +21,10 @@ from vllm.multimodal.processing.processor import (
 
 from tokenprune.abilities import reads_tower
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
-from tokenprune.integrations.vllm.front import metrics
-from tokenprune.integrations.vllm.front.items import PromptItem, selecting
+from tokenprune.integrations.vllm.front import by_age, metrics
+from tokenprune.integrations.vllm.front.items import CountedDetails, PromptItem, selecting
 from tokenprune.integrations.vllm.front.pixels import Shrinker
-from tokenprune.integrations.vllm.front.served import Served, TrackedSetting, followed
+from tokenprune.integrations.vllm.front.served import Served, TrackedSetting, followed, item_setting, shadow_of
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import check_model, configured, family_of, offered
 from tokenprune.integrations.vllm.setting.offer import PROFILE
@@ -37,22 +37,6 @@ from tokenprune.integrations.vllm.setting.towers import merges_in_tower
 logger = logging.getLogger(__name__)
 # How an item is put into the prompt, and the field that says what is written.
 _WRITTEN = {PromptReplacement: "replacement", PromptInsertion: "insertion"}
-
-
-@dataclasses.dataclass
-class CountedDetails(PromptUpdateDetails):
-    """The prompt text of an item, with its numbers of visual tokens and the names of its setting in metrics.
-
-    before, after: visual tokens without and with the setting. left: tokens dropped between the vision tower and the
-    prompt. would: visual tokens under the setting of the shadow, None where there is none or it fails. vLLM caches this
-    object with the item, so a cache hit has the numbers too.
-    """
-
-    before: int = 0
-    after: int = 0
-    left: int = 0
-    label: tuple[str, str] = ("off", "1")
-    would: int | None = None
 
 
 # Prompt texts of the items of the request that this thread processes.
@@ -92,17 +76,29 @@ class ReducingProcessor(BaseMultiModalProcessor):
                 Shrinker(setting, self.info, {}).check()
 
     def _get_mm_hashes(self, inputs: Any) -> Any:
-        setting = self._setting(inputs.hf_processor_mm_kwargs)
-        if setting is not None:
+        kwargs, hash_all = inputs.hf_processor_mm_kwargs, super()._get_mm_hashes
+        setting, shadow = self._setting(kwargs), shadow_of(kwargs)
+        if setting is None:
+            return hash_all(inputs)
+
+        def key_of(modality: str, index: int) -> by_age.Key:
             # The setting in force, not only what the request says: caches may outlive or be shared by servers.
-            key = setting.cache_key()
+            key = item_setting(kwargs, setting, modality, index).cache_key()
             if original_positions(self.info.ctx.model_config):
                 key |= {"positions": "original"}  # which travel with an item's embeddings
-            if (shadow := _shadow(inputs.hf_processor_mm_kwargs)) is not None:
-                key |= {"shadow": shadow.cache_key()}  # counted when the item is processed, and cached with it
-            kwargs = {**inputs.hf_processor_mm_kwargs, KEY: key}
-            inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs)
-        return super()._get_mm_hashes(inputs)
+            if shadow is not None:  # counted when the item is processed, and cached with it
+                key |= {"shadow": item_setting(kwargs, shadow, modality, index).cache_key()}
+            return key
+
+        def under(part: Any, key: by_age.Key) -> Any:
+            return hash_all(dataclasses.replace(part, hf_processor_mm_kwargs={**kwargs, KEY: key}))
+
+        return by_age.hashes(inputs, key_of, under)
+
+    def _get_cache_missing_processor_kwargs(self, inputs: Any, mm_is_cached: Any) -> Mapping[str, object]:
+        kwargs, asked = super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached), inputs.hf_processor_mm_kwargs
+        tracked = asked.get(KEY)
+        return {**kwargs, KEY: tracked.without_cached(mm_is_cached)} if isinstance(tracked, TrackedSetting) else kwargs
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
         setting = self._setting(hf_kwargs)  # raise before any work is done
@@ -124,9 +120,8 @@ class ReducingProcessor(BaseMultiModalProcessor):
         )
         if setting is None:
             return updates
-        shadow = _shadow(hf_processor_mm_kwargs)
         return [
-            self._reduced(update, setting, shadow, mm_items, _without(hf_processor_mm_kwargs), out_mm_kwargs)
+            self._reduced(update, setting, mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
             if update.modality in MODALITIES
             else update
             for update in updates
@@ -136,7 +131,6 @@ class ReducingProcessor(BaseMultiModalProcessor):
         self,
         update: PromptUpdate,
         setting: ServedSetting,
-        shadow: ServedSetting | None,
         mm_items: Any,
         kwargs: Mapping[str, object],
         out_mm_kwargs: Any,
@@ -144,20 +138,25 @@ class ReducingProcessor(BaseMultiModalProcessor):
         name = next((name for kind, name in _WRITTEN.items() if isinstance(update, kind)), None)
         if name is None:
             raise UnsupportedSetupError(f"{type(self).__name__} puts images into the prompt by {update.mode}")
+        of_request, rest = shadow_of(kwargs), _without(kwargs)
 
         def content_of(index: int) -> PromptUpdateDetails:
             content = update._resolve_content(index)
-            item = PromptItem(self.info, update.modality, index, content, mm_items, out_mm_kwargs, kwargs)
+            item = PromptItem(self.info, update.modality, index, content, mm_items, out_mm_kwargs, rest)
             with selecting(setting):
-                plan = item.plan(setting)
+                plan = item.plan(item_setting(kwargs, setting, update.modality, index))
             # The same moment at which vLLM itself reads the item: it is stored, cached and sent after this.
             element = MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField(keep_on_cpu=True))
             out_mm_kwargs[update.modality][index][field_name(update.modality)] = element
             if plan.reduces:
                 content = PromptUpdateDetails.select_token_id(plan.reduced(), plan.placeholder)
             counts = item.before(plan), sum(plan.keep), sum(plan.counts) - sum(plan.keep)
-            would = None if shadow is None else _would_keep(item, shadow)
-            return CountedDetails(content.full, content.is_embed, *counts, plan.setting.label(), would)
+            made = CountedDetails(content.full, content.is_embed, *counts, plan.setting.label())
+            made.segments = len(plan.counts)
+            if of_request is not None:
+                shadow = item_setting(kwargs, of_request, update.modality, index)
+                made.would, made.would_label = item.would_keep_if_served(shadow), shadow.label()
+            return made
 
         return dataclasses.replace(update, **{name: content_of})
 
@@ -167,10 +166,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
         counted = [one for one in details if isinstance(one, CountedDetails) and not self._dummy]
         if original_positions(self.info.ctx.model_config):
             self._check_length(sum(one.left for one in counted))
-        for one in counted:
-            metrics.count(self.info.ctx.model_config, "in", *one.label, one.before)
-            metrics.count(self.info.ctx.model_config, "out", *one.label, one.after)
-            _written.get([]).append(one)
+        _written.get([]).extend(counted)
         return applied
 
     def _check_length(self, left: int) -> None:
@@ -198,6 +194,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
         served = Served()
         try:
             asked = followed(inputs.hf_processor_mm_kwargs.get(KEY, {}), offered(model_config))
+            asked = asked.with_items(inputs.mm_data_items.get_all_counts())
             whole = {**inputs.hf_processor_mm_kwargs, KEY: asked}
             inputs, served = dataclasses.replace(inputs, hf_processor_mm_kwargs=whole), asked.served
             self._setting(inputs.hf_processor_mm_kwargs)  # raises
@@ -222,10 +219,16 @@ class ReducingProcessor(BaseMultiModalProcessor):
         served.images, served.videos = counts.get("image", 0), counts.get("video", 0)
         served.tokens_in = sum(one.before for one in items)
         served.tokens_out = sum(one.after for one in items)
+        if setting.age is not None:
+            own = [asked.of_item(setting, "image", index) for index in range(served.images)]
+            served.aged = sum(one != setting.tiers[0] for one in own)
+        for one in items:
+            metrics.count(model_config, "in", *one.label, one.before)
+            metrics.count(model_config, "out", *one.label, one.after)
         metrics.chose(model_config, served)
         if asked.shadow is not None:
             served.shadow = self._in_shadow(asked.shadow, inputs, items)
-            metrics.shadowed(model_config, served, asked.shadow.label())
+            metrics.shadowed(model_config, served, [(one.would_label, one.before, one.would or 0) for one in items])
         if asked.offer.log:
             tell("request", **metrics.request_id(served), **served.fields())
         return made
@@ -240,40 +243,34 @@ class ReducingProcessor(BaseMultiModalProcessor):
         self._check_input(setting, inputs)  # before images are read
         # A copy, which a method that acts on pixels writes to.
         inputs = dataclasses.replace(inputs, mm_data_items=type(inputs.mm_data_items)(inputs.mm_data_items))
-        return super().apply(inputs, *args, **kwargs), items
+        made = super().apply(inputs, *args, **kwargs)
+        by_age.check_segments(setting, (one.segments for one in items))
+        return made, items
 
     def _check_input(self, setting: ServedSetting, inputs: Any) -> None:
+        counts = inputs.mm_data_items.get_all_counts()
+        by_age.check_videos(setting, counts)
+
+        def of_item(modality: str, index: int) -> ServedSetting:
+            return item_setting(inputs.hf_processor_mm_kwargs, setting, modality, index)
+
         with selecting(setting):
             if family_of(self.info.ctx.model_config).vllm.mrope and not setting.is_off:
-                counts, config = inputs.mm_data_items.get_all_counts(), self.info.get_hf_config()
-                check_placeholders(inputs.prompt, counts, config, not setting.removes_nothing)
+                own = [of_item(modality, index) for modality, count in counts.items() for index in range(count)]
+                reduces = not all(one.removes_nothing for one in own)
+                check_placeholders(inputs.prompt, counts, self.info.get_hf_config(), reduces)
             if reads_tower(setting.method) or merges_in_tower(setting.method):
-                check_items(setting.acting, setting, inputs.mm_data_items, self.info)
+                check_items(setting.acting, of_item, inputs.mm_data_items, self.info)
 
     def _in_shadow(self, shadow: ServedSetting, inputs: Any, items: list[CountedDetails]) -> int | None:
         """Return how many visual tokens a request would have kept; None if it would have failed."""
         try:
             self._check_input(shadow, inputs)
+            by_age.check_segments(shadow, (one.segments for one in items))
         except TokenPruneError:
             return None
         kept = [one.would for one in items]
         return None if None in kept else sum(one for one in kept if one is not None)
-
-
-def _shadow(kwargs: Mapping[str, object]) -> ServedSetting | None:
-    """Return the setting that a request would have been served under, if a rollout has it served in full."""
-    asked = kwargs.get(KEY)
-    return asked.shadow if isinstance(asked, TrackedSetting) else None
-
-
-def _would_keep(item: PromptItem, shadow: ServedSetting) -> int | None:
-    """Return how many visual tokens a setting would leave of an item; None where it would fail. Nothing is refused: the
-    item is served in full."""
-    try:
-        with selecting(shadow):
-            return item.would_keep(shadow)
-    except TokenPruneError:
-        return None
 
 
 def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
 from tokenprune.integrations.vllm.setting.rules import FULL
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 
 NAME, BY_KEY, CALLER, LOAD = "name", "key", "caller", "load"
 CHOSEN_BY = (NAME, BY_KEY, CALLER, LOAD, DEFAULT)
@@ -36,6 +36,7 @@ class Served:
     profile, method, keep, images, videos, tokens_in, tokens_out: written by the processor, once it has read the
               request's images and videos. keep: a share, or a whole number of tokens. tokens: visual ones.
     shadow:   visual tokens that a request would have kept without the rollout; None: it would have failed.
+    aged:     under a setting by age, images that have another keep than the newest; else None.
     """
 
     by: str = DEFAULT
@@ -50,6 +51,7 @@ class Served:
     tokens_in: int = 0
     tokens_out: int = 0
     shadow: int | None = None
+    aged: int | None = None
 
     @property
     def done(self) -> bool:
@@ -68,17 +70,45 @@ class Served:
             "tokens_in": self.tokens_in,
             "tokens_out": self.tokens_out,
         }
-        more = {"full": self.full, "shadow": self.shadow}
+        more = {"aged": self.aged, "full": self.full, "shadow": self.shadow}
         return said | {name: value for name, value in more.items() if value is not None}
 
 
 class TrackedSetting(dict[str, Any]):
     """A request's value of our key, with its record, and the offer that it chose from: the server's may be replaced
-    while the request is on its way, and all steps have to go by one."""
+    while the request is on its way, and all steps have to go by one.
+
+    counts: the request's items, by modality. places: of those that a step is about, their indices among these.
+    """
 
     def __init__(self, value: Mapping[str, Any], served: Served, offer: Offer) -> None:
         super().__init__(value)
         self.served, self.offer = served, offer
+        self.counts: dict[str, int] = {}
+        self.places: dict[str, list[int]] = {}
+
+    def with_items(self, counts: Mapping[str, int]) -> TrackedSetting:
+        """Return the setting of a request with so many items, all of them."""
+        return self._with(dict(counts), {modality: list(range(count)) for modality, count in counts.items()})
+
+    def without_cached(self, cached: Mapping[str, list[bool]]) -> TrackedSetting:
+        """Return the setting with the places of those items that are not cached."""
+        places = {
+            modality: [place for place, hit in zip(self.places[modality], hits, strict=True) if not hit]
+            for modality, hits in cached.items()
+        }
+        return self._with(self.counts, places)
+
+    def _with(self, counts: dict[str, int], places: dict[str, list[int]]) -> TrackedSetting:
+        made = TrackedSetting(self, self.served, self.offer)
+        made.counts, made.places = counts, places
+        return made
+
+    def of_item(self, setting: ServedSetting, modality: str, index: int) -> ServedSetting:
+        """Return what a setting is to one of the items that a step is about."""
+        if modality != "image" or setting.age is None:
+            return setting.tiers[0]
+        return setting.of_image(self.places["image"][index], self.counts["image"])
 
     @property
     def profile(self) -> str:
@@ -112,6 +142,18 @@ def followed(value: Any, offer: Offer) -> TrackedSetting:
         return value
     offer.setting(value)  # raises for what is no mapping
     return TrackedSetting(value, Served(BY_KEY if value else DEFAULT), offer)
+
+
+def shadow_of(kwargs: Mapping[str, object]) -> ServedSetting | None:
+    """Return the setting that a request would have been served under, if a rollout has it served in full."""
+    asked = kwargs.get(KEY)
+    return asked.shadow if isinstance(asked, TrackedSetting) else None
+
+
+def item_setting(kwargs: Mapping[str, object], setting: ServedSetting, modality: str, index: int) -> ServedSetting:
+    """Return what a request's setting is to one of its items (see `TrackedSetting.of_item`)."""
+    asked = kwargs.get(KEY)
+    return asked.of_item(setting, modality, index) if isinstance(asked, TrackedSetting) else setting
 
 
 def clean_id(given: Any) -> str | None:

@@ -129,6 +129,8 @@ class Plan:
         content = {"setting": self.setting.as_dict(), "tokens": lengths, "per_run": self.per_run, "frames": self.frames}
         if self.kept is not None:
             content["kept"] = [[int(stays), len(list(group))] for stays, group in itertools.groupby(self.kept)]
+        if self.setting.bounds:
+            content["bounds"] = self.setting.bounds
         text = json.dumps(content)
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
@@ -199,5 +201,5 @@ def _decode(data: bytes) -> Plan:
     kept = content.get("kept")
     if kept is not None:
         kept = tuple(bool(stays) for stays, length in kept for _ in range(length))
-    setting = ServedSetting.of(content["setting"])
+    setting = dataclasses.replace(ServedSetting.of(content["setting"]), bounds=tuple(content.get("bounds", ())))
     return Plan(setting, tuple(tokens), tuple(embeds), content["per_run"], content["frames"], kept)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,16 +62,18 @@ class Rules:
                 raise LimitError(f"{KEY}: {self.whose} does not allow {name}; allowed are {', '.join(self.methods)}")
         if self.min_keep is None or not used:
             return
-        if isinstance(setting.keep, int):
-            raise LimitError(
-                f"{KEY}: the limit of {self.whose} is a share, min_keep={self.min_keep}, so keep must be a share too, "
-                f"not {setting.keep} tokens"
-            )
-        if setting.share * setting.keep < self.min_keep * (1 - 1e-9):
-            raise LimitError(
-                f"{KEY}: keep={setting.share * setting.keep:g} is less than {self.whose} allows: min_keep is "
-                f"{self.min_keep}"
-            )
+        for number, tier in enumerate(setting.tiers):
+            of_age = "" if setting.age is None else f" of an image of age {setting.age[number][0]}"
+            if isinstance(tier.whole_keep, int):
+                raise LimitError(
+                    f"{KEY}: the limit of {self.whose} is a share, min_keep={self.min_keep}, so keep{of_age} must be a "
+                    f"share too, not {tier.whole_keep} tokens"
+                )
+            share = math.prod((tier.share, tier.keep, *tier.bounds))
+            if share < self.min_keep * (1 - 1e-9):
+                raise LimitError(
+                    f"{KEY}: keep={share:g}{of_age} is less than {self.whose} allows: min_keep is {self.min_keep}"
+                )
 
     def said(self) -> str:
         """Return the rules in words for the line of the log; empty if there are none."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from tokenprune.ages import Tiers, ages, left, reached
 from tokenprune.base import Method, ResizeMethod, Site
-from tokenprune.budget import Budget, as_json
+from tokenprune.budget import AGES, Budget, as_json
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.files import File
 from tokenprune.integrations.vllm.setting.servable import IN_LLM, KEY, check_method, servable
+from tokenprune.scope import check_scope
 from tokenprune.setting import Setting
 from tokenprune.sites.composition import check_places
 from tokenprune.spelling import Entry, plain, short
@@ -41,6 +44,8 @@ class ServedSetting:
     per:           "image", or "frame" if every frame of a video has `keep` for itself (see `Budget`).
     in_llm:        True if `method` acts inside the language model, and leaves the prompt as it is.
     files:         options of `method` that were given as files: name, path and digest of the content.
+    age, step:     see `Budget`: what `method` keeps of an image follows from its place in the request, by `of_image`.
+    bounds:        of an image that is no longer new, within which `keep` is (see `tokenprune.ages.reached`).
     """
 
     method: Method | None = None
@@ -50,6 +55,9 @@ class ServedSetting:
     per: str = "image"
     in_llm: bool = False
     files: Files = ()
+    age: Tiers | None = None
+    step: int = 1
+    bounds: tuple[float | int, ...] = ()
 
     @classmethod
     def of(cls, *layers: Any, trusted: bool = True) -> ServedSetting:
@@ -76,17 +84,43 @@ class ServedSetting:
     @property
     def removes_nothing(self) -> bool:
         """True if every feature of the encoder stays in the prompt."""
-        return self.method is None or self.in_llm or Budget.of_checked(self.keep).is_identity()
+        whole = Budget.of_checked(self.keep).is_identity() and not self.bounds and self.age is None
+        return self.method is None or self.in_llm or whole
 
     def without_method(self) -> ServedSetting:
         """Return what is left of the setting where `method` does not act."""
-        return dataclasses.replace(self, method=None, keep=1.0, files=())
+        return dataclasses.replace(self, method=None, keep=1.0, files=(), age=None, step=1, bounds=())
+
+    def of_image(self, number: int, images: int) -> ServedSetting:
+        """Return what the setting is to an image, which no longer depends on others. number: its index among the
+        request's `images`."""
+        return self if self.age is None else self._at(ages(images, self.step)[number])
+
+    @property
+    def tiers(self) -> list[ServedSetting]:
+        """The settings that an image can have by its age, the newest first."""
+        return [self] if self.age is None else [self._at(since) for since, _ in self.age]
+
+    def _at(self, age: int) -> ServedSetting:
+        """Return the setting of an image of this age; without bounds where a `keep` says the same, so that it shares
+        caches with a setting that was written so."""
+        assert self.age is not None
+        bounds = reached(self.age, age)
+        new = dataclasses.replace(self, age=None, step=1)
+        if len(bounds) == 1 and Budget.of_checked(self.keep).is_identity():
+            return dataclasses.replace(new, keep=bounds[0])
+        if len(bounds) == 1 and isinstance(self.keep, int) and isinstance(bounds[0], int):
+            return dataclasses.replace(new, keep=min(self.keep, bounds[0]))
+        return dataclasses.replace(new, bounds=bounds)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the setting with nothing left implicit; `ServedSetting.of` reads it."""
+        """Return the setting with nothing left implicit but `bounds`; `ServedSetting.of` reads it."""
         steps = [(self.pixels, self.share, ()), (self.method, self.keep, self.files)]
         entries = tuple(_entry(method, files) for method, _, files in steps if method is not None)
         keeps = [as_json(keep) for method, keep, _ in steps if method is not None]
+        if self.age is not None:
+            budget = {"tokens" if isinstance(self.keep, int) else "keep": self.keep}
+            keeps[-1] = budget | {"age": [list(tier) for tier in self.age], "step": self.step}
         if not entries:
             return {"off": True}
         per = None if self.per == "image" else self.per
@@ -95,17 +129,21 @@ class ServedSetting:
     def label(self) -> tuple[str, str]:
         """Return its labels in metrics: the methods, and the kept share in hundredths, a bounded number of values."""
         used = "+".join(step.name for step in (self.pixels, self.method) if step is not None)
-        share = "tokens" if isinstance(self.keep, int) else f"{round(self.whole_keep, 2):g}"
+        share = "tokens" if isinstance(self.whole_keep, int) else f"{round(self.whole_keep, 2):g}"
         return used or "off", share
 
     @property
     def whole_keep(self) -> float | int:
-        """The share, or the number of tokens, that both methods together keep."""
-        return self.keep if isinstance(self.keep, int) else round(self.share * self.keep, 4)
+        """The share, or the number of tokens, that both methods together keep of an image; of a new one, by age."""
+        numbers = [one for one in (self.keep, *self.bounds) if isinstance(one, int)]
+        if isinstance(self.keep, int):
+            return left(self.keep, self.bounds)
+        return min(numbers) if numbers else round(math.prod((self.share, self.keep, *self.bounds)), 4)
 
     def cache_key(self) -> dict[str, Any]:
-        """Return the entries by which a cache key tells this setting from others."""
-        return {"algorithm": ALGORITHM} | self.as_dict() | {name: digest for name, _, digest in self.files}
+        """Return the entries by which a cache key tells this setting of an image from others."""
+        bounds = {"bounds": list(self.bounds)} if self.bounds else {}
+        return {"algorithm": ALGORITHM} | self.as_dict() | bounds | {name: digest for name, _, digest in self.files}
 
     def count(self, tokens: int) -> int:
         """Return how many of `tokens` features of the encoder stay in the prompt: a function of integers, the same in
@@ -114,7 +152,7 @@ class ServedSetting:
 
     def wanted(self, tokens: int) -> int:
         """Return how many of `tokens` visual tokens the method has to keep."""
-        wanted = Budget.of_checked(self.keep).resolve_keep(tokens)
+        wanted = left(Budget.of_checked(self.keep).resolve_keep(tokens), self.bounds)
         return min(tokens, max(1, self.acting.budget(tokens, wanted)))
 
 
@@ -168,7 +206,7 @@ def _checked(whole: Setting) -> ServedSetting:
         raise OptionError(f"{KEY}: {IN_LLM} goes with one method, not with {count}")
     methods = whole.methods
     for one in whole.keep if isinstance(whole.keep, list) else [whole.keep]:
-        if isinstance(one, dict) and set(one) not in ({"keep"}, {"tokens"}):
+        if isinstance(one, dict) and set(one) - set(AGES) not in ({"keep"}, {"tokens"}):
             raise _no_number(one)
     steps = [_step(*one, in_llm) for one in zip(methods, whole.budgets, whole.entries or (), strict=True)]
     check_places(methods)
@@ -176,9 +214,9 @@ def _checked(whole: Setting) -> ServedSetting:
     others = [step for step in steps if step[0].site is not Site.PRE_ENCODER]
     if len(others) > 1:
         raise OptionError(f"{KEY}: one method can act behind an image's pixels, not {len(others)}: leave one out")
-    nothing: tuple[Method | None, float | int, Files] = (None, 1.0, ())
-    method, keep, files = others[0] if others else nothing
-    shrinker, share, _ = pixels[0] if pixels else nothing
+    nothing: tuple[Method | None, Budget, Files] = (None, Budget(keep=1.0), ())
+    method, budget, files = others[0] if others else nothing
+    shrinker, smaller, _ = pixels[0] if pixels else nothing
     if per == "frame" and method is not None and method.site is not Site.PRE_LLM:
         raise OptionError(f'{KEY}: per="frame" goes with methods that act on the features, not with {method.name}')
     if per == "frame" and method is not None and compares_frames(method):
@@ -186,21 +224,26 @@ def _checked(whole: Setting) -> ServedSetting:
             f"{KEY}: {method.name} compares the frames of a video, so the whole video has one budget: leave out "
             'per="frame"'
         )
-    return ServedSetting(method, keep, shrinker, share, per, in_llm, files)
+    if budget.age is not None and method is not None and compares_frames(method):
+        raise BudgetError(f"{KEY}: {method.name} leaves images whole, whose ages age= is about: leave it out")
+    keep, share = (one.keep for one in (budget, smaller))
+    assert keep is not None and share is not None  # see `_step`
+    return ServedSetting(method, keep, shrinker, share, per, in_llm, files, budget.age, budget.step)
 
 
 def _no_number(keep: Any) -> BudgetError:
     return BudgetError(
         f"{KEY}: the prompt is written before the model runs, so keep must be a number, 4 for four tokens or 0.25 for "
-        f"a share, not {short(keep)}"
+        f"a share, alone or with age and step, not {short(keep)}"
     )
 
 
-def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[Method, float | int, Files]:
+def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[Method, Budget, Files]:
     """Return one of the methods of a setting, its budget and its files (see `ServedSetting`), checked."""
     keep = budget.keep
     if keep is None:
         raise _no_number(budget)
+    check_scope(method, budget)
     try:
         check_method(method, in_llm)
     except TokenPruneError:
@@ -213,7 +256,7 @@ def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[M
         assert isinstance(method, ResizeMethod)  # `check_method` refuses others
         method.check_keep(keep)
     read = {name: value for name, value in entry.options.items() if isinstance(value, File)}
-    return method, keep, tuple((name, str(file), file.digest) for name, file in read.items())
+    return method, budget, tuple((name, str(file), file.digest) for name, file in read.items())
 
 
 def _entry(method: Method, files: Files) -> Entry:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tokenprune.abilities import AFTER_THE_TOWER
@@ -13,11 +14,12 @@ from tokenprune.integrations.shared.patch_grid import PatchSource
 from tokenprune.view.registry import compares_frames
 
 
-def check_items(method: Method, setting: Any, items: Any, info: Any) -> None:
+def check_items(method: Method, setting_of: Callable[[str, int], Any], items: Any, info: Any) -> None:
     """Raise OptionError if an item's tokens cannot be traced to patches, or if fewer would be kept than a method that
     traces them needs.
 
-    setting: the `ServedSetting` that names the method. items: vLLM's `MultiModalDataItems`. info: its `ProcessingInfo`.
+    setting_of: the `ServedSetting` of an item, by modality and index. items: vLLM's `MultiModalDataItems`. info: its
+    `ProcessingInfo`.
     """
     from vllm.multimodal.parse import EmbeddingItems, ImageProcessorItems
 
@@ -48,11 +50,12 @@ def check_items(method: Method, setting: Any, items: Any, info: Any) -> None:
                 size = of_modality.get_image_size(index)
                 tokens = info.get_num_image_tokens(image_width=size.width, image_height=size.height)
                 newlines = _newlines(info, size.height, size.width, method)
+            setting = setting_of(modality, index)
             keep = setting.count(tokens)
             _check(
                 keep == tokens or keep > newlines,
-                f"keep={setting.keep} leaves {keep} tokens of this {modality} of {tokens}, of which {newlines} are "
-                f"newlines; {method.name} needs one more at least",
+                f"keep={setting.whole_keep} leaves {keep} tokens of this {modality} of {tokens}, of which {newlines} "
+                f"are newlines; {method.name} needs one more at least",
             )
 
 

@@ -94,7 +94,7 @@ class ReducingModel(_Model):
                 reduced.append(self._reduce(plan, rows, modality, item, result))
                 continue
             log = {"modality": modality, "tokens_in": sum(plan.counts), "tokens_out": sum(plan.keep)}
-            name, keep = plan.setting.acting.name, plan.setting.keep
+            name, keep = plan.setting.acting.name, plan.setting.whole_keep
             with self.tokenprune_clock.timing(name, rows.device, keep=keep, **log):
                 reduced.append(self._reduce(plan, rows, modality, item, result))
         return reduced
