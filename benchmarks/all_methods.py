@@ -169,8 +169,8 @@ def section(path: Path, whole: bool = True) -> str:
     more = "".join(f" {name} {value}" for name, value in asked.items() if value not in (0, 1))
     more += "" if dtype == "float32" else f" --dtype {dtype}"
     source = (
-        f"Raw data, with accuracy by kind and the setting of each row: [{path.name}](../benchmarks/results/{path.name}), by `python "
-        f"benchmarks/all_methods.py ask --model {path.stem.partition('-')[2]}{more}`."
+        f"Raw data, with accuracy by kind and the setting of each row: [{path.name}](../benchmarks/results/{path.name}),"
+        f" by `python benchmarks/all_methods.py ask --model {path.stem.partition('-')[2]}{more}`."
     )
     table, missing = (_table(results, targets), _not_reached(results, targets)) if whole else ("", "")
     parts = [f"## {header['environment']['model']}", head, table, *_agreements(records, targets), missing, source]

@@ -14,7 +14,6 @@ from accuracy_pages import rows
 ROOT = Path(__file__).parent.parent
 SERVING = ROOT / "benchmarks/results/serving.jsonl"
 SHAPES = ROOT / "benchmarks/results/serving_shapes.jsonl"
-OVERLOAD = ROOT / "benchmarks/results/overload.jsonl"
 OVERLOAD_SHAPES = ROOT / "benchmarks/results/overload_shapes.jsonl"
 CHATS = ROOT / "benchmarks/results/long_chats_vllm.jsonl"
 KV_BLOCKS = ROOT / "benchmarks/results/kv_blocks.jsonl"
@@ -75,30 +74,6 @@ def shapes() -> str:
         f"video before, with another question, so that its caches hold what stays of it. Least of all: {least:.2f}."
     )
     source = f"By `python benchmarks/serving_shapes.py`; raw data: {link(SHAPES, '../')}."
-    return "\n\n".join([setting, "\n".join(lines), source])
-
-
-def overload() -> str:
-    """The table of a server under an open load, with a policy and with fixed profiles, from its raw file."""
-    records = rows.lines(OVERLOAD)
-    if not records:
-        return ""
-    simulated = {one["setting"]: one for one in records if one["how"] == "simulated"}
-    lines = ["| profile | TTFT p50, s | p99, s | right | served as | simulated p99, s |", "|---|---|---|---|---|---|"]
-    for one in records:
-        if one["how"] == "measured":
-            parts = ", ".join(f"{name} {share:.0%}" for name, share in one["profiles"].items())
-            lines.append(
-                f"| {one['setting']} | {one['ttft_p50']:.2f} | {one['ttft_p99']:.2f} | {one['right']:.1%} | {parts} "
-                f"| {simulated[one['setting']]['ttft_p99']:.2f} |"
-            )
-    first = records[0]
-    setting = (
-        f"{first['requests']} questions with {first['model']}, `{first['method']}` (half: 0.5, tenth: 0.11), in "
-        f"{first['rounds']} rounds of {first['seconds']:g} s, vLLM {first['vllm']} on {first['cpus']} CPU cores; the "
-        f"policy steps down at {' and '.join(map(str, first['in_flight']))} requests in flight."
-    )
-    source = f"By `python benchmarks/overload.py`; raw data: {link(OVERLOAD, '../')}."
     return "\n\n".join([setting, "\n".join(lines), source])
 
 
@@ -197,7 +172,6 @@ def chats() -> str:
 IN_FULL = {
     "chats": chats,
     "shapes": shapes,
-    "overload": overload,
     "overload-shapes": overload_shapes,
     "kv-blocks": kv_blocks,
     "reserved": reserved,
