@@ -121,9 +121,9 @@ def main() -> None:
             records.append({"what": model, "server": name, "seconds": each, "share": middle})
             milliseconds = f"{1000 * statistics.median(each):.1f}"
             table.add_row(model, name, milliseconds, f"{middle:.3f}", f"{least:.3f}", f"{most:.3f}")
-    console.print(table)
-    if args.json:
-        write(args.json, args, records)
+        console.print(table)
+        if args.json:
+            write(args.json, args, records)
 
 
 if __name__ == "__main__":
