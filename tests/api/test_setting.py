@@ -311,7 +311,10 @@ def test_budgets_can_be_said() -> None:
     with pytest.raises(BudgetError, match=r'write "keep": {"average_tokens": 192}'):
         tokenprune.read_config({"method": "fastv", "average_tokens": 192})
     for keep in ({"average_tokens": 192}, {}, [{"share": 0.5}]):
-        with pytest.raises(BudgetError, match=r"must be a number, 4 for four tokens or 0\.25 for a share, not {"):
+        with pytest.raises(
+            BudgetError,
+            match=r"must be a number, 4 for four tokens or 0\.25 for a share, alone or with age and step, not {",
+        ):
             ServedSetting.of({"method": "divprune", "keep": keep})
 
 
