@@ -102,7 +102,6 @@ bench-cpu: setup ## measure speed on the CPU, then rewrite the pages (about thre
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/stacks.py --retime --resume
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/encoder.py --json benchmarks/results/encoder.jsonl
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/pevlm.py --json benchmarks/results/pevlm.jsonl
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/farthest.py --resume $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/decode.py --visual 576 --device cpu --resume $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/memory.py --device cpu $(BENCH_ARGS)
 	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --cases 2880:320 --resume $(BENCH_ARGS)

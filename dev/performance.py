@@ -148,29 +148,6 @@ def _ratio(one: dict[str, float]) -> str:
     return f"{one['p50']:.2f} ({one['p20']:.2f} to {one['p80']:.2f})"
 
 
-def farthest() -> str:
-    return _parts("farthest", _farthest)
-
-
-def _farthest(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
-    lines = [
-        f"{where(header, records)}; width {header['width']}, one token of 9 stays, medians of {header['rounds']} "
-        "rounds in turn, CPU time.",
-        "",
-        "| features | tokens | one product of all and the picks, ms | choosing, ms | in products "
-        "| one by one, in products |",
-        "|---" * 6 + "|",
-    ]
-    for one in records:
-        slow = one.get("one_by_one_products")
-        lines.append(
-            f"| {one['kind']} | {one['tokens']} | {one['product_cpu_ms']['p50']:.0f} "
-            f"| {one['blocks_cpu_ms']['p50']:.0f} "
-            f"| {one['blocks_products']['p50']:.1f} | {'' if slow is None else format(slow['p50'], '.1f')} |"
-        )
-    return "\n".join([*lines, "", source("farthest", device)])
-
-
 def memory() -> str:
     return _parts("memory", _memory, fold="Memory, every method", read=rows.read)  # bytes do not depend on the load
 

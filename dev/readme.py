@@ -207,7 +207,6 @@ PAGES = {
         "efficiency": performance.efficiency,
         "mixed": performance.mixed,
         "scaling": performance.scaling,
-        "farthest": performance.farthest,
         "decode": performance.decode,
         "memory": performance.memory,
         "gpu": performance.gpu,

@@ -127,21 +127,6 @@ def test_decode(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     torch._dynamo.reset()
 
 
-def test_farthest(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks and one by one take the same tokens of each kind, or the script stops; the page tells both."""
-    module, path = script("farthest"), tmp_path / "cpu/farthest.jsonl"
-    run(module, path, monkeypatch, "--rounds", "1", "--width", "32")
-    header, records = script("common").read(path)
-    assert {"threads", "load", "date"} <= header.keys()
-    assert {(one["kind"], one["tokens"]) for one in records} >= {("random", 256), ("groups", 640), ("video", 640)}
-    assert all(one["picks"] == one["tokens"] // 9 and one["blocks_products"]["p50"] > 0 for one in records)
-    monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
-    assert "| video | 640 |" in script("performance").farthest()
-    monkeypatch.setattr(module, "farthest_of_many", lambda unit, number: torch.arange(len(unit)) < number)
-    with pytest.raises(SystemExit, match="take others"):
-        run(module, path, monkeypatch, "--rounds", "1", "--width", "32")
-
-
 def test_scaling(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method can be measured; keys and values take the bytes of the closed form; too much memory is told."""
     module = script("scaling")
