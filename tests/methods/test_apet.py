@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""apet against a loop written from its description; numbers are those of the description's invariants."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from several_cuts import Arrived, check_in_model, counts_of
+from tests.methods.naive.apet import of_image
+from tokenprune import Budget, Site
+from tokenprune.methods.pre_llm.apet import approximation_error, farthest_points
+from tokenprune.testing import check_method
+from tower_tokens import chosen, merged, tower_tokens
+
+
+def image(count: int, width: int = 16, seed: int = 0, rank: int | None = None) -> torch.Tensor:
+    """`[1, count, width]`, of a rank."""
+    g = torch.Generator().manual_seed(seed)
+    rank = rank or width
+    return torch.randn(1, count, rank, generator=g) @ torch.randn(rank, width, generator=g)
+
+
+def view(x: torch.Tensor, keep: int, **given: Any) -> Any:
+    return tower_tokens([([(1, x.shape[1])], 0)], [keep], hidden=x, **given)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_an_error_is_the_residual_of_least_squares(scale: float) -> None:
+    """3 and 4: and a token at right angles to the basis has its own length for an error."""
+    x = scale * image(40)
+    basis, real = farthest_points(x, torch.ones(1, 40, dtype=torch.bool), [6])
+    assert real.all()
+    s = x[:, basis[0]]
+    fit = torch.linalg.lstsq(s[0].T.double(), x[0].T.double()).solution
+    want = (x[0].double() - (s[0].T.double() @ fit).T).norm(dim=1)
+    error = approximation_error(x, s)[0]
+    torch.testing.assert_close(error.double(), want, rtol=1e-4, atol=1e-4 * scale)
+    assert sorted(error.topk(6, largest=False).indices.tolist()) == sorted(basis[0].tolist())
+    axes = scale * torch.eye(16)[None]
+    assert approximation_error(axes, axes[:, :3])[0].tolist() == pytest.approx([0] * 3 + [scale] * 13, abs=2e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_what_the_basis_spans_has_no_error(scale: float) -> None:
+    """2: of equal errors the first tokens stay."""
+    x = scale * image(40, rank=3)
+    assert approximation_error(x, x[:, :5]).max() < 1e-3 * x.norm(dim=2).max()
+    kept = chosen("apet", view(x, 12))[0]
+    assert len(kept) == 12 and kept == list(range(12))
+
+
+def test_the_basis_spreads() -> None:
+    """6: the largest distance never grows, and no token is in it twice while others are left."""
+    x = image(30, seed=1)
+    x[0, 15:] = x[0, :15]
+    taken, _ = farthest_points(x, torch.ones(1, 30, dtype=torch.bool), [20])
+    order = taken[0].tolist()
+    assert len({i % 15 for i in order[:15]}) == 15 and len(set(order)) == 20 and order[0] == x[0].norm(dim=1).argmax()
+    reach = [max(min(float((a - x[0, j]).norm()) for j in order[:n]) for a in x[0]) for n in range(1, 16)]
+    assert all(later <= one for one, later in pairwise(reach)) and reach[-1] == 0
+
+
+@pytest.mark.parametrize("own", [0.0, 0.5])
+def test_what_each_token_becomes(own: float) -> None:
+    """7: a mean of all that join it, or a basis token, beside `own` of the one whose place it takes."""
+    x = image(60)
+    selection = tokenprune.method("apet", own=own).select(view(x, 24))
+    out = merged(view(x, 24), selection)[0]
+    kept, into, basis = of_image(x[0].double(), 24)
+    moved = {into[s]: s for s in basis if s in into}
+    assert len(moved) == 10 and len(into) == 36
+    for place in kept:
+        if place in moved:
+            want = own * x[0, place] + (1 - own) * x[0, moved[place]]
+        else:
+            want = x[0, [place, *(i for i, to in into.items() if to == place)]].mean(0)
+        torch.testing.assert_close(out[place], want)
+
+
+@pytest.mark.parametrize("keep", [51, 55, 59])
+def test_a_basis_token_that_stays_keeps_its_place(keep: int) -> None:
+    """Where so much stays that some of the basis does; the others take the places of what is left of the worst."""
+    x = image(60)
+    kept, into, basis = of_image(x[0].double(), keep)
+    assert 0 < len(set(basis) & set(kept)) < 10
+    out = merged(view(x, keep), tokenprune.method("apet").select(view(x, keep)))[0]
+    for place in set(basis) & set(kept):
+        assert torch.equal(out[place], x[0, place])
+    assert {s: to for s, to in into.items() if s in basis}.keys() == set(basis) - set(kept)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 11, 12])
+def test_few_tokens(keep: int) -> None:
+    """1: at least one token stays for its error, and what is dropped joins it."""
+    x = image(60)
+    selection = tokenprune.method("apet").select(view(x, keep))
+    assert selection.keep.sum() == keep
+    targets = set(selection.assign[0].tolist())
+    assert targets == set(selection.keep[0].nonzero().flatten().tolist())
+
+
+def test_in_another_order() -> None:
+    """9: the same stay, and what joins which is the same too, but for the places of the basis."""
+    x, order = image(60), torch.randperm(60, generator=torch.Generator().manual_seed(2))
+    (want,), (got,) = chosen("apet", view(x, 20)), chosen("apet", view(x[:, order], 20))
+    assert sorted(order[got].tolist()) == want
+
+
+def test_what_is_no_patch_goes_first_and_joins_nothing() -> None:
+    """As the tower makes nothing of it; and so does a token that is not finite."""
+    tokens = tower_tokens([([(5, 5)], 3)], [9])
+    features, hidden = tokens.encoder_features, tokens.hidden.clone()
+    features[0, 25:] = 0
+    hidden[0, 4, 0] = torch.nan
+    for options, given, out in (
+        ({"features": "tower"}, {"encoder_features": features}, range(25, 28)),
+        ({}, {"hidden": hidden}, [4]),
+    ):
+        selection = tokenprune.method("apet", **options).select(tower_tokens([([(5, 5)], 3)], [9], **given))
+        assert not selection.keep[0, list(out)].any() and (selection.assign[0, list(out)] == -1).all()
+        assert merged(tokens, selection)[selection.keep].isfinite().all()
+
+
+def test_two_cuts(build: Any) -> None:
+    """Three parts before the middle of the decoder and one behind it, each by the same rule, whatever is asked."""
+    (first, _), (late, _) = tokenprune.method("apet", inner=True, own=0.5).stages(Budget(keep=0.25), 32)
+    assert (first.site, late.site, late.cut_layer, late.own, late.inner) == (Site.PRE_LLM, Site.IN_LLM, 16, 0.5, False)
+    assert counts_of(tokenprune.method("apet", inner=True), 32, 400, 0.25) == [(0, 150), (16, 50)]
+
+    def loop(seen: Arrived) -> list[int]:
+        kept, _, _ = of_image(seen.hidden[seen.places].double(), len(seen.stays), basis=2)
+        return [seen.places[i] for i in kept]
+
+    cuts = check_in_model("apet", loop, build, keep=0.5, inner=True, basis=2)
+    assert [cut.layer for cut in cuts] == [0, 2]
+    assert not tokenprune.method("apet", inner=True).query_aware
+
+
+def test_by_what_the_tower_makes_it_keeps_the_rules_of_all_methods() -> None:
+    """It reads no more than it says."""
+    method = tokenprune.method("apet", features="tower", own=0.5)
+    check_method(method)
+    assert method.needs == {"encoder_features"} and not tokenprune.method("apet").needs
