@@ -59,6 +59,22 @@ def evs(video: Tensor, keep: int, thin: Thin = spread) -> Places:
     return [(0, p) for p in range(places)] + best(change, keep - places)
 
 
+def dtd(video: Tensor, keep: int, thin: Thin = spread, threshold: float = 0.5, against: str = "before") -> Places:
+    frames, places, _ = video.shape
+    if keep <= places and frames * places > keep:
+        return [(0, p) for p in thin(places, keep)]
+    score = {(0, p): 4.0 for p in range(places)}
+    last = list(video[0])
+    for t in range(1, frames):
+        for p in range(places):
+            alike = cosine(video[t, p], last[p])
+            if alike <= threshold:
+                score[t, p] = 1 - alike
+            if against == "before" or alike <= threshold:
+                last[p] = video[t, p]
+    return best(score, keep)
+
+
 def dycoke(video: Tensor, keep: int, thin: Thin = spread) -> Places:
     frames, places, _ = video.shape
     firsts = [t for t in range(frames) if t % 4 == 0]
@@ -162,5 +178,5 @@ def frames(video: Tensor, keep: int, thin: Thin = spread) -> Places:
     return kept + [(chosen[-1], p) for p in (thin(places, rest) if rest else [])]
 
 
-NAIVE = {"evs": evs, "dycoke": dycoke, "vidcom2": vidcom2, "vcast": vcast, "stc": stc, "frames": frames}
-THINNING = {"evs", "dycoke", "frames"}
+NAIVE = {"evs": evs, "dtd": dtd, "dycoke": dycoke, "vidcom2": vidcom2, "vcast": vcast, "stc": stc, "frames": frames}
+THINNING = {"evs", "dtd", "dycoke", "frames"}

@@ -36,12 +36,14 @@ class Videos:
     keep: list[int]
 
     @staticmethod
-    def of(tokens: VisualTokens) -> Videos | None:
+    def of(tokens: VisualTokens, several_frames: bool = False) -> Videos | None:
         """Return those of the segments of which something has to go, as videos; None if there is none such.
+        several_frames: and those of more than one frame, of which all may stay.
 
         An image beside a video is left out so: it would be one frame of many tokens, which all frames are padded to.
         """
-        cut = [i for i, (count, keep) in enumerate(zip(tokens.counts, tokens.keep, strict=True)) if keep < count]
+        each = zip(tokens.counts, tokens.keep, tokens.frames, strict=True)
+        cut = [i for i, one in enumerate(each) if one[1] < one[0] or (several_frames and len(one[2]) > 1)]
         if not cut:
             return None
         frames = [tokens.frames[i] for i in cut]

@@ -36,9 +36,15 @@ class EVS(VideoPruner):
     """
 
     def choose(self, videos: Videos) -> Tensor:
-        numbers = [[min(keep, sizes[0])] for keep, sizes in zip(videos.keep, videos.frames, strict=True)]
-        if any(keep < sizes[0] for keep, sizes in zip(videos.keep, videos.frames, strict=True)):
-            videos.tokens.note(f"{self.name}: less than a frame is to be kept: the first is thinned as by uniform")
-        first = spread_in_frames(videos, numbers)[:, :1].float() + _FIRST
-        change = 1 - same_place(videos.x, videos.mask)
-        return videos.top(torch.cat([first, change], dim=1))
+        return videos.top(
+            torch.cat([first_frame_scores(videos, self.name), 1 - same_place(videos.x, videos.mask)], dim=1)
+        )
+
+
+def first_frame_scores(videos: Videos, name: str) -> Tensor:
+    """float32 `[V, 1, P]`: scores of the tokens of the first frames, above those of all others, 1 - cosine; where less
+    than a frame is to be kept those are highest that are spread evenly, and the statistics say so."""
+    if any(keep < sizes[0] for keep, sizes in zip(videos.keep, videos.frames, strict=True)):
+        videos.tokens.note(f"{name}: less than a frame is to be kept: the first is thinned as by uniform")
+    numbers = [[min(keep, sizes[0])] for keep, sizes in zip(videos.keep, videos.frames, strict=True)]
+    return spread_in_frames(videos, numbers)[:, :1].float() + _FIRST
