@@ -4,7 +4,9 @@ several images, on either back end, and behind an earlier cut."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -101,7 +103,8 @@ def inside(family: Family, model: Any, inputs: Any) -> SimpleNamespace:
     layer, still = decoder.layers[LAYER - 1], (torch.ones_like(cos), torch.zeros_like(sin))
     normed = layer.input_layernorm(inputs_of[LAYER - 1])
     more = {name: value for name, value in kwargs.items() if name not in ("past_key_values", "position_embeddings")}
-    _, unrotated = layer.self_attn(normed, position_embeddings=still, past_key_values=None, **more)
+    with asked(layer.self_attn) as projected:
+        _, unrotated = layer.self_attn(normed, position_embeddings=still, past_key_values=None, **more)
     transitions = []
     for args, kwargs, output in made.values():
         given = args[0] if args else kwargs["hidden_states"]
@@ -110,12 +113,36 @@ def inside(family: Family, model: Any, inputs: Any) -> SimpleNamespace:
         transitions.append(torch.stack([output.norm(dim=-1) / given.norm(dim=-1), cosine], -1))
     cache = out.past_key_values.layers
     return SimpleNamespace(
-        attention=out.attentions, inputs=inputs_of, rotation=rotation, unrotated=unrotated,
+        attention=out.attentions, inputs=inputs_of, rotation=rotation, unrotated=unrotated, projected=projected,
         keys=[one.keys.transpose(1, 2).flatten(2) for one in cache],
         values=[one.values.transpose(1, 2).flatten(2) for one in cache],
         transitions=torch.stack(transitions, 2),
         value_heads=cache[LAYER - 1].values.transpose(1, 2), key_heads=cache[LAYER - 1].keys.transpose(1, 2),
     )  # fmt: skip
+
+
+@contextmanager
+def asked(attention: Any) -> Iterator[list[Any]]:
+    """Note queries and keys, `[B, H, L, D]`, and the scaling with which a module calls eager attention."""
+    home, noted = sys.modules[type(attention).__module__], []
+    function = home.eager_attention_forward
+
+    def note(module: Any, query: Tensor, key: Tensor, *args: Any, scaling: float, **kwargs: Any) -> Any:
+        noted[:] = [query, key.repeat_interleave(query.shape[1] // key.shape[1], 1), scaling]
+        return function(module, query, key, *args, scaling=scaling, **kwargs)
+
+    home.eager_attention_forward = note
+    try:
+        yield noted
+    finally:
+        home.eager_attention_forward = function
+
+
+def mean_query(projected: Any, row: int, among: list[int], own: list[int]) -> Tensor:
+    """What the mean of the queries `among` attends to, out of these tokens."""
+    query, key, scaling = projected
+    logits = torch.einsum("hd,hld->hl", query[row, :, among].mean(1), key[row, :, among]) * scaling
+    return logits.softmax(1)[:, [among.index(one) for one in own]]
 
 
 def texts(family: Family, model: Any, inputs: Any) -> list[list[int]]:
@@ -156,6 +183,9 @@ def check(saw: Any, family: Family, model: Any, inputs: Any, want: Any) -> None:
         close(saw.last_row_attention[s, :, :count], before[:, last[row], own])
         close(saw.next_row_attention[s, :, :count], after[:, last[row], own])
         close(saw.unrotated_last_row[s, :, :count], want.unrotated[row][:, last[row], own])
+        among = [i for i in real[row].nonzero().flatten().tolist() if i <= own[-1]]
+        close(saw.mean_query_attention[s, :, :count], mean_query(want.projected, row, among, own))
+        assert not saw.mean_query_attention[s, :, count:].any()
         for mine, text_mine, maps in (
             (saw.text_attention, saw.text["attention"], before),
             (saw.next_text_attention, saw.text["next_attention"], after),
