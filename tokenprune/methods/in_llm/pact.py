@@ -52,7 +52,7 @@ class PACT(Pruner):
 
     Source: "PACT: Pruning and Clustering-Based Token Reduction for Faster Visual Language Models", the authors' code.
 
-    Differs from the paper: **attention does not know how many tokens a merged one stands for** (the logarithm of that
+    Differs from the paper: attention does not know how many tokens a merged one stands for (the logarithm of that
     number is added to its logits there, in this and all later layers; the code has a switch for that); an exact number
     by default; the cut is one layer later, where queries and keys are there anyway, so that means are of what the
     layer makes of them; each image is by itself, and its mean query is of the tokens up to its own end (there all
