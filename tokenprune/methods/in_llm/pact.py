@@ -14,7 +14,6 @@ from tokenprune.kernels.match import best_match
 from tokenprune.kernels.pairs import Products, rounded, unit
 from tokenprune.kernels.take import top_mask
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -65,9 +64,6 @@ class PACT(Pruner):
     share: Annotated[float, Gt(0), Le(1)] = 0.55
     cutoff: Annotated[float, Ge(0), Le(2)] | None = None
     reach: Annotated[float, Ge(0)] = 1.5
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def by_content_count(self) -> bool:

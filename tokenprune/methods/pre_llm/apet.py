@@ -16,7 +16,6 @@ from tokenprune.kernels.match import best_match
 from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.take import top_mask
 from tokenprune.ops.transfer import to_device
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.schedule import profile
 from tokenprune.view.tokens import VisualTokens
@@ -61,9 +60,6 @@ class ApET(Pruner):
     own: Annotated[float, Ge(0), Lt(1)] = 0.0
     features: Literal["projected", "tower"] = "projected"
     inner: bool = False
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def needs(self) -> frozenset[str]:

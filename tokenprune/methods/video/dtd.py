@@ -11,7 +11,6 @@ from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.video.evs import first_frame_scores
 from tokenprune.ops.temporal import cosine, same_place
-from tokenprune.options import check_options
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 from tokenprune.view.videos import Videos
@@ -53,9 +52,6 @@ class DTD(Pruner):
 
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.5
     against: Literal["before", "kept"] = "before"
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def select(self, tokens: VisualTokens) -> Selection:
         videos = Videos.of(tokens, several_frames=True)
