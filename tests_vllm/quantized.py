@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,22 @@ def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return stored, ((numbers - zero) * scale).flatten(0, 1).T.contiguous()
 
 
-def _packed(numbers: Tensor) -> Tensor:
-    """`[n, out]` from 0 to 15 -> int32 `[n, out / 8]`."""
-    eight = numbers.long().view(len(numbers), -1, 8)[..., list(_ORDER)]
+def gptq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The same of GPTQ: 4 bits around 8 for each group of inputs, of which eight stand in one number."""
+    inputs = weight.T.reshape(-1, _GROUP, weight.shape[0])
+    scale = (inputs.abs().amax(1, keepdim=True) / 7).half().float()
+    numbers = ((inputs / scale).round() + 8).clamp(0, 15)
+    zeros = torch.full_like(scale[:, 0], 7)  # the format's first version stores them less one
+    stored = {
+        "qweight": _packed(numbers.flatten(0, 1).T, range(8)).T, "qzeros": _packed(zeros, range(8)),
+        "scales": scale[:, 0].half(), "g_idx": torch.arange(weight.shape[1]).int() // _GROUP,
+    }  # fmt: skip
+    return stored, ((numbers - 8) * scale).flatten(0, 1).T.contiguous()
+
+
+def _packed(numbers: Tensor, order: Iterable[int] = _ORDER) -> Tensor:
+    """`[n, m]` from 0 to 15 -> int32 `[n, m / 8]`."""
+    eight = numbers.long().reshape(len(numbers), -1, 8)[..., list(order)]
     joined = (eight << torch.arange(0, 32, 4)).sum(-1)
     return torch.where(joined >= 2**31, joined - 2**32, joined).int()
 
@@ -69,6 +82,10 @@ KINDS: dict[str, tuple[Callable[[Tensor], tuple[dict[str, Tensor], Tensor]], dic
     "awq": (awq, {
         "quant_method": "awq", "bits": 4, "group_size": _GROUP, "zero_point": True, "version": "gemm",
         "modules_to_not_convert": _WHOLE,
+    }),
+    "gptq": (gptq, {
+        "quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": True, "lm_head": False,
+        "dynamic": {f"-:.*{name}.*": {} for name in _WHOLE},
     }),
 }  # fmt: skip
 
