@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import statistics
 import tempfile
@@ -105,12 +106,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=40, help="in each round")
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=list(MODELS), help="measure one of the two, and leave the other's rows")
     args = parser.parse_args()
     console, records = Console(), []
+    if args.only and args.json and args.json.exists():
+        records = [one for one in map(json.loads, args.json.read_text().splitlines()) if one["what"] != args.only]
     table = Table(title="CPU time of a request that loses nothing")
     for column in ("decoder", "server", "ms a request", "over no plugin", "least", "most"):
         table.add_column(column)
     for model, shape in MODELS.items():
+        if args.only not in (None, model):
+            continue
         with tempfile.TemporaryDirectory() as place:
             write_model(Path(place), **shape)
             (Path(place) / "template.jinja").write_text(TEMPLATE)
