@@ -21,6 +21,7 @@ from typing import Any
 # Before vllm is imported: the engine in this process, and memory that the CPU build does not have to guess.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
+import calm_threads  # noqa: F401
 import numpy as np
 from long_chats import SYSTEM, TEXT, TIERS, TURNS, VISUAL, WAYS, Item, Way, tokens
 from PIL import Image

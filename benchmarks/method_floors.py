@@ -152,11 +152,27 @@ def _visipruner(s: Sizes) -> list[Run]:
 FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
     **dict.fromkeys(
         # What they choose by is there, or costs no more than a row.
-        ("dyrate", "dymu", "fastervlm", "fastv", "flowcut", "hiprune", "holov", "random", "tome", "uniform", "vtw"),
+        (
+            "dyrate",
+            "dymu",
+            "fastervlm",
+            "fastv",
+            "flowcut",
+            "globalcom2",
+            "hiprune",
+            "hired",
+            "holov",
+            "random",
+            "tome",
+            "uniform",
+            "vtw",
+        ),
         _nothing,
     ),
     "adaptinfer": _at_cuts(_words),
     "agilepruner": lambda s: [_pairs(s), s.spectrum(s.visual, vectors=False)],
+    # Ten basis tokens: how far all are from them, and how well they make up all.
+    "apet": lambda s: [s.product(s.visual, 20), s.product(s.visual, s.kept), s.means(s.visual, s.kept)],
     "autoprune": _at_cuts(_words),
     "cdpruner": lambda s: [s.product(s.visual, s.text), *_determinant(s)],
     "d2pruner": lambda s: [_pairs(s), s.steps(int(0.3 * s.kept), s.visual)],
@@ -170,6 +186,14 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
     "ivc_prune": lambda s: [s.attention(s.text + s.visual // 100, s.visual + s.text)],
     "mmtok": _asked,
     "otprune": lambda s: [s.product(s.visual, s.visual, min(s.visual, s.width)), *_determinant(s)],
+    # About half of the tokens are clustered.
+    "pact": _at_cuts(
+        lambda s, before, behind: [
+            s.product(before // 2, before // 2),
+            s.product(before, behind),
+            s.means(before, behind),
+        ]
+    ),
     "pool": lambda s: [s.means(s.visual, s.kept)],
     "prumerge": lambda s: [s.means(s.visual, 1)],
     "prumerge_plus": lambda s: [s.means(s.visual, s.kept)],

@@ -180,7 +180,7 @@ def test_images_named_by_a_client(folder: Callable[[str], Path]) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(folder: Callable[[str], Path], asked: Any, videos: int, says: str) -> None:
-    ask = asking(folder("qwen2_5_vl"), "qwen2_5_vl", SERVER | {"min_keep": 0.1}, "refusing")
+    ask = asking(folder("qwen2_5_vl"), "qwen2_5_vl", SERVER | {"min_keep": 0.1}, "refusing-ages")
     with pytest.raises(ValueError) as caught:
         ask(CHECKPOINTS["qwen2_5_vl"].images(2), asked, videos=videos)
     assert says in str(caught.value)

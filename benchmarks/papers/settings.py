@@ -132,12 +132,14 @@ def _reached(name: str, budget: int) -> Setting | None:
 
 def _dropped(name: str, budget: int) -> Setting:
     """The tokens averaged over the layers are `budget`."""
-    method = tokenprune.method(name)
-    if method.cut_layer == 0:
-        several = len(cuts_of(method, Budget(keep=budget))) > 1
-        return _setting(name, budget, "average" if several else "input", budget)
+    stages = tokenprune.method(name).stages(Budget(keep=budget), SHAPE.layers)
+    if len(stages) > 1:
+        return _setting(name, budget, "average", budget)
+    layer = stages[0][0].cut_layer
+    if layer == 0:
+        return _setting(name, budget, "input", budget)
     target = Budget(average_tokens=budget)
-    keep = target.resolve([PATCHES], layer=method.cut_layer, shape=SHAPE, text_tokens=0)[0]
+    keep = target.resolve([PATCHES], layer=layer, shape=SHAPE, text_tokens=0)[0]
     return _setting(name, budget, "average", keep)
 
 

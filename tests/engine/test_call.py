@@ -112,6 +112,8 @@ def test_nobody_holds_a_call_that_is_over(method: str, fails: bool, build) -> No
     def fail(*args: Any) -> None:
         raise ZeroDivisionError
 
+    gc.collect()
+    others = [one for one in gc.get_objects() if type(one) is Call]  # of other tests
     with tokenprune.patched(model, method, keep=0.4):
         hook = model.model.language_model.layers[-1].register_forward_hook(fail)
         if not fails:
@@ -120,7 +122,8 @@ def test_nobody_holds_a_call_that_is_over(method: str, fails: bool, build) -> No
             model(**family.make_inputs())
         hook.remove()
         gc.collect()
-        assert not [one for one in gc.get_objects() if type(one) is Call]
+        calls = [one for one in gc.get_objects() if type(one) is Call]
+        assert all(any(one is other for other in others) for one in calls)
 
 
 def test_asking_what_layers_are_handed_leaves_the_call_as_it_is():
