@@ -54,7 +54,7 @@ class Answer:
 
     @property
     def record(self) -> dict[str, str]:
-        """What served it, by the names in its header; empty without one."""
+        """The parts of the header by their names; empty without one."""
         method, _, rest = self.served.partition(";")
         return {"method": method} | dict(one.split("=", 1) for one in rest.split(";")) if method else {}
 

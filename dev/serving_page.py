@@ -123,7 +123,7 @@ def reserved() -> str:
 
 
 def mixed_load() -> str:
-    """What ten minutes of mixed load came to, from its raw file."""
+    """The sentence about ten minutes of mixed load, from its raw file."""
     (one,) = rows.lines(MIXED_LOAD)
     statuses, reloads = one["statuses"], one["reloads"]
     gone = sum(count for name, count in statuses.items() if name.startswith(("leaves", "gone")))

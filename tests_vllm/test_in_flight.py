@@ -7,6 +7,8 @@ import asyncio
 import base64
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -63,6 +65,16 @@ def test_numbers_of_processes_that_run_are_added_up(tmp_path: Path) -> None:
     assert mine.others() == 3, "a killed process still counts"
     processes[0].communicate()
     assert mine.others() == 0
+
+
+def test_a_folder_that_is_gone_costs_no_request(tmp_path: Path) -> None:
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    mine = SharedCount(folder)
+    shutil.rmtree(folder)
+    assert mine.others() == 0
+    os.close(mine._file)
+    mine.write(3)
 
 
 def test_others_hear_of_what_comes_and_ends_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

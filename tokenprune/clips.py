@@ -121,20 +121,20 @@ def spread(total: int, weights: Sequence[float], most: Sequence[int]) -> list[in
     # Exact, so that a share which is a whole number is not missed by its last bit.
     parts = [Fraction(weight) for weight in weights]
     exact = [total * part / sum(parts) for part in parts]
-    numbers_ = [math.floor(one) for one in exact]
-    first = sorted(range(len(exact)), key=lambda frame: numbers_[frame] - exact[frame])
-    for frame in first[: total - sum(numbers_)]:
-        numbers_[frame] += 1
-    numbers_ = [min(number, limit) for number, limit in zip(numbers_, most, strict=True)]
+    given = [math.floor(one) for one in exact]
+    first = sorted(range(len(exact)), key=lambda frame: given[frame] - exact[frame])
+    for frame in first[: total - sum(given)]:
+        given[frame] += 1
+    given = [min(number, limit) for number, limit in zip(given, most, strict=True)]
     heaviest = sorted(range(len(parts)), key=lambda frame: -parts[frame])
-    while (left := total - sum(numbers_)) > 0:
-        for frame in [one for one in heaviest if numbers_[one] < most[one]][:left]:
-            numbers_[frame] += 1
-    for frame in [one for one, number in enumerate(numbers_) if number == 0]:
-        numbers_[frame] = 1
-        if (largest := max(numbers_)) > 1:
-            numbers_[numbers_.index(largest)] -= 1
-    return numbers_
+    while (left := total - sum(given)) > 0:
+        for frame in [one for one in heaviest if given[one] < most[one]][:left]:
+            given[frame] += 1
+    for frame in [one for one, number in enumerate(given) if number == 0]:
+        given[frame] = 1
+        if (largest := max(given)) > 1:
+            given[given.index(largest)] -= 1
+    return given
 
 
 def _of_frames(budget: OfVideos, found: Sequence[tuple[int, int]]) -> list[int]:

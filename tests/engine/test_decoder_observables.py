@@ -139,7 +139,7 @@ def asked(attention: Any) -> Iterator[list[Any]]:
 
 
 def mean_query(projected: Any, row: int, among: list[int], own: list[int]) -> Tensor:
-    """What the mean of the queries `among` attends to, out of these tokens."""
+    """Return the attention of the mean of the queries `among`, within these tokens, to the tokens `own`."""
     query, key, scaling = projected
     logits = torch.einsum("hd,hld->hl", query[row, :, among].mean(1), key[row, :, among]) * scaling
     return logits.softmax(1)[:, [among.index(one) for one in own]]

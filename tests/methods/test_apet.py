@@ -84,7 +84,7 @@ def test_what_each_token_becomes(own: float) -> None:
 
 @pytest.mark.parametrize("keep", [51, 55, 59])
 def test_a_basis_token_that_stays_keeps_its_place(keep: int) -> None:
-    """Where so much stays that some of the basis does; the others take the places of what is left of the worst."""
+    """Basis tokens that stay for their error keep their places; the others take those of the smallest errors."""
     x = image(60)
     kept, into, basis = of_image(x[0].double(), keep)
     assert 0 < len(set(basis) & set(kept)) < 10

@@ -55,7 +55,7 @@ def test_equals_the_loop(ties: bool, options: dict[str, Any]) -> None:
 
 
 def alone(tokens: VisualTokens, image: int) -> dict[str, Any]:
-    """What the tower says of one image of a batch."""
+    """Return the tower's attention of one image of a batch."""
     count = tokens.counts[image]
     return {"encoder_attention": {at: tokens.encoder_attention(at)[image, None, :, :count] for at in (0, -1)}}
 

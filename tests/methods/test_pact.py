@@ -26,7 +26,7 @@ def select(tokens: VisualTokens, **options: Any) -> Selection:
 
 
 def groups(selection: Selection, row: int, count: int) -> tuple[list[int], dict[int, int]]:
-    """What stays, and what each of the others joins."""
+    """Return the tokens that stay, and the one that each other token joins."""
     kept = selection.keep[row].nonzero().flatten().tolist()
     assign = selection.assign[row, :count].tolist()
     return kept, {i: to for i, to in enumerate(assign) if to >= 0 and to != i}

@@ -51,7 +51,7 @@ def test_both_are_here() -> None:
 @pytest.mark.parametrize("name", TILED)
 @torch.no_grad()
 def test_the_tiles_of_an_image_are_known(name: str, build: Any) -> None:
-    """Where each part of the thumbnail is among the tiles, and each token in the map of all tiles."""
+    """The tile that each part of the thumbnail shows, and the place of each token in the map of all tiles."""
     family, (method, seen) = FAMILIES[name], looker()
     with tokenprune.patched(build(family), method, keep=0.5) as model:
         model(**family.make_inputs(images=(1, 1, 1, 1), sizes=list(PICTURES)))

@@ -28,7 +28,7 @@ def errors(x: Tensor, basis: list[int]) -> list[float]:
 
 
 def of_image(x: Tensor, keep: int, basis: int = 10) -> tuple[list[int], dict[int, int], list[int]]:
-    """What stays, what each other token joins, and the basis."""
+    """Return the tokens that stay, the one that each other token joins, and the basis."""
     if keep == len(x):
         return list(range(keep)), {}, []
     chosen = farthest(x, min(basis, keep - 1))

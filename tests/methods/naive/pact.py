@@ -29,7 +29,7 @@ def centres(apart: list[list[float]], order: list[int], cutoff: float) -> list[i
 def naive(
     score: list[float], keys: Tensor, keep: int, share: float = 0.55, cutoff: float | None = None, reach: float = 1.5
 ) -> Groups:
-    """What stays of an image, and what each token that joins another joins. keys: `[n, D]`."""
+    """Return the tokens of an image that stay, and the one that each joining token joins. keys: `[n, D]`."""
     n, exact = len(score), cutoff is None
     part = min(1.0, max(share, 1.5 * keep / n)) if exact else share
     matters = sorted(range(n), key=lambda i: (-score[i], i))[: max(1, int(part * n))]

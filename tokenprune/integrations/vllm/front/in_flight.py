@@ -29,7 +29,8 @@ _EVERY = 0.1  # seconds after which others know of a request that has ended
 
 
 class SharedCount:
-    """The numbers of the API servers that share a folder. Raises OSError where this process cannot write there."""
+    """The numbers of the API servers that share a folder. Raises OSError where this process cannot write there; later
+    faults of the disk cost no request, and what cannot be read counts as 0."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._name = folder, f"{_PREFIX}{os.getpid()}{_SUFFIX}"
@@ -39,12 +40,13 @@ class SharedCount:
 
     def write(self, number: int) -> None:
         """Tell the others this process's own number."""
-        os.pwrite(self._file, number.to_bytes(_BYTES), 0)
+        with suppress(OSError):
+            os.pwrite(self._file, number.to_bytes(_BYTES), 0)
 
     def others(self) -> int:
         """Return the sum of the numbers of the other processes that run."""
-        names = (name for name in os.listdir(self._folder) if name.startswith(_PREFIX) and name.endswith(_SUFFIX))
-        return sum(_of_running(self._folder / name) for name in names if name != self._name)
+        files = self._folder.glob(f"{_PREFIX}*{_SUFFIX}")  # none where the folder has gone
+        return sum(_of_running(file) for file in files if file.name != self._name)
 
 
 def _of_running(path: Path) -> int:
@@ -108,10 +110,12 @@ class RequestLoad:
         that count none, and end in the engine. It goes on as long as the event loop in which it is called."""
         if (shared := shared_count()) is None:
             return
-        with suppress(RuntimeError):  # no event loop, so no server
+        try:
             loop = asyncio.get_running_loop()
-            shared.write(self.own)
-            loop.call_later(_EVERY, self.keep_telling)
+        except RuntimeError:  # no server
+            return
+        shared.write(self.own)
+        loop.call_later(_EVERY, self.keep_telling)
 
     def profile(self, model_config: Any, offer: Offer) -> str:
         """Return the profile for a request that chooses none, and note the step in force."""
