@@ -78,7 +78,8 @@ def test_as_many_tokens_are_those_of_evs() -> None:
     alike = sorted(cosine(x[t, p], x[t - 1, p]) for t in range(1, 6) for p in range(PLACES))
     for keep in (PLACES + 1, 15, 30):
         evs = places(kept_of("evs", tokens_of("evs", [video], [keep]))[0])
-        threshold = alike[keep - PLACES - 1]
+        # Halfway to the next: another processor rounds the last bit of a cosine otherwise.
+        threshold = sum(alike[keep - PLACES - 1 : keep - PLACES + 1]) / 2
         assert kept(video, threshold=threshold) == evs == kept(video, keep, threshold=1.0)
 
 
