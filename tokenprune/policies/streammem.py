@@ -3,18 +3,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar
 
-from tokenprune.policies.base import PROXY_ATTENTION, Policy, PolicyView
+from tokenprune.policies.base import PROXY_ATTENTION
+from tokenprune.policies.most_attended import MostAttended
 from tokenprune.policies.registry import register_policy
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register_policy("streammem")
 @dataclass(frozen=True)
-class StreamMem(Policy):
+class StreamMem(MostAttended):
     """Keep the visual tokens that a proxy of a question attends to most, in each layer and KV head by itself
     (StreamMem, arXiv 2508.15717).
 
@@ -31,7 +29,6 @@ class StreamMem(Policy):
     """
 
     proxy: str | Sequence[int] | None = None
-    heads: Literal["each", "mean"] = "each"
 
     needs: ClassVar[frozenset[str]] = frozenset({PROXY_ATTENTION})
 
@@ -43,11 +40,3 @@ class StreamMem(Policy):
     @property
     def proxy_query(self) -> str | Sequence[int] | None:
         return self.proxy
-
-    def select(self, view: PolicyView, keep: int) -> Tensor:
-        attention = view.proxy_attention
-        assert attention is not None  # by `needs`
-        scores = attention.unflatten(0, (view.keys.shape[0], -1)).mean(1)
-        if self.heads == "mean":
-            scores = scores.mean(0, keepdim=True).expand(len(scores), -1)
-        return scores.argsort(dim=1, descending=True, stable=True)[:, :keep].sort(1).values

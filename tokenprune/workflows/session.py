@@ -86,24 +86,29 @@ class Session:
         text: str | Sequence[int] | Tensor,
         *,
         max_new_tokens: int = 64,
+        attend: float | int = 1.0,
         remember: bool = False,
         return_dict: bool = False,
         **options: Any,
     ) -> Any:
         """Return the answer to a question: a str, or an `Answer` with `return_dict=True`. It leaves no trace.
 
-        text: the question, or ids as they are. remember: question and answer stay in the stream as text. options: of
-        the model's `generate`; answers are greedy unless they say otherwise. Raises OptionError for an option that does
-        not go with a session, such as beams, an assistant or another cache, UnsupportedSetupError past the horizon.
+        text: the question, or ids as they are. attend: the share of the visual tokens held, or how many, that each
+        layer reads for all tokens of the answer but the first: those that the question attends to most (SparseVILA,
+        arXiv 2510.17777, its decoding; docs/sessions.md). remember: question and answer stay in the stream as text.
+        options: of the model's `generate`; answers are greedy unless they say otherwise. Raises OptionError for an
+        option that does not go with a session, such as beams, an assistant or another cache, BudgetError for an
+        `attend` out of range or below a sliding window, UnsupportedSetupError past the horizon.
         """
         if not fits(max_new_tokens, Annotated[int, Ge(1)]):
             raise OptionError(f"max_new_tokens={max_new_tokens!r} must be an int >= 1")
         if self._said is None and not return_dict:
             raise SessionError("without a processor nothing turns ids into words: pass return_dict=True")
         with self._inside():
+            read = self._read(attend, options)
             ids = self._ids(text, closing=True)
             given = {"max_new_tokens": max_new_tokens, "do_sample": False, **options}
-            found, logits = self._stream.ask(ids, given)
+            found, logits = self._stream.ask(ids, given, read)
             if remember:
                 after = self._words.reopened(found) if isinstance(text, str) else found[None]
                 with self._stream.whole():
@@ -209,6 +214,19 @@ class Session:
             )
         return self._said
 
+    def _read(self, attend: float | int, options: dict[str, Any]) -> int | None:
+        """Return how many visual entries an answer reads, None for all."""
+        if not (fits(attend, Annotated[int, Ge(1)]) or fits(attend, Annotated[float, Gt(0), Le(1)])):
+            raise BudgetError(f"attend={attend!r} must be a share of the visual tokens in (0, 1], or a number of them")
+        held = self._stream.memory.visual
+        read = attend if isinstance(attend, int) else max(1, round(attend * held))
+        if read >= held:
+            return None
+        if options.get("prefill_chunk_size") is not None:
+            raise OptionError("attend= reads a question in one forward: leave out prefill_chunk_size")
+        check_window(self._stream.adapter, read, f"attend={attend!r} reads", "raise it to at least {window}")
+        return read
+
     def _ids(self, text: Any, closing: bool = False) -> Tensor:
         """Return ids of what is said, long `[1, n]`. closing: the user's turn ends."""
         if not isinstance(text, str):
@@ -285,7 +303,12 @@ def session(
     if reanchor:
         check_turning(adapter)
     limits.check(0, chosen.pinned)
-    check_window(adapter, limits.target(0))
+    check_window(
+        adapter,
+        limits.target(0),
+        "a compression leaves",
+        "raise memory= (or target=) until their product is at least {window}",
+    )
     words = None if processor is None else Words(processor)
     return Session(Stream(model, adapter, chosen, limits, seed, proxy_of(chosen, words, adapter)), words, block)
 

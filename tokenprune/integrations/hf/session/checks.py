@@ -62,15 +62,15 @@ def session_families() -> list[str]:
     return sorted(name for name, family in SUPPORTED.items() if family.sessions)
 
 
-def check_window(adapter: Adapter, target: int) -> None:
-    """Raise BudgetError where a compression could leave fewer entries than a sliding window has: masks of both kinds of
-    layer then no longer agree."""
+def check_window(adapter: Adapter, left: int, who: str, way_out: str) -> None:
+    """Raise BudgetError where fewer entries are left than a sliding window has: masks of both kinds of layer then no
+    longer agree. who: whose doing that is. way_out: advice, with a place for `{window}`."""
     cache = DynamicCache(config=adapter.text_config)
     window = max((layer.sliding_window for layer in cache.layers if layer.is_sliding), default=0)
-    if target < window:
+    if left < window:
         raise BudgetError(
-            f"a compression leaves {target} visual tokens, fewer than the {window} of this model's sliding windows: "
-            f"raise memory= (or target=) until their product is at least {window}"
+            f"{who} {left} visual tokens, fewer than the {window} of this model's sliding windows: "
+            + way_out.format(window=window)
         )
 
 

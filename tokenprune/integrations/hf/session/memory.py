@@ -71,13 +71,10 @@ class Memory:
         self.tables = [grown[id(table)] for table in self.tables]
         self.visual += int((rows[FRAME] >= 0).sum())
 
-    def take_back(self, held: int, before: Memory) -> None:
-        """Forget what came after the first `held` entries. before: a copy from when there were no more."""
+    def take_back(self, before: Memory) -> None:
+        """Have the cache hold what it held when `before` was copied of it."""
         for layer, old in zip(self.cache.layers, before.cache.layers, strict=True):
-            if layer.is_sliding or not held:
-                vars(layer).update(vars(old))
-            else:  # not by reference, so that nothing was held twice
-                layer.keys, layer.values = layer.keys[:, :, :held], layer.values[:, :, :held]
+            vars(layer).update(vars(old))
 
     def compress(self, policy: Policy, keep: int, step: int, seed: int, rows: list[Tensor] | None = None) -> None:
         """Leave `keep` visual entries in each layer with full attention; raises SessionError for a policy that chooses

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -48,13 +48,11 @@ def proxy_of(policy: Policy, words: Words | None, adapter: Adapter) -> Tensor | 
     return ids
 
 
-def attention_of_proxy(memory: Memory, adapter: Adapter, run: Callable[[], Any]) -> tuple[list[Tensor], int]:
-    """Return float32 `[Hq, n]` of each layer with full attention: softmax attention to the n entries that it holds,
-    averaged over the tokens of the proxy; and the bytes of the cache meanwhile.
-
-    run: a forward that writes the proxy into the memory's cache, from which it is taken off again.
-    """
-    held, before, thread = memory.held, memory.copy(), threading.get_ident()
+@contextmanager
+def observed(memory: Memory, adapter: Adapter) -> Iterator[dict[int, Tensor]]:
+    """Yield a dict that each forward of this thread fills, for each layer with full attention: float32 `[Hq, n]`,
+    softmax attention to the n entries that the memory holds, averaged over the forward's tokens."""
+    held, thread = memory.held, threading.get_ident()
     found: dict[int, Tensor] = {}
 
     def reader(layer: int) -> Callable[[Observation], None]:
@@ -65,12 +63,23 @@ def attention_of_proxy(memory: Memory, adapter: Adapter, run: Callable[[], Any])
 
         return read
 
+    with _OBSERVING, ExitStack() as observers:
+        for layer in memory.full:
+            observers.enter_context(Observer(adapter.attention_of(layer), reader(layer)))
+        yield found
+
+
+def attention_of_proxy(memory: Memory, adapter: Adapter, run: Callable[[], Any]) -> tuple[list[Tensor], int]:
+    """Return the attention of a proxy's tokens to what each layer with full attention holds, see `observed`; and the
+    bytes of the cache meanwhile.
+
+    run: a forward that writes the proxy into the memory's cache, from which it is taken off again.
+    """
+    before = memory.copy()
     try:
-        with _OBSERVING, ExitStack() as observers:
-            for layer in memory.full:
-                observers.enter_context(Observer(adapter.attention_of(layer), reader(layer)))
+        with observed(memory, adapter) as found:
             run()
         size = memory.bytes
     finally:
-        memory.take_back(held, before)
+        memory.take_back(before)
     return [found[layer] for layer in memory.full], size

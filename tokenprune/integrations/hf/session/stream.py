@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from tokenprune.errors import BudgetError, SessionError, UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.session.anchors import reanchor
+from tokenprune.integrations.hf.session.attending import Attending
 from tokenprune.integrations.hf.session.checks import check_mode, generate_options, place_of
 from tokenprune.integrations.hf.session.limits import Limits
 from tokenprune.integrations.hf.session.memory import TOKEN, Memory
@@ -205,10 +207,11 @@ class Stream:
         return value.to(device, dtype if value.is_floating_point() else None)
 
     @torch.no_grad()
-    def ask(self, ids: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def ask(self, ids: Tensor, options: Mapping[str, Any], attend: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the answer's tokens, long `[m]`, and their logits, `[m, V]`; the stream stays as it was.
 
-        ids: long `[1, n]`. options: of the model's `generate`.
+        ids: long `[1, n]`. options: of the model's `generate`. attend: the visual entries of each layer that are read
+        for all tokens but the first, None for all.
         """
         given = generate_options(self.model, dict(options))
         held, asked = self.memory.held, ids.shape[1]
@@ -217,7 +220,7 @@ class Stream:
         if last > self.limits.horizon and self.limits.reanchor:
             other = self.fork()  # a question moves nothing in the stream
             if other._past(last):
-                answer = other.ask(ids, options)
+                answer = other.ask(ids, options, attend)
                 self.progress = replace(self.progress, peak=other.progress.peak)
                 return answer
         self.limits.check_position(last)
@@ -229,8 +232,11 @@ class Stream:
         # M-RoPE has an axis for text in front of the three.
         positions = torch.cat([positions[:1], positions]) if len(positions) > 1 else positions[0]
         prompt = torch.cat([known, ids], 1)
-        start = self.memory.copy()
+        start, narrowed = self.memory.copy(), ExitStack()
         try:
+            if attend is not None:
+                one = narrowed.enter_context(Attending(self.memory, self.adapter, attend, self.seed))
+                given["logits_processor"] = LogitsProcessorList([*(given.get("logits_processor") or []), one])
             output = self.model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -243,8 +249,9 @@ class Stream:
                 **given,
             )
         finally:
+            narrowed.close()
             peak = max(self.progress.peak, self.memory.bytes)
-            self.memory.take_back(held, start)
+            self.memory.take_back(start)
         self.progress = replace(self.progress, peak=peak)
         answer = output.sequences[0, prompt.shape[1] :]
         return answer, torch.cat(output.logits).float()

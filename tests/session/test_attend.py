@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ask(attend=)`: answers that read a part of what is held, against one token at a time under a mask by layer and
+head, of what a loop chooses from the rows of eager attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tokenprune
+from processors import demo_model, llava, photo
+from session_oracle import NAMES, Recorded, close, played, recorded
+from tokenprune.errors import BudgetError, OptionError
+from tokenprune.integrations.hf.session.memory import FRAME
+from tokenprune.integrations.hf.session.positions import text_positions
+from zoo import FAMILIES
+
+QUESTION = [30, 31, 32]
+SLIDING = "gemma3"
+
+
+def stream_of(name: str, build, policy: str = "uniform", memory: int = 120) -> Recorded:
+    return played(recorded(FAMILIES[name], build(FAMILIES[name]), memory=memory, policy=policy))
+
+
+def forward(stream, memory, ids: list[int], start: int, **options):
+    """Return the model's output for ids behind `start` positions of question and answer, on a memory's cache."""
+    row = torch.tensor([ids])
+    positions = text_positions(stream.adapter, stream.progress.next + start, len(ids), row.device)
+    with torch.no_grad():
+        return stream.model(
+            input_ids=row, position_ids=positions if len(positions) > 1 else positions[0],
+            past_key_values=memory.cache, use_cache=True, **stream._token_types(row), **options,
+        )  # fmt: skip
+
+
+def naive_answer(made: Recorded, count: int, attend: int) -> list[torch.Tensor]:
+    """Return the logits of a greedy answer, one token at a time: nothing is packed, a mask hides what is not read."""
+    stream = made.session.fork()._stream
+    memory, model = stream.memory, stream.model
+    held = memory.held
+    model.set_attn_implementation("eager")
+    try:
+        rows = forward(stream, memory.copy(), QUESTION, 0, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation("sdpa")
+    heads, hidden = stream.adapter.text_config.num_attention_heads, {}
+    for place, index in enumerate(memory.full):
+        table, row = memory.tables[place], rows[index][0, :, :, :held]  # `[Hq, question, held]`
+        per_head = heads // table.shape[1]
+        mask = torch.zeros(heads, held, dtype=torch.bool)
+        for head in range(table.shape[1]):
+            group = range(head * per_head, (head + 1) * per_head)
+            visual = [entry for entry in range(held) if table[FRAME, head, entry] >= 0]
+            score = {entry: sum(float(row[one, :, entry].mean()) for one in group) / per_head for entry in visual}
+            left = set(visual) - set(sorted(visual, key=lambda entry: (-score[entry], entry))[:attend])
+            for one in group:
+                mask[one, sorted(left)] = True
+        hidden[index] = mask
+
+    def masked(index):
+        def hook(module, args, kwargs):
+            new = torch.zeros(1, heads, 1, kwargs_length[0])
+            new[0, :, 0, :held].masked_fill_(hidden[index], torch.finfo(torch.float32).min)
+            return args, kwargs | {"attention_mask": new}
+
+        return hook
+
+    output, found, kwargs_length = forward(stream, memory, QUESTION, 0), [], [held + len(QUESTION)]
+    handles = [
+        stream.adapter.decoder.layers[index].register_forward_pre_hook(masked(index), with_kwargs=True)
+        for index in memory.full
+    ]
+    try:
+        for step in range(count):
+            found.append(output.logits[0, -1])
+            kwargs_length[0] += 1
+            output = forward(stream, memory, [int(found[-1].argmax())], len(QUESTION) + step)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def watched(model) -> bool:
+    """Return whether somebody observes the model's attention."""
+    return any("_tokenprune_taps" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("policy", ["uniform", "infinipot_v"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != SLIDING])
+def test_an_answer_equals_one_under_masks(name: str, policy: str, build) -> None:
+    made = stream_of(name, build, policy)
+    attend = made.session.stats.visual // 4
+    answer = made.session.ask(QUESTION, max_new_tokens=5, attend=attend, return_dict=True)
+    dense = made.session.ask(QUESTION, max_new_tokens=5, return_dict=True)
+    wanted = naive_answer(made, 5, attend)
+    assert answer.ids.tolist() == [int(one.argmax()) for one in wanted]
+    assert all(close(own, other) for own, other in zip(answer.logits, wanted, strict=True))
+    assert torch.equal(answer.logits[0], dense.logits[0])  # the question reads all
+    assert (answer.logits[1] - dense.logits[1]).abs().max() > 1e-4
+
+
+def test_windows_narrow_with_the_rest(build) -> None:
+    """Of layers with a sliding window nothing leaves, and their masks agree with those of the narrowed ones."""
+    made = stream_of(SLIDING, build)
+    window = made.session._stream.memory.sliding[0].sliding_window
+    attend = made.session.stats.visual - 1
+    answer = made.session.ask(QUESTION, max_new_tokens=4, attend=attend, return_dict=True)
+    wanted = naive_answer(made, 4, attend)
+    assert all(close(own, other) for own, other in zip(answer.logits, wanted, strict=True))
+    with pytest.raises(BudgetError, match=f"at least {window}"):
+        made.session.ask(QUESTION, attend=window - 1, return_dict=True)
+
+
+@pytest.mark.parametrize("policy", ["uniform", "infinipot_v"])
+def test_it_leaves_no_trace(policy: str, build) -> None:
+    one, silent = stream_of("qwen2_5_vl", build, policy), stream_of("qwen2_5_vl", build, policy)
+    first = one.session.ask(QUESTION, attend=0.1, max_new_tokens=5, return_dict=True)
+    other = one.session.ask([40, 41], attend=0.1, max_new_tokens=5, return_dict=True)
+    again = one.session.ask(QUESTION, attend=0.1, max_new_tokens=5, return_dict=True)
+    assert torch.equal(first.logits, again.logits) and not torch.equal(first.logits[1], other.logits[1])
+    for own, untouched in zip(one.session._stream.memory.cache.layers, silent.session._stream.memory.cache.layers,
+                              strict=True):  # fmt: skip
+        assert torch.equal(own.keys, untouched.keys) and torch.equal(own.values, untouched.values)
+    assert not watched(one.model)
+
+
+def test_a_failed_question_leaves_no_trace(build) -> None:
+    made = stream_of("llava", build)
+    keys = [layer.keys for layer in made.session._stream.memory.cache.layers]
+
+    def broken(ids, scores):
+        raise RuntimeError("mine")
+
+    for processors in ([broken], [lambda ids, scores: scores, broken]):
+        with pytest.raises(RuntimeError, match="mine") as kept:  # its frames live on
+            made.session.ask(QUESTION, attend=0.2, logits_processor=processors, return_dict=True)
+        assert kept and not watched(made.model)
+    assert all(torch.equal(old, new.keys) for old, new in
+               zip(keys, made.session._stream.memory.cache.layers, strict=True))  # fmt: skip
+
+
+def test_all_or_more_than_there_is_is_the_plain_answer(build) -> None:
+    session = stream_of("llava", build).session
+    plain = session.ask(QUESTION, max_new_tokens=4, return_dict=True)
+    for attend in (1.0, session.stats.visual, 10**9):
+        assert torch.equal(
+            session.ask(QUESTION, max_new_tokens=4, attend=attend, return_dict=True).logits, plain.logits
+        )
+    assert session.ask(QUESTION, max_new_tokens=4, attend=1, return_dict=True).ids.shape == (4,)
+
+
+def test_sampling_and_a_callers_own_processors_go_on(build) -> None:
+    made = stream_of("llava", build)
+    session, calls = made.session, []
+
+    def seen(ids, scores):
+        calls.append(watched(made.model))
+        return scores
+
+    options = {"max_new_tokens": 4, "do_sample": True, "logits_processor": [seen], "return_dict": True, "attend": 0.3}
+    torch.manual_seed(0)
+    first = session.ask(QUESTION, **options)
+    torch.manual_seed(0)
+    assert torch.equal(first.ids, session.ask(QUESTION, **options).ids)
+    assert calls == [True, False, False, False] * 2  # the question's own forward is observed, and no step
+
+
+@pytest.mark.parametrize("attend", [0, 0.0, -1, 1.5, True, None, "half", float("nan")])
+def test_what_is_no_share_is_refused(attend, build) -> None:
+    session = stream_of("llava", build).session
+    with pytest.raises(BudgetError, match="attend="):
+        session.ask(QUESTION, attend=attend, return_dict=True)
+    assert session.ask(QUESTION, max_new_tokens=1, return_dict=True).ids.shape == (1,)
+
+
+def test_a_question_in_chunks_is_refused(build) -> None:
+    with pytest.raises(OptionError, match="prefill_chunk_size"):
+        stream_of("llava", build).session.ask(QUESTION, attend=0.5, prefill_chunk_size=2, return_dict=True)
+
+
+def test_a_session_without_images_answers(build) -> None:
+    session = tokenprune.session(build(FAMILIES["llava"]), memory=200)
+    session.say([1, 20])
+    assert session.ask(QUESTION, attend=0.5, max_new_tokens=2, return_dict=True).ids.shape == (2,)
+
+
+def test_words_and_a_patched_model() -> None:
+    model = demo_model()
+    with tokenprune.patched(model, "divprune", keep=0.5):
+        session = tokenprune.session(model, llava(), memory=2000)
+        session.say("look").see([photo(64, 64, seed) for seed in range(4)])
+        held = [layer.keys.clone() for layer in session._stream.memory.cache.layers]
+        answer = session.ask("what color is it?", attend=0.5, max_new_tokens=4, remember=True)
+        assert isinstance(answer, str) and session.stats.text > len(QUESTION)
+        now = session._stream.memory.cache.layers
+        assert all(torch.equal(old, new.keys[:, :, : old.shape[2]]) for old, new in zip(held, now, strict=True))
