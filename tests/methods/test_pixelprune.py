@@ -216,3 +216,49 @@ def test_all_is_kept_by_keep_1_and_nothing_contradicts_it() -> None:
     with pytest.raises(OptionError, match=r"keep=1.0 drops nothing, threshold=0.02 does"):
         tokenprune.method("pixelprune", threshold=0.02).is_identity(Budget(keep=1.0))
     check_method("pixelprune")
+
+
+def naive_in_time(pixels: Tensor, threshold: float, metric: str, by_neighbours: bool) -> Tensor:
+    keep = torch.ones(pixels.shape[:3], dtype=torch.bool)
+    x = pixels.numpy()
+    stands = x.copy()
+    for t, r, c in np.ndindex(*keep.shape):
+        if t and DISTANCES[metric](x[t, r, c], (x if by_neighbours else stands)[t - 1, r, c]) <= threshold * (1 + 1e-4):
+            keep[t, r, c], stands[t, r, c] = False, stands[t - 1, r, c]
+    return keep
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("threshold", [0.0, 0.005, 0.02, 0.11, 0.5])
+@pytest.mark.parametrize("by", [True, False])
+def test_against_the_frame_before_alone(grid: Tensor, threshold: float, metric: str, by: bool) -> None:
+    """The form of DTD on pixels: the first frame stays whole, and an image."""
+    options = {"neighbours": "before", "threshold": threshold, "metric": metric, "anchored": not by}
+    kept = keep_of(grid, **options)
+    assert torch.equal(kept, naive_in_time(grid, threshold, metric, by)) and kept[0].all()
+
+
+def test_a_slow_change_counts_once_it_adds_up() -> None:
+    video = (torch.arange(9) * 0.04)[:, None, None, None].expand(9, 2, 3, P)
+    by_frame = [int(one.sum()) for one in keep_of(video, neighbours="before", threshold=0.1)]
+    assert by_frame == [6, 0, 0, 6, 0, 0, 6, 0, 0]
+    assert int(keep_of(video, neighbours="before", threshold=0.1, anchored=False).sum()) == 6
+
+
+def test_under_a_bound_what_changed_most_stays() -> None:
+    """As many as the bound, the first frame and the largest changes; less than a frame is spread over it."""
+    video = noise(5, 4, 6)
+    for most in (24, 31, 60, 119, 120):
+        kept = keep_of(video, most, neighbours="before", metric="mae", anchored=False)
+        change = (video[1:] - video[:-1]).abs().mean(-1).flatten()
+        best = set(change.argsort(descending=True, stable=True)[: most - 24].tolist())
+        assert kept[0].all() and set(kept[1:].flatten().nonzero()[:, 0].tolist()) == best
+    kept = keep_of(video, 6, neighbours="before")
+    assert int(kept.sum()) == int(kept[0].sum()) == 6 and kept[0].any(1).sum() > 1 and kept[0].any(0).sum() > 1
+    assert int(keep_of(video[:1], 6, neighbours="before").sum()) == 6  # an image
+
+
+def test_later_frames_change_nothing_without_a_bound() -> None:
+    video = steps(6, 4, 5, levels=2)
+    whole = keep_of(video, neighbours="before", threshold=0.02)
+    assert all(torch.equal(keep_of(video[:n], neighbours="before", threshold=0.02), whole[:n]) for n in range(1, 6))

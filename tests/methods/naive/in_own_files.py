@@ -11,7 +11,14 @@ ROWS = {
     ),
     "d2pruner": Row(refused=({"pivots": 0.0}, {"alpha": 2}, {"radius": 0}, {"layer": 0}, {"prior": 3})),
     "pixelprune": Row(
-        refused=({"threshold": -0.1}, {"threshold": 1.5}, {"threshold": "0"}, {"metric": "ssim"}, {"anchored": 1}),
+        refused=(
+            {"threshold": -0.1},
+            {"threshold": 1.5},
+            {"threshold": "0"},
+            {"metric": "ssim"},
+            {"anchored": 1},
+            {"neighbours": "left"},
+        ),
     ),
     "tome": Row(refused=[{"r": r} for r in (-1, 1.5, "8", [1, -1], (1, 2), (8,), (8, 2.0), True, [[1]])]),
     "transprune": Row(refused=({"alpha": 1.5}, {"alpha": "1"}, {"layers": (1, 2)})),

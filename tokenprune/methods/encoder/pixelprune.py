@@ -4,12 +4,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+import torch
 from annotated_types import Ge, Le
 
 from tokenprune.base import Site
 from tokenprune.budget import Budget
 from tokenprune.kernels.take import top_mask
-from tokenprune.methods.encoder.prediction import Distances, Prediction, anchored, from_neighbours
+from tokenprune.methods.encoder.prediction import (
+    Distances,
+    Prediction,
+    anchored,
+    anchored_in_time,
+    from_neighbours,
+)
+from tokenprune.methods.pre_llm.uniform import spread
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.sites.units import UnitDropper
@@ -40,12 +48,17 @@ class PixelPrune(UnitDropper):
     metric: "max", the largest difference of a pixel's colour; "mae", the mean; or "rmse", the root of the mean square.
     anchored: predict from what is left of the neighbours, so that no pixel is further than the threshold from what
     stands for it; False compares with the neighbours themselves, which is faster, and drops slow gradients whole.
+    neighbours: "all"; or "before", the unit at its place one temporal patch before alone, so that of a video the first
+    frame stays whole, and of an image everything: DTD on pixels (arXiv 2504.17343) with metric="mae", threshold=0.1,
+    anchored=False. Where `keep` is less than the first frame, its units are spread evenly.
 
     Source: "PixelPrune: Pixel-Level Adaptive Visual Token Reduction via Predictive Coding", the predictor pred_2d.
 
     Differs from the paper: a bound on the number, by a search for the threshold, and then by the smallest errors of
     prediction (our decision); videos, with the prediction from the frame before (the idea of run-length tokens, arXiv
-    2411.05222; our decision); any tower with packed patches, and colours as its processor normalises them.
+    2411.05222; our decision); any tower with packed patches, and colours as its processor normalises them. DTD's
+    authors compare the later frame of a temporal patch with the earlier one of the patch before; here each frame is
+    compared with its like.
     """
 
     default_keep: ClassVar[int] = 1_000_000  # tokens an image: no bound
@@ -53,6 +66,7 @@ class PixelPrune(UnitDropper):
     threshold: Annotated[float, Ge(0), Le(1)] = 0.0
     metric: Literal["max", "mae", "rmse"] = "max"
     anchored: bool = True
+    neighbours: Literal["all", "before"] = "all"
 
     @property
     def reads_colours(self) -> str | None:
@@ -68,7 +82,11 @@ class PixelPrune(UnitDropper):
         return whole
 
     def keep_units(self, pixels: Tensor, most: int) -> Tensor:
-        found = Distances.of(pixels, self.metric)
+        if self.neighbours == "before" and most < pixels.shape[1] * pixels.shape[2]:
+            keep = torch.zeros(pixels.shape[:3], dtype=torch.bool)
+            keep.view(-1)[spread(keep[0].numel(), most, (1, *keep.shape[1:]))] = True
+            return to_device(keep, pixels.device)
+        found = Distances.of(pixels, self.metric, spatial=self.neighbours == "all")
         low = self.threshold
         best = self._predict(pixels, found, low)
         if int(best.keep.sum()) <= most:
@@ -91,4 +109,4 @@ class PixelPrune(UnitDropper):
     def _predict(self, pixels: Tensor, found: Distances, threshold: float) -> Prediction:
         if threshold == 0 or not self.anchored:
             return from_neighbours(found, threshold)
-        return anchored(pixels, threshold, self.metric)
+        return (anchored if self.neighbours == "all" else anchored_in_time)(pixels, threshold, self.metric)

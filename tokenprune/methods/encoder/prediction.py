@@ -4,7 +4,8 @@
 X is the unit at hand, A the one on its left, B the one above, C the one above A. Two are similar if their distance is
 at most the threshold. X is predicted from B if C is similar to A and not to B (an edge runs down between C and B), else
 from A; in the first row from A, in the first column from B. In a video X is also predicted from the unit at its place
-one temporal patch before. A unit that a prediction is similar to is gone; the first one stays.
+one temporal patch before. A unit that a prediction is similar to is gone; the first one stays. Predicted from the patch
+before alone, the first frame stays whole.
 """
 
 from __future__ import annotations
@@ -58,12 +59,14 @@ class Distances:
     before: Tensor
 
     @staticmethod
-    def of(pixels: Tensor, metric: str) -> Distances:
-        """pixels: `[T, H, W, P]`. Frame by frame, so that no second copy of a video is made."""
+    def of(pixels: Tensor, metric: str, spatial: bool = True) -> Distances:
+        """pixels: `[T, H, W, P]`. Frame by frame, so that no second copy of a video is made. spatial: units of the same
+        frame are neighbours too."""
         left, above, before = (pixels.new_full(pixels.shape[:3], torch.inf) for _ in range(3))
         for t, frame in enumerate(pixels):
-            left[t, :, 1:] = distance(frame[:, 1:], frame[:, :-1], metric)
-            above[t, 1:] = distance(frame[1:], frame[:-1], metric)
+            if spatial:
+                left[t, :, 1:] = distance(frame[:, 1:], frame[:, :-1], metric)
+                above[t, 1:] = distance(frame[1:], frame[:-1], metric)
             if t:
                 before[t] = distance(frame, pixels[t - 1], metric)
         return Distances(left, above, before)
@@ -105,6 +108,22 @@ def anchored(pixels: Tensor, threshold: float, metric: str) -> Prediction:
         error[at] = torch.minimum(spatial, temporal)
     shape = frames, height, width
     keep = source == torch.arange(len(x), device=x.device)
+    return Prediction(keep.view(shape), error.view(shape), source.view(shape))
+
+
+def anchored_in_time(pixels: Tensor, threshold: float, metric: str) -> Prediction:
+    """Predict every unit as `anchored` does, from its place one temporal patch before alone."""
+    x, limit = pixels.flatten(1, 2), threshold * _ROUNDING
+    stands, (count, units) = x[0], x.shape[:2]
+    source = torch.arange(count * units, device=x.device).view(count, units)
+    error = x.new_full(source.shape, torch.inf)
+    for t in range(1, count):
+        error[t] = distance(x[t], stands, metric)
+        same = error[t] <= limit
+        source[t] = torch.where(same, source[t - 1], source[t])
+        stands = torch.where(same[:, None], stands, x[t])
+    keep = source.flatten() == torch.arange(count * units, device=x.device)
+    shape = pixels.shape[:3]
     return Prediction(keep.view(shape), error.view(shape), source.view(shape))
 
 
