@@ -5,8 +5,13 @@ test_kubernetes.py for the manifests, and test_alerts.py for what makes alerts f
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +126,32 @@ def test_the_parts_find_each_other() -> None:
 def test_the_image_is_of_the_tested_version() -> None:
     (base,) = [line for line in (DEPLOY / "Containerfile").read_text().splitlines() if line.startswith("FROM")]
     assert base.endswith(f":v{compat.TESTED}")
+
+
+def test_the_images_commands_run_in_order(tmp_path: Path) -> None:
+    """In an environment that has what this one has, as far as there is no builder; they need the package index."""
+    place, venv = tmp_path / "src", tmp_path / "venv"
+    ignored = (DEPLOY.parent / ".dockerignore").read_text().splitlines()[1:]
+    shutil.copytree(DEPLOY.parent, place, ignore=shutil.ignore_patterns(*(one.removeprefix("**/") for one in ignored)))
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    (packages,) = (venv / "lib").glob("python*/site-packages")
+    (packages / "image.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    where, ran = tmp_path, 0
+    for line in (DEPLOY / "Containerfile").read_text().splitlines():
+        word, _, rest = line.partition(" ")
+        rest = rest.replace("/src", shlex.quote(str(place)))
+        assert word in ("#", "FROM", "WORKDIR", "COPY", "RUN", "")
+        if word == "WORKDIR":
+            where = place if rest != "/" else tmp_path
+        elif word == "RUN":
+            env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            subprocess.run(rest, shell=True, cwd=where, env=env | {"PATH": path}, check=True)
+            ran += 1
+    assert ran == 2 and not any(place.iterdir())
+    (installed,) = packages.glob("tokenprune_vlm-*.dist-info")
+    assert "vllm.general_plugins" in (installed / "entry_points.txt").read_text()
+    assert (packages / "tokenprune/integrations/vllm/plugin.py").is_file()
 
 
 def test_the_servers_command_starts(folder: Any) -> None:

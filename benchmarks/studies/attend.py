@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do answers that read a part of a session stay right? `ask(attend=)` on demo_smol's held-out questions.
+
+    python benchmarks/studies/attend.py    # about 10 minutes of one thread; no time is measured
+
+A session sees an image of 576 tokens and is asked its questions whose answer has three tokens or more, once at each
+share. `same`: answers that are those of the whole cache. `drawn` reads as many tokens that are drawn at random. The
+first token reads everything at any share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import calm_threads  # noqa: F401
+import torch
+from common import RESULTS, code_version, header
+from rich.table import Table
+from rows import write
+
+import tokenprune
+from tokenprune.cli.common import get_console
+from tokenprune.policies.most_attended import MostAttended
+from tokenprune.profiling.model import load
+from tokenprune_bench.metrics import ending
+from tokenprune_bench.significance import wilson
+from tokenprune_bench.suite import Bench, BenchPlan
+
+SHARES = (1.0, 0.25, 0.11, 0.03, 0.01)
+
+
+@contextmanager
+def drawn() -> Iterator[None]:
+    """Have answers read entries that are drawn in the place of those that the question attends to."""
+    draw = torch.Generator().manual_seed(0)
+
+    def select(policy: Any, view: tokenprune.PolicyView, keep: int) -> torch.Tensor:
+        return torch.randperm(view.count, generator=draw)[:keep].sort().values
+
+    with patch.object(MostAttended, "select", select):
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=36)
+    parser.add_argument("--json", type=Path, default=RESULTS / "attend.jsonl")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    subject = load("demo_smol", device="cpu")
+    examples = Bench(subject, BenchPlan(("divprune",), images=args.images)).examples
+    ways = [(share, how) for share in SHARES for how in ("attended", "drawn")[: 1 if share == 1 else 2]]
+    right: dict[Any, list[bool]] = {way: [] for way in ways}
+    same: dict[Any, list[bool]] = {way: [] for way in ways}
+    for _, of_image in groupby(examples, key=lambda one: one.path):
+        questions = list(of_image)
+        session = tokenprune.session(subject.model, subject.processor, memory=4096).see([questions[0].image])
+        for one in questions:
+            whole = session.ask(one.question, max_new_tokens=32, return_dict=True)
+            if len(whole.ids) < 4:  # with the end
+                continue
+            for way in ways:
+                with drawn() if way[1] == "drawn" else nullcontext():
+                    answer = session.ask(one.question, attend=way[0], max_new_tokens=32)
+                right[way].append(ending(answer.rstrip("."), one.answer) == 1)
+                same[way].append(answer == whole.text)
+    records: list[dict[str, Any]] = []
+    table = Table(title=f"{len(right[ways[0]])} questions")
+    for column in ("share read", "chosen by", "right", "95 %", "same"):
+        table.add_column(column)
+    for (share, how), found in right.items():
+        low, high = wilson(sum(found), len(found))
+        told = {"attend": share, "how": how, "right": "".join(map(str, map(int, found)))}
+        records.append({"record": "attend", **told, "same": "".join(map(str, map(int, same[share, how])))})
+        same_share = sum(same[share, how]) / len(found)
+        table.add_row(
+            f"{share:g}", how, f"{sum(found) / len(found):.1%}", f"{low:.1%} to {high:.1%}", f"{same_share:.1%}"
+        )
+    get_console().print(table)
+    about = header(torch.device("cpu"), code=code_version(), model="demo_smol", images=args.images)
+    write(args.json, [about, *records])
+
+
+if __name__ == "__main__":
+    main()
