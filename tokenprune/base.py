@@ -227,10 +227,10 @@ class Pruner(Method):
 
     @property
     def encoder_layers(self) -> tuple[int | float, ...]:
-        """Blocks of the vision tower that the method reads (needs "encoder_attention" or another observable of a
-        block): an int is the index of a block, counted back from the last block that the model reads if negative (-1 is
-        that block itself); a float between 0 and 1 is a share of the depth."""
-        return ()
+        """Blocks of the vision tower that a method with "encoder_attention" or another observable of a block reads: an
+        int is the index of a block, counted back from the last block that the model reads if negative (-1 is that block
+        itself); a float between 0 and 1 is a share of the depth."""
+        return (-1,)
 
     def score(self, tokens: VisualTokens) -> Tensor:
         """Return how good each visual token is, float `[S, N]`; higher is kept."""

@@ -74,8 +74,6 @@ def merged(tokens: VisualTokens, keep: Tensor) -> Selection:
 class CoverMerge(Pruner):
     """`scope`'s picks, each the mean of all tokens that are most like it."""
 
-    encoder_layers = (-1,)
-
     def select(self, tokens: VisualTokens) -> Selection:
         return merged(tokens, covering(tokens, stretched(saliency(tokens), tokens.mask, 1e-6)))
 
@@ -93,8 +91,6 @@ class CoverAsked(Pruner):
 @dataclass(frozen=True)
 class CoverBoth(Pruner):
     """Coverage, with the product of `scope`'s saliency and likeness to a word of the question."""
-
-    encoder_layers = (-1,)
 
     def select(self, tokens: VisualTokens) -> Selection:
         salient = stretched(saliency(tokens), tokens.mask, 1e-6)

@@ -53,10 +53,6 @@ class AgilePruner(Pruner):
     average_rank: Annotated[float, Gt(0)] = 95.0
     limit: Annotated[float, Ge(0)] = 0.25
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def select(self, tokens: VisualTokens) -> Selection:
         def of(x: Tensor, mask: Tensor, number: Tensor, salient: Tensor) -> Tensor:
             place = 1 + rank_in_group((~mask).byte(), salient)

@@ -25,10 +25,6 @@ class FasterVLM(Pruner):
     positions of the full prompt.
     """
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def select(self, tokens: VisualTokens) -> Selection:
         tiles = Tiles.among(tokens)
         return Selection(tiles.top(attended(tokens), tiles.number), counts=tokens.keep)

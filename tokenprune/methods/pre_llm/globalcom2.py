@@ -43,10 +43,6 @@ class GlobalCom2(Pruner):
 
     temperature: Annotated[float, Gt(0)] = 10.0
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def select(self, tokens: VisualTokens) -> Selection:
         logits, tiling, tiles = tokens.encoder_logits(-1).float().mean(1), tokens.tiling, Tiles.among(tokens)
         all_of = tiles.patch.sum(1)

@@ -48,10 +48,6 @@ class HoloV(Pruner):
     crops: Annotated[int, Ge(1)] | None = None
     rank: Literal["attention", "holistic"] = "attention"
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def select(self, tokens: VisualTokens) -> Selection:
         patch = (tokens.patches.tile >= 0) & tokens.mask
         numbers = [

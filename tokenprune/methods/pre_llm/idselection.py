@@ -41,10 +41,6 @@ class IDSelection(Pruner):
 
     gamma: Annotated[float, Ge(0)] = 20.0
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def select(self, tokens: VisualTokens) -> Selection:
         most = max(tokens.keep)
 

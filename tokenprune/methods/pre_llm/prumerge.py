@@ -61,10 +61,6 @@ class PruMerge(Pruner):
     def by_content_count(self) -> bool:
         return not self.exact
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def attention(self, tokens: VisualTokens) -> Tensor:
         """Return float `[S, N]`, the attention by which patches are ranked and weighted."""
         return attended(tokens)

@@ -55,10 +55,6 @@ class PruneSID(Pruner):
     def needs(self) -> frozenset[str]:
         return frozenset({"encoder_attention"} if self.form == "llava" else set())
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,) if self.form == "llava" else ()
-
     def select(self, tokens: VisualTokens) -> Selection:
         keep = torch.zeros_like(tokens.mask)
         attention = saliency(tokens) if self.form == "llava" else None

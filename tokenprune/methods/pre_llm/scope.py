@@ -50,10 +50,6 @@ class Scope(Pruner):
     def needs(self) -> frozenset[str]:
         return frozenset({"encoder_attention"} | ({"encoder_features"} if self.features == "tower" else set()))
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def select(self, tokens: VisualTokens) -> Selection:
         most, salient = max(tokens.keep), saliency(tokens)
         salient = salient / salient.amax(1, keepdim=True).clamp(min=1e-30)  # no power of it rounds to 0

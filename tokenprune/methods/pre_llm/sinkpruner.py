@@ -61,10 +61,6 @@ class SinkPruner(Pruner):
     stage2: bool = True
 
     @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
-    @property
     def query_aware(self) -> bool:
         return self.stage2
 

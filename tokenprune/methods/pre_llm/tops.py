@@ -44,10 +44,6 @@ class Tops(Pruner):
     diversity: Annotated[float, Ge(0)] = 0.5
     coverage: Annotated[float, Ge(0)] = 0.5
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def select(self, tokens: VisualTokens) -> Selection:
         most = max(tokens.keep)
 

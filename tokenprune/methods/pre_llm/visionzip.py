@@ -51,10 +51,6 @@ class VisionZip(Pruner):
     context: Annotated[float, Ge(0), Lt(1)] = 10 / 64
     centre: Annotated[float, Gt(0), Le(1)] | None = 0.5
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def select(self, tokens: VisualTokens) -> Selection:
         tiles = Tiles.among(tokens)
         context = (tiles.number * self.context + 0.5).long()

@@ -58,10 +58,6 @@ class VisPruner(Pruner):
     def needs(self) -> frozenset[str]:
         return frozenset({"encoder_attention"} | ({"encoder_features"} if self.features == "tower" else set()))
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def select(self, tokens: VisualTokens) -> Selection:
         tiles, attention = Tiles.among(tokens), attended(tokens)
         diverse = tiles.only(tiles.number - (tiles.number.double() * self.important).long())

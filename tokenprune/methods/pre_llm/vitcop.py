@@ -61,10 +61,6 @@ class ViTCoP(Pruner):
 
     clusters: Annotated[float, Gt(0), Le(1)] = 0.18
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         inside = place(_AFTER, layers, Budget(keep=1.0))
         first, early, late = profile(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
@@ -83,7 +79,6 @@ class _Entering(Pruner):
     site: ClassVar[Site] = Site.PRE_LLM
     needs: ClassVar[frozenset[str]] = frozenset({"encoder_attention", "encoder_keys"})
     by_content_count: ClassVar[bool] = True  # asked, though all tokens stay
-    encoder_layers = (-1,)
 
     clusters: float
 

@@ -68,10 +68,6 @@ class FastVID(VideoMerger):
     step: Annotated[int, Ge(1)] = 4
     centre: Annotated[float, Gt(0), Le(1)] = 0.6
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
         mask, sizes = videos.mask, videos.sizes
         means = frame_means(videos.x, mask)

@@ -76,10 +76,6 @@ class FlashVID(TwoCutMerger):
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.8
     inner_keep: Annotated[float, Gt(0), Lt(1)] = 0.3
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def second_cut(self, layer: int) -> Pruner:
         return _InnerFlashVid(layer)
 

@@ -75,10 +75,6 @@ class HoliTom(TwoCutMerger):
     threshold: Annotated[float, Ge(-1), Le(1)] | None = None
     centre: Annotated[float, Gt(0), Le(1)] = 0.6
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def second_cut(self, layer: int) -> Pruner:
         return _InnerHoliTom(layer)
 

@@ -51,10 +51,6 @@ class OTTVid(VideoMerger):
 
     threshold: Annotated[float, Gt(0)] = 0.3
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,)
-
     def merge(self, videos: Videos) -> tuple[Tensor, Tensor | None]:
         mask = videos.mask
         number = [picks_of_frames(keep, frames) for keep, frames in zip(videos.keep, videos.frames, strict=True)]

@@ -25,8 +25,8 @@ class Attending(LogitsProcessor):
     of it. Where all heads hold the same entries, they read the same. The caller puts the cache back.
     """
 
-    def __init__(self, memory: Memory, adapter: Adapter, keep: int, seed: int) -> None:
-        self.memory, self.keep, self.seed = memory, keep, seed
+    def __init__(self, memory: Memory, adapter: Adapter, keep: int) -> None:
+        self.memory, self.keep = memory, keep
         self._observing = ExitStack()
         self._found: dict[int, Tensor] | None = self._observing.enter_context(observed(memory, adapter))
 
@@ -48,5 +48,5 @@ class Attending(LogitsProcessor):
         asked = self.memory.cache.layers[self.memory.full[0]].keys.shape[2] - self.memory.held
         narrow.append(torch.full((len(table), asked), -1, device=table.device))
         policy = MostAttended("each" if table.shape[1] > 1 else "mean")
-        narrow.compress(policy, self.keep, 0, self.seed, rows)
+        narrow.compress(policy, self.keep, step=0, seed=0, rows=rows)
         return scores

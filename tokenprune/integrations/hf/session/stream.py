@@ -235,7 +235,7 @@ class Stream:
         start, narrowed = self.memory.copy(), ExitStack()
         try:
             if attend is not None:
-                one = narrowed.enter_context(Attending(self.memory, self.adapter, attend, self.seed))
+                one = narrowed.enter_context(Attending(self.memory, self.adapter, attend))
                 given["logits_processor"] = LogitsProcessorList([*(given.get("logits_processor") or []), one])
             output = self.model.generate(
                 prompt,
