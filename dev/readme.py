@@ -32,6 +32,7 @@ ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
 LOSERS = ROOT / "benchmarks/results/losers.jsonl"
 VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
 DOCUMENTS = ROOT / "benchmarks/results/documents.jsonl"
+ATTEND = ROOT / "benchmarks/results/attend.jsonl"
 
 
 link = accuracy_pages.link
@@ -79,6 +80,24 @@ def losers() -> str:
         lines.append(f"| `{method}` | {reading} | " + " | ".join(cells) + " |")
     source = f"By `python benchmarks/studies/losers.py`; raw data: {link(LOSERS, '../')}."
     note = f"Percent right @ visual tokens in the decoder. {source}"
+    return "\n\n".join(["\n".join(lines), note])
+
+
+def attend() -> str:
+    """The table of how answers fare that read a part of a session, from its raw file."""
+    header, records = rows.read(ATTEND)
+    right = {(one["attend"], one["how"]): 100 * one["right"].count("1") / len(one["right"]) for one in records}
+    shares = list(dict.fromkeys(share for share, _ in right))
+    lines = ["| visual tokens read | " + " | ".join(f"{100 * share:g} %" for share in shares) + " |"]
+    lines.append("|---" * (1 + len(shares)) + "|")
+    for how, words in (("attended", "that the question attends to"), ("drawn", "drawn at random")):
+        values = (right.get((share, how), right[1.0, "attended"]) for share in shares)
+        lines.append(f"| {words} | " + " | ".join(f"{value:.1f}" for value in values) + " |")
+    note = (
+        f"Percent right of {len(records[0]['right'])} questions about {header['images']} images, {header['model']}, "
+        "whose answers are sentences that end in what was asked for. By `python benchmarks/studies/attend.py`; raw "
+        f"data: {link(ATTEND, '../')}."
+    )
     return "\n\n".join(["\n".join(lines), note])
 
 
@@ -199,6 +218,7 @@ PAGES = {
     "docs/recipes/vllm-profiles.md": {"vllm-recipe": recipe_numbers.served},
     "docs/guide/recover.md": {"recover": recover_page.recover},
     "docs/methods/pixelprune.md": {"documents": documents},
+    "docs/sessions.md": {"attend": attend},
     "docs/video-bench.md": {
         "videos": accuracy_pages.videos,
         "views": accuracy_pages.views,
