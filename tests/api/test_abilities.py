@@ -58,7 +58,7 @@ def test_in_transformers(method: str, family: str, says: str) -> None:
         ("pixelprune", "llava", Backend.VLLM, "takes whole grids alone"),
         ("tome", "llava", Backend.VLLM, "yes"),
         ("tome", "qwen2_vl", Backend.VLLM, "yes"),
-        ("tome", "llava_next", Backend.VLLM, "merges inside the vision tower"),
+        ("tome", "mistral3", Backend.VLLM, "merges inside the vision tower"),
         ("visionzip", "gemma3n", Backend.VLLM, "looks into the vision tower"),
     ],
 )
