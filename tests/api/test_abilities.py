@@ -66,6 +66,14 @@ def test_in_vllm(method: str, family: str, backend: Backend, says: str) -> None:
     assert says in asked(method, family, backend)
 
 
+@pytest.mark.parametrize("family", ["aria", "gemma3n", "gemma4", "llama4", "lfm2_vl", "kimi_vl"])
+def test_towers_that_vllm_cannot_be_asked_about(family: str) -> None:
+    """What reads them, or merges in them, is refused, and told what to use instead."""
+    for method in ("visionzip", "fastervlm", "tome"):
+        assert "use a method that acts after the tower, such as divprune" in asked(method, family, Backend.VLLM)
+    assert asked("divprune", family, Backend.VLLM) == "yes"
+
+
 def test_with_a_static_cache() -> None:
     static = abilities.STATIC
     assert asked("divprune", "llava", cache=static) == "yes"

@@ -94,8 +94,8 @@ def _merging_in_vllm(method: EncoderMethod, row: Family, config: Any) -> Iterato
             UnsupportedSetupError,
             f"{method.name} merges inside the vision tower. vLLM has to know before how many tokens that leaves, which "
             "can be said of LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision (with CLIP or SigLIP, and a visual token for "
-            "each patch), Idefics3, SmolVLM, InternVL in Hugging Face's format, Gemma 3 and Qwen2-VL to Qwen3.5, not "
-            f"of this {row.name!r}; {AFTER_THE_TOWER}",
+            f"each patch), Idefics3, SmolVLM, InternVL, Gemma 3 and Qwen2-VL to Qwen3.5, not of this {row.name!r}; "
+            f"{AFTER_THE_TOWER}",
         )
     layer = getattr(config, "vision_feature_layer", -1)
     if not isinstance(layer, int):

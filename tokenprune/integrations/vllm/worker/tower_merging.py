@@ -32,7 +32,7 @@ from tokenprune.integrations.vllm.worker.unit_dropping import dropping
 from tokenprune.sites.encoder import EncoderMethod
 
 # Names in a block, where they are not those of CLIP and SigLIP: the second norm, and what scales the MLP's output.
-_NAMES = {"internvl_vision": ("layernorm_after", "lambda_2")}
+_NAMES = {"internvl_vision": ("layernorm_after", "lambda_2"), "intern_vit_6b": ("norm2", "ls2")}
 
 
 def stretches(plans: Sequence[Plan]) -> list[tuple[int, int]]:
@@ -72,6 +72,16 @@ class TowerMerger(Merger):
         for index, attention in enumerate(self.attentions):
             self.wrap(attention, "forward", partial(partial, self._attend, index, attention))
         self.hook(self.encoder.register_forward_hook, self._leave_encoder)
+
+    def _surround(self, index: int, module: nn.Module) -> None:
+        # No hooks: vLLM calls the forward of InternViT's blocks by itself.
+        self.wrap(module, "forward", partial(partial, self._run_block, index, module))
+
+    def _run_block(self, index: int, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        self._enter_block(index, module, args, kwargs)
+        output = forward(*args, **kwargs)
+        merged = self._leave_block(module, args, output)
+        return output if merged is None else merged
 
     def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._bias = None
