@@ -44,7 +44,8 @@ test-other-processor: setup ## the fast tests of engine, methods, towers and fam
 # One process and no -n: an engine takes as many cores as there are.
 test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (constraints-vllm.txt)
 	$(TEST_ENV) .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm $(PYTEST_ARGS)
-	$(TEST_ENV) VLLM_USE_V2_MODEL_RUNNER=1 .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm/test_v2.py $(PYTEST_ARGS)
+	$(TEST_ENV) VLLM_USE_V2_MODEL_RUNNER=1 .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm/test_v2.py tests_vllm/test_sampling.py \
+		$(PYTEST_ARGS)
 
 test-vllm-quick: .venv-vllm/.setup-done ## the same on a few families
 	$(MAKE) --no-print-directory test-vllm PYTEST_ARGS="--few-families $(PYTEST_ARGS)"

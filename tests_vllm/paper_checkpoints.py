@@ -26,7 +26,7 @@ from checkpoints import HIDDEN, IDS, QWEN_IMAGE, VOCABULARY, text, tokenizer, vi
 from more_checkpoints import GLM_IMAGE, MOE, WIDER, glm4v, glm4v_config, qwen3, qwen35_config, wider
 
 # A stand-in for the code that comes with InternVL's checkpoints.
-_INTERNVL_CODE = """
+INTERNVL_CODE = """
 from transformers import PretrainedConfig, Qwen2Config
 
 
@@ -160,7 +160,7 @@ PAPERS: list[Paper] = [
                        downsample_ratio=0.5, max_dynamic_patch=3, min_dynamic_patch=1, dynamic_image_size=True,
                        use_thumbnail=True, ps_version="v2", select_layer=-1,
                        vision_config=vision(image_size=56, patch_size=14), llm_config=text("qwen2")),
-          lambda: tokenizer(), "<image>", ((56, 112), (70, 70)), remote=_INTERNVL_CODE),
+          lambda: tokenizer(), "<image>", ((56, 112), (70, 70)), remote=INTERNVL_CODE),
     Paper("KimiVLForConditionalGeneration", "kimi_vl",
           lambda: dict(media_placeholder_token_id=IDS["<image>"],
                        vision_config=dict(hidden_size=HIDDEN, num_hidden_layers=2, patch_size=14,

@@ -8,7 +8,7 @@ consecutive positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 import tokenprune
 from checkpoints import Checkpoint
+
+Choice = Callable[[Tensor, list[int]], int]
 
 
 class Reference:
@@ -78,10 +80,11 @@ class Reference:
     @torch.no_grad()
     def greedy(
         self, prompt: str, images: list[Any], steps: int, setting: dict[str, Any] | None, videos: Sequence[Any] = (),
-        original: bool = False,
+        original: bool = False, choose: Choice = lambda logprobs, written: int(logprobs.argmax()),
     ) -> tuple[list[int], Tensor]:  # fmt: skip
         """Tokens written, and the log-probabilities `[steps, V]` that they were chosen by. original: whether positions
-        of one axis are those of the full prompt, too."""
+        of one axis are those of the full prompt, too. choose: the next token, by its log-probabilities and the tokens
+        written so far."""
         tokens, logprobs = [], []
         with ExitStack() as stack:
             stack.enter_context(self.patched(setting))
@@ -91,7 +94,7 @@ class Reference:
             for _ in range(steps):
                 logits = self.model(**inputs, use_cache=False).logits[0, -1].float()
                 logprobs.append(logits.log_softmax(-1))
-                tokens.append(int(logits.argmax()))
+                tokens.append(choose(logprobs[-1], tokens))
                 inputs = _longer(inputs, tokens[-1])
         return tokens, torch.stack(logprobs)
 

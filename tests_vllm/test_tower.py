@@ -205,7 +205,7 @@ def test_a_video_beside_a_image(engine: Engine, reference: Any, checkpoint: Chec
 def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Checkpoint, thresholds: Any) -> None:
     """Of images of several sizes in one call, of each frame of a video, and beside images that stay whole."""
     if checkpoint.name not in PACKED + TILES:
-        pytest.skip("its tower has no units, or merges them on the Hugging Face side alone")
+        pytest.skip("its tower has no units; for tiles that are cropped see test_tile_merging.py")
     tome, dymu = {"method": "tome", "keep": 0.5}, DYMU | {"thresholds": str(thresholds(checkpoint.name))}
     few = tome | {"keep": 20 if checkpoint.name in PACKED else 3}
     cases = [(2, tome), (3, tome | {"keep": 0.7, "proportional": False}), (2, dymu), (1, few), (2, {"off": True})]

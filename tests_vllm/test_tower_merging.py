@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods that merge inside the vision tower: the words of the patched Hugging Face model, and fewer tokens inside. For
-towers of Qwen see test_tower.py, whose engines they share."""
+towers of Qwen see test_tower.py, whose engines they share; for tiles that are cropped, test_tile_merging.py."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ def test_what_stops_the_server(folder: Any, reference: Any, thresholds: Any, tmp
             config(folder("llava"), setting)
     with pytest.raises(ValueError, match=r"in float32 .*in bfloat16.*dtype that it is served in"):
         config(folder("llava"), dymu | {"exact": True, "thresholds": str(path)}, dtype="bfloat16")
-    for name in ("llava_next", "llava_onevision", "mistral3", "pixtral", "glm4v"):
-        with pytest.raises(UnsupportedSetupError, match=r"said of LLaVA-1\.5 .*Qwen3\.5, not of.*after the tower"):
+    for name in ("llava_next_video", "mistral3", "pixtral", "glm4v"):
+        with pytest.raises(UnsupportedSetupError, match=r"said of LLaVA-1\.5, .*Qwen3\.5, not of.*after the tower"):
             config(folder(name), TOME)
     with pytest.raises(ValueError, match=r"CLIPVisionModel.*is a Qwen2VisionTransformerPretrainedModel"):
         config(folder("qwen2_vl"), dymu | {"exact": True, "thresholds": str(path)})

@@ -58,12 +58,20 @@ def test_in_transformers(method: str, family: str, says: str) -> None:
         ("pixelprune", "llava", Backend.VLLM, "takes whole grids alone"),
         ("tome", "llava", Backend.VLLM, "yes"),
         ("tome", "qwen2_vl", Backend.VLLM, "yes"),
-        ("tome", "llava_next", Backend.VLLM, "merges inside the vision tower"),
+        ("tome", "mistral3", Backend.VLLM, "merges inside the vision tower"),
         ("visionzip", "gemma3n", Backend.VLLM, "looks into the vision tower"),
     ],
 )
 def test_in_vllm(method: str, family: str, backend: Backend, says: str) -> None:
     assert says in asked(method, family, backend)
+
+
+@pytest.mark.parametrize("family", ["aria", "gemma3n", "gemma4", "llama4", "lfm2_vl", "kimi_vl"])
+def test_towers_that_vllm_cannot_be_asked_about(family: str) -> None:
+    """What reads them, or merges in them, is refused, and told what to use instead."""
+    for method in ("visionzip", "fastervlm", "tome"):
+        assert "use a method that acts after the tower, such as divprune" in asked(method, family, Backend.VLLM)
+    assert asked("divprune", family, Backend.VLLM) == "yes"
 
 
 def test_with_a_static_cache() -> None:

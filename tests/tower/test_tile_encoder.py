@@ -17,8 +17,8 @@ from oracle import close
 from tests.methods.test_tome import naive
 from tokenprune import Budget, BudgetError, Tower
 from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.integrations.hf.tower.tile_merging import share_out
 from tokenprune.integrations.shared.apart import Apart
+from tokenprune.integrations.shared.tile_goals import share_out
 from zoo import FAMILIES, Family
 
 BATCHES = {"left": {}, "ragged": {"images": (2, 1)}, "three": {"images": (1, 1, 1)}, "text beside": {"images": (0, 2)}}

@@ -5,10 +5,12 @@ backend for CPUs. Python imports this file at its start, in each process that ha
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 from triton.backends import backends
+from triton.runtime.interpreter import InterpreterBuilder
 
 
 class Driver:
@@ -21,3 +23,13 @@ class Driver:
 
 # The kernels are not compiled.
 backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
+
+
+def _store(builder: InterpreterBuilder, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    """What is compared as numbers of one element is no bool to the interpreter: structured output stores by such."""
+    mask.data = mask.data.astype(bool)
+    return _masked_store(builder, pointers, value, mask, *rest)
+
+
+_masked_store = InterpreterBuilder.create_masked_store
+InterpreterBuilder.create_masked_store = _store

@@ -88,13 +88,13 @@ def _merging_in_vllm(method: EncoderMethod, row: Family, config: Any) -> Iterato
     """Yield why the tokens that a merge leaves cannot be known before the tower runs."""
     if row.merges and row.units:
         return
-    tiles = row.merges and (row.patches if config is None else row.layout(config)) == "tiles"
+    tiles = row.merges and (row.patches if config is None else row.layout(config)) in ("tiles", "packed")
     if not tiles or not (config is None or _shows_patches(config)):
         yield Obstacle(
             UnsupportedSetupError,
             f"{method.name} merges inside the vision tower. vLLM has to know before how many tokens that leaves, which "
-            "can be said of LLaVA-1.5 (with CLIP or SigLIP, and a visual token for each patch), Idefics3, SmolVLM, "
-            f"InternVL in Hugging Face's format, Gemma 3 and Qwen2-VL to Qwen3.5, not of this {row.name!r}; "
+            "can be said of LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision (with CLIP or SigLIP, and a visual token for "
+            f"each patch), Idefics3, SmolVLM, InternVL, Gemma 3 and Qwen2-VL to Qwen3.5, not of this {row.name!r}; "
             f"{AFTER_THE_TOWER}",
         )
     layer = getattr(config, "vision_feature_layer", -1)

@@ -127,6 +127,8 @@ class Family:
 
     def layout(self, config: Any) -> str | None:
         """Return how patches become visual tokens with the tower of a model's config; see `patches`."""
+        if getattr(config, "ps_version", None) == "v1":
+            return None  # first checkpoints of InternVL, whose tokens stand column by column
         tower = getattr(getattr(config, "vision_config", None), "model_type", None)
         return self.pixtral if self.pixtral and tower == "pixtral" else self.patches
 

@@ -344,6 +344,9 @@ _OF_VLLM = (
         "internvl_chat",
         in_transformers=False,
         square="tile",
+        patches="tiles",
+        unit_side=_shuffled,
+        merges=True,
         vllm=Vllm(
             "InternVLChatModel", "InternVL in its authors' format", f"{_WITH_TILES}; a frame of a video", per_run=True
         ),

@@ -28,6 +28,7 @@ TOWERS = {
     for tower in (
         TowerRow("clip_vision_model", "CLIPEncoderLayer", 1, "CLIPVisionModel"),
         TowerRow("internvl_vision", "InternVLVisionLayer", 1, "InternVLVisionModel"),
+        TowerRow("intern_vit_6b", "InternVisionEncoderLayer", 1, "InternVLVisionModel"),  # as its authors name it
         TowerRow("siglip_vision_model", "SiglipEncoderLayer", merging="SiglipVisionModel"),
         TowerRow("idefics3_vision", "Idefics3EncoderLayer", merging="Idefics3VisionTransformer"),
         TowerRow("smolvlm_vision", "SmolVLMEncoderLayer", merging="SmolVLMVisionTransformer"),

@@ -127,11 +127,15 @@ class Merger(Attachable):
 
     def _attach(self) -> None:
         for index, block in enumerate(self.blocks):
-            self.hook(block.module.register_forward_pre_hook, partial(self._enter_block, index), with_kwargs=True)
+            self._surround(index, block.module)
             self.hook(block.norm.register_forward_pre_hook, partial(self._merge, index))
             self.hook(block.end.register_forward_hook, partial(self._leave_branch, block))
-            # Before the hooks of others: what they see is the block's output.
-            self.hook(block.module.register_forward_hook, self._leave_block, prepend=True)
+
+    def _surround(self, index: int, module: nn.Module) -> None:
+        """See to it that a block begins with `_enter_block`, and ends with `_leave_block`."""
+        self.hook(module.register_forward_pre_hook, partial(self._enter_block, index), with_kwargs=True)
+        # Before the hooks of others: what they see is the block's output.
+        self.hook(module.register_forward_hook, self._leave_block, prepend=True)
 
     def detach(self) -> None:
         """Remove everything that `attach` installed."""

@@ -144,7 +144,7 @@ def block_index(method: Pruner, layer: int | float, depth: int, config: Any) -> 
 
 def read_block(config: Any, depth: int) -> int:
     """Return the index of the last block whose output the model reads."""
-    read = getattr(config, "vision_feature_layer", None)
+    read = getattr(config, "vision_feature_layer", getattr(config, "select_layer", None))
     # Numbers of hidden states: 0 is the tower's input, -1 the output of its last block.
     states = [-1] if read is None else [read] if isinstance(read, int) else list(read)
     return max(max(state if state >= 0 else depth + 1 + state for state in states) - 1, 0)

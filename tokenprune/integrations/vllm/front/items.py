@@ -20,6 +20,7 @@ from tokenprune.integrations.vllm.front.units import kept_units
 from tokenprune.integrations.vllm.setting.configuration import family_of
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.setting.tiles import check_tiles, crops
 from tokenprune.integrations.vllm.setting.towers import check_reachable, drops_units, merges_in_tower, tiles_of
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.view.registry import compares_frames
@@ -99,6 +100,8 @@ class PromptItem:
         plan = Plan.make(own, full, embeds, family.vllm.per_run, frames, family.after_video)
         if merges:
             check_reachable(own, config, plan.counts, self.modality == "video")
+            if crops(config):
+                check_tiles(own, self.info, self.fields[self.modality][self.index], sum(plan.keep))
         if drops_units(own.method) and not own.removes_nothing:
             item = self.fields[self.modality][self.index]
             kept = kept_units(own, item, self.modality, self.info, self.kwargs, sum(plan.counts))

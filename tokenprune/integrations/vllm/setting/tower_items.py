@@ -11,6 +11,7 @@ from tokenprune.base import Method
 from tokenprune.errors import OptionError
 from tokenprune.families import SERVED
 from tokenprune.integrations.shared.patch_grid import PatchSource
+from tokenprune.integrations.vllm.setting.towers import merges_in_tower
 from tokenprune.view.registry import compares_frames
 
 
@@ -23,7 +24,7 @@ def check_items(method: Method, setting_of: Callable[[str, int], Any], items: An
     """
     from vllm.multimodal.parse import EmbeddingItems, ImageProcessorItems
 
-    served = PatchSource(None, info.get_hf_config())
+    served, merges = PatchSource(None, info.get_hf_config()), merges_in_tower(method)
     for modality, of_modality in items.items():
         if modality == "image" and compares_frames(method):
             continue  # it leaves them as they are
@@ -32,7 +33,7 @@ def check_items(method: Method, setting_of: Callable[[str, int], Any], items: An
             continue
         video = modality == "video"
         _check(
-            not video or served.patch_layout in ("runs", "packed"),
+            not video or served.patch_layout == "runs" or (served.patch_layout == "packed" and not merges),
             f"{method.name}: the video features of {served.config.model_type!r} do not tell which patches of the "
             f"vision tower they were made of; {AFTER_THE_TOWER}",
         )

@@ -137,8 +137,11 @@ def units_of(config: Any) -> Units | None:
 
 
 def tiles_of(method: EncoderMethod, config: Any, count: int) -> int:
-    """Return how many rows of the tower an image of `count` visual tokens takes; 1 for a tower without rows."""
-    return 1 if packs(config) else max(1, count // served_tower(method, config).patches)
+    """Return how many budgets an image of `count` visual tokens has: one for each row of the tower, where rows are not
+    cropped; else one."""
+    if packs(config) or PatchSource(None, config).patch_layout == "packed":
+        return 1
+    return max(1, count // served_tower(method, config).patches)
 
 
 def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: bool) -> None:

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ from tokenprune.base import Pruner
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError, UnsupportedSetupError
 from tokenprune.families import tower_of
 from tokenprune.integrations.shared.observation import Observation
-from tokenprune.integrations.shared.packed_features import PackedFeatures, newline_number, numbered
 from tokenprune.integrations.shared.patch_grid import PatchSource, place
 from tokenprune.integrations.shared.tower_scores import Blocks, Encoded, Seen, blocks_read, empty, take_patches
 from tokenprune.integrations.vllm.compat import TESTED
+from tokenprune.integrations.vllm.setting.tiles import pack
 from tokenprune.integrations.vllm.setting.towers import depth_of, heads_of
 
 
@@ -96,7 +95,8 @@ class TowerReader:
             own = scores[sum(sizes[:index]) : sum(sizes[: index + 1])]
             arguments = {"pixel_values": pixels[index], "pixel_values_videos": [pixels[index]]}
             if modality == "image":
-                packed = self._packed(own, kwargs["image_sizes"][index])
+                size, count = kwargs["image_sizes"][index], own.shape[1]
+                packed = pack(type(self.served.base), self.served.config, size, len(own), count, own.device)
         else:
             counts = [_rows(one) for one in outputs]
             each, rest = divmod(sum(counts), len(scores))  # tokens that every tile becomes
@@ -105,16 +105,6 @@ class TowerReader:
             start = sum(counts[:index]) // each
             own = scores[start : start + counts[index] // each]
         return place(self.served, modality, arguments, _rows(outputs[index]), own, packed)
-
-    def _packed(self, tiles: Tensor, size: Any) -> PackedFeatures:
-        """Let the model put together numbers of features in place of features; see `PackRecorder`."""
-        model: Any = self.served.base
-        numbers = numbered(tiles.shape[0], tiles.shape[1], tiles.device)
-        newline = newline_number(tiles.device)
-        stand_in = SimpleNamespace(config=model.config, image_newline=newline)
-        pack = type(model)._merge_image_patch_embeddings
-        more = {"image_newline": newline} if "image_newline" in pack.__code__.co_varnames else {}
-        return PackedFeatures([pack(stand_in, size, numbers, strategy="spatial_unpad", **more)], tiles.shape[1])
 
     def _sequences(self, kwargs: Mapping[str, Any], modality: str) -> list[int] | None:
         """Lengths of the sequences that the tower lays end to end; None if it makes a row of each."""

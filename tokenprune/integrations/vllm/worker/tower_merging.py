@@ -7,8 +7,8 @@ proportionally, or rows are padded, the blocks attend by PyTorch's. Everything i
 
 An image or tile is one row of its tower, all of one size, and its visual tokens are the row's patches (LLaVA-1.5) or
 squares of them (pixel shuffle and pooling: Idefics3, SmolVLM, InternVL, Gemma 3), which then merge as wholes; so their
-number is known beforehand. Towers of Qwen: see packed_merging.py. Tiles that are cropped after the tower (LLaVA-NeXT,
-LLaVA-OneVision) merge on the Hugging Face side only.
+number is known beforehand. Towers of Qwen: see packed_merging.py; tiles that are cropped after the tower (LLaVA-NeXT,
+LLaVA-OneVision): tile_merging.py.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from torch import Tensor, nn
 
 from tokenprune.budget import Budget
 from tokenprune.families import tower_kind
-from tokenprune.integrations.shared.block_merging import Block, Merger
+from tokenprune.integrations.shared.block_merging import Block, Merger, Merging
 from tokenprune.integrations.shared.packed_features import first_of_group
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.towers import heads_of, merges_in_tower, served_tower, units_of
-from tokenprune.integrations.vllm.worker.packed_merging import PackedTowerMerger
 from tokenprune.integrations.vllm.worker.tower import all_heads, attentions_of, blocks_of, heads_first
 from tokenprune.integrations.vllm.worker.unit_dropping import dropping
 from tokenprune.sites.encoder import EncoderMethod
 
 # Names in a block, where they are not those of CLIP and SigLIP: the second norm, and what scales the MLP's output.
-_NAMES = {"internvl_vision": ("layernorm_after", "lambda_2")}
+_NAMES = {"internvl_vision": ("layernorm_after", "lambda_2"), "intern_vit_6b": ("norm2", "ls2")}
 
 
 def stretches(plans: Sequence[Plan]) -> list[tuple[int, int]]:
@@ -46,12 +45,6 @@ def stretches(plans: Sequence[Plan]) -> list[tuple[int, int]]:
 
 def merging(plan: Plan) -> bool:
     return plan.reduces and merges_in_tower(plan.setting.method)
-
-
-def tower_merger(model: Any, method: EncoderMethod, keep: float | int) -> TowerMerger | PackedTowerMerger:
-    """Return the merger for the tower of vLLM's `model`, a context in which the model encodes. Afterwards its `kept`
-    holds the rows that stay, of all items end to end."""
-    return (PackedTowerMerger if model.tokenprune_family.units else TowerMerger)(model, method, keep)
 
 
 class TowerMerger(Merger):
@@ -80,6 +73,16 @@ class TowerMerger(Merger):
             self.wrap(attention, "forward", partial(partial, self._attend, index, attention))
         self.hook(self.encoder.register_forward_hook, self._leave_encoder)
 
+    def _surround(self, index: int, module: nn.Module) -> None:
+        # No hooks: vLLM calls the forward of InternViT's blocks by itself.
+        self.wrap(module, "forward", partial(partial, self._run_block, index, module))
+
+    def _run_block(self, index: int, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        self._enter_block(index, module, args, kwargs)
+        output = forward(*args, **kwargs)
+        merged = self._leave_block(module, args, output)
+        return output if merged is None else merged
+
     def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._bias = None
         return super()._enter_block(index, module, args, kwargs)
@@ -107,12 +110,19 @@ class TowerMerger(Merger):
         state = self.end()
         assert state is not None  # the blocks ran
         owners = state.owners[-1]
-        left: list[int]
         if self.units is None:
-            left = [count - self.shape.protected for count in state.left]
             first = first_of_group(owners[:, self.shape.protected :], owners.shape[1])
         else:
-            left, first = self.units.left(state.left) or [], self.units.owners(owners)
+            first = self.units.owners(owners)
+        self._note_left(state, first)
+        return state.restore(output)
+
+    def _note_left(self, state: Merging, first: Tensor) -> None:
+        """Set `kept` and `left`. first: long `[rows, patches or units]`, for each the first of those that it is one
+        with."""
+        if self.units is None:
+            left = [count - self.shape.protected for count in state.left]
+        else:
+            left = self.units.left(state.left) or []
         self.left += sum(left)
         self.kept = (first == torch.arange(first.shape[1], device=first.device)).flatten()
-        return state.restore(output)

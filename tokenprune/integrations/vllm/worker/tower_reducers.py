@@ -17,8 +17,11 @@ from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.shared.tower_scores import Encoded
 from tokenprune.integrations.shared.tower_scores import Seen as BlockScores
 from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.setting.tiles import crops
+from tokenprune.integrations.vllm.worker.packed_merging import PackedTowerMerger
+from tokenprune.integrations.vllm.worker.tile_merging import TileTowerMerger
 from tokenprune.integrations.vllm.worker.tower import TowerReader
-from tokenprune.integrations.vllm.worker.tower_merging import merging, tower_merger
+from tokenprune.integrations.vllm.worker.tower_merging import TowerMerger, merging
 from tokenprune.integrations.vllm.worker.unit_dropping import UnitRestriction, dropping
 from tokenprune.sites.encoder import EncoderMethod
 
@@ -59,12 +62,10 @@ class PlainTower:
 
 
 class MergingTower:
-    """Merges tokens in the tower. All plans have the same setting."""
+    """Merges tokens in the tower. All plans have the same setting. kwargs: arguments of `embed_multimodal`."""
 
-    def __init__(self, model: Any, plans: Sequence[Plan]) -> None:
-        method = plans[0].setting.method
-        assert isinstance(method, EncoderMethod)  # see `merging`
-        self.plans, self._merger = plans, tower_merger(model, method, plans[0].setting.keep)
+    def __init__(self, model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any]) -> None:
+        self.plans, self._merger = plans, _merger(model, plans, kwargs)
 
     def running(self) -> AbstractContextManager[Any]:
         return self._merger
@@ -121,6 +122,20 @@ class ReadTower:
                 yield TowerResult(encoded=encoded)
 
 
+def _merger(
+    model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any]
+) -> TowerMerger | PackedTowerMerger | TileTowerMerger:
+    """Return the merger for the tower of vLLM's `model`, a context in which the model encodes. Afterwards its `kept`
+    holds the rows that stay, of all items end to end, and `left` how many these are."""
+    method, keep = plans[0].setting.method, plans[0].setting.keep
+    assert isinstance(method, EncoderMethod)  # see `merging`
+    if model.tokenprune_family.units:
+        return PackedTowerMerger(model, method, keep)
+    if crops(model.config):
+        return TileTowerMerger(model, method, plans, kwargs)
+    return TowerMerger(model, method, keep)
+
+
 def _reading_method(plan: Plan) -> Pruner | None:
     """Return the method of a plan that reads the tower; None if it reads nothing there."""
     method = plan.setting.method
@@ -136,7 +151,7 @@ def tower_reducer(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any], 
     kwargs: arguments of `embed_multimodal`.
     """
     if plans and merging(plans[0]):
-        return MergingTower(model, plans)
+        return MergingTower(model, plans, kwargs)
     if plans and dropping(plans[0]):
         return DroppingTower(model.visual, plans)
     if any(_reading_method(plan) for plan in plans):

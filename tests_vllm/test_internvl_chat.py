@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""InternVL in its authors' format: its tower is read and merges as in Hugging Face's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import photo
+from conftest import DIVPRUNE, Engine, same
+from internvl_chat import ChatReference, write
+from test_plugin import config
+from tokenprune.errors import OptionError, UnsupportedSetupError
+
+VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}
+SIZES = ((56, 112), (70, 70), (112, 56))
+SETTINGS = [
+    {"off": True}, VSCAN, VSCAN | {"keep": 0.7, "local": 0.2, "local_layer": -1}, {"method": "visionzip", "keep": 0.5},
+    {"method": "fastervlm", "keep": 0.3}, {"method": "vispruner", "features": "projected", "keep": 0.5},
+    {"method": "tome", "keep": 0.5}, {"method": "tome", "keep": 3, "proportional": False}, DIVPRUNE,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(folder("internvl"), tmp_path_factory.mktemp("internvl_chat"))
+
+
+def prompt(images: int) -> str:
+    return "look: " + " and ".join(["<image>"] * images) + " what is it? "
+
+
+def test_its_tower(start: Callable[..., Engine], folder: Any, written: Path) -> None:
+    """Read by several methods, and merging, of images of one tile and of several, in one call of the tower."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    engine = start("internvl", DIVPRUNE, checkpoint=written, trust_remote_code=True)
+    reference = ChatReference(folder("internvl"), MULTIMODAL_REGISTRY.create_processor(engine.llm.model_config))
+    asked = []
+    for number, setting in enumerate(SETTINGS):
+        count = 1 + number % 3
+        asked.append((prompt(count), [photo(*SIZES[(number + i) % 3], seed=number + i) for i in range(count)], setting))
+    outputs = engine.generate([engine.request(*one) for one in asked])
+    for (text, images, setting), output in zip(asked, outputs, strict=True):
+        try:
+            same(output, *reference.greedy(text, images, 6, None if "off" in setting else setting))
+        except AssertionError as error:
+            raise AssertionError(f"{setting}: {error}") from error
+    with pytest.raises(OptionError, match="there is no block 17"):
+        engine.generate([engine.request(prompt(1), asked[0][1], VSCAN | {"local_layer": 17})])
+
+
+def test_what_its_first_checkpoints_cannot(folder: Any, tmp_path: Path) -> None:
+    """Their tokens stand column by column."""
+    first = write(folder("internvl"), tmp_path, ps_version="v1")
+    for setting, says in (
+        (VSCAN, "how patches become visual tokens.*divprune"),
+        ({"method": "tome"}, "after the tower"),
+    ):
+        with pytest.raises(UnsupportedSetupError, match=says):
+            config(first, setting | {"keep": 0.5}, trust_remote_code=True)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling parameters beside the reduction, on both of vLLM's model runners: what they choose from is what the patched
+Hugging Face model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import DIVPRUNE, Engine, same
+
+OFF = {"off": True}
+STEPS = 6
+BIASED, ALLOWED = {100: 6.0, 101: 5.5, 102: 5.0}, [90, 91, 92, 93]
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[..., Engine]) -> Engine:
+    return start("llava", DIVPRUNE)
+
+
+def params(**asked: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**dict(max_tokens=STEPS, ignore_eos=True, logprobs=5) | asked)
+
+
+def biased(logprobs: Tensor, written: list[int]) -> int:
+    """With a bias for some tokens, each of which loses as it is repeated."""
+    logits = logprobs.clone()
+    for token, bias in BIASED.items():
+        logits[token] += bias
+    for token in set(written):
+        logits[token] -= 1.5 + 0.5 * written.count(token)
+    return int(logits.argmax())
+
+
+def allowed(logprobs: Tensor, written: list[int]) -> int:
+    return ALLOWED[int(logprobs[ALLOWED].argmax())]
+
+
+def ask(engine: Engine, asked: list[tuple[dict[str, Any], Any]]) -> list[Any]:
+    prompt, images = engine.checkpoint.prompt(2), engine.checkpoint.images(2)
+    requests = [engine.request(prompt, images, override) for override, _ in asked]
+    return engine.llm.generate(requests, [one for _, one in asked], use_tqdm=False)
+
+
+def told(
+    engine: Engine, reference: Any, override: dict[str, Any], choose: Any, steps: int = STEPS
+) -> tuple[list[int], Tensor]:
+    prompt, images = engine.checkpoint.prompt(2), engine.checkpoint.images(2)
+    setting = None if override is OFF else DIVPRUNE | override
+    return reference("llava").greedy(prompt, images, steps, setting, choose=choose)
+
+
+def test_greedy_answers(engine: Engine, reference: Any) -> None:
+    """Of logits that parameters change, in one batch."""
+    bias = params(temperature=0.0, logit_bias=BIASED, presence_penalty=1.5, frequency_penalty=0.5)
+    within = params(temperature=0.0, allowed_token_ids=ALLOWED)
+    cases = [(override, *one) for override in ({}, OFF) for one in ((bias, biased), (within, allowed))]
+    outputs = ask(engine, [case[:2] for case in cases])
+    for (override, _, choose), output in zip(cases, outputs, strict=True):
+        tokens, logprobs = told(engine, reference, override, choose)
+        assert list(output.outputs[0].token_ids) == tokens and len(set(tokens)) > (choose is biased)
+        first = {token: found.logprob for token, found in output.outputs[0].logprobs[0].items()}
+        assert all(abs(value - float(logprobs[0, token])) < 1e-4 for token, value in first.items())
+
+
+def test_seeded_answers(engine: Engine, reference: Any) -> None:
+    """Alone and in a batch the same; and each token was drawn from what the reference says."""
+    drawn = [({}, params(seed=7)), ({}, params(seed=8)), (OFF, params(seed=7)), ({}, params(seed=7, min_p=0.05))]
+    together = ask(engine, drawn)
+    answers = [tuple(output.outputs[0].token_ids) for output in together]
+    for one, output in zip(drawn, together, strict=True):
+        (alone,) = ask(engine, [one])
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+        forced = list(output.outputs[0].token_ids)
+        same(output, *told(engine, reference, one[0], lambda logprobs, written, forced=forced: forced[len(written)]))
+    assert len(set(answers[:3])) == 3
+
+
+def test_structured_output(engine: Engine, reference: Any) -> None:
+    """The likeliest of the words that a grammar allows, letter by letter."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    tokenizer = engine.llm.get_tokenizer()
+    words = ["abbey", "azure", "mango", "mirth", "zebra", "zonal"]
+    spelt = [[*tokenizer.encode(word, add_special_tokens=False), tokenizer.eos_token_id] for word in words]
+
+    def spell(logprobs: Tensor, written: list[int]) -> int:
+        letters = sorted({one[len(written)] for one in spelt if one[: len(written)] == written})
+        return letters[int(logprobs[letters].argmax())]
+
+    asked = params(temperature=0.0, ignore_eos=False, structured_outputs=StructuredOutputsParams(choice=words))
+    cases = [{}, OFF, {"method": "uniform", "keep": 3}]
+    for override, output in zip(cases, ask(engine, [(override, asked) for override in cases]), strict=True):
+        tokens, logprobs = told(engine, reference, override, spell)
+        answer, first = output.outputs[0], sorted({one[0] for one in spelt})
+        assert list(answer.token_ids) == tokens and answer.text in words
+        for token, wanted in zip(first, logprobs[0, first].log_softmax(0).tolist(), strict=True):
+            assert abs(answer.logprobs[0][token].logprob - wanted) < 1e-4
+
+
+@pytest.mark.only_v1("Triton's interpreter cannot run V2's kernel for top_k and top_p")
+def test_cut_distributions(engine: Engine, reference: Any) -> None:
+    for one in (params(seed=7, top_k=3), params(seed=7, top_p=0.3)):
+        (output,) = ask(engine, [({}, one)])
+        forced = list(output.outputs[0].token_ids)
+        _, logprobs = told(engine, reference, {}, lambda logprobs, written, forced=forced: forced[len(written)])
+        for token, row in zip(forced, logprobs, strict=True):
+            above = row[row > row[token]]
+            assert len(above) < 3 if one.top_k == 3 else float(above.exp().sum()) < 0.3
+    assert torch.isfinite(logprobs).all()

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging inside towers whose tiles are cropped behind them (LLaVA-NeXT, LLaVA-OneVision): the words of the patched
+Hugging Face model, and fewer patches inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import Checkpoint
+from conftest import Engine, same
+from tokenprune import BudgetError, OptionError, Thresholds
+from tokenprune.integrations.vllm.setting.plan import Plan, field_name
+from tokenprune.integrations.vllm.setting.towers import depth_of
+from tokenprune.integrations.vllm.worker.tower import blocks_of
+from tokenprune.sites.encoder import Tower
+
+TOME = {"method": "tome", "keep": 0.5}
+DYMU = {"method": "dymu", "keep": 0.5, "exact": True}
+OFF = {"off": True}
+
+
+@pytest.fixture(scope="module")
+def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By hand, so that tiles need more and fewer merges than `keep` says."""
+
+    def get(name: str) -> Path:
+        model = reference(name).model
+        depth, layer = depth_of(model.config.vision_config), model.config.vision_feature_layer
+        classes = int(name == "llava_next")
+        tower = Tower(16 + classes, classes, depth, depth + 1 + layer, model.model.vision_tower)
+        path = tmp_path_factory.mktemp("thresholds") / f"{name}.safetensors"
+        Thresholds({0.5: torch.tensor([0.8, 0.3, 1.0])}, tower.fingerprint, 1).save(path)
+        return path
+
+    return get
+
+
+@pytest.fixture(scope="module", params=["llava_next", "llava_onevision"])
+def engine(request: pytest.FixtureRequest, start: Callable[..., Engine], thresholds: Any) -> Engine:
+    profile = {"dymu": DYMU | {"thresholds": str(thresholds(request.param))}}
+    return start(request.param, TOME | {"profiles": profile})
+
+
+@pytest.fixture
+def checkpoint(engine: Engine) -> Checkpoint:
+    return engine.checkpoint
+
+
+def test_images_of_several_tiles(engine: Engine, reference: Any, checkpoint: Checkpoint, thresholds: Any) -> None:
+    """Of several sizes in one call, so that tiles are cropped alike and otherwise, and beside images that stay whole
+    or are chosen behind the tower."""
+    dymu = DYMU | {"thresholds": str(thresholds(checkpoint.name))}
+    cases = [
+        (1, TOME), (2, TOME), (3, TOME | {"keep": 0.7, "proportional": False}), (2, dymu), (1, TOME | {"keep": 30}),
+        (2, OFF), (1, {"method": "divprune", "keep": 0.5}), (3, TOME | {"keep": 0.6}), (1, TOME | {"keep": 500}),
+    ]  # fmt: skip
+    asked = [
+        (checkpoint.prompt(n, f"case {i}? "), checkpoint.images(n, seed=i), one) for i, (n, one) in enumerate(cases)
+    ]
+    requests = [engine.request(p, i, {"profile": "dymu"} if one is dymu else one) for p, i, one in asked]
+    engine.forget()
+    for outputs in (engine.generate(requests), engine.generate(requests)):  # and from the caches
+        for (prompt, images, one), output in zip(asked, outputs, strict=True):
+            steps = len(output.outputs[0].token_ids)
+            told = reference(checkpoint.name).greedy(prompt, images, steps, None if one is OFF else one)
+            same(output, *told)
+    assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.modules())
+
+
+def test_the_tower_runs_on_what_is_left(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """One image of three tiles, of which two are cropped: its last block sees their shares, padded to the largest."""
+    widths: list[tuple[int, ...]] = []
+    handles = [
+        block.mlp.register_forward_hook(lambda m, args, out: widths.append(tuple(args[0].shape[:2])))
+        for block in blocks_of(engine.model)
+    ]
+    engine.forget()
+    prompt, images = checkpoint.prompt(1), checkpoint.images(1)
+    (output,) = engine.generate([engine.request(prompt, images)])
+    for handle in handles:
+        handle.remove()
+    same(output, *reference(checkpoint.name).greedy(prompt, images, 6, TOME))
+    rows, first = widths[0]
+    assert rows == 3 and widths[-1][1] < first < 16 + int(checkpoint.name == "llava_next")
+
+
+def written(engine: Engine, images: list[Any], override: dict[str, Any], videos: list[Any] | None = None) -> list[Plan]:
+    """The plans that the front end makes."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    made, data = MULTIMODAL_REGISTRY.create_processor(engine.llm.model_config), {"image": images}
+    if videos:
+        data["video"] = videos
+    prompt = engine.checkpoint.prompt(len(images), video=bool(videos))
+    out = made(prompt, made.info.parse_mm_data(data), hf_processor_mm_kwargs={"tokenprune": override})
+    return [Plan.decode(item[field_name("image")].data) for item in out["mm_kwargs"]["image"]]
+
+
+def test_the_prompt_has_room_for_what_the_budget_says(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Newlines included, of each image."""
+    for plan in written(engine, checkpoint.images(3), {}):
+        assert plan.keep == [round(0.5 * count) for count in plan.counts] and len(plan.counts) == 1
+
+
+def test_what_cannot_merge_is_refused_before_the_tower_runs(engine: Engine, checkpoint: Checkpoint) -> None:
+    images = checkpoint.images(1)
+    share = 0.25 if checkpoint.name == "llava_next" else 0.16  # which halving reaches in a tile that has it for itself
+    for keep, error, says in (
+        (4, OptionError, "of which 4 are newlines; tome needs one more"),
+        (6, BudgetError, "keep=6 of an image of 44 tokens leaves 2 beside its 4 newlines, and each of its 3 tiles"),
+        (share, BudgetError, "at most half"),
+        (0.01, BudgetError, "at most half"),
+    ):
+        with pytest.raises(error, match=says):
+            written(engine, images, TOME | {"keep": keep})
+    if checkpoint.video is not None:
+        with pytest.raises(OptionError, match=r"video features .* do not tell which patches.*after the tower"):
+            written(engine, images, TOME, [checkpoint.clip()])
