@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -48,3 +50,17 @@ def test_a_question_leaves_the_stream_bit_equal(name: str, build) -> None:
     assert torch.equal(asked.logits(), silent.logits())
     for one, other in zip(asked.session.held, silent.session.held, strict=True):
         assert torch.equal(one.index, other.index) and torch.equal(one.position, other.position)
+
+
+@pytest.mark.parametrize("memory", [10**6, 124])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_is_as_near_to_float32_as_one_prefill_in_it(name: str, dtype: torch.dtype, memory: int) -> None:
+    half = FAMILIES[name].build("sdpa").to(dtype)
+    one, exact = (
+        played(recorded(FAMILIES[name], model, memory=memory)) for model in (half, copy.deepcopy(half).float())
+    )
+    found, wanted = one.logits().float(), exact.logits()
+    by_prefill = (one.one_prefill(masked=memory < 10**6).float() - wanted).abs().max()
+    assert 0 < (found - wanted).abs().max() <= 2 * by_prefill < 1
+    assert all(torch.equal(a.index, b.index) for a, b in zip(one.session.held, exact.session.held, strict=True))
