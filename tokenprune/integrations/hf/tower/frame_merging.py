@@ -28,7 +28,7 @@ from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.hf.tower.base import GroupedTokens
 from tokenprune.integrations.hf.tower.blocks import attention_of, find_blocks
 from tokenprune.integrations.hf.tower.merging import read_layer
-from tokenprune.integrations.shared.attachable import hidden_states, states, with_output
+from tokenprune.integrations.shared.attachable import states, with_output
 from tokenprune.integrations.shared.block_merging import check_checkpointing
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.patch_grid import place
@@ -80,10 +80,6 @@ class FramesEncoded:
         return x if len(x) == len(owners) else x[to_device(owners, x.device)]
 
 
-class _Key:
-    """Under which a thread keeps how many frames the videos have that it encodes next."""
-
-
 class FrameMerging(GroupedTokens):
     """Has `method` merge frames in the tower of `adapter`'s model, and takes what it leaves out from the prompt.
 
@@ -115,7 +111,6 @@ class FrameMerging(GroupedTokens):
         self.blocks = method.blocks(depth)
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.observer = Observer(attention_of(self.layers[self.blocks[-1]]), self._observe)
-        self.key = _Key()
 
     def _attach(self) -> None:
         self.attach_part(self.observer)
@@ -127,7 +122,8 @@ class FrameMerging(GroupedTokens):
             self.hook(layer.register_forward_hook, partial(self._leave_block, index), prepend=True)
 
     def _state(self) -> FramesEncoded | None:
-        return states().get(self)
+        state = states().get(self)
+        return state if isinstance(state, FramesEncoded) else None
 
     # -- inside the tower
 
@@ -140,11 +136,12 @@ class FrameMerging(GroupedTokens):
             raise UnsupportedSetupError(
                 f"{self.method.name} was set up for the config's vision_feature_layer={self.layer}, not for {asked}"
             )
-        states()[self.key] = frames
+        states()[self] = frames  # until the tower begins
 
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         # A tower that is called by itself gets no frames of which it is known what they are.
-        states()[self] = FramesEncoded.of(states().pop(self.key, []))
+        announced = states().pop(self, None)
+        states()[self] = FramesEncoded.of(announced if isinstance(announced, list) else [])
 
     def _observe(self, observation: Observation) -> None:
         state = self._state()
@@ -157,7 +154,7 @@ class FrameMerging(GroupedTokens):
         state = self._state()
         if state is None:
             return None  # a block that checkpointing runs again
-        hidden = hidden_states((output[0],) if isinstance(output, tuple) else (output,), {})
+        hidden = output[0] if isinstance(output, tuple) else output
         state.counts.append(math.prod(hidden.shape[:2]))
         if not state.frames:
             return None
@@ -195,13 +192,15 @@ class FrameMerging(GroupedTokens):
     # -- after the tower
 
     def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        state = states().pop(self, None)
+        state = self._state()
+        states().pop(self, None)
         if state is None:
             return
         self.leave_counts(output, state.counts)
         if not state.frames:
             return
         # On the host from here on: how many tokens stay is what it has to know.
+        assert state.received is not None  # see `_leave_block`
         received = state.restore(state.received).cpu()
         total = feature_total(output)
         placed = place(self.adapter, modality, arguments, total, received.unsqueeze(-1), None)
