@@ -76,10 +76,12 @@ def test_a_segment_has_ends_that_stay() -> None:
 
 
 def test_a_still_video_keeps_its_frames() -> None:
-    """5: no neighbours are more alike than the ends; whatever rounding makes of equal cosines."""
-    still = torch.randn(7, 33, generator=torch.Generator().manual_seed(0)).repeat(8, 1, 1)
-    assert method(longest=8).mix(still).first == list(range(8))
-    assert method(longest=8, lose_last=True).mix(still).first == [0, 1, 2, 3, 4, 5, 7]
+    """5: no neighbours are more alike than the ends; whatever rounding makes of equal directions."""
+    g = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        still = torch.randn(1, 33, generator=g) * (0.5 + torch.rand(8, 1, 1, generator=g))
+        assert method(longest=8).mix(still).first == list(range(8))
+        assert method(longest=8, lose_last=True).mix(still).first == [0, 1, 2, 3, 4, 5, 7]
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3])
