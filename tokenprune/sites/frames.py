@@ -60,11 +60,14 @@ class FrameMerger(Method):
 
     A subclass implements `blocks`, `mix`, `groups` and `choose_tokens`. It sees one video at a time, and never a model.
     Images, the way back to the frames of the prompt, positions and budgets are the engine's.
+
+    reads: name of the observable of a tower's block, mean over heads, that `choose_tokens` gets.
     """
 
     site: ClassVar[Site] = Site.IN_ENCODER
     needs: ClassVar[frozenset[str]] = frozenset({"frames"})
     by_content_count: ClassVar[bool] = True
+    reads: ClassVar[str] = "encoder_received_attention"
 
     def is_identity(self, budget: Budget) -> bool:
         """Return whether nothing is merged, so that the tower is left alone."""
@@ -90,7 +93,7 @@ class FrameMerger(Method):
     def choose_tokens(self, received: Tensor, groups: Sequence[int], keep: int) -> Tensor:
         """Return which tokens of the frames left stay, bool `[F, P]`: at least one, at most `keep`.
 
-        received: float32 `[F, P]`, on the host, the mean attention that the patches of each token receive in the last
-        block behind which frames merge; of a mixed frame it is mixed alike. groups: see `groups`.
+        received: float32 `[F, P]`, on the host, what `reads` says of the patches of each token in the last block behind
+        which frames merge, the attention that they receive; of a mixed frame it is mixed alike. groups: see `groups`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement choose_tokens()")

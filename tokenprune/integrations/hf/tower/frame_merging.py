@@ -147,7 +147,7 @@ class FrameMerging(GroupedTokens):
         state = self._state()
         if state is not None and state.frames:
             with torch.no_grad():
-                shown = block_observable("encoder_received_attention").of_patches(observation, self.protected)
+                shown = block_observable(self.method.reads).of_patches(observation, self.protected)
             state.received = shown.float().mean(1)
 
     def _leave_block(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a film's time in the vision tower, and to the first token, frames that merge in the tower save.
+"""How much of a video's time in the vision tower, and to the first token, frames that merge in the tower save.
 
-    python benchmarks/film_tower.py --json benchmarks/results/film_tower.jsonl
+    python benchmarks/video_tower.py --json benchmarks/results/video_tower.jsonl
 
 LLaVA-OneVision-0.5B at a quarter of its widths (`--widths 4`), with its depth, its 729 patches a frame and its 196
-tokens of them; random weights. The film is drawn: scenes in which a smooth picture drifts. How many frames merge is up
-to weights and film, so a row says what entered each block; `--threshold` is that of `earlytom`. All settings are taken
+tokens of them; random weights. The video is drawn: scenes in which a smooth image drifts. How many frames merge is up
+to weights and video, so a row says what entered each block; `--threshold` is that of `earlytom`. All settings are taken
 in turn in one process; figures are medians over the rounds of ratios taken round by round, of CPU and of wall time.
 """
 
@@ -48,8 +48,8 @@ def build(part: int, side: int) -> LlavaOnevisionForConditionalGeneration:
     return LlavaOnevisionForConditionalGeneration(config).eval()
 
 
-def film(frames: int, side: int) -> torch.Tensor:
-    """Return `[1, F, 3, side, side]`: scenes of `SCENE` frames, each a smooth picture that turns into another."""
+def clip(frames: int, side: int) -> torch.Tensor:
+    """Return `[1, F, 3, side, side]`: scenes of `SCENE` frames, each a smooth image that turns into another."""
     g = torch.Generator().manual_seed(0)
     scenes = -(-frames // SCENE)
     ends = torch.nn.functional.interpolate(torch.randn(2 * scenes, 3, 12, 12, generator=g), (side, side))
@@ -92,7 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     load, device = Load(args.allow_load), default_device()
     model = build(args.widths, args.side).to(device)
-    pixels = film(args.frames, args.side).to(device)
+    pixels = clip(args.frames, args.side).to(device)
     tokens = args.frames * (-(-(args.side // 14) // 2)) ** 2 + 1
     ids = torch.tensor([[1, *[VIDEO] * tokens, *range(8, 24)]], device=device)
     tower = Stopwatch(model.model.vision_tower)
