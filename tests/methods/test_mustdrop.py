@@ -15,6 +15,8 @@ from oracle import survivors
 from several_cuts import counts_of
 from tests.methods.naive.mustdrop import ties
 from tokenprune import Budget, VisualTokens
+from tokenprune.testing import visual_tokens
+from tokenprune.view import observable
 from zoo import FAMILIES, IMAGE
 
 COUNTS = [40, 17, 9]
@@ -82,6 +84,46 @@ def test_counts_fall_by_one_ratio_and_meet_the_average(keep: Any) -> None:
     if isinstance(keep, float):
         ratios = [b / a for a, b in zip([576, *counts], counts, strict=False)]
         assert max(ratios) - min(ratios) < 0.02
+
+
+def test_where_no_text_is_behind_the_prompts_last_token_rates() -> None:
+    tokens = view([12, 5, 3])
+    given = {name: getattr(tokens, name) for name in ("hidden", "last_row_attention")}
+    alone = visual_tokens(
+        counts=COUNTS, keep=[12, 5, 3], text={"mask": torch.zeros(3, 5, dtype=torch.bool)},
+        text_sum_and_max=torch.zeros_like(tokens.text_sum_and_max), **given,
+    )  # fmt: skip
+    last = tokens.last_row_attention.mean(1)
+    each = zip(last.tolist(), COUNTS, (12, 5, 3), strict=True)
+    want = [several_cuts.best(row[:count], keep) for row, count, keep in each]
+    assert kept(alone, protected=0.0) == want
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 10**6])
+def test_thresholds_in_a_model(rows: int, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The content decides, whether the text's rows are made one by one or in one go; every cut keeps at most what the
+    one before did."""
+    monkeypatch.setattr(observable, "_ELEMENTS", rows)
+    family = FAMILIES["llava"]
+    model, inputs = build(family, "eager"), family.make_inputs(images=(1, 1))
+    assert tokenprune.method("mustdrop", thresholds=(1.0, 1.0)).by_content_count
+    counts = []
+    for word in (0.0, 0.05, 1.0):
+        with tokenprune.patched(model, "mustdrop", keep=0.9, thresholds=(0.9, word), record=True):
+            model(**inputs)
+            counts.append(tokenprune.stats(model).visual_tokens_out)
+            first = tokenprune.stats(model).cuts[0]
+        if word == 0.05:
+            maps = model(**inputs, output_attentions=True).attentions[first.layer - 1].mean(1)
+            for row, ids in enumerate(inputs["input_ids"]):
+                places = (ids == IMAGE).nonzero().flatten()
+                behind = torch.arange(int(places[-1]) + 1, len(ids))
+                passes = maps[row, behind][:, places].amax(0) >= word
+                left = survivors(first, len(ids))[row, places]
+                assert 0 < int(passes.sum()) < len(places) and left[passes].all()
+                assert int((left & ~passes).sum()) <= 3  # the key set
+    assert counts[0] > counts[1] > counts[2] > 0
 
 
 @torch.no_grad()

@@ -85,7 +85,7 @@ class MustDrop(SeveralCuts):
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         placed = list(self.layers or place(self.depths[: layers - 1], layers, budget))
         step = _STEP if budget.share is None else _step(placed, layers, budget.share)
-        cuts = profile(layers, [(layer, step ** (1 + number)) for number, layer in enumerate(placed)], budget)
+        cuts = profile(layers, [(layer, step**number) for number, layer in enumerate(placed)], budget)
         return [(OneCut(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
 
     def select(self, tokens: VisualTokens) -> Selection:
