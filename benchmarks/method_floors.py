@@ -185,6 +185,7 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
     "idselection": lambda s: [_pairs(s), s.steps(s.kept, s.visual)],
     "ivc_prune": lambda s: [s.attention(s.text + s.visual // 100, s.visual + s.text)],
     "mmtok": _asked,
+    "mustdrop": _at_cuts(_words),
     "otprune": lambda s: [s.product(s.visual, s.visual, min(s.visual, s.width)), *_determinant(s)],
     # About half of the tokens are clustered.
     "pact": _at_cuts(

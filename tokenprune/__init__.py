@@ -51,6 +51,7 @@ _HOMES = {
     "tokenprune.methods.encoder.thresholds": ("Thresholds",),
     "tokenprune.view.source": ("TokenSource",),
     "tokenprune.view.tokens": ("VisualTokens",),
+    "tokenprune.sites.frames": ("FrameMerger", "FrameMix"),
     "tokenprune.sites.units": ("UnitDropper",),
     "tokenprune.methods.video.base": ("VideoPruner",),
     "tokenprune.view.videos": ("Videos",),
@@ -105,6 +106,7 @@ if TYPE_CHECKING:
     from tokenprune.show.side_by_side import plot
     from tokenprune.sites.decode import DecodeMethod
     from tokenprune.sites.encoder import EncoderMethod, Tower
+    from tokenprune.sites.frames import FrameMerger, FrameMix
     from tokenprune.sites.units import UnitDropper
     from tokenprune.statistics import Cut, FeatureCacheCounts, Guarded, Removal, Stats
     from tokenprune.view.observable import Observable

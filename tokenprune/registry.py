@@ -18,6 +18,7 @@ from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, Resi
 from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.frames import FrameMerger
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.registry import available_observables, need_of
 
@@ -27,7 +28,7 @@ ENTRY_POINT_GROUP = "tokenprune.methods"
 # What a method of each site derives from.
 BASES: dict[Site, tuple[type[Method], ...]] = {
     Site.PRE_ENCODER: (ResizeMethod, ImageChooser),
-    Site.IN_ENCODER: (EncoderMethod, UnitDropper),
+    Site.IN_ENCODER: (EncoderMethod, UnitDropper, FrameMerger),
     Site.PRE_LLM: (Pruner,),
     Site.ATTENTION: (AttentionPattern,),
     Site.IN_LLM: (Pruner,),

@@ -50,6 +50,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "llava_scissor": [{"exact": False}],
     "prunevid": [{"inner": False}],
     "dymu": [{"thresholds": THRESHOLDS}, {"thresholds": THRESHOLDS, "exact": True}],
+    "mustdrop": [{"protected": 0.0}, {"thresholds": (0.01, 0.1)}],
     "pyramiddrop": [{"ratios": (0.9, 0.2)}],
     "sparsevlm": [{"version": "+", "heads": 1}, {"recycle": 1.0}, {"exact": False}],
     "v2drop": [{"last": "withdraw"}],

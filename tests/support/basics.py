@@ -22,8 +22,10 @@ METHODS = tokenprune.available_methods()
 _BEFORE_THE_DECODER = (Site.PRE_ENCODER, Site.IN_ENCODER)
 # What acts on attention removes nothing, so there is no cut to look at: see test_pevlm.py.
 _ELSEWHERE = (*_BEFORE_THE_DECODER, Site.ATTENTION)
-# What compares the frames of videos leaves images alone, and is refused for families without videos.
-VIDEO_METHODS = [name for name in METHODS if observables_of(tokenprune.method_info(name).needs, ObservedAt.FRAMES)]
+# What compares the frames of videos leaves images alone, and is refused for families without videos. What merges them
+# in the tower is another matter: see test_frame_merging.py.
+_COMPARING = [name for name in METHODS if observables_of(tokenprune.method_info(name).needs, ObservedAt.FRAMES)]
+VIDEO_METHODS = [name for name in _COMPARING if tokenprune.method_info(name).site not in _ELSEWHERE]
 # What reads something that not every family has: see test_tile_methods.py.
 TILE_METHODS = [name for name in METHODS if not_on(tokenprune.method(name), SUPPORTED["qwen2_vl"])]
 MODEL_METHODS = [
@@ -62,7 +64,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 def check_takes(family: Family, method: str) -> None:
     """Skip the test if `method` refuses models of `family`."""
-    if (tokenprune.method_info(method).site is Site.ATTENTION or method in VIDEO_METHODS) and not family.video:
+    if (tokenprune.method_info(method).site is Site.ATTENTION or method in _COMPARING) and not family.video:
         pytest.skip(f"{family.name} takes no video, and {method} says so (test_pevlm.py, test_frames.py)")
     if method in TILE_METHODS and not_on(tokenprune.method(method), SUPPORTED[family.kind]):
         pytest.skip(f"{family.name} has no thumbnail ahead of tiles, and {method} says so (test_tile_methods.py)")

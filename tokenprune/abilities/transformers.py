@@ -19,6 +19,7 @@ from tokenprune.base import Method, ResizeMethod, Site
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.families import REFUSED, Family, family_of
 from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.frames import FrameMerger
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import Backend
 from tokenprune.view.registry import compares_frames, not_served
@@ -106,6 +107,13 @@ def _by_row(method: Method, row: Family, acts: bool) -> Iterator[Obstacle]:
             f"{name} cannot act in the tower of {family!r}: a visual token has to be a few patches that stand together "
             "in one sequence of all images, and this one has a fixed grid, or joins its patches in another way "
             f"(docs/families.md lists those that fit); {AFTER_THE_TOWER}",
+        )
+    if isinstance(method, FrameMerger) and row.videos == "frames" and not row.frame_rows:
+        yield Obstacle(
+            UnsupportedSetupError,
+            f"{name} cannot merge frames in the tower of {family!r}: a frame of a video has to be a row of a CLIP or "
+            "SigLIP tower, as in LLaVA-OneVision and LLaVA-NeXT-Video; use a method that merges them after the tower, "
+            "such as holitom or fastvid",
         )
     if isinstance(method, EncoderMethod) and not row.merges:
         yield Obstacle(

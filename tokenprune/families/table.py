@@ -97,6 +97,7 @@ _EVERY_METHOD = (
         "llava_onevision",
         sessions=True,
         videos="frames",
+        frame_rows=True,
         after_video=1,
         patches="packed",
         vllm=Vllm(
@@ -197,6 +198,7 @@ _PLAIN = (
     Family(
         "llava_next_video",
         videos="frames",
+        frame_rows=True,
         patches="packed",
         vllm=Vllm(
             "LlavaNextVideoForConditionalGeneration",

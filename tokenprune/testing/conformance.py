@@ -11,6 +11,7 @@ from tokenprune.budget import Budget
 from tokenprune.registry import BASES, build
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod, Tower
+from tokenprune.sites.frames import FrameMerger
 from tokenprune.sites.units import UnitDropper
 from tokenprune.testing import others
 from tokenprune.testing.choices import check_choices
@@ -39,6 +40,8 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
         _check_class(one)
         if isinstance(one, EncoderMethod):
             others.check_merges(one, tower)
+        elif isinstance(one, FrameMerger):
+            others.check_frames(one)
         elif isinstance(one, UnitDropper):
             others.check_units(one)
         elif isinstance(one, ResizeMethod):

@@ -16,6 +16,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import OptionError
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod, Tower
+from tokenprune.sites.frames import FrameMerger
 from tokenprune.sites.units import UnitDropper
 from tokenprune.testing.rules import require
 from tokenprune.view.frames import Visual
@@ -116,6 +117,39 @@ def check_units(method: UnitDropper) -> None:
                 require(1 <= int(keep.sum()) <= most, f"of {units} units it keeps {int(keep.sum())}, not 1 to {most}")
                 require(torch.equal(keep, method.keep_units(pixels, most)), "it keeps other units the second time")
                 require(torch.equal(pixels, given), "it changes the pixels that it reads")
+
+
+def check_frames(method: FrameMerger) -> None:
+    """Raise ConformanceError if what a method makes of frames breaks a rule: blocks that rise, of those there are;
+    frames that stand in order, of those there are, from the first; groups of all that are left; at least one token and
+    at most `keep`; the same twice, and nothing changed of what it reads."""
+    with suppress(OptionError):  # that keep=1.0 contradicts its options
+        require(method.is_identity(Budget.of(1.0)), "with keep=1.0 it still merges frames")
+    for depth in (1, 12, 26):
+        blocks = method.blocks(depth)
+        rise = all(a < b for a, b in pairwise(blocks)) and blocks and blocks[0] >= 0 and blocks[-1] < depth
+        require(rise, f"blocks({depth}) must return rising indices below it, at least one, not {blocks}")
+    generator = torch.Generator().manual_seed(0)
+    for frames in (1, 2, 5, 16):
+        steps = torch.randn(frames, 9, 8, generator=generator) * torch.rand(frames, 1, 1, generator=generator)
+        hidden = torch.randn(9, 8, generator=generator) + 0.5 * steps.cumsum(0)
+        given, mix = hidden.clone(), method.mix(hidden)
+        require(mix == method.mix(hidden) and torch.equal(hidden, given), "it mixes other frames the second time")
+        rise = mix.first[0] == 0 and all(a < b for a, b in pairwise(mix.first)) and max(mix.second) < frames
+        require(rise, f"mix() of {frames} frames must start from 0 and rise: {mix}")
+        require(all(0 <= weight <= 1 for weight in mix.weight), f"weights of a mix lie in [0, 1]: {mix.weight}")
+        left = mix.apply(hidden)
+        groups = method.groups(left)
+        whole = sum(groups) == len(left) and min(groups) > 0
+        require(whole, f"groups() of {len(left)} frames must add up to them, not {groups}")
+        received = torch.rand(len(left), 9, generator=generator)
+        for keep in (1, len(left), 9 * len(left)):
+            stays = method.choose_tokens(received, groups, keep)
+            fine = isinstance(stays, torch.Tensor) and stays.dtype == torch.bool and stays.shape == received.shape
+            require(fine, f"choose_tokens() must return a bool tensor {list(received.shape)}, not {stays}")
+            require(1 <= int(stays.sum()) <= keep, f"of {keep} tokens it keeps {int(stays.sum())}")
+            again = method.choose_tokens(received, groups, keep)
+            require(torch.equal(stays, again), "it keeps other tokens the second time")
 
 
 def check_shares(method: ResizeMethod) -> None:

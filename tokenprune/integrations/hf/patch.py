@@ -32,14 +32,16 @@ from tokenprune.integrations.hf.parts.virtual_unmerging import VirtualUnmerging,
 from tokenprune.integrations.hf.processor.build import patch_for
 from tokenprune.integrations.hf.processor.full_counts import FullCounts
 from tokenprune.integrations.hf.tower.attention_scores import BlockReader
-from tokenprune.integrations.hf.tower.base import TowerPatch
+from tokenprune.integrations.hf.tower.base import InTower
 from tokenprune.integrations.hf.tower.build import tower_patch
+from tokenprune.integrations.hf.tower.frame_merging import FrameMerging
 from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.hf.tower.reuse import FeatureReuse
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
 from tokenprune.sites.composition import check_places, composition_key
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.frames import FrameMerger
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
@@ -93,10 +95,12 @@ def _parts(
         match method:
             case ResizeMethod() | ImageChooser():
                 pixels.append(patch_for(method, budget, processor, adapter))
-            case UnitDropper() | EncoderMethod() if method.is_identity(budget):
+            case UnitDropper() | FrameMerger() | EncoderMethod() if method.is_identity(budget):
                 pass
             case UnitDropper():
                 parts.append(UnitDrop(adapter, method, budget, processor))
+            case FrameMerger():
+                parts.append(FrameMerging(adapter, method, budget))
             case EncoderMethod():
                 parts.append(tower_patch(adapter, method, budget))
                 if (form := form_of(method)) != "off":
@@ -116,7 +120,7 @@ def _parts(
         if isinstance(method, Pruner) and observables_of(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
     ]
     if readers:
-        if merging := [part.method for part in parts if isinstance(part, (TowerPatch, UnitDrop))]:
+        if merging := [part.method for part in parts if isinstance(part, InTower)]:
             ahead = "ahead of it" if isinstance(merging[0], UnitDropper) else "on the way"
             what = "merges them on the way" if merging[0].merges else f"drops some of them {ahead}"
             raise OptionError(
@@ -125,7 +129,7 @@ def _parts(
             )
         parts.append(BlockReader(adapter, readers))
     if any(compares_frames(step) for step in steps):
-        merges = [part.method.name for part in parts if isinstance(part, (TowerPatch, UnitDrop))]
+        merges = [part.method.name for part in parts if isinstance(part, InTower)]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
     if cutting or parts:
         parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
@@ -137,7 +141,7 @@ def _parts(
         parts.append(watching)
     if feature_cache is not None:
         # What happens to tokens inside the tower is counted for a whole call.
-        apart = not any(isinstance(part, (TowerPatch, UnitDrop)) for part in parts)
+        apart = not any(isinstance(part, InTower) for part in parts)
         parts.append(FeatureReuse(adapter, feature_cache, apart))
     return [*pixels, Engine(adapter, steps, [*parts, *_decoder_parts(adapter, steps, record)], record)]
 

@@ -21,6 +21,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.frames import FrameMerger
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
@@ -51,7 +52,7 @@ def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:
     facts = adapter.facts
     for step in steps:
         method, acts = step.method, step.acts
-        if isinstance(method, (EncoderMethod, UnitDropper)):
+        if isinstance(method, (EncoderMethod, UnitDropper, FrameMerger)):
             acts = not method.is_identity(step.budget)
         abilities.check(method, facts, acts=acts)
 

@@ -24,9 +24,8 @@ from tokenprune.integrations.hf.encoded.record import KEY
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.parts.drafts import Drafts
 from tokenprune.integrations.hf.tower.attention_scores import BlockReader
-from tokenprune.integrations.hf.tower.base import TowerPatch
+from tokenprune.integrations.hf.tower.base import InTower
 from tokenprune.integrations.hf.tower.feature_hook import FeatureRecorder
-from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
 from tokenprune.integrations.shared.attachable import Attachable
 
 _GIVEN = "tokenprune_given"
@@ -93,7 +92,7 @@ class Target(Attachable):
 def needs_tower(part: Any) -> bool:
     """Return whether a part of a patch acts in the vision tower, or reads it: features that another tower made are
     then not enough."""
-    return isinstance(part, (TowerPatch, UnitDrop, BlockReader))
+    return isinstance(part, (InTower, BlockReader))
 
 
 class DraftImages(Attachable):

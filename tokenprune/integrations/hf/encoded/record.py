@@ -36,9 +36,9 @@ class EncoderRecord:
     owners: which merged token each token is part of that entered the tower: long `[T, N]` for T tiles of N tokens, or
         one long `[N]` for each image where these are packed. Written by `leave_tokens`, read by `after_encode`.
     block_tokens: how many tokens entered each block of the tower, all images together. Written by
-        `TowerPatch.leave_tokens`, read by its `before_decoder`.
+        `GroupedTokens` and `UnitDrop`, read by their `before_decoder`.
     groups: for each image, for each of its features, the first feature that is the same merged token, long
-        `[features]`. Written by `TowerPatch.after_encode`, read by its `before_decoder`.
+        `[features]`. Written by `GroupedTokens` as an encoding ends, read by its `before_decoder`.
     kept: for each image which of its features are of patches that entered the tower, bool `[features]` on the host; the
         others are zeros. Written by `UnitDrop` as the tower ends, read by its `before_decoder`.
     attention: for each observable and block that was read, pieces of float32 `[rows, patches, C]`. Written by

@@ -29,7 +29,64 @@ from tokenprune.sites.encoder import EncoderMethod, Tower
 from tokenprune.view.segments import Segments
 
 
-class TowerPatch(Merger, Part):
+class InTower(Part):
+    """Base of the parts that act in a vision tower, or ahead of it, so that fewer visual tokens come out of it.
+
+    step: what the engine reports the cut as.
+    """
+
+    adapter: Adapter
+    method: Any
+    step: Step
+
+
+class GroupedTokens(InTower):
+    """Base of those that leave in the `EncoderRecord` which features are one; of each group one token is kept at the
+    decoder's entry.
+
+    modalities: of which the tower changes anything. merges: whether tokens joined others; if not, they were dropped.
+    """
+
+    modalities: tuple[str, ...] = ("image", "video")
+    merges = True
+
+    def leave_counts(self, output: Any, block_tokens: list[int]) -> None:
+        """Write to an encoder's output how many tokens entered each block of the tower."""
+        open_record(output).block_tokens = block_tokens
+
+    def leave_groups(self, output: Any, groups: list[Tensor] | None) -> None:
+        """Write to an encoder's output which features are one, see `EncoderRecord`; nothing for None."""
+        if groups is not None:
+            open_record(output).groups = groups
+
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
+        if not call.has_images:
+            return
+        selection = self.select(call, call.segments.to(inputs.embeds.device))
+        call.report.stats.encoder_tokens_per_layer = self.counts(call)
+        if selection is not None:
+            call.state.put(Merged(self.step, selection))
+
+    def select(self, call: Call, segments: Segments) -> Selection | None:
+        """Return which of a call's visual tokens stay, one of each group; None where nothing was merged."""
+        groups: dict[str, list[Tensor]] = {}
+        for modality, output in call.outputs.items():
+            if modality not in self.modalities:
+                continue
+            if (of_images := record_of(output).groups) is None:
+                raise UnsupportedSetupError(
+                    f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
+                )
+            groups[modality] = of_images
+        return keep_one_per_group(segments, call.host.masks, groups, merges=self.merges) if groups else None
+
+    def counts(self, call: Call) -> list[int]:
+        """Tokens that entered each of the tower's blocks, for all images of a call."""
+        counts = [record_of(output).block_tokens or [] for output in call.outputs.values()]
+        return [sum(of_block) for of_block in zip(*filter(None, counts), strict=True)]
+
+
+class TowerPatch(Merger, GroupedTokens):
     """Base of all merging inside a tower: it brings the provenance of merged tokens to the decoder's entry.
 
     As the tower ends, a subclass calls `leave_tokens` with the owner of each token. After the tower, `groups_of`
@@ -47,7 +104,8 @@ class TowerPatch(Merger, Part):
     ) -> None:
         super().__init__(method, budget, blocks, tower, units)
         self.adapter = adapter
-        self.step = Step(method, budget)  # what the engine reports the merged tokens' cut as
+        self.step = Step(method, budget)
+        self.merges = not method.reads
 
     @property
     def uneven(self) -> bool:
@@ -68,39 +126,13 @@ class TowerPatch(Merger, Part):
 
     def leave_tokens(self, output: Any, owners: Tensor | list[Tensor], block_tokens: list[int]) -> None:
         """Write to the tower's output what became of its tokens; see `EncoderRecord`."""
-        record = open_record(output)
-        record.owners, record.block_tokens = owners, block_tokens
+        open_record(output).owners = owners
+        self.leave_counts(output, block_tokens)
 
     def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        groups = self.groups_of(modality, arguments, output)
-        if groups is not None:
-            open_record(output).groups = groups
+        self.leave_groups(output, self.groups_of(modality, arguments, output))
 
     def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor] | None:
         """Return the groups of an `EncoderRecord`, of what `after_encode` gets; None where the tower did not leave its
         tokens."""
         raise NotImplementedError
-
-    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
-        if not call.has_images:
-            return
-        selection = self.select(call, call.segments.to(inputs.embeds.device))
-        call.report.stats.encoder_tokens_per_layer = self.counts(call)
-        if selection is not None:
-            call.state.put(Merged(self.step, selection))
-
-    def select(self, call: Call, segments: Segments) -> Selection | None:
-        """Return which of a call's visual tokens stay, one of each group; None where nothing was merged."""
-        groups: dict[str, list[Tensor]] = {}
-        for modality, output in call.outputs.items():
-            if (of_images := record_of(output).groups) is None:
-                raise UnsupportedSetupError(
-                    f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
-                )
-            groups[modality] = of_images
-        return keep_one_per_group(segments, call.host.masks, groups, merges=not self.method.reads)
-
-    def counts(self, call: Call) -> list[int]:
-        """Tokens that entered each of the tower's blocks, for all images of a call."""
-        counts = [record_of(output).block_tokens for output in call.outputs.values()]
-        return [sum(of_block) for of_block in zip(*counts, strict=True)]

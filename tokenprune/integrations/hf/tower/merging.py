@@ -72,7 +72,7 @@ class EncoderPatch(TowerPatch):
                 f"Qwen-VL of transformers, not {kind}"
             )
         self.tower, self.encoder, layers = found
-        self.layer = _read_layer(adapter, name)
+        self.layer = read_layer(adapter, name)
         read = self.layer if self.layer >= 0 else len(layers) + 1 + self.layer
         block = _KINDS[type(layers[0]).__name__]
         blocks = [
@@ -179,7 +179,7 @@ class EncoderPatch(TowerPatch):
         return groups
 
 
-def _read_layer(adapter: Adapter, name: str) -> int:
+def read_layer(adapter: Adapter, name: str) -> int:
     """Return which of the tower's hidden states the model reads; -1 is the last."""
     layer = getattr(adapter.config, "vision_feature_layer", -1)
     if not isinstance(layer, int):

@@ -26,8 +26,8 @@ from tokenprune.integrations.hf.encoded.record import open_record, record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
+from tokenprune.integrations.hf.tower.base import InTower
 from tokenprune.integrations.hf.tower.packed_merging import window_order
 from tokenprune.integrations.shared.attachable import hidden_states, states, with_hidden_states
 from tokenprune.integrations.shared.block_merging import check_checkpointing
@@ -58,7 +58,7 @@ class Announced:
     grids: list[tuple[int, int, int]] | None
 
 
-class UnitDrop(Part):
+class UnitDrop(InTower):
     """Has `method` drop units ahead of the tower of `adapter`'s model, and takes their tokens out of the prompt.
 
     Raises UnsupportedSetupError for towers without packed patches, BudgetError for a budget that is not one of an image
@@ -68,7 +68,7 @@ class UnitDrop(Part):
     def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget, processor: Any) -> None:
         super().__init__()
         self.adapter, self.method, self.budget = adapter, method, budget
-        self.step = Step(method, budget)  # what the engine reports the cut as
+        self.step = Step(method, budget)
         self.tower = _tower_of(adapter, method.name)
         self.unit = self.tower.spatial_merge_size**2  # patches that become one visual token
         self.shape = DecoderShape.from_config(adapter.text_config)

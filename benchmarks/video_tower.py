@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a video's time in the vision tower, and to the first token, frames that merge in the tower save.
+
+    python benchmarks/video_tower.py --json benchmarks/results/video_tower.jsonl
+
+LLaVA-OneVision-0.5B at a quarter of its widths (`--widths 4`), with its depth, its 729 patches a frame and its 196
+tokens of them; random weights. The video is drawn: scenes in which a smooth image drifts. How many frames merge is up
+to weights and video, so a row says what entered each block; `--threshold` is that of `earlytom`. All settings are taken
+in turn in one process; figures are medians over the rounds of ratios taken round by round, of CPU and of wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import calm_threads  # noqa: F401
+import torch
+from common import default_device
+from rich.console import Console
+from rich.table import Table
+from rows import Load, add_options
+from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, Qwen2Config, SiglipVisionConfig
+
+import tokenprune
+
+VIDEO, SCENE = 6, 8  # the id of a placeholder, and frames of a scene
+METHODS = ("earlytom", "holitom", "evs")
+
+
+def build(part: int, side: int) -> LlavaOnevisionForConditionalGeneration:
+    """Return the model with a `part` of its widths, for frames of `side` pixels."""
+    torch.manual_seed(0)
+    vision = SiglipVisionConfig(
+        hidden_size=1152 // part, intermediate_size=4304 // part, num_hidden_layers=26,
+        num_attention_heads=16 // part, image_size=side, patch_size=14,
+    )  # fmt: skip
+    text = Qwen2Config(
+        vocab_size=32, hidden_size=896 // part, intermediate_size=4864 // part, num_hidden_layers=24,
+        num_attention_heads=max(1, 14 // part), num_key_value_heads=1, head_dim=64,
+    )  # fmt: skip
+    config = LlavaOnevisionConfig(vision_config=vision, text_config=text, image_token_id=5, video_token_id=VIDEO)
+    return LlavaOnevisionForConditionalGeneration(config).eval()
+
+
+def clip(frames: int, side: int) -> torch.Tensor:
+    """Return `[1, F, 3, side, side]`: scenes of `SCENE` frames, each a smooth image that turns into another."""
+    g = torch.Generator().manual_seed(0)
+    scenes = -(-frames // SCENE)
+    ends = torch.nn.functional.interpolate(torch.randn(2 * scenes, 3, 12, 12, generator=g), (side, side))
+    shares = torch.rand(scenes, SCENE, generator=g).cumsum(1).view(scenes, SCENE, 1, 1, 1) / SCENE
+    turned = ends[::2, None] * (1 - shares) + ends[1::2, None] * shares
+    return turned.flatten(0, 1)[None, :frames]
+
+
+class Stopwatch:
+    """CPU and wall seconds between the beginning and the end of a module's forward."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.spent, self.start = (0.0, 0.0), (0.0, 0.0)
+        module.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
+        module.register_forward_hook(lambda *_: self._end())
+
+    def _begin(self) -> None:
+        self.start = now()
+
+    def _end(self) -> None:
+        self.spent = tuple(b - a for a, b in zip(self.start, now(), strict=True))  # type: ignore[assignment]
+
+
+def now() -> tuple[float, float]:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.process_time(), time.perf_counter()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", type=int, default=32)
+    parser.add_argument("--side", type=int, default=384, help="pixels of a frame")
+    parser.add_argument("--widths", type=int, default=4, help="the widths are divided by this")
+    parser.add_argument("--keep", type=float, default=0.25)
+    parser.add_argument("--threshold", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    add_options(parser, resume=False)
+    args = parser.parse_args()
+    load, device = Load(args.allow_load), default_device()
+    model = build(args.widths, args.side).to(device)
+    pixels = clip(args.frames, args.side).to(device)
+    tokens = args.frames * (-(-(args.side // 14) // 2)) ** 2 + 1
+    ids = torch.tensor([[1, *[VIDEO] * tokens, *range(8, 24)]], device=device)
+    tower = Stopwatch(model.model.vision_tower)
+    taken: dict[str, list[Any]] = {name: [] for name in ("unpatched", *METHODS)}
+    counts: dict[str, Any] = {}
+    for round_ in range(-1, args.rounds):
+        for name, times in taken.items():
+            options = {"threshold": args.threshold} if name == "earlytom" else {}
+            patch = tokenprune.patched(model, name, keep=args.keep, guard="off", **options)
+            with torch.inference_mode(), nullcontext() if name == "unpatched" else patch:
+                start = now()
+                model(input_ids=ids, pixel_values_videos=pixels, logits_to_keep=1)
+                whole = tuple(b - a for a, b in zip(start, now(), strict=True))
+                if name != "unpatched":
+                    counts[name] = tokenprune.stats(model).as_dict()
+            if round_ >= 0:
+                times.append((*tower.spent, *whole))
+    table = Table(title=f"{args.frames} frames, keep {args.keep}, {device}, {torch.get_num_threads()} threads")
+    columns = ("tower CPU", "tower", "first token CPU", "first token")
+    for title in ("method", "left", *(f"{column}{end}" for column in columns for end in (" ms", " ratio"))):
+        table.add_column(title, justify="right")
+    records = []
+    for name, times in taken.items():
+        ratios = [[a / b for a, b in zip(*pair, strict=True)] for pair in zip(times, taken["unpatched"], strict=True)]
+        middle = [statistics.median(one) for one in zip(*ratios, strict=True)]
+        milliseconds = [1000 * statistics.median(one) for one in zip(*times, strict=True)]
+        record = {"method": name, "keep": args.keep, "frames": args.frames, "widths": args.widths, "side": args.side}
+        record |= {
+            "ms": dict(zip(columns, milliseconds, strict=True)),
+            "ratio": dict(zip(columns, middle, strict=True)),
+        }
+        seen = counts.get(name, {})
+        record |= {one: seen.get(one) for one in ("visual_tokens_out", "encoder_tokens_per_layer")}
+        records.append(record | {"threads": torch.get_num_threads()} | load.record())
+        cells = [cell for ms, ratio in zip(milliseconds, middle, strict=True) for cell in (f"{ms:.0f}", f"{ratio:.3f}")]
+        table.add_row(name, str(seen.get("visual_tokens_out", tokens)), *cells)
+    Console().print(table)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text("".join(json.dumps(line) + "\n" for line in records))
+
+
+if __name__ == "__main__":
+    main()

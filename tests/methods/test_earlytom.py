@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""earlytom on made-up frames, against a loop; numbers are those of the description's invariants."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from naive_frames import chosen, mix, mixed, segments
+from tokenprune import FrameMix, OptionError
+from tokenprune.abilities import unserved
+from tokenprune.testing import check_method
+
+PLACES, WIDTH = 5, 8
+
+
+def walk(frames: int, seed: int = 0, step: float = 0.4) -> Tensor:
+    """A video `[F, N, D]` that moves on, now fast and now slowly."""
+    g = torch.Generator().manual_seed(seed)
+    steps = torch.randn(frames, PLACES, WIDTH, generator=g) * torch.rand(frames, 1, 1, generator=g) * step
+    return torch.randn(PLACES, WIDTH, generator=g) + steps.cumsum(0)
+
+
+def method(**options: Any) -> Any:
+    return tokenprune.method("earlytom", **options)
+
+
+def parts_of(found: FrameMix) -> list[list[tuple[int, float]]]:
+    each = zip(found.first, found.second, found.weight, strict=True)
+    return [[(a, 1.0)] if a == b else [(a, w), (b, 1 - w)] for a, b, w in each]
+
+
+@pytest.mark.parametrize("lose_last", [False, True])
+@pytest.mark.parametrize("longest", [1, 2, 4, 5, 12])
+def test_frames_against_a_loop(longest: int, lose_last: bool) -> None:
+    pairs = 0
+    for frames, seed, step, threshold in product((1, 2, 3, 4, 5, 16), range(3), (0.1, 0.5, 2.0), (-1.0, 0.5, 0.9)):
+        video = walk(frames, seed, step)
+        one = method(longest=longest, threshold=threshold, lose_last=lose_last)
+        want = mix(video.double(), threshold, longest + 1, lose_last)
+        found = one.mix(video)
+        got = parts_of(found)
+        assert [[f for f, _ in part] for part in got] == [[f for f, _ in part] for part in want]
+        assert torch.allclose(found.apply(video), mixed(video.double(), want).float(), atol=1e-5)
+        assert one.groups(video) == [len(part) for part in segments(video.double(), threshold, longest + 1)]
+        pairs += sum(len(part) == 2 for part in want)
+    assert pairs > 0 or longest < 4 or (longest == 4 and lose_last)
+
+
+def test_a_threshold_above_all_cosines_merges_nothing() -> None:
+    """1: and one below all makes one segment."""
+    video = walk(9)
+    assert method(threshold=1.01).groups(video) == [1] * 9
+    assert method(threshold=1.01).mix(video) == FrameMix.of([(f, f, 1.0) for f in range(9)])
+    assert method(threshold=-1.0, longest=9).groups(video) == [9]
+
+
+def test_a_segment_has_ends_that_stay() -> None:
+    """2, 3 and 4: it is no longer than said; its ends are bit-equal; weights of a frame are shares."""
+    for seed in range(6):
+        video, one = walk(16, seed), method(threshold=-1.0, longest=6)
+        sizes, found = one.groups(video), one.mix(video)
+        assert sizes == [6, 6, 4] and found.first == sorted(set(found.first))
+        ends = [0, 5, 6, 11, 12, 15]
+        left = found.apply(video)
+        for end in ends:
+            assert torch.equal(left[found.first.index(end)], video[end])
+        assert all(0 <= w <= 1 for w in found.weight)
+        half = found.apply(torch.ones(16, 3))
+        assert torch.equal(half, torch.ones(len(found.first), 3))
+
+
+def test_a_still_video_keeps_its_frames() -> None:
+    """5: no neighbours are more alike than the ends; whatever rounding makes of equal directions."""
+    g = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        still = torch.randn(1, 33, generator=g) * (0.5 + torch.rand(8, 1, 1, generator=g))
+        assert method(longest=8).mix(still).first == list(range(8))
+        assert method(longest=8, lose_last=True).mix(still).first == [0, 1, 2, 3, 4, 5, 7]
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3])
+def test_few_frames_have_none_between(frames: int) -> None:
+    """8."""
+    assert method(threshold=-1.0).mix(walk(frames)).first == list(range(frames))
+
+
+def test_the_lost_frame() -> None:
+    """11: two frames between the ends give one in the authors' code, whether they are alike or not."""
+    angles = {"alike": [0.0, 0.7, 0.8, 1.5], "unlike": [0.0, 1.5, 3.0, 0.1]}
+    for name, angle in angles.items():
+        at = torch.tensor(angle)
+        video = torch.stack([at.cos(), at.sin()], 1)[:, None]
+        assert method(threshold=-1.0, lose_last=True).mix(video) == FrameMix([0, 1, 3], [0, 1, 3], [1.0] * 3)
+        ours = method(threshold=-1.0).mix(video)
+        if name == "alike":
+            assert ours == FrameMix([0, 1, 3], [0, 2, 3], [1.0, 0.5, 1.0])
+        else:
+            assert ours.first == [0, 1, 2, 3]
+    assert FrameMix([0, 1, 3], [0, 1, 3], [1.0] * 3).owners(4) == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("places", [4, 9, 49])
+def test_tokens_against_a_loop(places: int) -> None:
+    """6 and 7: exactly as many as are asked for; one in every stretch of a frame between."""
+    g = torch.Generator().manual_seed(0)
+    for sizes in ([1], [2, 1], [3], [5, 2, 4], [1, 1, 6]):
+        frames = sum(sizes)
+        received = torch.rand(frames, places, generator=g).mul(8).round().div(8)  # with equal ones
+        groups = [list(range(sum(sizes[:n]), sum(sizes[: n + 1]))) for n in range(len(sizes))]
+        for keep in sorted({1, frames, frames * places // 3 + 1, frames * places - 1, frames * places, 10**6}):
+            keep_mask = method().choose_tokens(received, sizes, keep)
+            assert [tuple(one) for one in keep_mask.nonzero().tolist()] == chosen(received, groups, keep)
+            assert int(keep_mask.sum()) == min(keep, frames * places)
+
+
+def test_no_number_is_no_reason_to_fail() -> None:
+    video = walk(6)
+    video[2, 1, 3] = torch.nan
+    assert method(threshold=-1.0).mix(video).first[0] == 0
+    received = torch.full((4, 9), torch.nan)
+    received[1, 5] = 1.0
+    keep = method().choose_tokens(received, [4], 8)
+    assert int(keep.sum()) == 8 and keep[1, 5]
+
+
+def test_blocks_by_share_and_by_index() -> None:
+    assert method().blocks(26) == [8, 21, 23] and method().blocks(3) == [1, 2] and method().blocks(1) == [0]
+    assert method(layers=(6, 21, 23)).blocks(26) == [6, 21, 23] and method(layers=(0.0, 1.0)).blocks(4) == [0, 3]
+    with pytest.raises(OptionError, match=r"layers=\(6, 21, 23\).*reads 12 blocks"):
+        method(layers=(6, 21, 23)).blocks(12)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"layers": ()}, {"layers": (-1,)}, {"layers": (1.5,)}, {"longest": 0}, {"threshold": "half"}]
+)
+def test_an_option_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=f"earlytom.*{next(iter(wrong))}"):
+        method(**wrong)
+
+
+def test_what_it_says_of_itself() -> None:
+    check_method("earlytom")
+    info = tokenprune.method_info("earlytom")
+    assert info.for_videos and info.merges and not info.query_aware
+    assert "what it sees decides" in (unserved(method()) or "")

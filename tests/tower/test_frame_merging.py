@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames that merge inside a tower, against a tower that is run frame by frame, in a loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tokenprune
+from basics import snapshot
+from families import FAMILIES
+from naive_frames import chosen, mix, mixed, segments
+from tokenprune import Budget, BudgetError, FrameMerger, FrameMix, OptionError, Site, TokenPruneError
+from tokenprune.errors import UnsupportedSetupError
+from zoo import VIDEO, Family
+
+NAMES = ("llava_onevision", "llava_next_video")
+SET: dict[str, Any] = {"threshold": -1.0, "longest": 8, "layers": (0, 1)}
+POOLED = 4  # tokens of a frame
+
+
+@pytest.fixture(params=NAMES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def clips(family: Family, videos: list[bool], images: tuple[int, int] = (0, 0), frames: int = 9) -> Any:
+    """A batch whose videos drift, each in its own way, so that neighbours are more alike than ends."""
+    inputs = family.make_inputs(images=images, video=[frames if one else 0 for one in videos])
+    g = torch.Generator().manual_seed(1)
+    pixels = torch.empty(0)
+    for _ in range(sum(videos)):
+        steps = torch.randn(frames, 3, 16, 16, generator=g) * torch.rand(frames, 1, 1, 1, generator=g)
+        video = torch.randn(3, 16, 16, generator=g) + 0.5 * steps.cumsum(0)
+        pixels = torch.cat([pixels.view(-1, frames, 3, 16, 16), video[None]])
+    inputs["pixel_values_videos"] = pixels
+    return inputs
+
+
+class Loop:
+    """A video `[F, 3, H, W]` through the tower of `model`, one frame at a time."""
+
+    def __init__(self, model: Any, pixels: Tensor, layers: tuple[int, ...], threshold: float, longest: int) -> None:
+        base = model.model
+        tower = base.vision_tower
+        blocks = tower.encoder.layers if hasattr(tower, "encoder") else tower.vision_model.encoder.layers
+        self.class_tokens = int(type(blocks[0]).__name__ == "CLIPEncoderLayer")
+        read = base.config.vision_feature_layer
+        embed = getattr(tower, "vision_model", tower)
+        frames = [embed.embeddings(one[None]) for one in pixels]
+        if self.class_tokens:
+            frames = [embed.pre_layrnorm(one) for one in frames]
+        self.times, self.counts = list(range(len(frames))), []
+        for index, block in enumerate(blocks[: read if read >= 0 else len(blocks) + 1 + read]):
+            self.counts.append(len(frames) * frames[0].shape[1])
+            received = [self._received(block, one[0]) for one in frames]
+            frames = [as_tensor(block(one, None)) for one in frames]
+            if index not in layers:
+                continue
+            x = torch.cat(frames)
+            parts = mix(x[:, self.class_tokens :].double(), threshold, longest + 1, False)
+            frames = list(mixed(x, parts)[:, None])
+            self.received = mixed(torch.stack(received), parts)
+            self.times = [self.times[part[0][0]] for part in parts]
+            left = torch.cat(frames)[:, self.class_tokens :].double()
+            self.groups = segments(left, threshold, longest + 1)
+        features = torch.cat(frames)[:, self.class_tokens :]
+        if hasattr(base, "vision_resampler"):
+            self.features = base.multi_modal_projector(base.vision_resampler(features))
+            grid = self.received.view(-1, 2, 2, 2, 2)
+            self.scores = grid.mean((2, 4)).flatten(1)
+        else:
+            self.features = base.apply_pooling(base.multi_modal_projector(features))
+            self.scores = base.apply_pooling(self.received[..., None])[..., 0]
+
+    def _received(self, block: nn.Module, x: Tensor) -> Tensor:
+        own, heads = block.self_attn, block.self_attn.num_heads
+        y = block.layer_norm1(x)
+        q, k = (one(y).view(len(y), heads, -1).transpose(0, 1) for one in (own.q_proj, own.k_proj))
+        maps = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).softmax(-1)
+        return maps.mean((0, 1))[self.class_tokens :]
+
+    def kept(self, keep: int) -> tuple[list[int], Tensor]:
+        """Which tokens of the video stay, and their features."""
+        stays = chosen(self.scores, self.groups, keep)
+        return [self.times[f] * POOLED + p for f, p in stays], torch.stack([self.features[f, p] for f, p in stays])
+
+
+def as_tensor(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@contextmanager
+def entering(model: Any) -> Iterator[list[Tensor]]:
+    """What enters the first decoder layer, of each call."""
+    seen: list[Tensor] = []
+    layer = model.model.language_model.layers[0]
+    handle = layer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).clone()),
+        with_kwargs=True,
+    )
+    yield seen
+    handle.remove()
+
+
+def places(inputs: Any, row: int) -> list[int]:
+    return (inputs["input_ids"][row] == VIDEO).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("keep", [0.2, 0.5, 0.8])
+@torch.no_grad()
+def test_equals_a_tower_run_in_a_loop(family: Family, keep: float, build) -> None:
+    """Two videos of a batch, each alone: the frames, the tokens, their features and what is counted."""
+    model, inputs = build(family), clips(family, [True, True])
+    with tokenprune.patched(model, "earlytom", keep=keep, record=True, **SET), entering(model) as seen:
+        logits = model(**inputs).logits
+        stats = tokenprune.stats(model)
+    read, counts = 0, []
+    for row, pixels in enumerate(inputs["pixel_values_videos"]):
+        loop = Loop(model, pixels, SET["layers"], SET["threshold"], SET["longest"])
+        counts.append(loop.counts)
+        assert len(loop.times) < len(pixels)
+        own = places(inputs, row)
+        newline = len(own) - len(pixels) * POOLED
+        tokens, features = loop.kept(max(1, round(keep * len(own)) - newline))
+        if newline:
+            tokens = [*tokens, len(own) - 1]
+            features = torch.cat([features, model.model.image_newline[None]])
+        real = inputs["attention_mask"][row].bool()
+        text = [p for p in range(len(real)) if real[p] and p not in own]
+        want = sorted([*text, *(own[t] for t in tokens)])
+        assert stats.cuts[0].kept[row] == want
+        embeds = model.get_input_embeddings()(inputs["input_ids"][row].clamp(min=0))
+        embeds[[own[t] for t in tokens]] = features
+        got = seen[0][row, -len(want) :]
+        assert torch.allclose(got, embeds[want], atol=1e-5)
+        # The decoder sees these at the places that they have in the whole prompt.
+        at = torch.tensor(want) - int((~real).sum())
+        alone = model.model.language_model(inputs_embeds=embeds[want][None], position_ids=at[None]).last_hidden_state
+        assert torch.allclose(logits[row, -1], model.lm_head(alone[0, -1]), atol=1e-4)
+        read += len(tokens)
+    assert stats.visual_tokens_out == read
+    assert stats.encoder_tokens_per_layer[: len(counts[0])] == [sum(one) for one in zip(*counts, strict=True)]
+
+
+@torch.no_grad()
+def test_keep_of_one_is_bit_equal(family: Family, build) -> None:
+    model, inputs = build(family), clips(family, [True, True])
+    before, was = model(**inputs).logits, snapshot(model)
+    with tokenprune.patched(model, "earlytom", keep=1.0, **SET):
+        assert torch.equal(model(**inputs).logits, before)
+    tokenprune.patch(model, "earlytom", keep=0.5, **SET)
+    assert not torch.equal(model(**inputs).logits, before)
+    want = model(**inputs).logits
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(**inputs).logits, want)
+    tokenprune.unpatch(model)
+    assert snapshot(model) == was and torch.equal(model(**inputs).logits, before)
+
+
+@torch.no_grad()
+def test_a_batch_gives_what_its_rows_give_alone(family: Family, build) -> None:
+    model, inputs = build(family), clips(family, [True, True])
+    with tokenprune.patched(model, "earlytom", keep=0.4, record=True, **SET):
+        model(**inputs)
+        together = tokenprune.stats(model).cuts[0].kept
+        for row in range(2):
+            alone = {k: v[row : row + 1] for k, v in inputs.items()}
+            model(**alone)
+            assert tokenprune.stats(model).cuts[0].kept[0] == together[row]
+
+
+@torch.no_grad()
+def test_no_merge_keeps_what_attention_says_and_all_features(family: Family, build) -> None:
+    """1: of frames that are segments of their own the tower computes what it does unpatched."""
+    model, inputs = build(family), clips(family, [True, True])
+    given = {"pixel_values_videos": inputs["pixel_values_videos"]}
+    want = model.model.get_video_features(**given).pooler_output
+    with tokenprune.patched(model, "earlytom", keep=0.5, threshold=1.1):
+        got = model.model.get_video_features(**given).pooler_output
+        assert all(map(torch.equal, got, want))
+        model(**inputs)
+        stats = tokenprune.stats(model)
+        assert stats.encoder_tokens_per_layer == [stats.encoder_tokens_per_layer[0]] * 3
+        assert stats.visual_tokens_out == round(0.5 * len(places(inputs, 0))) * 2
+
+
+@torch.no_grad()
+def test_images_are_left_alone(build) -> None:
+    """Beside a video, and by themselves: bit-equal, and the statistics say so."""
+    family = FAMILIES["llava_onevision"]
+    model = build(family)
+    only = family.make_inputs(images=(2, 1))
+    before = model(**only).logits
+    with tokenprune.patched(model, "earlytom", keep=0.3, record=True, **SET):
+        assert torch.equal(model(**only).logits, before)
+        assert tokenprune.stats(model).keep_ratio == 1.0
+        assert any("images keep all tokens" in note for note in tokenprune.stats(model).notes)
+        both = clips(family, [True, True], images=(1, 1))
+        model(**both)
+        stats, images = tokenprune.stats(model), sum(map(sum, both.counts)) - 2 * len(places(both, 0))
+        assert stats.visual_tokens_out == images + 2 * round(0.3 * len(places(both, 0)))
+
+
+@torch.no_grad()
+def test_generate_beams_and_another_question(family: Family, build) -> None:
+    """9: questions change nothing of what is kept; beams are copies."""
+    model, inputs = build(family), clips(family, [True, True])
+    with tokenprune.patched(model, "earlytom", keep=0.4, record=True, **SET):
+        greedy = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+        kept = tokenprune.stats(model).cuts[0].kept[0]
+        if family.name == "llava_onevision":  # the other one's own beams fail on videos
+            model.generate(**inputs, max_new_tokens=3, num_beams=2)
+            assert tokenprune.stats(model).cuts[0].kept[0] == kept
+        inputs["input_ids"][:, -1] += 1
+        assert greedy.shape == model.generate(**inputs, max_new_tokens=3, do_sample=False).shape
+        assert tokenprune.stats(model).cuts[0].kept[0] == kept
+
+
+@torch.no_grad()
+def test_fewer_tokens_than_asked_for_where_little_is_left(family: Family, build) -> None:
+    model, inputs = build(family), clips(family, [True, False])
+    loop = Loop(model, inputs["pixel_values_videos"][0], SET["layers"], SET["threshold"], SET["longest"])
+    with tokenprune.patched(model, "earlytom", keep=0.99, **SET):
+        model(**inputs)
+        newline = len(places(inputs, 0)) - 9 * POOLED
+        assert tokenprune.stats(model).visual_tokens_out == len(loop.times) * POOLED + newline
+
+
+@torch.no_grad()
+def test_a_cut_inside_the_decoder_goes_on_from_there(family: Family, build) -> None:
+    model, inputs = build(family), clips(family, [True, True])
+    with tokenprune.patched(model, [tokenprune.method("earlytom", **SET), "fastv"], keep=[0.5, 0.5], record=True):
+        model(**inputs)
+        first, second = tokenprune.stats(model).cuts
+    assert (first.site, first.method, second.site) == (Site.IN_ENCODER, "earlytom", Site.IN_LLM)
+    assert first.sources is not None
+    assert all(set(after) < set(before) for before, after in zip(first.kept, second.kept, strict=True))
+
+
+def test_gradients_flow_through_mixed_frames(build) -> None:
+    family = FAMILIES["llava_onevision"]
+    model, inputs = copy.deepcopy(build(family)), clips(family, [True, True])
+    with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
+        model(**inputs).logits.sum().backward()
+        for name, parameter in model.model.vision_tower.named_parameters():
+            if "layers" in name and "k_proj.bias" not in name:
+                assert parameter.grad.abs().sum() > 0, name
+        model.gradient_checkpointing_enable()
+        model.train()
+        with pytest.raises(UnsupportedSetupError, match="gradient checkpointing"):
+            model(**inputs)
+
+
+@torch.no_grad()
+def test_a_failing_forward_leaves_nothing_behind(family: Family, build) -> None:
+    model, inputs = build(family), clips(family, [True, True])
+    with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
+        want = model(**inputs).logits
+        norm = next(m for n, m in model.model.vision_tower.named_modules() if n.endswith("layers.2.mlp"))
+        handle = norm.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**inputs)
+        handle.remove()
+        assert torch.equal(model(**inputs).logits, want)
+
+
+@torch.no_grad()
+def test_hidden_states_have_all_frames(family: Family, build) -> None:
+    model, inputs = build(family), clips(family, [True, True])
+    with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
+        output = model.model.get_video_features(inputs["pixel_values_videos"])
+    assert {len(x) for x in output.hidden_states} == {len(output.last_hidden_state)} == {18}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_in_half_precision(family: Family, dtype: torch.dtype) -> None:
+    model, inputs = family.build().to(dtype), clips(family, [True, True])
+    inputs["pixel_values_videos"] = inputs["pixel_values_videos"].to(dtype)
+    with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
+        assert model(**inputs).logits.isfinite().all()
+
+
+# -- what is refused, and said -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("llava", "prompts of 'llava' hold none"), ("qwen2_5_vl", "has to be a row of a CLIP or SigLIP tower"),
+     ("video_llava", "has to be a row of a CLIP or SigLIP tower")],
+)  # fmt: skip
+def test_models_without_such_a_tower_are_refused(name: str, says: str) -> None:
+    with pytest.raises(UnsupportedSetupError, match=f"earlytom.*{says}"):
+        tokenprune.patch(FAMILIES[name].build(), "earlytom", keep=0.5)
+
+
+@torch.no_grad()
+def test_refused(build) -> None:
+    family = FAMILIES["llava_onevision"]
+    model, inputs = build(family), clips(family, [True, True])
+    for method, says in (
+        (["earlytom", "tome"], "act at the same place"), (["earlytom", "vscan"], "earlytom merges them on the way"),
+        (["earlytom", "evs"], "earlytom removes some of them"),
+    ):  # fmt: skip
+        with pytest.raises(OptionError, match=says):
+            tokenprune.patch(model, method, keep=0.5)
+    with pytest.raises(OptionError, match="reads 3 blocks"):
+        tokenprune.patch(model, "earlytom", keep=0.5, layers=(7,))
+    for budget in (Budget(keep=0.5, per="prompt"), Budget(flops_share=0.5), Budget(per_second=4)):
+        with pytest.raises(BudgetError, match="earlytom"):
+            tokenprune.patch(model, "earlytom", keep=budget)
+    encoded = model.model.get_video_features(inputs["pixel_values_videos"])
+    rest = {name: value for name, value in inputs.items() if name != "pixel_values_videos"}
+    with tokenprune.patched(model, "earlytom", keep=0.5), pytest.raises(UnsupportedSetupError, match="pass pixels"):
+        model(**rest, mm_encoder_outputs={"video": encoded})
+    with (
+        tokenprune.patched(model, "earlytom", keep=0.5),
+        pytest.raises(UnsupportedSetupError, match="vision_feature_layer=-1, not for -2"),
+    ):
+        model.model.get_video_features(inputs["pixel_values_videos"], vision_feature_layer=-2)
+
+
+@torch.no_grad()
+def test_a_method_that_answers_wrongly_is_told(build) -> None:
+    class Wrong(FrameMerger):
+        name = "wrong"
+
+        def blocks(self, depth: int) -> list[int]:
+            return [0]
+
+        def mix(self, hidden: Tensor) -> FrameMix:
+            return FrameMix.of([(0, 0, 1.0)])
+
+        def groups(self, hidden: Tensor) -> list[int]:
+            return [1]
+
+        def choose_tokens(self, received: Tensor, groups: Any, keep: int) -> Tensor:
+            return received
+
+    family = FAMILIES["llava_onevision"]
+    model, inputs = build(family), clips(family, [True, True])
+    with tokenprune.patched(model, Wrong(), keep=0.5), pytest.raises(TokenPruneError, match="must return a bool"):
+        model(**inputs)
