@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from checkpoints import photo
 from conftest import DIVPRUNE, Engine, same
 from internvl_chat import ChatReference, write
 from test_plugin import config
-from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune import OptionError, Thresholds, UnsupportedSetupError
+from tokenprune.sites.encoder import Tower
 
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}
 SIZES = ((56, 112), (70, 70), (112, 56))
@@ -33,20 +35,27 @@ def prompt(images: int) -> str:
     return "look: " + " and ".join(["<image>"] * images) + " what is it? "
 
 
-def test_its_tower(start: Callable[..., Engine], folder: Any, written: Path) -> None:
+def test_its_tower(start: Callable[..., Engine], folder: Any, reference: Any, written: Path, tmp_path: Path) -> None:
     """Read by several methods, and merging, of images of one tile and of several, in one call of the tower."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    engine = start("internvl", DIVPRUNE, checkpoint=written, trust_remote_code=True)
-    reference = ChatReference(folder("internvl"), MULTIMODAL_REGISTRY.create_processor(engine.llm.model_config))
+    tower, path = reference("internvl").model.model.vision_tower, tmp_path / "thresholds.safetensors"
+    Thresholds({0.5: torch.tensor([0.9, 0.5, 1.0])}, Tower(1, 0, 3, 3, tower, 4).fingerprint, 1).save(path)
+    dymu = {"method": "dymu", "keep": 0.5, "exact": True, "thresholds": str(path)}
+    profiles = {"profiles": {"dymu": dymu}}  # a request cannot name a file
+    engine = start("internvl", DIVPRUNE | profiles, checkpoint=written, trust_remote_code=True)
+    theirs = ChatReference(folder("internvl"), MULTIMODAL_REGISTRY.create_processor(engine.llm.model_config))
     asked = []
-    for number, setting in enumerate(SETTINGS):
+    for number, setting in enumerate([*SETTINGS, dymu]):
         count = 1 + number % 3
         asked.append((prompt(count), [photo(*SIZES[(number + i) % 3], seed=number + i) for i in range(count)], setting))
-    outputs = engine.generate([engine.request(*one) for one in asked])
+    requests = [
+        engine.request(text, images, {"profile": "dymu"} if one is dymu else one) for text, images, one in asked
+    ]
+    outputs = engine.generate(requests)
     for (text, images, setting), output in zip(asked, outputs, strict=True):
         try:
-            same(output, *reference.greedy(text, images, 6, None if "off" in setting else setting))
+            same(output, *theirs.greedy(text, images, 6, None if "off" in setting else setting))
         except AssertionError as error:
             raise AssertionError(f"{setting}: {error}") from error
     with pytest.raises(OptionError, match="there is no block 17"):

@@ -66,7 +66,7 @@ def test_in_vllm(method: str, family: str, backend: Backend, says: str) -> None:
     assert says in asked(method, family, backend)
 
 
-@pytest.mark.parametrize("family", ["aria", "gemma3n", "gemma4", "llama4", "lfm2_vl", "kimi_vl"])
+@pytest.mark.parametrize("family", ["aria", "gemma3n", "gemma4", "llama4", "lfm2_vl"])
 def test_towers_that_vllm_cannot_be_asked_about(family: str) -> None:
     """What reads them, or merges in them, is refused, and told what to use instead."""
     for method in ("visionzip", "fastervlm", "tome"):

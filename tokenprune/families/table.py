@@ -31,6 +31,10 @@ def _pooled(config: Any) -> int:
     return vision.image_size // vision.patch_size // math.isqrt(config.mm_tokens_per_image)
 
 
+def _kernel(config: Any) -> int:
+    return config.vision_config.merge_kernel_size[0]
+
+
 _FRAMES = "frames of a video carry the id of images; a batch holds images or videos, not both"
 _DEEPSTACK = "deepstack features are cut and merged with the tokens"
 _BOTH_WAYS = "kept tokens of an image go on seeing each other both ways"
@@ -353,7 +357,13 @@ _OF_VLLM = (
             "InternVLChatModel", "InternVL in its authors' format", f"{_WITH_TILES}; a frame of a video", per_run=True
         ),
     ),
-    Family("kimi_vl", in_transformers=False, vllm=Vllm("KimiVLForConditionalGeneration", "Kimi-VL")),
+    Family(
+        "kimi_vl",
+        in_transformers=False,
+        patches="sized",
+        unit_side=_kernel,
+        vllm=Vllm("KimiVLForConditionalGeneration", "Kimi-VL"),
+    ),
 )
 
 # Model types of decoders that read positions in RoPE alone, and in every layer.

@@ -40,6 +40,7 @@ TOWERS = {
         TowerRow("qwen3_5_moe_vision", "Qwen3_5MoeVisionBlock", merging="Qwen3_5MoeVisionModel"),
         TowerRow("glm4v_vision", "Glm4vVisionBlock"),
         TowerRow("glm4v_moe_vision", "Glm4vMoeVisionBlock"),
+        TowerRow("moonvit", "MoonVitEncoderLayer"),  # vLLM's class of the config
         TowerRow("pixtral", "PixtralAttentionLayer", gated=True),
     )
 }

@@ -199,8 +199,10 @@ def _runs(source: PatchSource, grids: list[tuple[int, int, int]] | None, scores:
 
 
 def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
-    patch, side = source.config.vision_config.patch_size, getattr(source.config, "spatial_merge_size", 1)
-    grids = [(height // patch, width // patch) for height, width in image_sizes(arguments)]
+    side, grids = getattr(source.config, "spatial_merge_size", source.unit_side), arguments.get("image_grid_hws")
+    if grids is None:
+        patch = source.config.vision_config.patch_size
+        grids = [(height // patch, width // patch) for height, width in image_sizes(arguments)]
     if sum(map(math.prod, grids)) != len(scores):
         return None
     means, cells = [], []

@@ -88,7 +88,10 @@ class TowerReader:
         elif layout == "sized":
             sizes = self._sequences(kwargs, modality) or []
             own = scores[:, sum(sizes[:index]) : sum(sizes[: index + 1])]
-            arguments["pixel_values"] = kwargs["pixel_values"][index][None]
+            if "image_grid_hws" in kwargs:  # Kimi-VL, whose pixels are patches
+                arguments["image_grid_hws"] = [_sides(kwargs)[index]]
+            else:
+                arguments["pixel_values"] = kwargs["pixel_values"][index][None]
         elif layout == "packed":
             pixels = kwargs["pixel_values" if modality == "image" else "pixel_values_videos"]
             sizes = [len(one) for one in pixels]
@@ -110,6 +113,8 @@ class TowerReader:
         """Lengths of the sequences that the tower lays end to end; None if it makes a row of each."""
         if self.served.patch_layout == "runs":
             return [h * w for t, h, w in _grids(kwargs, modality) for _ in range(t)]
+        if self.served.patch_layout == "sized" and "image_grid_hws" in kwargs:
+            return [height * width for height, width in _sides(kwargs)]
         if self.served.patch_layout == "sized":
             patch = self.served.config.vision_config.patch_size
             sizes = [one.shape[-2:] for one in kwargs["pixel_values"]]
@@ -152,6 +157,10 @@ def _rows(features: Tensor) -> int:
 
 def _grids(kwargs: Mapping[str, Any], modality: str) -> list[tuple[int, int, int]]:
     return [tuple(torch.as_tensor(one).tolist()) for one in kwargs[f"{modality}_grid_thw"]]
+
+
+def _sides(kwargs: Mapping[str, Any]) -> list[tuple[int, int]]:
+    return [tuple(torch.as_tensor(one).tolist()) for one in kwargs["image_grid_hws"]]
 
 
 def attentions_of(model: nn.Module) -> list[Any]:

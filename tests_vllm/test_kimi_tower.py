@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kimi-VL, whose language model does not run on a CPU: what is read of vLLM's own tower, against plain loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tokenprune
+from conftest import Engine
+from paper_checkpoints import PAPERS
+from test_plugin import config
+from tokenprune.errors import UnsupportedSetupError
+
+VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}
+GRIDS = [(4, 6), (6, 4), (8, 2)]  # patches of each image
+HEADS, LAYERS = 2, 3
+
+
+class Stub(nn.Module):
+    """What a reader asks a model for."""
+
+    def __init__(self, vision: Any) -> None:
+        super().__init__()
+        from vllm.model_executor.models.moonvit import MoonVitPretrainedModel
+
+        self.config = SimpleNamespace(model_type="kimi_vl", vision_config=vision)
+        self.vision_tower = MoonVitPretrainedModel(vision, prefix="vision_tower")
+
+
+@pytest.fixture(scope="module")
+def stub(start: Callable[..., Engine]) -> Any:
+    from vllm.config import set_current_vllm_config
+    from vllm.transformers_utils.configs.moonvit import MoonViTConfig
+
+    engine = start("llava")  # vLLM's layers want its groups of processes
+    vision = MoonViTConfig(
+        patch_size=14, init_pos_emb_height=8, init_pos_emb_width=8, num_attention_heads=HEADS,
+        num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=96,
+    )  # fmt: skip
+    with set_current_vllm_config(engine.llm.llm_engine.vllm_config), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = Stub(vision).float().eval()
+        for p in made.parameters():
+            p.data.normal_(std=1.2 / math.sqrt(p[0].numel())) if p.dim() > 1 else p.data.normal_(1.0, 0.1)
+        for module in made.modules():
+            if hasattr(module, "quant_method"):  # as a loader does
+                module.quant_method.process_weights_after_loading(module)
+        yield made
+
+
+@torch.no_grad()
+def received(tower: Any, pixels: Tensor, grid: tuple[int, int]) -> list[Tensor]:
+    """What the patches of one image, alone in the tower, get of each other's attention in each block, `[N, H]`."""
+    from vllm.model_executor.models.moonvit import apply_rope
+
+    found = []
+
+    def look(block: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        x = block.norm0(args[0])
+        query, key, _ = block.wqkv(x)[0].view(len(x), 3, HEADS, -1).unbind(1)
+        query, key = apply_rope(query, key, kwargs["rope_freqs_cis"])
+        logits = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+        found.append(logits.softmax(-1).mean(1).T)
+
+    handles = [block.register_forward_pre_hook(look, with_kwargs=True) for block in tower.encoder.blocks]
+    tower(pixels, torch.tensor([grid]))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@torch.no_grad()
+def test_what_is_read_of_its_tower(stub: Any) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from tokenprune.integrations.vllm.worker.tower import TowerReader
+
+    sizes = [height * width for height, width in GRIDS]
+    pixels = torch.randn(sum(sizes), 3, 14, 14, generator=torch.Generator().manual_seed(1))
+    kwargs = {"pixel_values": pixels, "image_grid_hws": torch.tensor(GRIDS)}
+    method, reader = tokenprune.method("vscan", stage2=False), TowerReader(stub)
+    with reader.reading([method], kwargs, "image") as seen, set_current_vllm_config(VllmConfig()):
+        features = [one.flatten(1) for one in stub.vision_tower(pixels, torch.tensor(GRIDS))]
+    for index, (grid, own) in enumerate(zip(GRIDS, pixels.split(sizes), strict=True)):
+        encoded = reader.encoded(method, seen, index, features, kwargs, "image")
+        blocks = received(stub.vision_tower, own, grid)
+        assert len(encoded.values) == 2
+        for (_, layer), values in encoded.values.items():
+            block = blocks[math.ceil(layer * LAYERS) - 1 if isinstance(layer, float) else layer]
+            squares = [
+                [(2 * row + i) * grid[1] + 2 * column + j for i in range(2) for j in range(2)]
+                for row in range(grid[0] // 2) for column in range(grid[1] // 2)
+            ]  # fmt: skip
+            wanted = torch.stack([block[square].mean(0) for square in squares])
+            torch.testing.assert_close(values, wanted, atol=1e-5, rtol=1e-4)
+        rows = encoded.placed.cells[:, 1].max() + 1, encoded.placed.cells[:, 2].max() + 1
+        assert rows == (grid[0] // 2, grid[1] // 2)
+
+
+def test_a_server_takes_methods_that_read_it(tmp_path: Any) -> None:
+    (paper,) = (one for one in PAPERS if one.kind == "kimi_vl")
+    folder = paper.write(tmp_path)
+    made = config(folder, VSCAN, trust_remote_code=True)
+    assert made.multimodal_config.tokenprune["method"] == "vscan"
+    with pytest.raises(UnsupportedSetupError, match=r"merges inside the vision tower.*after the tower"):
+        config(folder, {"method": "tome", "keep": 0.5}, trust_remote_code=True)
