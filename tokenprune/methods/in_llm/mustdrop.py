@@ -78,10 +78,6 @@ class MustDrop(SeveralCuts):
         tower = {"encoder_attention"} if self.protected else set()
         return frozenset({"text_sum_and_max", "last_row_attention", *tower})
 
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (-1,) if self.protected else ()
-
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         placed = list(self.layers or place(self.depths[: layers - 1], layers, budget))
         step = _STEP if budget.share is None else _step(placed, layers, budget.share)
