@@ -107,6 +107,21 @@ def inputs_of(family: Family, name: str | None, large: bool) -> Any:
     return family.make_inputs(images=(1, 2), sizes=sizes)
 
 
+@pytest.mark.parametrize("videos", [1, 2])
+@torch.no_grad()
+def test_frames_that_merge_in_the_tower(videos: int) -> None:
+    """Of each video how alike its frames are, behind each block that merges, and once more for groups; then what the
+    patches receive, of all of them."""
+    family, blocks = FAMILIES["llava_onevision"], (0, 1)
+    model = family.build()
+    tokenprune.patch(model, "earlytom", keep=0.5, layers=blocks, threshold=-1.0)
+    inputs = family.make_inputs(images=(0,) * videos, video=[9] * videos)
+    with counting() as prefill:
+        to_far(model)(**far_inputs(inputs))
+    of_frames = videos * (len(blocks) + 1) + 1
+    assert sum(prefill.ours.values()) == PLACEHOLDERS + of_frames + COUNTS, prefill.ours
+
+
 def next_step(family: Family, inputs: Any, token: int) -> dict[str, Any]:
     rows, length = inputs["input_ids"].shape
     place = torch.full((rows, 1), length + token)

@@ -208,7 +208,9 @@ class FrameMerging(GroupedTokens):
         starts, groups = state.owners[-1], []
         for number, cells in enumerate(placed.cells.split(size)):
             rows = [r for r in starts if sum(state.left[:number]) <= r < sum(state.left[: number + 1])]
-            groups.append(self._groups_of(rows, cells[:, 0], placed.scores[number * size :][:size, 0], state, number))
+            scores = placed.scores[number * size :][:size, 0]
+            found = self._groups_of(rows, cells[:, 0], scores, state, number)
+            groups.append(to_device(found, state.received.device))
         self.leave_groups(output, groups)
 
     def _groups_of(self, rows: list[int], tile: Tensor, score: Tensor, state: FramesEncoded, number: int) -> Tensor:
