@@ -33,6 +33,7 @@ LOSERS = ROOT / "benchmarks/results/losers.jsonl"
 VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
 DOCUMENTS = ROOT / "benchmarks/results/documents.jsonl"
 ATTEND = ROOT / "benchmarks/results/attend.jsonl"
+VIDEO_TOWER = ROOT / "benchmarks/results/cpu/video_tower.jsonl"
 
 
 link = accuracy_pages.link
@@ -97,6 +98,24 @@ def attend() -> str:
         f"Percent right of {len(records[0]['right'])} questions about {header['images']} images, {header['model']}, "
         "whose answers are sentences that end in what was asked for. By `python benchmarks/studies/attend.py`; raw "
         f"data: {link(ATTEND, '../')}."
+    )
+    return "\n\n".join(["\n".join(lines), note])
+
+
+def video_tower() -> str:
+    """The table of a film's time in the vision tower and to the first token, from its raw file."""
+    records = [json.loads(line) for line in VIDEO_TOWER.read_text().splitlines()]
+    first = records[0]
+    lines = ["| method | tokens kept | tower | first token |", "|---|---|---|---|"]
+    for one in records[1:]:
+        ratios = " | ".join(f"{one['ratio'][what]:.2f}" for what in ("tower CPU", "first token CPU"))
+        lines.append(f"| `{one['method']}` | {one['visual_tokens_out']} | {ratios} |")
+    share = first["ms"]["tower CPU"] / first["ms"]["first token CPU"]
+    note = (
+        f"CPU time over the unpatched model's, in turn, median of rounds: a film of {first['frames']} frames, keep "
+        f"{first['keep']}, LLaVA-OneVision-0.5B at 1/{first['widths']} of its widths, random weights; unpatched the "
+        f"tower takes {share:.0%} of the time to the first token. By `python benchmarks/video_tower.py`; raw data: "
+        f"{link(VIDEO_TOWER, '../../')}."
     )
     return "\n\n".join(["\n".join(lines), note])
 
@@ -217,6 +236,7 @@ PAGES = {
     "docs/recipes/long-video.md": {"video-recipe": recipe_numbers.video},
     "docs/recipes/vllm-profiles.md": {"vllm-recipe": recipe_numbers.served},
     "docs/guide/recover.md": {"recover": recover_page.recover},
+    "docs/methods/earlytom.md": {"video-tower": video_tower},
     "docs/methods/pixelprune.md": {"documents": documents},
     "docs/sessions.md": {"attend": attend},
     "docs/video-bench.md": {
