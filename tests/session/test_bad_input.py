@@ -115,7 +115,8 @@ def test_a_failure_in_the_second_block_takes_back_the_first(session, monkeypatch
         return see(ids, inputs)
 
     monkeypatch.setattr(session._stream, "see", fails)
-    monkeypatch.setattr(session, "_blocks", lambda *given: iter([made, made]))
+    monkeypatch.setattr(type(session), "_words", None)
+    monkeypatch.setattr("tokenprune.workflows.session.blocks_of", lambda *given: iter([made, made]))
     monkeypatch.setattr("tokenprune.workflows.session.as_frames", lambda frames: frames)
     with pytest.raises(MemoryError):
         session.see([1])

@@ -16,6 +16,7 @@ from tokenprune.api import attachment_of, is_patched
 from tokenprune.errors import BudgetError, ConfigError, OptionError, SessionError, UnsupportedSetupError
 from tokenprune.integrations.hf.session import storage
 from tokenprune.integrations.hf.session.anchors import check_turning
+from tokenprune.integrations.hf.session.blocks import blocks_of
 from tokenprune.integrations.hf.session.checks import adapter_of, check_patch, check_window, place_of
 from tokenprune.integrations.hf.session.limits import Limits, entries_of
 from tokenprune.integrations.hf.session.prompts import Words, as_frames
@@ -28,7 +29,6 @@ from tokenprune.workflows.session_results import Answer, HeldEntries, SessionSta
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from PIL import Image
     from torch import Tensor
 
     from tokenprune.policies.base import Policy
@@ -69,7 +69,7 @@ class Session:
             images = as_frames(frames)
             if not self._stream.progress.opened:
                 self._stream.say(self._words.opening())
-            for block in self._blocks(images, fps, video):
+            for block in blocks_of(images, self._words, self._stream, self._block, fps, video):
                 self._stream.see(block["input_ids"], block)
             self._stream.open(len(images))
         return self
@@ -235,30 +235,6 @@ class Session:
             raise SessionError("nothing to say: the text is empty")
         opening = [] if self._stream.progress.opened else [self._words.opening()]
         return torch.cat([*opening, self._words.said(text, closing)], 1)
-
-    def _blocks(self, frames: list[Image.Image], fps: float | None, video: bool) -> Iterator[dict[str, Any]]:
-        """Yield the model's arguments for blocks of frames, as alike in size as can be."""
-        video = video and "video" in self._stream.adapter.placeholders and bool(self._words.template.video)
-        step = 2 if video else 1  # frames that a tower may join to one
-
-        def made(start: int, end: int) -> dict[str, Any]:
-            some = frames[start:end]
-            return self._words.clip(some, shown + start, fps) if video else self._words.frames(some)
-
-        block, room, shown = self._block, self._stream.room, self._stream.progress.shown
-        if block is None:
-            few = min(2, len(frames))
-            probe = made(0, few)
-            tokens = probe["input_ids"].shape[1]
-            if few == len(frames) and tokens <= room:
-                yield probe
-                return
-            block = max(1, (room - self._stream.limits.target(self._stream.text)) * few // tokens)
-        units = -(-len(frames) // step)
-        count = -(-units // max(1, block // step))
-        starts = [number * units // count * step for number in range(count)]
-        for start, end in zip(starts, [*starts[1:], len(frames)], strict=True):
-            yield made(start, end)
 
 
 def session(
