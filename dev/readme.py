@@ -103,7 +103,7 @@ def attend() -> str:
 
 
 def video_tower() -> str:
-    """The table of a film's time in the vision tower and to the first token, from its raw file."""
+    """The table of a video's time in the vision tower and to the first token, from its raw file."""
     records = [json.loads(line) for line in VIDEO_TOWER.read_text().splitlines()]
     first = records[0]
     lines = ["| method | tokens kept | tower | first token |", "|---|---|---|---|"]
@@ -112,7 +112,7 @@ def video_tower() -> str:
         lines.append(f"| `{one['method']}` | {one['visual_tokens_out']} | {ratios} |")
     share = first["ms"]["tower CPU"] / first["ms"]["first token CPU"]
     note = (
-        f"CPU time over the unpatched model's, in turn, median of rounds: a film of {first['frames']} frames, keep "
+        f"CPU time over the unpatched model's, in turn, median of rounds: a video of {first['frames']} frames, keep "
         f"{first['keep']}, LLaVA-OneVision-0.5B at 1/{first['widths']} of its widths, random weights; unpatched the "
         f"tower takes {share:.0%} of the time to the first token. By `python benchmarks/video_tower.py`; raw data: "
         f"{link(VIDEO_TOWER, '../../')}."
