@@ -95,10 +95,11 @@ class Session:
 
         text: the question, or ids as they are. attend: the share of the visual tokens held, or how many, that each
         layer reads for all tokens of the answer but the first: those that the question attends to most (SparseVILA,
-        arXiv 2510.17777, its decoding: a reconstruction from its abstract and others' code). remember: question and answer stay in the stream as text.
-        options: of the model's `generate`; answers are greedy unless they say otherwise. Raises OptionError for an
-        option that does not go with a session, such as beams, an assistant or another cache, BudgetError for an
-        `attend` out of range or below a sliding window, UnsupportedSetupError past the horizon.
+        arXiv 2510.17777, its decoding: a reconstruction from its abstract and others' code). remember: question and
+        answer stay in the stream as text. options: of the model's `generate`; answers are greedy unless they say
+        otherwise. Raises OptionError for an option that does not go with a session, such as beams, an assistant or
+        another cache, BudgetError for an `attend` out of range or below a sliding window, UnsupportedSetupError past
+        the horizon.
         """
         if not fits(max_new_tokens, Annotated[int, Ge(1)]):
             raise OptionError(f"max_new_tokens={max_new_tokens!r} must be an int >= 1")
