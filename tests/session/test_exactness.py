@@ -62,5 +62,5 @@ def test_half_precision_is_as_near_to_float32_as_one_prefill_in_it(name: str, dt
     )
     found, wanted = one.logits().float(), exact.logits()
     by_prefill = (one.one_prefill(masked=memory < 10**6).float() - wanted).abs().max()
-    assert 0 < (found - wanted).abs().max() <= 2 * by_prefill < 1
+    assert 0 < (found - wanted).abs().max() <= 3 * by_prefill < 3
     assert all(torch.equal(a.index, b.index) for a, b in zip(one.session.held, exact.session.held, strict=True))
