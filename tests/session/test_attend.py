@@ -167,6 +167,21 @@ def test_sampling_and_a_callers_own_processors_go_on(build) -> None:
     assert calls == [True, False, False, False] * 2  # the question's own forward is observed, and no step
 
 
+def test_guidance_runs_beside_it(build) -> None:
+    """Its forwards have a cache of their own, and are no part of the question."""
+    session = stream_of("llava", build).session
+    options = {"max_new_tokens": 4, "return_dict": True}
+    plain, guided, whole = (
+        session.ask(QUESTION, **options, **more)
+        for more in ({"attend": 0.1}, {"attend": 0.1, "guidance_scale": 1.5}, {"guidance_scale": 1.5})
+    )
+    assert torch.equal(guided.logits[0], whole.logits[0])
+    same = [a == b for a, b in zip(plain.ids.tolist(), guided.ids.tolist(), strict=True)]
+    until = same.index(False) + 1 if False in same else len(same)
+    assert torch.equal(plain.logits[:until], guided.logits[:until])
+    assert not torch.equal(guided.logits[1], whole.logits[1])
+
+
 @pytest.mark.parametrize("attend", [0, 0.0, -1, 1.5, True, None, "half", float("nan")])
 def test_what_is_no_share_is_refused(attend, build) -> None:
     session = stream_of("llava", build).session

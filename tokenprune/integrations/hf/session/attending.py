@@ -26,11 +26,12 @@ class Attending(LogitsProcessor):
     """
 
     def __init__(self, memory: Memory, adapter: Adapter, keep: int) -> None:
-        self.memory, self.keep = memory, keep
+        self.memory, self.adapter, self.keep = memory, adapter, keep
         self._observing = ExitStack()
-        self._found: dict[int, Tensor] | None = self._observing.enter_context(observed(memory, adapter))
+        self._found: dict[int, Tensor] | None = None
 
     def __enter__(self) -> Attending:
+        self._found = self._observing.enter_context(observed(self.memory, self.adapter))
         return self
 
     def __exit__(

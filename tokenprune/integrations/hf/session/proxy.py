@@ -50,14 +50,14 @@ def proxy_of(policy: Policy, words: Words | None, adapter: Adapter) -> Tensor | 
 
 @contextmanager
 def observed(memory: Memory, adapter: Adapter) -> Iterator[dict[int, Tensor]]:
-    """Yield a dict that each forward of this thread fills, for each layer with full attention: float32 `[Hq, n]`,
+    """Yield a dict that this thread's first forward fills, for each layer with full attention: float32 `[Hq, n]`,
     softmax attention to the n entries that the memory holds, averaged over the forward's tokens."""
     held, thread = memory.held, threading.get_ident()
     found: dict[int, Tensor] = {}
 
     def reader(layer: int) -> Callable[[Observation], None]:
         def read(seen: Observation) -> None:
-            if threading.get_ident() == thread:
+            if threading.get_ident() == thread and layer not in found:  # guidance runs a prompt of its own
                 index = torch.arange(seen.query.shape[2], device=seen.query.device)[None]
                 found[layer] = seen.rows(index)[0, ..., :held].mean(1)
 
