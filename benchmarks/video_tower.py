@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of a video's time in the vision tower, and to the first token, frames that merge in the tower save.
 
-    python benchmarks/video_tower.py --json benchmarks/results/video_tower.jsonl
+    python benchmarks/video_tower.py --side 224 --rounds 8 --json benchmarks/results/cpu/video_tower.jsonl
 
 LLaVA-OneVision-0.5B at a quarter of its widths (`--widths 4`), with its depth, its 729 patches a frame and its 196
-tokens of them; random weights. The video is drawn: scenes in which a smooth image drifts. How many frames merge is up
-to weights and video, so a row says what entered each block; `--threshold` is that of `earlytom`. All settings are taken
-in turn in one process, each as often the first; figures are medians over the rounds of ratios taken round by round,
-of CPU and of wall time.
+tokens of them (256 and 64 with `--side 224`); random weights. The video is drawn: scenes in which a smooth image
+drifts. How many frames merge is up to weights and video, so a row says what entered each block; `--threshold` is that
+of `earlytom`. All settings are taken in turn in one process, each as often the first; figures are medians over the
+rounds of ratios taken round by round, of CPU and of wall time.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from contextlib import nullcontext
@@ -22,10 +21,10 @@ from typing import Any
 
 import calm_threads  # noqa: F401
 import torch
-from common import default_device
+from common import code_version, default_device, header
 from rich.console import Console
 from rich.table import Table
-from rows import Load, add_options
+from rows import Load, add_options, write
 from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, Qwen2Config, SiglipVisionConfig
 
 import tokenprune
@@ -91,7 +90,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     add_options(parser, resume=False)
     args = parser.parse_args()
-    load, device = Load(args.allow_load), default_device()
+    load, device = Load(args.allow_load), torch.device(default_device())
+    asked = {name: getattr(args, name) for name in ("keep", "frames", "widths", "side", "threshold", "rounds")}
+    about = header(device, code=code_version(), **asked)
     model = build(args.widths, args.side).to(device)
     pixels = clip(args.frames, args.side).to(device)
     tokens = args.frames * (-(-(args.side // 14) // 2)) ** 2 + 1
@@ -122,20 +123,19 @@ def main() -> None:
         ratios = [[a / b for a, b in zip(*pair, strict=True)] for pair in zip(times, taken["unpatched"], strict=True)]
         middle = [statistics.median(one) for one in zip(*ratios, strict=True)]
         milliseconds = [1000 * statistics.median(one) for one in zip(*times, strict=True)]
-        record = {"method": name, "keep": args.keep, "frames": args.frames, "widths": args.widths, "side": args.side}
+        record: dict[str, Any] = {"method": name}
         record |= {
             "ms": dict(zip(columns, milliseconds, strict=True)),
             "ratio": dict(zip(columns, middle, strict=True)),
         }
         seen = counts.get(name, {})
         record |= {one: seen.get(one) for one in ("visual_tokens_out", "encoder_tokens_per_layer")}
-        records.append(record | {"threads": torch.get_num_threads()} | load.record())
+        records.append(record | load.record())
         cells = [cell for ms, ratio in zip(milliseconds, middle, strict=True) for cell in (f"{ms:.0f}", f"{ratio:.3f}")]
         table.add_row(name, str(seen.get("visual_tokens_out", tokens)), *cells)
     Console().print(table)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text("".join(json.dumps(line) + "\n" for line in records))
+        write(args.json, [about, *records])
 
 
 if __name__ == "__main__":

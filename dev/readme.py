@@ -104,18 +104,19 @@ def attend() -> str:
 
 def video_tower() -> str:
     """The table of a video's time in the vision tower and to the first token, from its raw file."""
-    records = [json.loads(line) for line in VIDEO_TOWER.read_text().splitlines()]
-    first = records[0]
+    header, records = rows.quiet(VIDEO_TOWER)
+    if not records:
+        return ""
     lines = ["| method | tokens kept | tower | first token |", "|---|---|---|---|"]
     for one in records[1:]:
         ratios = " | ".join(f"{one['ratio'][what]:.2f}" for what in ("tower CPU", "first token CPU"))
         lines.append(f"| `{one['method']}` | {one['visual_tokens_out']} | {ratios} |")
-    share = first["ms"]["tower CPU"] / first["ms"]["first token CPU"]
+    share = records[0]["ms"]["tower CPU"] / records[0]["ms"]["first token CPU"]
     note = (
-        f"CPU time over the unpatched model's, in turn, median of rounds: a video of {first['frames']} frames, keep "
-        f"{first['keep']}, LLaVA-OneVision-0.5B at 1/{first['widths']} of its widths, random weights; unpatched the "
-        f"tower takes {share:.0%} of the time to the first token. By `python benchmarks/video_tower.py`; raw data: "
-        f"{link(VIDEO_TOWER, '../../')}."
+        f"CPU time over the unpatched model's, in turn, median of rounds: a video of {header['frames']} frames of "
+        f"{header['side']} pixels, keep {header['keep']}, LLaVA-OneVision-0.5B at 1/{header['widths']} of its widths, "
+        f"random weights, {header['threads']} thread; unpatched the tower takes {share:.0%} of the time to the first "
+        f"token. By `python benchmarks/video_tower.py`; raw data: {link(VIDEO_TOWER, '../../')}."
     )
     return "\n\n".join(["\n".join(lines), note])
 

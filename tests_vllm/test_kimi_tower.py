@@ -24,7 +24,7 @@ HEADS, LAYERS = 2, 3
 
 
 class Stub(nn.Module):
-    """What a reader asks a model for."""
+    """The parts of a model that a reader asks for."""
 
     def __init__(self, vision: Any) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def stub(start: Callable[..., Engine]) -> Any:
 
 @torch.no_grad()
 def received(tower: Any, pixels: Tensor, grid: tuple[int, int]) -> list[Tensor]:
-    """What the patches of one image, alone in the tower, get of each other's attention in each block, `[N, H]`."""
+    """Return the attention in each block that the patches of one image, alone in the tower, receive, `[N, H]`."""
     from vllm.model_executor.models.moonvit import apply_rope
 
     found = []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters beside the reduction, on both of vLLM's model runners: what they choose from is what the patched
-Hugging Face model says."""
+"""Sampling parameters beside the reduction, on both of vLLM's model runners: they choose from the log-probabilities of
+the patched Hugging Face model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ask(engine: Engine, asked: list[tuple[dict[str, Any], Any]]) -> list[Any]:
     return engine.llm.generate(requests, [one for _, one in asked], use_tqdm=False)
 
 
-def told(
+def expected(
     engine: Engine, reference: Any, override: dict[str, Any], choose: Any, steps: int = STEPS
 ) -> tuple[list[int], Tensor]:
     prompt, images = engine.checkpoint.prompt(2), engine.checkpoint.images(2)
@@ -64,7 +64,7 @@ def test_greedy_answers(engine: Engine, reference: Any) -> None:
     cases = [(override, *one) for override in ({}, OFF) for one in ((bias, biased), (within, allowed))]
     outputs = ask(engine, [case[:2] for case in cases])
     for (override, _, choose), output in zip(cases, outputs, strict=True):
-        tokens, logprobs = told(engine, reference, override, choose)
+        tokens, logprobs = expected(engine, reference, override, choose)
         assert list(output.outputs[0].token_ids) == tokens and len(set(tokens)) > (choose is biased)
         first = {token: found.logprob for token, found in output.outputs[0].logprobs[0].items()}
         assert all(abs(value - float(logprobs[0, token])) < 1e-4 for token, value in first.items())
@@ -79,7 +79,9 @@ def test_seeded_answers(engine: Engine, reference: Any) -> None:
         (alone,) = ask(engine, [one])
         assert alone.outputs[0].token_ids == output.outputs[0].token_ids
         forced = list(output.outputs[0].token_ids)
-        same(output, *told(engine, reference, one[0], lambda logprobs, written, forced=forced: forced[len(written)]))
+        same(
+            output, *expected(engine, reference, one[0], lambda logprobs, written, forced=forced: forced[len(written)])
+        )
     assert len(set(answers[:3])) == 3
 
 
@@ -98,7 +100,7 @@ def test_structured_output(engine: Engine, reference: Any) -> None:
     asked = params(temperature=0.0, ignore_eos=False, structured_outputs=StructuredOutputsParams(choice=words))
     cases = [{}, OFF, {"method": "uniform", "keep": 3}]
     for override, output in zip(cases, ask(engine, [(override, asked) for override in cases]), strict=True):
-        tokens, logprobs = told(engine, reference, override, spell)
+        tokens, logprobs = expected(engine, reference, override, spell)
         answer, first = output.outputs[0], sorted({one[0] for one in spelt})
         assert list(answer.token_ids) == tokens and answer.text in words
         for token, wanted in zip(first, logprobs[0, first].log_softmax(0).tolist(), strict=True):
@@ -110,7 +112,7 @@ def test_cut_distributions(engine: Engine, reference: Any) -> None:
     for one in (params(seed=7, top_k=3), params(seed=7, top_p=0.3)):
         (output,) = ask(engine, [({}, one)])
         forced = list(output.outputs[0].token_ids)
-        _, logprobs = told(engine, reference, {}, lambda logprobs, written, forced=forced: forced[len(written)])
+        _, logprobs = expected(engine, reference, {}, lambda logprobs, written, forced=forced: forced[len(written)])
         for token, row in zip(forced, logprobs, strict=True):
             above = row[row > row[token]]
             assert len(above) < 3 if one.top_k == 3 else float(above.exp().sum()) < 0.3

@@ -50,6 +50,11 @@ def drawn() -> Iterator[None]:
         yield
 
 
+def bits(found: list[bool]) -> str:
+    """Return one 0 or 1 for each answer."""
+    return "".join(str(int(one)) for one in found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=36)
@@ -79,8 +84,8 @@ def main() -> None:
         table.add_column(column)
     for (share, how), found in right.items():
         low, high = wilson(sum(found), len(found))
-        told = {"attend": share, "how": how, "right": "".join(map(str, map(int, found)))}
-        records.append({"record": "attend", **told, "same": "".join(map(str, map(int, same[share, how])))})
+        answers = {"right": bits(found), "same": bits(same[share, how])}
+        records.append({"record": "attend", "attend": share, "how": how, **answers})
         same_share = sum(same[share, how]) / len(found)
         table.add_row(
             f"{share:g}", how, f"{sum(found) / len(found):.1%}", f"{low:.1%} to {high:.1%}", f"{same_share:.1%}"

@@ -68,7 +68,7 @@ def test_in_vllm(method: str, family: str, backend: Backend, says: str) -> None:
 
 @pytest.mark.parametrize("family", ["aria", "gemma3n", "gemma4", "llama4", "lfm2_vl"])
 def test_towers_that_vllm_cannot_be_asked_about(family: str) -> None:
-    """What reads them, or merges in them, is refused, and told what to use instead."""
+    """Methods that read them or merge in them are refused by an error that names another."""
     for method in ("visionzip", "fastervlm", "tome"):
         assert "use a method that acts after the tower, such as divprune" in asked(method, family, Backend.VLLM)
     assert asked("divprune", family, Backend.VLLM) == "yes"

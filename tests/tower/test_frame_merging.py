@@ -86,7 +86,7 @@ class Loop:
         return maps.mean((0, 1))[self.class_tokens :]
 
     def kept(self, keep: int) -> tuple[list[int], Tensor]:
-        """Which tokens of the video stay, and their features."""
+        """Return the tokens of the video that stay, and their features."""
         stays = chosen(self.scores, self.groups, keep)
         return [self.times[f] * POOLED + p for f, p in stays], torch.stack([self.features[f, p] for f, p in stays])
 
@@ -97,7 +97,7 @@ def as_tensor(output: Any) -> Tensor:
 
 @contextmanager
 def entering(model: Any) -> Iterator[list[Tensor]]:
-    """What enters the first decoder layer, of each call."""
+    """Collect the input of the first decoder layer, of each call."""
     seen: list[Tensor] = []
     layer = model.model.language_model.layers[0]
     handle = layer.register_forward_pre_hook(

@@ -26,7 +26,7 @@ backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
 
 
 def _store(builder: InterpreterBuilder, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-    """What is compared as numbers of one element is no bool to the interpreter: structured output stores by such."""
+    """Store under a mask of bools: the interpreter makes none of numbers of one element, as structured output does."""
     mask.data = mask.data.astype(bool)
     return _masked_store(builder, pointers, value, mask, *rest)
 
