@@ -8,6 +8,7 @@ from typing import Any
 from tokenprune.api import stats
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import UnsupportedModelError
+from tokenprune.integrations.hf import compat
 from tokenprune.profiling.model import Model
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.shapes.tower import TowerShape
@@ -111,7 +112,7 @@ class Prefill:
         self._handle.remove()
 
     def _look(self, module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        embeds, cache = kwargs.get("inputs_embeds"), kwargs.get("past_key_values")
+        embeds, cache = kwargs.get("inputs_embeds"), compat.cache_in(kwargs)
         if embeds is not None and embeds.shape[1] > 1 and cache is not None:
             tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
             self.kv_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

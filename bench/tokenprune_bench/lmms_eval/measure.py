@@ -15,6 +15,7 @@ from torch import nn
 
 import tokenprune
 from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.statistics import count_bytes
 from tokenprune.integrations.shared.attachable import Attachable
@@ -111,7 +112,7 @@ class _Watch(Attachable):
         if self._first is None:
             _wait(output.logits)
             record = time.perf_counter()
-            self._first = (record - self._begin, count_bytes(getattr(output, "past_key_values", None), 0)[0])
+            self._first = (record - self._begin, count_bytes(getattr(output, compat.CACHE, None), 0)[0])
 
     def _note(self, ids: torch.Tensor, kwargs: dict[str, Any], output: Any, seconds: float) -> None:
         rows, length = ids.shape

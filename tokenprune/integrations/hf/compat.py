@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between the supported versions of transformers (5.0 to 5.23), all in one place."""
+"""Differences between the supported versions of transformers (5.0 to 5.24), all in one place."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ QUANTIZED_LAYERS = (
 )  # fmt: skip
 
 _OF_MASK = inspect.signature(masking_utils.create_causal_mask).parameters
+# Names of the key/value cache among a model's arguments and in its outputs, this version's first: "cache" from 5.24 on,
+# which takes the earlier name too, and models with code of their own may go by that alone.
+CACHE_NAMES = ("cache", "past_key_values") if "cache" in _OF_MASK else ("past_key_values",)
+CACHE = CACHE_NAMES[0]
 _EMBEDS = "inputs_embeds" if "inputs_embeds" in _OF_MASK else "input_embeds"
 # Whether a decoder is handed where its tokens go in the cache (up to 5.3): masks are made of that, and static layers
 # store by it. Later versions count for themselves.
@@ -45,6 +49,14 @@ def attention_function(name: str, eager: Any) -> Callable:
     if hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface"):
         return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     return eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]  # 5.0
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """Return the key/value cache among a model's arguments, or None."""
+    for name in CACHE_NAMES:
+        if (cache := arguments.get(name)) is not None:
+            return cache
+    return None
 
 
 def query_length(given: int | Tensor) -> int:
@@ -80,7 +92,7 @@ def window_order(tower: Any, grids: Tensor) -> Tensor:
 
 
 def _about(config: Any, embeds: Tensor, mask: Tensor | None, cache: Any) -> dict[str, Any]:
-    about = dict(config=config, attention_mask=mask, past_key_values=cache) | {_EMBEDS: embeds}
+    about = dict(config=config, attention_mask=mask) | {_EMBEDS: embeds, CACHE: cache}
     if COUNTS_OUTSIDE:
         past = 0 if cache is None else cache.get_seq_length()
         about["cache_position"] = torch.arange(past, past + embeds.shape[1], device=embeds.device)

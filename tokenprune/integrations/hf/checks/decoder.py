@@ -34,7 +34,7 @@ _IN_LAYERS = (
     ObservedAt.OWN,
 )
 # Arguments of a decoder that hold one entry per token and are known to the engine.
-_PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", "past_key_values"}
+_PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", *compat.CACHE_NAMES}
 
 
 def reads_layer_before(method: Method) -> bool:
@@ -116,7 +116,7 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
 
     in_blocks: whether some of its layers attend in blocks.
     """
-    cache = kwargs.get("past_key_values")
+    cache = compat.cache_in(kwargs)
     if isinstance(cache, Cache):
         caches.check(cache)
         if is_static(cache):

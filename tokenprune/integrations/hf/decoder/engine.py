@@ -22,6 +22,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.checks.decoder import check_call
 from tokenprune.integrations.hf.decoder.entry import cut_entry, mask_functions_of
 from tokenprune.integrations.hf.decoder.planner import Planner
@@ -274,7 +275,7 @@ class Engine(Attachable):
     def _leave_decoder(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         call.save_to_cache()
         # One assignment: other threads may run the same model.
-        self._stats = stats_after(call, call.cached.cache or getattr(output, "past_key_values", None)) or self._stats
+        self._stats = stats_after(call, call.cached.cache or getattr(output, compat.CACHE, None)) or self._stats
         if not call.active or call.layout.whole:
             return None
         return with_output(call.layout.scatter_back, output)

@@ -19,6 +19,7 @@ from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.drafting.checks import writer
 from tokenprune.integrations.hf.encoded.record import KEY
 from tokenprune.integrations.hf.families import adapter_for
@@ -123,7 +124,7 @@ class DraftImages(Attachable):
             if any(bool(mask.any()) for mask in masks.values()):
                 raise UnsupportedSetupError(
                     "a draft reads the whole prompt, and this one came without its images: pass all of them again, "
-                    "and leave out past_key_values of earlier turns, or leave out assistant_model="
+                    "and leave out the cache of earlier turns, or leave out assistant_model="
                 )
         return kwargs
 
@@ -157,7 +158,7 @@ class _FirstInputs:
         self.__signature__ = inspect.signature(original)
 
     def __call__(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = compat.cache_in(kwargs)
         # Only an assistant is handed a first forward as a later one.
         if cache is not None and not kwargs.get("is_first_iteration") and cache.get_seq_length() == 0:
             kwargs = self.images.first(input_ids, kwargs)

@@ -2,7 +2,7 @@
 """The adapter for model families that hand images to their decoder in the common way; exceptions override its members.
 
 The common contract of transformers (>= 5.0): `get_image_features` -> placeholders in `input_ids` -> `masked_scatter`
-into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., position_ids=..., past_key_values=...)`.
+into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., position_ids=..., cache=...)`.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families.base import Adapter, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
@@ -62,7 +63,7 @@ class QFormerAdapter(Adapter):
         prompt, embeds = self.prompts.current_prompt(), arguments.get("inputs_embeds")
         if prompt is None or embeds is None:  # a call of the language model alone, or a step
             return arguments
-        return arguments | self._before_the_merge(prompt, embeds, arguments.get("past_key_values"))
+        return arguments | self._before_the_merge(prompt, embeds, compat.cache_in(arguments))
 
     def _before_the_merge(self, prompt: PromptArguments, embeds: Tensor, cache: Any) -> dict[str, Any]:
         """Return ids or embeddings of the call's tokens as they were before the merge, and the images among them."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.view import CacheView, view_of
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.sequence.layout import Layout
@@ -128,7 +129,7 @@ class Call:
     busy: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        self.cached = view_of(self.arguments.get("past_key_values"))
+        self.cached = view_of(compat.cache_in(self.arguments))
 
     @property
     def active(self) -> bool:

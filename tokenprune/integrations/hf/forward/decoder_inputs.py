@@ -9,13 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-# Names of the fields, and of the arguments that they are.
-_NAMES = {
-    "embeds": "inputs_embeds",
-    "mask": "attention_mask",
-    "positions": "position_ids",
-    "cache": "past_key_values",
-}
+from tokenprune.integrations.hf import compat
+
+# Names of the fields, and of the arguments that they are; the cache goes by the name that it came with.
+_NAMES = {"embeds": "inputs_embeds", "mask": "attention_mask", "positions": "position_ids"}
+_OWN = {*_NAMES.values(), *compat.CACHE_NAMES}
 
 
 @dataclass(frozen=True)
@@ -37,15 +35,16 @@ class DecoderInputs:
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> DecoderInputs:
         """Return the inputs that a call by name with `arguments` has."""
-        extras = {name: value for name, value in arguments.items() if name not in _NAMES.values()}
+        extras = {name: value for name, value in arguments.items() if name not in _OWN}
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        cache, given = arguments.get("past_key_values"), frozenset(arguments)
+        cache, given = compat.cache_in(arguments), frozenset(arguments)
         return DecoderInputs(arguments["inputs_embeds"], mask, positions, cache, extras, given)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments by name, for the decoder; a dictionary of the caller's own."""
         found = dict(self.extras)
-        for field, name in _NAMES.items():
+        cache = next((name for name in compat.CACHE_NAMES if name in self.given), compat.CACHE)
+        for field, name in (*_NAMES.items(), ("cache", cache)):
             value = getattr(self, field)
             if value is not None or name in self.given:
                 found[name] = value

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import ReducedStatic, span_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
@@ -30,7 +31,7 @@ class StaticSteps(Part):
             self.hook(layer.register_forward_pre_hook, partial(_enter_layer, index), eager=False, with_kwargs=True)
 
     def skips(self, arguments: dict[str, Any]) -> bool:
-        cache = arguments.get("past_key_values")
+        cache = compat.cache_in(arguments)
         if not isinstance(cache, ReducedStatic):
             return False
         # By name first: torch.compile would guard the shapes of all that is looked at.
@@ -41,13 +42,13 @@ class StaticSteps(Part):
         return False
 
     def after_call(self, call: Call) -> None:
-        cache = call.arguments.get("past_key_values")
+        cache = compat.cache_in(call.arguments)
         if isinstance(cache, ReducedStatic):
             cache.tokenprune_reduction.in_turn = False
 
 
 def _enter_layer(index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-    cache = kwargs.get("past_key_values")
+    cache = compat.cache_in(kwargs)
     if not isinstance(cache, ReducedStatic) or cache.tokenprune_reduction.in_turn:
         return None
     reduction, layer = cache.tokenprune_reduction, cache.layers[index]

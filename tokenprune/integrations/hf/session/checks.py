@@ -20,7 +20,9 @@ from tokenprune.integrations.hf.guard.part import GuardPart
 SINCE = "5.19"  # the oldest transformers on which sessions are tested
 
 # Options of `generate` that a session gives itself, or that need another cache than its own.
-_OWN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "token_type_ids", "inputs")
+_OWN = (
+    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "inputs", *compat.CACHE_NAMES,
+)  # fmt: skip
 _ONE = ("num_beams", "num_return_sequences")
 _OTHER_WAYS = (
     "assistant_model", "prompt_lookup_num_tokens", "cache_implementation", "penalty_alpha", "dola_layers",

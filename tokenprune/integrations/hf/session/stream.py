@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from tokenprune.errors import BudgetError, SessionError, UnsupportedSetupError
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.session.anchors import reanchor
 from tokenprune.integrations.hf.session.attending import Attending
@@ -161,9 +162,9 @@ class Stream:
         return self.model(
             input_ids=ids,
             position_ids=positions if len(positions) > 1 else positions[0],
-            past_key_values=self.memory.cache,
             use_cache=True,
             logits_to_keep=1,
+            **{compat.CACHE: self.memory.cache},
             **inputs,
             **self._token_types(ids),
         )
@@ -241,10 +242,10 @@ class Stream:
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 position_ids=positions,
-                past_key_values=self.memory.cache,
                 return_dict_in_generate=True,
                 output_logits=True,
                 cache_implementation=None,
+                **{compat.CACHE: self.memory.cache},
                 **self._token_types(ids),
                 **given,
             )
