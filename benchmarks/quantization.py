@@ -26,6 +26,7 @@ from torch import nn
 from transformers import QuantizedCache
 
 import tokenprune
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import is_quantized, keys_of, stored_bytes, values_of
 from tokenprune.profiling.model import Model, load
 from tokenprune.shapes.decoder import DecoderShape
@@ -123,7 +124,7 @@ def halved(model: nn.Module) -> Iterator[None]:
     """Leave of each layer's and head's keys the half of the smallest norm, behind the prompt (kvpress's KnormPress)."""
 
     def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        cache, index = kwargs["past_key_values"], module.layer_idx
+        cache, index = compat.cache_in(kwargs), module.layer_idx
         layer, width = cache.layers[index], kwargs["hidden_states"].shape[1]
         if layer.get_seq_length() != width:
             return  # a step

@@ -14,6 +14,7 @@ import tests.engine.test_modes  # noqa: F401  (registers flash_stand_in)
 from dense_blocks import dense_mask
 from oracle import seen_before
 from tests.kernels.test_block_attention import naive_ids
+from tokenprune.integrations.hf import compat
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL
 from tokenprune.view.frames import Visual
 from zoo import FAMILIES, VIDEO, Family
@@ -76,7 +77,7 @@ def blocked(family: Family, model: Any, ids: Tensor, dense: tuple[int, ...] = ()
     for index, layer in enumerate(model.get_submodule(family.decoder).layers):
 
         def enter(module: Any, args: tuple, kwargs: dict, index: int = index) -> tuple:
-            if not seen_before(kwargs.get("past_key_values"), index):
+            if not seen_before(compat.cache_in(kwargs), index):
                 kwargs = kwargs | {"attention_mask": allowed[:, None]}
             return args, kwargs
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from basics import pieces
 from oracle import without
+from tokenprune.integrations.hf import compat
 from zoo import Family
 
 OPTIONS = dict(
@@ -127,7 +128,7 @@ def naive(family: Family, model: Any, inputs: Any, keep: float, **options: Any) 
 
     def enter(module: Any, args: tuple, kwargs: dict, index: int = 0) -> tuple:
         hidden = args[0] if args else kwargs["hidden_states"]
-        cache = kwargs["past_key_values"]
+        cache = compat.cache_in(kwargs)
         total = int(cache.layers[0].get_seq_length())  # layer 0 holds this call's tokens already
         if index == cut:
             weights = seen.pop("weights")

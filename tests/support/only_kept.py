@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from oracle import merged
+from tokenprune.integrations.hf import compat
 from zoo import Family
 
 
@@ -51,7 +52,7 @@ class _Rows:
     stays: list[int] = field(default_factory=list)  # and at the current layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = compat.cache_in(kwargs)
         prompt = cache is None or not cache.get_seq_length()
         whole = self.original(*args, **kwargs)  # for the caller's cache
         embeds, positions = kwargs["inputs_embeds"], kwargs.get("position_ids")
@@ -70,8 +71,8 @@ class _Rows:
                 tokens = self._enter(tokens, kwargs.get("attention_mask"))
             changed = dict(
                 inputs_embeds=tokens, position_ids=positions[..., row : row + 1, self.stays], attention_mask=None,
-                past_key_values=held, use_cache=True,
-            )  # fmt: skip
+                use_cache=True,
+            ) | {compat.CACHE: held}  # fmt: skip
             result = self.original(*args, **kwargs | changed).last_hidden_state
             out[row, self.stays] = result[0]
         self.row = self.held = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between the supported versions of transformers (5.0 to 5.24), all in one place."""
+"""Differences between the supported versions of transformers, from 5.0 to `NEWEST`, all in one place."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from transformers import cache_utils, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 VERSION = Version(transformers.__version__)
+# The newest release tested; the requirement in pyproject.toml ends with it.
+NEWEST = "5.24"
 
 # Names of kinds of cache layers that some versions lack: layers that carry a state (5.4), and one in the place of a
 # decoder layer that keeps nothing, since it attends to the keys of an earlier one, or not at all (5.20).

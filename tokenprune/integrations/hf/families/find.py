@@ -9,12 +9,17 @@ from tokenprune.errors import UnsupportedModelError
 from tokenprune.families import REFUSED, SUPPORTED
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, how_to_add
+from tokenprune.integrations.shared.versions import check_tested
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel")
 
 
 def adapter_for(model: nn.Module) -> Adapter:
-    """Return an adapter for `model`; raises UnsupportedModelError with what is supported and how to add a family."""
+    """Return an adapter for `model`.
+
+    Raises UnsupportedModelError with what is supported and how to add a family, and UnsupportedSetupError with a
+    transformers that is newer than those tested.
+    """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind is None and type(model).__name__ in _WRAPPERS:
         raise UnsupportedModelError(
@@ -25,6 +30,7 @@ def adapter_for(model: nn.Module) -> Adapter:
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a transformers model (it has no config.model_type). {how_to_add()}"
         )
+    check_tested("transformers", str(compat.VERSION), compat.NEWEST)
     if kind in SUPPORTED and compat.lacks(SUPPORTED[kind].since):
         raise UnsupportedModelError(
             f"model type {kind!r} can be pruned from transformers {SUPPORTED[kind].since} on, and this is transformers "
