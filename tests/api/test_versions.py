@@ -37,7 +37,8 @@ def newer(monkeypatch):
 def test_a_version_newer_than_tested_is_refused(allowed: str, newer, build) -> None:
     newer.setenv(versions.UNTESTED, allowed)
     model = build(FAMILY)
-    with pytest.raises(UnsupportedSetupError, match=rf"transformers {NEXT}.*transformers<{NEXT}.*{versions.UNTESTED}=1"):
+    says = rf"transformers {NEXT}.*transformers<{NEXT}.*{versions.UNTESTED}=1"
+    with pytest.raises(UnsupportedSetupError, match=says):
         tokenprune.patch(model, "divprune", keep=0.5)
     assert not tokenprune.is_patched(model)
 

@@ -290,7 +290,8 @@ _SPECIAL = (
     _shares_keys("gemma4_unified", since="5.10", videos="whole"),
     Family(
         "llama4",
-        "each tile counts as an image; windows and chunks are measured in the full prompt; transformers 5.24 itself fails on it",
+        "each tile counts as an image; windows and chunks are measured in the full prompt; transformers 5.24 "
+        "itself fails on it",
         square="always",
         features_per_image=False,
         resizing=None,

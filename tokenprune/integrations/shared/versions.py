@@ -29,9 +29,9 @@ def check_tested(package: str, version: str, newest: str) -> None:
         return
     if not allow_untested():
         raise UnsupportedSetupError(
-            f"{package} {version} is newer than {newest}, the newest on which this tokenprune is tested: what it renamed "
-            f"could make answers wrong in silence. pip install '{package}<{_after(release)}', or upgrade tokenprune-vlm; "
-            f"or set {UNTESTED}=1 and compare answers at keep=1.0, and below it, with those of a tested version"
+            f"{package} {version} is newer than {newest}, the newest on which this tokenprune is tested: what it "
+            f"renamed could make answers wrong in silence. pip install '{package}<{_after(release)}', or upgrade "
+            f"tokenprune-vlm; or set {UNTESTED}=1, and compare answers with those of a tested version"
         )
     _warn(package, version, newest)
 
