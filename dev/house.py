@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count files, lines and imports of each folder of the three distributions, and find what no layout should have.
 
-python dev/house.py                # print the table, circles, imports that point upward, and the size of the engine
+python dev/house.py                # print the table, circles, imports that point upward, and sizes beside their limits
 python dev/house.py --root DIR     # the same of another checkout
 
 The site shows the table in docs/architecture.md (dev/mkdocs_hooks.py). Nothing is imported: imports are read from the
@@ -27,10 +27,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # The package of each distribution, and the folder of the repository in which it lies.
 PACKAGES = {"tokenprune": ".", "tokenprune_bench": "bench", "tokenprune_demo": "demo"}
-# The engine proper: what takes tokens out of a decoder, whatever the method, the family and the parts that plug in. No
-# engine are hf/parts (each a feature by itself, which the engine knows by the moments of `Part` alone), hf/checks (they
-# refuse, and change nothing) and hf/statistics.py (it tells what was done): without them the same tokens leave.
-ENGINE = [f"tokenprune/integrations/hf/{room}" for room in ("decoder", "forward", "sequence", "cache", "attention")]
+# All that a forward of a patched model may run, whatever the method and the family: what takes tokens out of a decoder,
+# the parts that plug into it, the checks, and the notes on encoded images.
+ENGINE = [
+    f"tokenprune/integrations/hf/{room}"
+    for room in ("decoder", "forward", "sequence", "cache", "attention", "parts", "checks", "encoded")
+]
+# How large the house may be; see the head of the file.
+SIZES = ROOT / "dev/sizes.toml"
+MADE = {"build", "dist", "out"}  # by make, in the root
 Imports = set[tuple[str, str]]
 
 
@@ -179,6 +184,48 @@ def layer_of(module: str, place: dict[str, tuple[int, str, bool]]) -> tuple[int,
     return None
 
 
+def sizes(root: Path = ROOT) -> dict[str, dict[str, int]]:
+    """Return the numbers of a checkout that dev/sizes.toml limits: lines of each room, and what is wide."""
+    lines: defaultdict[str, int] = defaultdict(int)
+    for path in files_of(packages_of(root)).values():
+        folders, length = path.relative_to(root).parent.parts, len(path.read_text().splitlines())
+        lines["/".join(folders[: 1 if folders[0] == "tokenprune" else 2])] += length
+        if folders[0] == "tokenprune" and folders[1:]:
+            # An integration is a room; elsewhere a folder of the package is.
+            lines["/".join(folders[: 3 if folders[1] == "integrations" else 2])] += length
+    core = [path for module, path in files_of(packages_of(root)).items() if module.partition(".")[0] == "tokenprune"]
+    homes = next(
+        node.value
+        for node in ast.parse((root / "tokenprune/__init__.py").read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+    )
+    forward = root / "tokenprune/integrations/hf/forward"
+    width = {
+        "files of the core": len(core),
+        "public names": sum(len(names.elts) for names in homes.values if isinstance(names, ast.Tuple)),
+        "fields of Budget": _fields(root / "tokenprune/budget.py", "Budget"),
+        "fields of Call": _fields(forward / "context.py", "Call"),
+        "moments of Part": _moments(forward / "part.py"),
+        "entries of the root": sum(not path.name.startswith(".") and path.name not in MADE for path in root.iterdir()),
+    }
+    return {"lines": dict(sorted(lines.items())), "width": width}
+
+
+def _class(path: Path, name: str) -> ast.ClassDef:
+    return next(one for one in ast.parse(path.read_text()).body if isinstance(one, ast.ClassDef) and one.name == name)
+
+
+def _fields(path: Path, name: str) -> int:
+    """Return the number of fields of a dataclass."""
+    return sum(isinstance(one, ast.AnnAssign) for one in _class(path, name).body)
+
+
+def _moments(path: Path) -> int:
+    """Return the number of methods by which the engine, or whoever asks for statistics, reaches a part."""
+    methods = [one.name for one in _class(path, "Part").body if isinstance(one, ast.FunctionDef)]
+    return sum(not name.startswith("_") and not name.startswith("hook") for name in methods)
+
+
 def table(now: Mapping[str, Any]) -> str:
     """Return the table of a measurement, a sum for each package, and a note."""
     keys = ("files", "lines", "within", "out", "into")
@@ -236,7 +283,11 @@ def main() -> int:
         counts = sum(len(text.splitlines()) for text in texts), sum(map(code_lines, texts))
         total = [one + more for one, more in zip(total, counts, strict=True)]
         print(f"{folder}: {counts[0]} lines, {counts[1]} of code")
-    print(f"the engine proper: {total[0]} lines, {total[1]} of code")
+    print(f"all that a forward may run: {total[0]} lines, {total[1]} of code")
+    limits = tomllib.loads(SIZES.read_text())
+    for kind, found in sizes(root).items():
+        for name, number in found.items():
+            print(f"{kind}, {name}: {number} of {limits[kind].get(name, 'none')}")
     return 0
 
 
