@@ -7,6 +7,7 @@ name. Keys say the unit: `_bytes` are shown in MiB, `_share` in percent.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +62,24 @@ def where(header: dict[str, Any]) -> str:
 
 def markdown(header: dict[str, Any], found: list[dict[str, Any]]) -> str:
     """Return a table for a page."""
+    # What is as it should be is counted, not listed.
+    equal = [row for row in found if row.get("verdict") == "equal"]
+    found = [row for row in found if row.get("verdict") != "equal"]
     names = list(header["columns"].values())
     lines = ["| " + " | ".join(names) + " |", "|---" + "|---:" * (len(names) - 1) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(cells(header, row)) + " |" for row in found)])
+    lines += ["| " + " | ".join(cells(header, row)) + " |" for row in found]
+    kinds = Counter(row["what"] for row in equal)
+    said = "; ".join(f"{what}: {number} methods equal" for what, number in kinds.items())
+    return "\n".join([*([said, ""] if said else []), *lines])
 
 
 def pages(names: tuple[str, ...]) -> str:
-    """Return all tables of these names, each under its title; nothing where no GPU was measured."""
+    """Return all tables of these names, each in a fold under its title; nothing where no GPU was measured."""
     parts = []
     for name in names:
         for path, header, rows_ in found(name):
             source = f"benchmarks/results/{path.parent.name}/{path.name}"
             by = f"By `python benchmarks/gpu/{name}.py`; raw data: [{source}](../{source})."
-            parts.append(f"### {header['title']}\n\n{where(header)}\n\n{markdown(header, rows_)}\n\n{by}")
+            text = f"{where(header)}\n\n{markdown(header, rows_)}\n\n{by}"
+            parts.append(f"<details markdown>\n<summary>{header['title']}</summary>\n\n{text}\n\n</details>")
     return "\n\n".join(parts)

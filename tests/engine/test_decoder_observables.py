@@ -19,6 +19,7 @@ import tokenprune
 from basics import pieces
 from oracle import close
 from tokenprune import OptionError, registry
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.decoder.method_inputs import Inputs
 from tokenprune.view import observable
 from tokenprune.view import registry as observable_registry
@@ -102,9 +103,9 @@ def inside(family: Family, model: Any, inputs: Any) -> SimpleNamespace:
     cos, sin = kwargs["position_embeddings"]
     layer, still = decoder.layers[LAYER - 1], (torch.ones_like(cos), torch.zeros_like(sin))
     normed = layer.input_layernorm(inputs_of[LAYER - 1])
-    more = {name: value for name, value in kwargs.items() if name not in ("past_key_values", "position_embeddings")}
+    more = {name: value for name, value in kwargs.items() if name not in (*compat.CACHE_NAMES, "position_embeddings")}
     with asked(layer.self_attn) as projected:
-        _, unrotated = layer.self_attn(normed, position_embeddings=still, past_key_values=None, **more)
+        _, unrotated = layer.self_attn(normed, position_embeddings=still, **{compat.CACHE: None}, **more)
     transitions = []
     for args, kwargs, output in made.values():
         given = args[0] if args else kwargs["hidden_states"]

@@ -23,6 +23,7 @@ from only_kept import only_kept
 from oracle import close, generate_logits
 from quantized_weights import bitsandbytes
 from tokenprune import UnsupportedSetupError
+from tokenprune.integrations.hf import compat
 from zoo import FAMILIES, Family
 
 METHODS = ["divprune", "fastv", ["divprune", "fastv"]]
@@ -43,7 +44,7 @@ def by_norm(model: nn.Module, share: float = 0.5) -> Iterator[None]:
     """Leave of each layer's and head's keys those of the smallest norm, once, behind the prompt; as kvpress does."""
 
     def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        layer, width = kwargs["past_key_values"].layers[module.layer_idx], kwargs["hidden_states"].shape[1]
+        layer, width = compat.cache_in(kwargs).layers[module.layer_idx], kwargs["hidden_states"].shape[1]
         if layer.get_seq_length() != width:
             return  # a step
         quantized = isinstance(layer, QuantizedLayer)

@@ -67,7 +67,8 @@ def test_hidden_states_have_all_frames(family: Family, build) -> None:
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
         output = model.model.get_video_features(inputs["pixel_values_videos"])
-    assert {len(x) for x in output.hidden_states} == {len(output.last_hidden_state)} == {18}
+    states = [x for x in output.hidden_states if x is not None]  # transformers 5.24 keeps those alone that are used
+    assert {len(x) for x in states} == {len(output.last_hidden_state)} == {18}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -19,8 +19,9 @@ def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor
     """Return for each image, for each of its features, the first feature of its group (long `[features]`).
 
     owners: long `[T, N]`, for each token (or unit) that entered the tower (of T tiles) the one that it is part of.
-    features: what `get_image_features` made of them, one tensor an image or tile. protected: class tokens, which the
-    features may leave out. None if the features are not the patches.
+    features: what `get_image_features` made of them, one tensor an image or tile, or one of all tiles of a prompt
+    (Idefics from transformers 5.24 on). protected: class tokens, which the features may leave out. None if the features
+    are not the patches.
     """
     packed = take_packed()
     if packed is not None:
@@ -28,12 +29,18 @@ def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor
         return [packed.follow(groups, image) for image in packed.images]
     if not isinstance(features, (list, tuple)) and getattr(features, "ndim", 0) != 3:
         return None
-    if len(features) != len(owners):
+    if any(one.ndim != 2 for one in features):
         return None
-    if any(f.ndim != 2 or not 0 <= owners.shape[1] - f.shape[0] <= protected for f in features):
+    counts = [len(one) for one in features]
+    if len(counts) != len(owners):
+        each, rest = divmod(sum(counts), len(owners))
+        if rest or any(count % max(each, 1) for count in counts):
+            return None
+        counts = [each] * len(owners)
+    if any(not 0 <= owners.shape[1] - count <= protected for count in counts):
         return None
-    pairs = zip(owners, features, strict=True)
-    return [first_of_group(row[None, len(row) - len(f) :], len(row))[0] for row, f in pairs]
+    pairs = zip(owners, counts, strict=True)
+    return [first_of_group(row[None, len(row) - count :], len(row))[0] for row, count in pairs]
 
 
 def keep_one_per_group(
