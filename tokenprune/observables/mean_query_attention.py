@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tokenprune.ops.drawn import uniform
 from tokenprune.ops.transfer import to_device
 from tokenprune.view.observable import Observable, ObservedAt
 from tokenprune.view.registry import register_observable
@@ -44,4 +45,4 @@ class MeanQueryAttention(Observable):
         return found.masked_fill(~segments.mask[:, None], 0)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return torch.rand(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
+        return uniform(sizes.segments, sizes.heads, sizes.tokens, generator=generator)

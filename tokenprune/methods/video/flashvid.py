@@ -140,7 +140,7 @@ def _means(x: Tensor, root: Tensor, rest: Tensor, size: Tensor) -> Tensor:
     nowhere = root.numel()
     spot = spots(root) + rows
     target = torch.where(rest & (root != spots(root)), root + rows, nowhere).flatten()
-    ones = torch.ones(nowhere, device=x.device)
+    ones = torch.ones(nowhere, dtype=torch.float32, device=x.device)
     return join(x.flatten(0, 2), None, ones, spot.flatten(), target, ones).view_as(x)
 
 

@@ -109,7 +109,7 @@ class HoliTom(TwoCutMerger):
         counts = [sum(sizes) for sizes in videos.frames]
         few = [keep < _FEW * count for keep, count in zip(videos.keep, counts, strict=True)]
         given = [self.threshold if self.threshold is not None else 0.65 if one else 0.8 for one in few]
-        return to_device(given, videos.mask.device)
+        return to_device(given, videos.mask.device, torch.float32)
 
 
 def _still(stands: Tensor, ends: Tensor, mask: Tensor) -> Tensor:

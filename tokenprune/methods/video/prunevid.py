@@ -120,7 +120,7 @@ class PruneVid(TwoCutMerger):
             [*scene_ends(of[: len(sizes)]), *[True] * frames][: frames - 1]
             for of, sizes in zip(labels, videos.frames, strict=True)
         ]
-        return to_device(torch.tensor(ends, dtype=torch.bool).view(len(real), -1), real.device)
+        return to_device(torch.tensor(ends, dtype=torch.bool, device="cpu").view(len(real), -1), real.device)
 
     def _still(self, videos: Videos, first: Tensor) -> Tensor:
         """bool `[V, F, P]`: tokens at places that stand still in their scene. first: long `[V, F]`."""
