@@ -101,7 +101,7 @@ class FlashVID(TwoCutMerger):
         size = members_of(root, rest)
         _, of = clusters_of_frames(_means(videos.x, root, rest, size), tree, numbers, most)
         into = torch.where(rest, at(of, root), torch.where(picked, spots(root), -1))
-        part = 1 / (at(size, root) * at(members_of(of, tree), at(of, root))).clamp(min=1)
+        part = 1 / (at(size, root) * at(members_of(of, tree), at(of, root))).clamp(min=1).float()
         return into, torch.where(rest, part, 1.0)
 
     def _picked(self, videos: Videos, number: Tensor) -> Tensor:
