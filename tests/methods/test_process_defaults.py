@@ -4,6 +4,7 @@ dtype: images and videos, in a prefill and in steps of decoding."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import tokenprune
 from basics import METHODS, check_takes
 from process_defaults import DEFAULTS, defaulting
+from tests.methods.test_dyrate_rates import made_up
 from tokenprune import Site, Thresholds, Tower
 from tokenprune.errors import TokenPruneError
 from zoo import FAMILIES, Family
@@ -42,9 +44,13 @@ def configured(name: str, family: Family, monkeypatch: pytest.MonkeyPatch) -> An
     return tokenprune.method(name, thresholds=Thresholds({0.5: torch.tensor(values)}, fingerprint=None, images=1))
 
 
-def answered(model: Any, inputs: Any) -> tuple[list[Any], list[torch.Tensor]]:
-    """Return what the cuts kept, and the logits of a prefill and of two steps."""
-    out = model(**inputs, use_cache=True)
+def answered(model: Any, inputs: Any) -> tuple[list[Any], list[torch.Tensor]] | None:
+    """Return what the cuts kept, and the logits of a prefill and of two steps; None if videos are refused."""
+    try:
+        out = model(**inputs, use_cache=True)
+    except TokenPruneError:  # some towers do not tell of what the features of videos are made
+        assert "pixel_values_videos" in inputs
+        return None
     logits, (rows, length) = [out.logits], inputs["input_ids"].shape
     mask = inputs["attention_mask"]
     for step in range(2):
@@ -60,30 +66,43 @@ def answered(model: Any, inputs: Any) -> tuple[list[Any], list[torch.Tensor]]:
     return [cut.kept for cut in tokenprune.stats(model).cuts], logits
 
 
+def check(model: Any, method: Any, batches: list[Any]) -> None:
+    """Raise TokenPruneError if the method refuses the model, AssertionError if it does not find the same."""
+
+    def answers() -> list[Any]:
+        with tokenprune.patched(model, method, keep=1.0 if method.site is Site.ATTENTION else 0.5, record=True):
+            return [answered(model, inputs) for inputs in batches]
+
+    wanted = answers()
+    for default in DEFAULTS:
+        with defaulting(default, watched=method.name not in UNWATCHED):
+            found = answers()
+        for want, one in zip(wanted, found, strict=True):
+            assert (one is None) == (want is None)
+            if one is not None and want is not None:
+                assert one[0] == want[0], default
+                assert all(map(torch.equal, one[1], want[1])), default
+
+
 @pytest.mark.parametrize("name", INSIDE)
 @pytest.mark.parametrize("family_name", BATCHES)
 @torch.no_grad()
 def test_a_method_inside_a_model(family_name: str, name: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
     family = FAMILIES[family_name]
     check_takes(family, name)
-    model, method = build(family, "eager"), configured(name, family, monkeypatch)
+    method = configured(name, family, monkeypatch)
+    batches = [family.make_inputs(**batch) for batch in BATCHES[family_name]]
     try:
-        patch = tokenprune.patched(model, method, keep=1.0 if method.site is Site.ATTENTION else 0.5, record=True)
-        patch.__enter__()
+        check(build(family, "eager"), method, batches)
     except TokenPruneError as refusal:
         pytest.skip(f"{name} refuses {family_name}: {refusal}")
-    try:
-        for batch in BATCHES[family_name]:
-            inputs = family.make_inputs(**batch)
-            try:
-                kept, logits = answered(model, inputs)
-            except TokenPruneError:  # some towers do not tell of what the features of videos are made
-                assert "video" in batch
-                continue
-            for default in DEFAULTS:
-                with defaulting(default, watched=name not in UNWATCHED):
-                    found, answers = answered(model, inputs)
-                assert found == kept, default
-                assert all(torch.equal(one, other) for one, other in zip(answers, logits, strict=True)), default
-    finally:
-        patch.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("rate", ["schedule", "predictor"])
+@torch.no_grad()
+def test_rates_while_an_answer_is_written(rate: str, tmp_path: Path, build) -> None:
+    model, options = build(FAMILIES["llava"], "eager"), {"schedule": [0.3, 0.6]}
+    if rate == "predictor":
+        made_up(model, tmp_path / "p.safetensors")
+        options = dict(predictor=str(tmp_path / "p.safetensors"), grid=4, warmup=0, update_every=1)
+    check(model, tokenprune.method("dyrate", rate=rate, layer=2, **options), [FAMILIES["llava"].make_inputs()])

@@ -51,10 +51,10 @@ def defaulting(name: str, watched: bool = True) -> Iterator[None]:
     """Make one of DEFAULTS the process's default. watched: refuse tensors that the library makes of it."""
     default, before = DEFAULTS[name], torch.get_default_dtype()
     watched = watched and default is not torch.float64  # the library makes some of these by name
-    with default if isinstance(default, torch.device) else nullcontext():
-        with _Refused(default) if watched else nullcontext():
-            torch.set_default_dtype(before if isinstance(default, torch.device) else default)
-            try:
-                yield
-            finally:
-                torch.set_default_dtype(before)
+    of_device = isinstance(default, torch.device)
+    with default if of_device else nullcontext(), _Refused(default) if watched else nullcontext():
+        torch.set_default_dtype(before if of_device else default)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
