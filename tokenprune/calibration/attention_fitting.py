@@ -126,7 +126,9 @@ def fit_fitprune(
     if not found:
         raise TokenPruneError("nothing to fit: no sample had an image")
     rows = [
-        torch.tensor([left_over(one, step / _STEPS) for one in found], dtype=torch.float64).mean(0).float()
+        torch.tensor([left_over(one, step / _STEPS) for one in found], dtype=torch.float64, device="cpu")
+        .mean(0)
+        .float()
         for step in range(_STEPS + 1)
     ]
     recipe = Recipe(torch.stack(rows), 0, fingerprint(decoder))
@@ -141,15 +143,15 @@ def left_over(attention: Sequence[Tensor], loss: float) -> list[float]:
     attention: of each layer but the last, float64 `[2, n]`, by the image and by the text.
     """
     count = attention[0].shape[1]
-    alive = torch.ones(count, dtype=torch.bool)
+    alive = torch.ones(count, dtype=torch.bool, device="cpu")
     left = [1.0]
     for layer in attention:
-        gone = torch.ones(count, dtype=torch.bool)
+        gone = torch.ones(count, dtype=torch.bool, device="cpu")
         for row in layer:
             order = row.masked_fill(~alive, torch.inf).argsort(stable=True)[: int(alive.sum())]
             behind = row[alive].sum() - row[order].cumsum(0)
             number = int((behind >= row.sum() * (1 - loss) - 1e-12).cumprod(0).sum())
-            least = torch.zeros(count, dtype=torch.bool)
+            least = torch.zeros(count, dtype=torch.bool, device="cpu")
             least[order[:number]] = True
             gone &= least
         alive = alive & ~gone

@@ -43,7 +43,7 @@ class Calibrator(EncoderMethod):
     def thresholds(self, blocks: int) -> Tensor:
         """Return the last batch's threshold of each of a tower's blocks, float64; 1.0 where nothing could merge."""
         means = [sum(self.found[i]) / len(self.found[i]) if i in self.found else 1.0 for i in range(blocks)]
-        return torch.tensor(means, dtype=torch.float64)
+        return torch.tensor(means, dtype=torch.float64, device="cpu")
 
     def _match(self, block: int, r: int, protected: int, keys: Tensor, counts: list[int] | None) -> Merge | None:
         best, partner = best_partners(keys, protected, counts)

@@ -116,7 +116,7 @@ def _label(
         "output_logits": True,
         "return_dict_in_generate": True,
     }
-    none = torch.zeros(0, dtype=torch.long)
+    none = torch.zeros(0, dtype=torch.long, device="cpu")
     full = model.generate(**sample, **options)
     if len(full.logits) < 2:
         return none, none
@@ -149,8 +149,8 @@ def _ended(answer: Tensor, eos: int | list[int] | None) -> Tensor:
 
 def _regress(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Return weight `[classes, F]` and bias `[classes]` of the multinomial logistic regression of y on x."""
-    weight = torch.zeros(classes, x.shape[1], dtype=x.dtype, requires_grad=True)
-    bias = torch.zeros(classes, dtype=x.dtype, requires_grad=True)
+    weight = torch.zeros(classes, x.shape[1], dtype=x.dtype, requires_grad=True, device="cpu")
+    bias = torch.zeros(classes, dtype=x.dtype, requires_grad=True, device="cpu")
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=500, tolerance_grad=1e-8, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:

@@ -46,7 +46,7 @@ class State:
             if not out.parent.is_dir():
                 raise OptionError(f"cannot write {out}: there is no folder {out.parent}")
             path = out.with_name(f"{out.name}.partial") if images.digest else None
-        state = State(torch.zeros(len(settings["keeps"]), tower.blocks, dtype=torch.float64), path, same)
+        state = State(torch.zeros(len(settings["keeps"]), tower.blocks, dtype=torch.float64, device="cpu"), path, same)
         if resume and path is not None and path.exists():
             state._load()
         return state

@@ -49,7 +49,7 @@ def text_shares(blocks: Tensor, owner: Tensor, images: int) -> Tensor:
     text = (least(dark, _PAPER) | least(light, _PAPER)) & least(lines, _CROSSED) & least(columns, _CROSSED) & contrast
 
     def count(of: Tensor) -> Tensor:
-        return torch.zeros(images, device=of.device).index_add_(0, owner, of.float())
+        return torch.zeros(images, dtype=torch.float32, device=of.device).index_add_(0, owner, of.float())
 
     few = (_LEAST * count(torch.ones_like(text))).clamp(min=1)
     return count(text) / torch.maximum(count(contrast), few)
@@ -94,7 +94,7 @@ class AsyncValues:
 
     def __getstate__(self) -> dict[str, Any]:
         # An event cannot be copied.
-        return self.__dict__ | {"_values": torch.tensor(self.read()), "_event": None}
+        return self.__dict__ | {"_values": torch.tensor(self.read(), dtype=torch.float32, device="cpu"), "_event": None}
 
 
 class JoinedValues(AsyncValues):

@@ -105,8 +105,10 @@ def attention_column_means(
         pieces = zip(query.split(lengths, 2), key.split(lengths, 2), valid.split(lengths, 1), strict=True)
         return torch.cat([attention_column_means.reference(*piece, **options) for piece in pieces], dim=2)
     query = query.masked_fill(~valid[:, None, :, None], 0)
-    total = torch.zeros(batch, heads, queries, device=query.device)
-    count = torch.zeros(batch, 1 if mask is None or mask.ndim == 2 else mask.shape[1], queries, device=query.device)
+    total = torch.zeros(batch, heads, queries, dtype=torch.float32, device=query.device)
+    count = torch.zeros(
+        batch, 1 if mask is None or mask.ndim == 2 else mask.shape[1], queries, dtype=torch.float32, device=query.device
+    )
     slots = torch.arange(queries, device=query.device)
     for index in slots.split(max(1, _ELEMENTS // max(1, batch * heads * key.shape[2]))):
         index = index.expand(batch, -1)
@@ -177,7 +179,7 @@ def _weights(
         scores = scores + _mask_rows(query, key, index, mask).float()
     # Added to all heads, which gives the same as filling each of them by the mask, ten times as fast.
     lowest = torch.finfo(scores.dtype).min
-    scores.add_(torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, lowest))
+    scores.add_(torch.zeros(seen.shape, dtype=torch.float32, device=seen.device).masked_fill_(~seen, lowest))
     if mask is not None and mask.is_floating_point():
         scores.clamp_(min=lowest)  # not -inf: there would be no softmax of a row that sees nothing
     return scores.softmax(dim=-1), seen

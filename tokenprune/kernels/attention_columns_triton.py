@@ -156,7 +156,7 @@ def attention_column_means(
     check_starts(query, key, mask, starts)
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
-    sums = torch.empty(batch, heads, queries, device=query.device)
+    sums = torch.empty(batch, heads, queries, dtype=torch.float32, device=query.device)
     out = torch.empty_like(sums)
     if not out.numel():
         return out

@@ -133,10 +133,10 @@ def attention_rows(
     batch, count, queries, width = query.shape
     keys, rows, group = key.shape[2], index.shape[1], count // key.shape[1]
     blocks = triton.cdiv(keys, block_keys)
-    logits = torch.empty(batch, count, rows, keys, device=query.device)
-    tops = torch.empty(batch, count, rows, blocks, device=query.device)
+    logits = torch.empty(batch, count, rows, keys, dtype=torch.float32, device=query.device)
+    tops = torch.empty(batch, count, rows, blocks, dtype=torch.float32, device=query.device)
     sums = torch.empty_like(tops)
-    out = logits if heads is None else torch.empty(batch, rows, keys, device=query.device)
+    out = logits if heads is None else torch.empty(batch, rows, keys, dtype=torch.float32, device=query.device)
     if not out.numel():
         return out
     query, key = multipliable(rows_contiguous(query)), multipliable(rows_contiguous(key))

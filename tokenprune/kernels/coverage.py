@@ -72,7 +72,9 @@ class Coverage:
             if part.fits:
                 part.table  # noqa: B018 (rows are read from it then)
         self._anew = device.type != "cpu" and all(part.fits for part in parts)
-        self.cover = [torch.full((segments, part.shape[1]), start, device=device) for part in parts]
+        self.cover = [
+            torch.full((segments, part.shape[1]), start, dtype=torch.float32, device=device) for part in parts
+        ]
         self._gain = torch.zeros(segments, count, dtype=torch.float64, device=device)
         if self._anew:
             self._sum_up()

@@ -80,7 +80,7 @@ def _cover(
 def coverage_gain(table: Tensor, cover: Tensor, *, blocks: tuple[int, int] = (32, 64)) -> Tensor:
     """See `coverage.coverage_gain`. blocks: candidates and rows of a program at a time."""
     segments, rows, count = table.shape
-    gain = torch.empty(segments, count, device=table.device)
+    gain = torch.empty(segments, count, dtype=torch.float32, device=table.device)
     if gain.numel():
         _gain[triton.cdiv(count, blocks[0]), segments](
             table, cover.contiguous(), gain, count, rows, *table.stride(), BLOCK_N=blocks[0], BLOCK_R=blocks[1],
@@ -104,8 +104,8 @@ def most_covering(
     if not (segments and count and most > 0):
         return taken
     groups = triton.cdiv(count, blocks[0])
-    cover = torch.empty(2, segments, rows, device=table.device)
-    value = torch.empty(2, segments, groups, device=table.device)
+    cover = torch.empty(2, segments, rows, dtype=torch.float32, device=table.device)
+    value = torch.empty(2, segments, groups, dtype=torch.float32, device=table.device)
     place = torch.empty_like(value, dtype=torch.int32)
     weights = value if factor is None else factor.float().contiguous()
     for step in range(-1, most):

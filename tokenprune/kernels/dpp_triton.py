@@ -86,8 +86,8 @@ def greedy_dpp(
         return taken
     own = ((a * b).sum(2) if own is None else own).clamp(min=0).contiguous()
     groups = triton.cdiv(count, blocks[0])
-    factor = torch.empty(segments, most, count, device=a.device)
-    value = torch.empty(2, segments, groups, device=a.device)
+    factor = torch.empty(segments, most, count, dtype=torch.float32, device=a.device)
+    value = torch.empty(2, segments, groups, dtype=torch.float32, device=a.device)
     place = torch.empty_like(value, dtype=torch.int32)
     last, left = order_of_dependents(own), own.clone()
     for step in range(-1, most):

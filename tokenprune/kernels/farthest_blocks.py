@@ -64,7 +64,8 @@ def most_alone(unit: Tensor) -> int:
     """Return the token whose nearest other is farthest away, of equal ones the first. unit: float32 `[N, D]`, finite,
     of length 1 or 0; N is at least 2."""
     count, index = len(unit), torch.arange(len(unit), device=unit.device)
-    near = torch.full((count,), torch.inf, device=unit.device)  # at most that far is the nearest other
+    # near: at most that far is the nearest other.
+    near = torch.full((count,), torch.inf, dtype=torch.float32, device=unit.device)
     known = torch.zeros(count, dtype=torch.bool, device=unit.device)  # exactly that far
     best: float = -torch.inf
     first = count

@@ -122,7 +122,7 @@ def farthest(
     if fits_table(features) if table is None else table:
         features = multipliable(features)
         block_a, block_b, block_d = blocks or block_sizes(features)
-        alike = torch.empty(segments, count, count, device=features.device)
+        alike = torch.empty(segments, count, count, dtype=torch.float32, device=features.device)
         _table[triton.cdiv(count, block_a), triton.cdiv(count, block_b), segments](
             features, inverse, mask, alike, count, width, *features.stride(),
             BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8, num_stages=3,
@@ -135,7 +135,7 @@ def farthest(
         return taken
     nearest = nearest_other(features, mask, lambda *a, **k: best_match(*a, **k, blocks=blocks))
     groups = triton.cdiv(count, rows)
-    value = torch.empty(2, segments, groups, device=features.device)
+    value = torch.empty(2, segments, groups, dtype=torch.float32, device=features.device)
     place = torch.empty_like(value, dtype=torch.int32)
     for step in range(-1, most):
         _step[groups, segments](

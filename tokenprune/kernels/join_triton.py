@@ -112,7 +112,7 @@ def destinations(
     """See `join.destinations`."""
     assign, mask, places = assign.contiguous(), mask.contiguous(), places.contiguous()
     rows, count = assign.shape
-    own = torch.zeros(nowhere, device=places.device)
+    own = torch.zeros(nowhere, dtype=torch.float32, device=places.device)
     target, out = torch.empty_like(places).flatten(), own.new_empty(rows * count)
     if assign.numel():
         block = min(1024, triton.next_power_of_2(count))

@@ -102,7 +102,7 @@ def _inverse_norm(x, out, N, D, segment, row, feature, BLOCK_N: tl.constexpr, BL
 def inverse_norm(x: Tensor) -> Tensor:
     """float32 `[S, N]`: what makes each vector of `[S, N, D]` one of length 1."""
     segments, count, width = x.shape
-    out = torch.empty(segments, count, device=x.device)
+    out = torch.empty(segments, count, dtype=torch.float32, device=x.device)
     if out.numel():
         _inverse_norm[triton.cdiv(count, 16), segments](
             x, out, count, width, *x.stride(), BLOCK_N=16, BLOCK_D=min(256, triton.next_power_of_2(width))
@@ -165,7 +165,7 @@ def best_match(
         parts = max(1, _PROGRAMS // max(1, segments * triton.cdiv(count, block_a)))
     share = max(1, triton.cdiv(triton.cdiv(others_count, block_b), parts)) * block_b
     parts = max(1, triton.cdiv(others_count, share))
-    value = torch.empty(1 + groups, parts, segments, count, device=a.device)
+    value = torch.empty(1 + groups, parts, segments, count, dtype=torch.float32, device=a.device)
     whole = parts == 1 and not groups  # what a program finds is the answer
     place = torch.empty_like(value, dtype=torch.int32)
     if segments * count:
@@ -208,7 +208,7 @@ def cosines(a: Tensor, b: Tensor, *, blocks: tuple[int, int, int] = (64, 16, 32)
     """See `match.cosines`. blocks: rows, columns and features of a tile."""
     a, b = multipliable(a), multipliable(b)
     (segments, count, width), others = a.shape, b.shape[1]
-    out = torch.empty(segments, count, others, device=a.device)
+    out = torch.empty(segments, count, others, dtype=torch.float32, device=a.device)
     if out.numel():
         block_a, block_b, block_d = blocks
         _cosines[triton.cdiv(count, block_a), triton.cdiv(others, block_b), segments](

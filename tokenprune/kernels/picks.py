@@ -18,7 +18,7 @@ class Picks:
         self._mask = mask
         self._taken: list[Tensor] = []
         # Added to a score it bars what cannot be taken: several times faster than filling by a mask.
-        self._bar = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
+        self._bar = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -torch.inf)
 
     def among_left(self, score: Tensor) -> Tensor:
         """float32 `[S, N]`: `score`, which is finite; -inf for what cannot be taken any more."""

@@ -31,7 +31,7 @@ def relevance(tokens: VisualTokens) -> Tensor:
     where there is no text."""
     text = tokens.text
     if not text.mask.shape[1]:
-        return torch.zeros(tokens.mask.shape, device=tokens.mask.device)
+        return torch.zeros(tokens.mask.shape, dtype=torch.float32, device=tokens.mask.device)
     alike = cosines(tokens.hidden, text.hidden, tokens.mask).masked_fill(~text.mask.unsqueeze(1), 0)
     return alike.sum(2) / text.mask.sum(1, keepdim=True).clamp(min=1)
 

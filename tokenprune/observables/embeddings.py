@@ -3,14 +3,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from tokenprune.ops.drawn import normal
 from tokenprune.view.observable import Backend, Observable, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import Segments, Sizes, TextView
 from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -28,4 +28,4 @@ class Embeddings(Observable):
         return source.entered(text.position, text.segments)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return torch.randn(sizes.segments, sizes.text, sizes.width, generator=generator)
+        return normal(sizes.segments, sizes.text, sizes.width, generator=generator)

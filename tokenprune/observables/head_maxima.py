@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tokenprune.ops.drawn import uniform
 from tokenprune.view.observable import AttentionOfText, Observable, ObservedAt, add_up
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import SeenAttention, Segments, Sizes
@@ -33,7 +34,7 @@ class HeadMaxima(AttentionOfText):
         return found.masked_fill(~segments.mask[:, None], 0)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return torch.rand(sizes.segments, 2, sizes.tokens, generator=generator)
+        return uniform(sizes.segments, 2, sizes.tokens, generator=generator)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> None:
         return None

@@ -3,14 +3,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from tokenprune.ops.drawn import normal
 from tokenprune.view.observable import ObservedAt, PerToken
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import Sizes
 from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -26,7 +26,7 @@ class KeyHeads(PerToken):
         return source.before.keys(source.width).unflatten(-1, (-1, source.before.key.shape[-1]))
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return torch.randn(sizes.segments, sizes.tokens, sizes.heads, sizes.width // sizes.heads, generator=generator)
+        return normal(sizes.segments, sizes.tokens, sizes.heads, sizes.width // sizes.heads, generator=generator)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return torch.randn(sizes.segments, sizes.text, sizes.heads, sizes.width // sizes.heads, generator=generator)
+        return normal(sizes.segments, sizes.text, sizes.heads, sizes.width // sizes.heads, generator=generator)

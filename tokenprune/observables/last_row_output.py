@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tokenprune.ops.drawn import normal
 from tokenprune.view.observable import Observable, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import Segments, Sizes
@@ -30,4 +31,4 @@ class LastRowOutput(Observable):
         return made.flatten(1, 2)[segments.row_index.squeeze(1)]
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return torch.randn(sizes.segments, sizes.heads, sizes.width // sizes.heads, generator=generator)
+        return normal(sizes.segments, sizes.heads, sizes.width // sizes.heads, generator=generator)

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tokenprune.ops.drawn import uniform
 from tokenprune.ops.transfer import to_device
+from tokenprune.ops.weights import evenly
 from tokenprune.view.observable import Observable, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import SeenAttention, Segments, Sizes
@@ -34,8 +36,7 @@ class MeanQueryAttention(Observable):
         # Segments of a row ask for their rows side by side.
         row, place = to_device(segments.row, device), to_device(segments.ordinal, device)
         among = own.new_zeros(len(real), max(segments.ordinal) + 1, source.width).index_put((row, place), own)
-        parts = (among / among.sum(2, keepdim=True).clamp(min=1)).unsqueeze(1)
-        mean = (parts @ seen.query[:, :, -source.width :].float()).to(seen.key.dtype)
+        mean = (evenly(among).unsqueeze(1) @ seen.query[:, :, -source.width :].float()).to(seen.key.dtype)
         # Engines give dataclasses.
         asking: SeenAttention = replace(cast(Any, seen), query=mean, mask=among.unsqueeze(1))
         index = torch.arange(among.shape[1], device=device).expand(len(real), -1)
@@ -44,4 +45,4 @@ class MeanQueryAttention(Observable):
         return found.masked_fill(~segments.mask[:, None], 0)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return torch.rand(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
+        return uniform(sizes.segments, sizes.heads, sizes.tokens, generator=generator)

@@ -34,7 +34,7 @@ class PatchPlaces(Observable):
         return source.patches(segments)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Patches:
-        counts = torch.tensor(sizes.counts)[:, None]
-        column = torch.arange(sizes.tokens).expand(sizes.segments, -1)
+        counts = torch.tensor(sizes.counts, device="cpu")[:, None]
+        column = torch.arange(sizes.tokens, device="cpu").expand(sizes.segments, -1)
         row, one = torch.zeros_like(column), torch.ones_like(column)
         return Patches(torch.where(column < counts, 0, -1), row, column, one, counts * one, one, tiles=1)

@@ -3,14 +3,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from tokenprune.ops.drawn import uniform
 from tokenprune.view.observable import Observable, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import Segments, Sizes, TextView
 from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -35,9 +35,9 @@ class Rotation(Observable):
         return source.at(cos, position, segments), source.at(sin, position, segments)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        angles = torch.rand(sizes.segments, sizes.tokens, sizes.width // sizes.heads, generator=generator)
+        angles = uniform(sizes.segments, sizes.tokens, sizes.width // sizes.heads, generator=generator)
         return angles.cos(), angles.sin()
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        angles = torch.rand(sizes.segments, sizes.text, sizes.width // sizes.heads, generator=generator)
+        angles = uniform(sizes.segments, sizes.text, sizes.width // sizes.heads, generator=generator)
         return angles.cos(), angles.sin()

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tokenprune.ops.drawn import uniform
 from tokenprune.view.observable import AttentionOfText, Observable, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import SeenAttention, Segments, Sizes
@@ -36,12 +37,12 @@ class TextSumAndMax(AttentionOfText):
             most = mean.amax(1) if most is None else torch.maximum(most, mean.amax(1))
         slots = source.slots(segments.position, segments)
         if total is None or most is None:  # no text behind any image
-            return torch.zeros(len(slots), 2, slots.shape[1], device=slots.device)
+            return torch.zeros(len(slots), 2, slots.shape[1], dtype=torch.float32, device=slots.device)
         found = torch.stack([total.gather(1, slots), most.gather(1, slots)], dim=1)
         return found.masked_fill(~segments.mask[:, None], 0)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return torch.rand(sizes.segments, 2, sizes.tokens, generator=generator)
+        return uniform(sizes.segments, 2, sizes.tokens, generator=generator)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> None:
         return None

@@ -95,5 +95,5 @@ class TileMap(Observable):
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tiling:
         """One tile each."""
-        none = torch.zeros(sizes.segments, sizes.tokens, dtype=torch.long)
+        none = torch.zeros(sizes.segments, sizes.tokens, dtype=torch.long, device="cpu")
         return Tiling(none, none, none, none[:, 0], none[:, 0])

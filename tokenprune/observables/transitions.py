@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tokenprune.ops.drawn import uniform
 from tokenprune.view.observable import Observable, ObservedAt, Recorder
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import Segments, Sizes
@@ -29,8 +30,9 @@ class Transitions(Observable):
         return source.at(torch.stack(source.recorded(self.name), dim=2), segments.position, segments)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        made = torch.rand(sizes.segments, sizes.tokens, 2, 2, generator=generator)
-        return made * torch.tensor([3.0, 2.0]) - torch.tensor([0.0, 1.0])
+        made = uniform(sizes.segments, sizes.tokens, 2, 2, generator=generator)
+        top, bottom = torch.tensor([[3.0, 1.0], [0.0, -1.0]], dtype=torch.float32, device="cpu")
+        return made * (top - bottom) + bottom
 
 
 def _change(args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor:

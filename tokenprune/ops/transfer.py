@@ -12,7 +12,10 @@ from collections.abc import Sequence
 import torch
 
 
-def to_device(values: Sequence | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return numbers of the host as a tensor on `device`. They must not be changed afterwards."""
-    values = values if isinstance(values, torch.Tensor) else torch.tensor(values)
+def to_device(values: Sequence | torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return numbers of the host as a tensor on `device`. They must not be changed afterwards.
+
+    dtype: of fractions in a list, which a process's default dtype would round.
+    """
+    values = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     return values.to(device, non_blocking=True)

@@ -46,7 +46,7 @@ class PolicyView:
 
     def generator(self) -> torch.Generator:
         """Return a generator on the host that depends on the session's seed and on `step` alone."""
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + self.step)
+        return torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + self.step)
 
 
 @dataclass(frozen=True)

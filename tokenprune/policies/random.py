@@ -24,5 +24,5 @@ class RandomPolicy(Policy):
     shared: ClassVar[bool] = True
 
     def select(self, view: PolicyView, keep: int) -> Tensor:
-        drawn = torch.randperm(view.count, generator=view.generator())[:keep]
+        drawn = torch.randperm(view.count, generator=view.generator(), device="cpu")[:keep]
         return drawn.sort().values.to(view.keys.device)

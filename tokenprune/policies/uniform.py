@@ -34,7 +34,7 @@ class UniformPolicy(Policy):
         if self.reservoir:
             least = _hashed(view.index[0] + view.seed * 7_919).argsort(stable=True)[:keep]
             return least.sort().values
-        places = torch.linspace(0, view.count - 1, keep, dtype=torch.float64)
+        places = torch.linspace(0, view.count - 1, keep, dtype=torch.float64, device="cpu")
         return places.round().long().to(view.keys.device)
 
 

@@ -49,7 +49,7 @@ class Fingerprint:
 
 def _digest(parameter: torch.Tensor) -> str:
     flat = parameter.detach().flatten()
-    places = torch.linspace(0, len(flat) - 1, min(_SAMPLES, len(flat)), dtype=torch.float64).long()
+    places = torch.linspace(0, len(flat) - 1, min(_SAMPLES, len(flat)), dtype=torch.float64, device="cpu").long()
     sample = flat[places.to(flat.device)].double().cpu().numpy().tobytes()
     return hashlib.sha256(f"{tuple(parameter.shape)}".encode() + sample).hexdigest()
 

@@ -64,10 +64,11 @@ def patches(subject: Model, inputs: dict[str, Any], stats: Stats) -> tuple[np.nd
 def seen_image(subject: Model, inputs: dict[str, Any], image: Image.Image, number: int = 0) -> Image.Image:
     """Return what the model sees of image `number`: a processor that crops or pads shows only a part of it."""
     pixels, processor = inputs["pixel_values"], subject.processor.image_processor
-    mean, std = (getattr(processor, name, None) for name in ("image_mean", "image_std"))
-    if pixels.ndim != 4 or mean is None or std is None:
+    colours = [getattr(processor, name, None) for name in ("image_mean", "image_std")]
+    if pixels.ndim != 4 or None in colours:
         return image.convert("RGB")  # flattened patches (Qwen's families) are of the whole image, resized
-    values = rearrange(pixels[number].float().cpu(), "c h w -> h w c") * torch.tensor(std) + torch.tensor(mean)
+    mean, std = torch.tensor(colours, dtype=torch.float32, device="cpu")
+    values = rearrange(pixels[number].float().cpu(), "c h w -> h w c") * std + mean
     return Image.fromarray((values.clamp(0, 1) * 255).round().byte().numpy())
 
 

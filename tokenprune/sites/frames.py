@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from tokenprune.base import Method, Site
 from tokenprune.ops.transfer import to_device
 
@@ -43,7 +45,7 @@ class FrameMix:
         if not mixed:
             return out
         first, second = (x[to_device([side[i] for i in mixed], x.device)] for side in (self.first, self.second))
-        weight = to_device([self.weight[i] for i in mixed], x.device).view(-1, *[1] * (x.ndim - 1))
+        weight = to_device([self.weight[i] for i in mixed], x.device, torch.float32).view(-1, *[1] * (x.ndim - 1))
         value = (weight * first + (1 - weight) * second).to(x.dtype)
         return out.index_copy(0, to_device(mixed, x.device), value)
 

@@ -105,7 +105,7 @@ def check_choices(stages: Sequence[Pruner]) -> None:
 
 
 def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) -> _Case:
-    method, generator = stages[-1], torch.Generator().manual_seed(seed)
+    method, generator = stages[-1], torch.Generator("cpu").manual_seed(seed)
     needs = frozenset().union(*(stage.needs for stage in stages))
     layers = list(dict.fromkeys(layer for stage in stages for layer in stage.encoder_layers))
     sizes = Sizes(tuple(counts), _TEXT, width=40, heads=2)
@@ -160,7 +160,7 @@ def _to(dtype: torch.dtype, x: Tensor, axis: int) -> Tensor:
 
 def _check_merge(method: Pruner, selection: Selection, tokens: VisualTokens, when: str) -> None:
     require(method.merges, f"{when}: it merges tokens; say merges=True in @register(...)")
-    assign, places = selection.assign, torch.arange(tokens.mask.shape[1])
+    assign, places = selection.assign, torch.arange(tokens.mask.shape[1], device="cpu")
     assert assign is not None  # the caller looks
     require(assign.dtype == torch.long and assign.shape == tokens.mask.shape, f"{when}: assign must be long [S, N]")
     target = assign.masked_fill(~tokens.mask, -1)
@@ -183,7 +183,7 @@ def _check_rows(stages: Sequence[Pruner], case: _Case, keep: Tensor) -> None:
 
 
 def _check_padding(stages: Sequence[Pruner], case: _Case, keep: Tensor) -> None:
-    mask = torch.arange(max(case.counts)) < torch.tensor(case.counts)[:, None]
+    mask = torch.arange(max(case.counts), device="cpu") < torch.tensor(case.counts, device="cpu")[:, None]
 
     def filled(value: Tensor, axis: int) -> Tensor:
         shape = [len(mask), *(mask.shape[1] if a == axis else 1 for a in range(1, value.ndim))]
@@ -195,7 +195,7 @@ def _check_padding(stages: Sequence[Pruner], case: _Case, keep: Tensor) -> None:
 
 def _check_nan(stages: Sequence[Pruner], case: _Case) -> None:
     def broken(value: Tensor, axis: int) -> Tensor:
-        return value.index_fill(axis, torch.tensor([3]), torch.nan)
+        return value.index_fill(axis, torch.tensor([3], device="cpu"), torch.nan)
 
     _kept(stages, case.mapped(broken), "with NaN at a token")
 

@@ -14,6 +14,7 @@ from torch import nn
 from tokenprune.base import AttentionPattern, ImageChooser, ResizeMethod
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError
+from tokenprune.ops.drawn import normal, uniform
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod, Tower
 from tokenprune.sites.frames import FrameMerger
@@ -31,7 +32,7 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
     """Raise ConformanceError if the merges that a method plans break a rule: a plan for each block; rows of tokens that
     fit together; what every row merges is the same in a batch and alone; the first `protected` tokens stay; nothing
     merges where everything is to be kept; and the same twice."""
-    tower = tower or Tower(tokens=33, protected=1, blocks=4, read=3, module=nn.Linear(2, 2))
+    tower = tower or Tower(tokens=33, protected=1, blocks=4, read=3, module=nn.Identity())
     with suppress(OptionError):  # that keep=1.0 contradicts its options
         whole = Budget.of(1.0)
         require(method.is_identity(whole) or not any(method.plan(whole, tower)), "with keep=1.0 it still merges tokens")
@@ -42,7 +43,7 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
         plan = method.plan(Budget.of(keep), tower)
         require(len(plan) == tower.blocks, f"plan() must return a matcher or None for each of {tower.blocks} blocks")
         require(not any(plan[tower.read :]), f"blocks from {tower.read} on show no keys: theirs must be None")
-        keys = torch.randn(3, tower.tokens, 16, generator=torch.Generator().manual_seed(0))
+        keys = normal(3, tower.tokens, 16, generator=torch.Generator("cpu").manual_seed(0))
         left = [tower.tokens] * len(keys)
         for block, match in enumerate(plan):
             if match is None or (merge := match(keys, left if method.ragged else None)) is None:
@@ -61,13 +62,13 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
                 alone = match(keys[row : row + 1, :before], [before] if method.ragged else None)
                 own = stay if alone is None else alone.keep[0].tolist()
                 require(own == stay, f"block {block}: row {row} of a batch keeps other tokens than alone")
-            keys, left = merge.mean(keys, torch.ones(keys.shape[:2])), rows
+            keys, left = merge.mean(keys, torch.ones(keys.shape[:2], dtype=torch.float32, device="cpu")), rows
 
 
 def _check_drops(method: EncoderMethod, budget: Budget, tower: Tower) -> None:
     """Raise ConformanceError if what a method drops by `EncoderMethod.reads` breaks a rule of `check_merges`, or if it
     leaves another number of patches than it says."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     about, seen = Sizes((tower.patches,) * 3), observable(method.reads)
     shown = [seen.example(about, generator) for _ in range(tower.blocks)]
 
@@ -77,7 +78,7 @@ def _check_drops(method: EncoderMethod, budget: Budget, tower: Tower) -> None:
         for block, match in enumerate(plan):
             counts = [len(one) + tower.protected for one in stay]
             longest = max(map(len, stay))
-            padded = torch.tensor([one + [0] * (longest - len(one)) for one in stay])
+            padded = torch.tensor([one + [0] * (longest - len(one)) for one in stay], device="cpu")
             flow = torch.stack([shown[block][row][:, own] for row, own in zip(rows, padded, strict=True)])
             merge = None if match is None else match(flow, counts if len(set(counts)) > 1 else None)
             if merge is None:
@@ -105,10 +106,10 @@ def check_units(method: UnitDropper) -> None:
     everything is to be kept."""
     with suppress(OptionError):  # that keep=1.0 contradicts its options
         require(method.is_identity(Budget.of(1.0)), "with keep=1.0 it still drops units")
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for grid in ((1, 1, 1), (1, 5, 7), (3, 4, 4)):
-        levels = torch.randint(3, (*grid, 1), generator=generator).expand(*grid, 12)
-        for pixels in (levels / 2, torch.rand(*grid, 12, generator=generator)):
+        levels = torch.randint(3, (*grid, 1), generator=generator, device="cpu").expand(*grid, 12)
+        for pixels in (levels / 2, uniform(*grid, 12, generator=generator)):
             units, given = levels[..., 0].numel(), pixels.clone()
             for most in {1, max(1, units // 2), units}:
                 keep = method.keep_units(pixels, most)
@@ -129,10 +130,10 @@ def check_frames(method: FrameMerger) -> None:
         blocks = method.blocks(depth)
         rise = all(a < b for a, b in pairwise(blocks)) and blocks and blocks[0] >= 0 and blocks[-1] < depth
         require(rise, f"blocks({depth}) must return rising indices below it, at least one, not {blocks}")
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for frames in (1, 2, 5, 16):
-        steps = torch.randn(frames, 9, 8, generator=generator) * torch.rand(frames, 1, 1, generator=generator)
-        hidden = torch.randn(9, 8, generator=generator) + 0.5 * steps.cumsum(0)
+        steps = normal(frames, 9, 8, generator=generator) * uniform(frames, 1, 1, generator=generator)
+        hidden = normal(9, 8, generator=generator) + 0.5 * steps.cumsum(0)
         given, mix = hidden.clone(), method.mix(hidden)
         require(mix == method.mix(hidden) and torch.equal(hidden, given), "it mixes other frames the second time")
         rise = mix.first[0] == 0 and all(a < b for a, b in pairwise(mix.first)) and max(mix.second) < frames
@@ -142,7 +143,7 @@ def check_frames(method: FrameMerger) -> None:
         groups = method.groups(left)
         whole = sum(groups) == len(left) and min(groups) > 0
         require(whole, f"groups() of {len(left)} frames must add up to them, not {groups}")
-        received = torch.rand(len(left), 9, generator=generator)
+        received = uniform(len(left), 9, generator=generator)
         for keep in (1, len(left), 9 * len(left)):
             stays = method.choose_tokens(received, groups, keep)
             fine = isinstance(stays, torch.Tensor) and stays.dtype == torch.bool and stays.shape == received.shape
@@ -155,12 +156,12 @@ def check_frames(method: FrameMerger) -> None:
 def check_shares(method: ResizeMethod) -> None:
     """Raise ConformanceError if the shares that a method gives to images break a rule: one in (0, 1] for each, the same
     twice, an image's own in a batch as alone, and 1 where everything is to be kept."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     images: list[Any] = [
         SimpleNamespace(
             size=(side, 48),
             tokens=side,
-            grey=torch.rand(side, 48, generator=generator),
+            grey=uniform(side, 48, generator=generator),
             prompt=0,
             question=_QUESTIONS[0],
         )
@@ -209,10 +210,10 @@ def check_blocks(method: AttentionPattern) -> None:
 def check_rates(method: DecodeMethod) -> None:
     """Raise ConformanceError if the rates at which a method goes on removing tokens break a rule: one in 0..1 for each
     row, the same in a batch as alone, at least one token stays."""
-    generator = torch.Generator().manual_seed(0)
-    share = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    share = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64, device="cpu")
     for steps in (1, 2, 9):
-        masses = torch.rand(3, 1 + steps, 2, 4, generator=generator)
+        masses = uniform(3, 1 + steps, 2, 4, generator=generator)
         require(isinstance(method.decides(steps), bool), "decides() must return True or False")
         rate = method.next_rate(masses, share)
         fine = rate.shape == share.shape and bool(((rate >= 0) & (rate <= 1)).all())

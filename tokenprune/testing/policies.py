@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import ConformanceError, SessionError
+from tokenprune.ops.drawn import normal, uniform
 from tokenprune.policies.base import PROXY_ATTENTION, Policy, PolicyView, check_choice
 from tokenprune.policies.registry import policy as registered
 from tokenprune.testing.rules import check_dataclass, made, naming, require
@@ -89,24 +90,26 @@ def _view(
     seed: int = 0,
 ) -> PolicyView:  # fmt: skip
     """Return the entries of whole frames of 5 cells. wrapped: with a token before and one behind each."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator("cpu").manual_seed(seed)
     cells = [-1, 0, 1, 2, 3, 4, -1] if wrapped else [0, 1, 2, 3, 4]
     n = frames * len(cells)
-    frame = torch.arange(frames).repeat_interleave(len(cells))[None]
-    index = torch.arange(n)[None] + 3 * frame + 4  # text before the frames and between them
-    keys, values = torch.randn(2, _HEADS, n, _WIDTH, generator=g).to(dtype)
-    attention = torch.rand(_HEADS * _GROUP, n, generator=g).div(n) if PROXY_ATTENTION in policy.needs else None
+    frame = torch.arange(frames, device="cpu").repeat_interleave(len(cells))[None]
+    index = torch.arange(n, device="cpu")[None] + 3 * frame + 4  # text before the frames and between them
+    keys, values = normal(2, _HEADS, n, _WIDTH, generator=g).to(dtype)
+    attention = uniform(_HEADS * _GROUP, n, generator=g).div(n) if PROXY_ATTENTION in policy.needs else None
     return PolicyView(
-        keys, values, frame, torch.tensor(cells).repeat(frames)[None], index, index.expand(axes, 1, -1), layer=1,
-        layers=4, step=2, seed=0, proxy_attention=attention,
+        keys, values, frame, torch.tensor(cells, device="cpu").repeat(frames)[None], index, index.expand(axes, 1, -1),
+        layer=1, layers=4, step=2, seed=0, proxy_attention=attention,
     )  # fmt: skip
 
 
 def _ragged(view: PolicyView) -> PolicyView:
     """Return a view as after a compression: each head holds other entries, and as many."""
-    g = torch.Generator().manual_seed(1)
+    g = torch.Generator("cpu").manual_seed(1)
     few = view.count * 2 // 3
-    places = torch.stack([torch.randperm(view.count, generator=g)[:few].sort().values for _ in range(_HEADS)])
+    places = torch.stack(
+        [torch.randperm(view.count, generator=g, device="cpu")[:few].sort().values for _ in range(_HEADS)]
+    )
 
     def take(values: Tensor) -> Tensor:
         return values.expand(*values.shape[:-2], _HEADS, -1).gather(-1, places.expand(*values.shape[:-2], -1, -1))

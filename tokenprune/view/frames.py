@@ -52,13 +52,13 @@ def frame_and_place(frames: Sequence[Sequence[int]], width: int, device: torch.d
 
     frames: how many tokens each frame of each segment has. Both are made on the host, so that the device is not asked.
     """
-    made = torch.full((2, len(frames), width), -1)
+    made = torch.full((2, len(frames), width), -1, device="cpu")
     for segment, counts in enumerate(frames):
-        length = torch.tensor(counts)
-        frame = torch.arange(len(counts)).repeat_interleave(length)
+        length = torch.tensor(counts, device="cpu")
+        frame = torch.arange(len(counts), device="cpu").repeat_interleave(length)
         start = (length.cumsum(0) - length).repeat_interleave(length)
         made[0, segment, : len(frame)] = frame
-        made[1, segment, : len(frame)] = torch.arange(len(frame)) - start
+        made[1, segment, : len(frame)] = torch.arange(len(frame), device="cpu") - start
     frame, place = to_device(made, device)
     return frame, place
 

@@ -59,7 +59,8 @@ class InputImage:
         whole = not planes.is_floating_point() or bool(planes.max() > 1)
         planes = planes.float() / 255 if whole else planes.float()
         if planes.shape[0] >= 3:
-            grey = torch.einsum("chw,c->hw", planes[:3].cpu(), torch.tensor([0.2989, 0.5870, 0.1140]))
+            weight = torch.tensor([0.2989, 0.5870, 0.1140], dtype=torch.float32, device="cpu")
+            grey = torch.einsum("chw,c->hw", planes[:3].cpu(), weight)
         else:
             grey = planes[0].cpu()
         share = LONGEST / max(grey.shape)

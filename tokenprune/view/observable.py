@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from tokenprune.ops.drawn import normal, uniform
 from tokenprune.ops.transfer import to_device
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Observable:
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Any:
         """Return a made-up value for visual tokens, on which methods are tried (`tokenprune.testing`)."""
-        return torch.randn(sizes.segments, sizes.tokens, sizes.width, generator=generator)
+        return normal(sizes.segments, sizes.tokens, sizes.width, generator=generator)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Any:
         """Return a made-up value for the text behind each segment; None if it has none."""
@@ -138,7 +139,7 @@ class PerToken(Observable):
         return source.at(self.values(source), text.position, text.segments)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return torch.randn(sizes.segments, sizes.text, sizes.width, generator=generator)
+        return normal(sizes.segments, sizes.text, sizes.width, generator=generator)
 
 
 class AttentionToTokens(Observable):
@@ -157,7 +158,7 @@ class AttentionToTokens(Observable):
         return columns.gather(2, slots[:, None, :].expand(-1, columns.shape[1], -1))
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return torch.rand(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
+        return uniform(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
 
 
 def add_up(parts: Iterable[Tensor]) -> Tensor:
@@ -196,10 +197,10 @@ class AttentionOfText(Observable):
         return found.masked_fill(~text.segments.mask[:, None], 0)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return torch.rand(sizes.segments, sizes.heads, sizes.text, sizes.tokens, generator=generator)
+        return uniform(sizes.segments, sizes.heads, sizes.text, sizes.tokens, generator=generator)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Any:
-        return torch.rand(sizes.segments, sizes.heads, sizes.text, sizes.text, generator=generator)
+        return uniform(sizes.segments, sizes.heads, sizes.text, sizes.text, generator=generator)
 
     def _to(self, source: TokenSource, segments: Segments, position: Tensor, slots: Tensor) -> Tensor:
         """Return `[S, H, M, K]`, the attention of the tokens at `position`, `[S, M]`, to those in `slots`, `[S, K]`."""
@@ -285,4 +286,4 @@ class TowerScores(TowerBlock):
         return super().of_visual(source, segments, *layer).transpose(1, 2)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return torch.rand(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
+        return uniform(sizes.segments, sizes.heads, sizes.tokens, generator=generator)

@@ -148,7 +148,7 @@ class VisualTokens(_OfVisual):
     def generator(self, segment: int, seed: int) -> torch.Generator:
         """Return a CPU generator that depends on `seed` and the segment's index in its row only: a batch equals its
         single rows."""
-        return torch.Generator().manual_seed((seed * 1_000_003 + self.segments.ordinal[segment]) % 2**63)
+        return torch.Generator("cpu").manual_seed((seed * 1_000_003 + self.segments.ordinal[segment]) % 2**63)
 
 
 class _ByLayer(dict[int | float, "Tensor"]):

@@ -111,7 +111,7 @@ class Videos:
 
     def at(self, places: Sequence[Sequence[Sequence[int]]]) -> Tensor:
         """bool `[V, F, P]`: the places that are listed for each frame of each video."""
-        made = torch.zeros(self.mask.shape, dtype=torch.bool)
+        made = torch.zeros(self.mask.shape, dtype=torch.bool, device="cpu")
         for video, of_video in enumerate(places):
             for frame, of_frame in enumerate(of_video):
                 made[video, frame, list(of_frame)] = True

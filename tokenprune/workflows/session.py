@@ -297,7 +297,7 @@ def _patch_of(model: Any) -> str:
 
 def _row(ids: Any) -> Tensor:
     """Return the caller's ids as long `[1, n]`."""
-    found = torch.as_tensor(ids if ids is not None else [])
+    found = torch.as_tensor(ids if ids is not None else [], device="cpu")
     found = found[None] if found.ndim == 1 else found
     if found.ndim != 2 or len(found) != 1 or not found.shape[1] or found.is_floating_point():
         raise SessionError(

@@ -107,7 +107,7 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> 
         mask = None  # padding is not known
     seen = []
     for index, slots, size, _ in held:
-        positions = torch.arange(call.past + length).expand(rows, -1)
+        positions = torch.arange(call.past + length, device="cpu").expand(rows, -1)
         if call.active:
             positions = call.group_of(index).columns
             # A static layer has slots for tokens to come.

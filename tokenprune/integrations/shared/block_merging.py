@@ -215,7 +215,7 @@ class Merger(Attachable):
             return None
         hidden = args[0]
         if state.size is None:
-            state.size = torch.ones(hidden.shape[:2], device=hidden.device)
+            state.size = torch.ones(hidden.shape[:2], dtype=torch.float32, device=hidden.device)
         state.merged = merge.mean(hidden, state.size)
         state.size = merge.sum(state.size)
         state.owners[-1] = merge.assign.gather(1, owner.clamp(min=0))

@@ -55,7 +55,7 @@ class PackRecorder:
             numbers.append(numbered(tiles, tokens, torch.device("cpu"), start))
             start += tiles * tokens
         bound.arguments["image_features"] = numbers
-        bound.arguments["image_sizes"] = torch.as_tensor(bound.arguments["image_sizes"]).cpu()
+        bound.arguments["image_sizes"] = torch.as_tensor(bound.arguments["image_sizes"], device="cpu")
         if bound.arguments.get("image_newline") is not None:
             bound.arguments["image_newline"] = newline_number(numbers[0].device)
         images = self.original(*bound.args, **bound.kwargs)[0]
@@ -77,10 +77,10 @@ class PackedFeatures:
         """
         ids = to_device(self.numbers(packed), groups.device)
         tile, token = ids // self.tokens, ids % self.tokens
-        places = torch.arange(len(ids), device=ids.device)
+        places = torch.arange(len(ids), dtype=torch.long, device=ids.device)
         # Newlines: each for itself.
         group = torch.where(ids < 0, groups.numel() + places, tile * self.tokens + groups[tile.clamp(min=0), token])
-        first = torch.full((groups.numel() + len(ids),), len(ids), device=ids.device)
+        first = torch.full((groups.numel() + len(ids),), len(ids), dtype=torch.long, device=ids.device)
         return first.scatter_reduce(0, group, places, "amin")[group]
 
     @staticmethod
@@ -104,8 +104,8 @@ def numbered(tiles: int, tokens: int, device: torch.device, start: int = 0) -> T
 
 def newline_number(device: torch.device) -> Tensor:
     """float64 `[2]`: what stands for a newline."""
-    return torch.tensor([-1, _check(torch.tensor(-1.0))], dtype=torch.float64, device=device)
+    return torch.tensor([-1, _check(-1)], dtype=torch.float64, device=device)
 
 
-def _check(ids: Tensor) -> Tensor:
+def _check(ids: Any) -> Any:
     return (ids * ids + 3 * ids) % 9973

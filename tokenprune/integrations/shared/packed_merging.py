@@ -127,7 +127,7 @@ class PackedUnits:
         places = torch.arange(len(into), device=into.device)
         stays = into == places
         target = (stays.cumsum(0) - 1)[into]
-        size = torch.ones(len(into), device=into.device) if self.size is None else self.size
+        size = torch.ones(len(into), dtype=torch.float32, device=into.device) if self.size is None else self.size
         count = sum(self.left)
         order = partition(stays[None])[0]
         kept, gone = order[:count], order[count:]
@@ -168,7 +168,7 @@ class PackedUnits:
 
 def mean_of_groups(x: Tensor, owner: Tensor) -> Tensor:
     """`[N, D]`: each row becomes the mean of the rows with its owner."""
-    total = torch.zeros(len(owner), x.shape[1], device=x.device).index_add(0, owner, x.float())
+    total = torch.zeros(len(owner), x.shape[1], dtype=torch.float32, device=x.device).index_add(0, owner, x.float())
     count = total.new_zeros(len(owner)).index_add(0, owner, total.new_ones(len(owner)))
     return (total / count.clamp(min=1)[:, None])[owner].to(x.dtype)
 

@@ -52,7 +52,7 @@ class PatchSource:
             return None
         vision = self.config.vision_config
         merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_size", 1)
-        return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes).tolist()]
+        return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes, device="cpu").tolist()]
 
 
 def image_grid(row: Family, count: int, config: Any, whole_image: bool = False) -> tuple[int, int, int] | None:
@@ -218,7 +218,7 @@ def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Pl
 def image_sizes(arguments: dict[str, Any]) -> list[tuple[int, int]]:
     """Return (height, width) in pixels of each image, from the arguments of `get_image_features` or of a tower."""
     sizes, pixels = arguments.get("image_sizes"), arguments["pixel_values"]
-    return [tuple(pixels.shape[-2:])] * len(pixels) if sizes is None else torch.as_tensor(sizes).tolist()
+    return [tuple(pixels.shape[-2:])] * len(pixels) if sizes is None else torch.as_tensor(sizes, device="cpu").tolist()
 
 
 def _pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Placed | None:

@@ -36,7 +36,7 @@ def goals_of(packed: PackedFeatures, image: Tensor, tiles: int, left: int, read:
     ids = packed.numbers(image)
     patches = ids[ids >= 0]
     first = int(patches.min()) // packed.tokens
-    shown = torch.zeros(tiles, packed.tokens, dtype=torch.bool)
+    shown = torch.zeros(tiles, packed.tokens, dtype=torch.bool, device="cpu")
     shown.view(-1)[patches - first * packed.tokens] = True
     counts = shown.sum(1).tolist()
     wanted = left - int((ids < 0).sum())

@@ -88,7 +88,7 @@ class EarlyTom(FrameMerger):
         total = min(keep, frames * places)
         # All frames ask for as much: what does not divide is spread evenly.
         ends = [total * (frame + 1) // frames for frame in range(frames)]
-        counts = torch.tensor(ends).diff(prepend=torch.zeros(1, dtype=torch.long))
+        counts = torch.tensor(ends, device="cpu").diff(prepend=torch.zeros(1, dtype=torch.long, device="cpu"))
         score = received.float().nan_to_num(nan=-torch.inf)
         stays = top_mask(score, torch.ones_like(score, dtype=torch.bool), counts, places)
         for start, size in zip(accumulate(groups, initial=0), groups, strict=False):
@@ -151,7 +151,7 @@ def _similarities(hidden: Tensor, most: int) -> list[list[float]]:
 
 def _best_of_stretches(score: Tensor, number: int) -> Tensor:
     """bool `[P]`: the best of each of `number` stretches of a frame, of which the first ones are a token longer."""
-    stays = torch.zeros(score.shape, dtype=torch.bool)
+    stays = torch.zeros(score.shape, dtype=torch.bool, device="cpu")
     if not number:
         return stays
     size, longer = divmod(len(score), number)
@@ -160,5 +160,5 @@ def _best_of_stretches(score: Tensor, number: int) -> Tensor:
         if len(part):
             # argmax names any of equal values; the first of them is asked for.
             first = (part == part.amax(1, keepdim=True)).to(torch.uint8).argmax(1)
-            stays[start + torch.arange(len(part)) * part.shape[1] + first] = True
+            stays[start + torch.arange(len(part), device="cpu") * part.shape[1] + first] = True
     return stays

@@ -83,7 +83,7 @@ class PixelPrune(UnitDropper):
 
     def keep_units(self, pixels: Tensor, most: int) -> Tensor:
         if self.neighbours == "before" and most < pixels.shape[1] * pixels.shape[2]:
-            keep = torch.zeros(pixels.shape[:3], dtype=torch.bool)
+            keep = torch.zeros(pixels.shape[:3], dtype=torch.bool, device="cpu")
             keep.view(-1)[spread(keep[0].numel(), most, (1, *keep.shape[1:]))] = True
             return to_device(keep, pixels.device)
         found = Distances.of(pixels, self.metric, spatial=self.neighbours == "all")

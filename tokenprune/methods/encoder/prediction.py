@@ -130,7 +130,8 @@ def anchored_in_time(pixels: Tensor, threshold: float, metric: str) -> Predictio
 @lru_cache(maxsize=16)
 def _diagonals(frames: int, height: int, width: int) -> tuple[Tensor, ...]:
     """Places of the flattened grid by t + row + column, ascending; long, on the host."""
-    t, row, column = torch.meshgrid(*map(torch.arange, (frames, height, width)), indexing="ij")
+    axes = [torch.arange(size, device="cpu") for size in (frames, height, width)]
+    t, row, column = torch.meshgrid(*axes, indexing="ij")
     number = (t + row + column).flatten()
     order = number.argsort(stable=True)
     return order.split(number.bincount().tolist())

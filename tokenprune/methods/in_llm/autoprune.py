@@ -13,6 +13,7 @@ from tokenprune.budget import Budget
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.several_cuts import TEXT, OneCut, SeveralCuts, text_votes
 from tokenprune.ops.transfer import to_device
+from tokenprune.ops.weights import evenly
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
 from tokenprune.view.tokens import VisualTokens
@@ -98,8 +99,7 @@ class _Stage(OneCut):
         counts = [min(count, number) for count, number in zip(tokens.counts, planned, strict=True)]
         if counts == tokens.counts:
             return Selection(tokens.mask, counts=counts)
-        words = tokens.text.mask.sum(1, keepdim=True).clamp(min=1)
-        score = text_votes(tokens, tokens.text.mask / words).mean(1)
+        score = text_votes(tokens, evenly(tokens.text.mask)).mean(1)
         return Selection(top_mask(score, tokens.mask, to_device(counts, score.device), max(counts)), counts=counts)
 
     def _counts(self, count: int, even: int, slope: float) -> list[int]:

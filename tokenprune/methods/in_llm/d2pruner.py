@@ -108,7 +108,7 @@ class D2Pruner(Pruner):
 
     def _expected(self, tokens: VisualTokens) -> Tensor:
         """float32 `[S, N]`, above 0: the prior at the place of each token."""
-        expected = torch.ones(tokens.mask.shape)
+        expected = torch.ones(tokens.mask.shape, dtype=torch.float32, device="cpu")
         if self._fitted is None:
             tokens.note(f"{self.name}: no prior was given, so attention counts as it is (`tokenprune fit d2pruner`)")
         else:
@@ -133,10 +133,10 @@ class D2Pruner(Pruner):
 
     def _cells(self, tokens: VisualTokens) -> Tensor:
         """float32 `[S, N, 3]`: frame, row and column of each token; where a grid is not known each is in a frame."""
-        cells = torch.zeros(*tokens.mask.shape, 3)
+        cells = torch.zeros(*tokens.mask.shape, 3, dtype=torch.float32, device="cpu")
         if self.alpha < 1:
             for row, (count, grid) in enumerate(zip(tokens.counts, tokens.grids, strict=True)):
-                axes = [torch.arange(size) for size in (grid or (count, 1, 1))]
+                axes = [torch.arange(size, device="cpu") for size in (grid or (count, 1, 1))]
                 cells[row, :count] = torch.cartesian_prod(*axes).view(count, 3).float()
         return to_device(cells, tokens.mask.device)
 

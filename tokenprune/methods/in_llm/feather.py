@@ -66,7 +66,7 @@ class Feather(SeveralCuts):
 
     def _even(self, tokens: VisualTokens, least: int) -> Tensor:
         """bool `[S, N]`: the tokens of the first cut that stay for their place. least: the stride to begin with."""
-        even = torch.zeros(tokens.mask.shape, dtype=torch.bool)
+        even = torch.zeros(tokens.mask.shape, dtype=torch.bool, device="cpu")
         for row, (count, keep, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
             frames, height, width = grid or (1, 1, count)
             for stride in range(least, max(height, width) + least):

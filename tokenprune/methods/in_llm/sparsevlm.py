@@ -13,6 +13,7 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.methods.several_cuts import TEXT, SeveralCuts, text_votes
 from tokenprune.ops.clusters import nearest, peaks
 from tokenprune.ops.transfer import to_device
+from tokenprune.ops.weights import evenly
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -112,7 +113,7 @@ class SparseVLM(SeveralCuts):
 
     def _score(self, tokens: VisualTokens) -> Tensor:
         raters = self._raters(tokens)
-        weights = raters / raters.sum(1, keepdim=True).clamp(min=1)
+        weights = evenly(raters)
         if self.version == "1":
             return text_votes(tokens, weights).mean(1)
         there = tokens.text.mask.any(1)[:, None, None]

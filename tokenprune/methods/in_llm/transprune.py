@@ -10,6 +10,7 @@ from annotated_types import Ge, Le
 from tokenprune.base import Method, Selection, Site
 from tokenprune.budget import Budget
 from tokenprune.methods.several_cuts import OneCut, SeveralCuts
+from tokenprune.ops.weights import evenly
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -66,7 +67,7 @@ class TransPrune(SeveralCuts):
     def score(self, tokens: VisualTokens) -> Tensor:
         total = added(tokens)
         words = tokens.text.mask
-        weights = words / words.sum(1, keepdim=True).clamp(min=1)
+        weights = evenly(words)
         attention = tokens.attention_from(weights, "next_text_attention").mean(1)
         attention = torch.where(words.any(1, keepdim=True), attention, tokens.next_row_attention.mean(1))
         return self.alpha * _share(total, tokens.mask) + (1 - self.alpha) * _share(attention.float(), tokens.mask)

@@ -144,7 +144,8 @@ def _looks_like_text(grey: Tensor, laplacian: Tensor) -> bool:
     side = min(_CELL, *grey.shape)
     edges = _cells(laplacian, side).var(dim=1, correction=0)
     levels = (_cells(grey, side) * 255).round().long().clamp(0, 255)
-    histogram = torch.zeros(len(levels), 256).scatter_add_(1, levels, torch.ones(levels.shape)) / side**2
+    counts = torch.zeros(len(levels), 256, dtype=torch.float32, device="cpu")
+    histogram = counts.scatter_add_(1, levels, torch.ones_like(levels, dtype=torch.float32)) / side**2
     entropy = torch.special.entr(histogram).sum(1) / math.log(2)
     busy = int((edges > _FLAT).sum())
     return busy > 0 and int(((edges > _SHARP) & (entropy < _LEVELS)).sum()) >= _TEXT_SHARE * busy

@@ -99,7 +99,7 @@ class ApET(Pruner):
         to = place.gather(1, (moves.cumsum(1) - 1).clamp(min=0))
         source, target = torch.where(moves, basis, nowhere), torch.where(moves, to, nowhere)
         assign = torch.nn.functional.pad(assign, (0, 1)).scatter(1, source, to)[:, :-1]
-        weight = torch.ones(marked.shape, device=keep.device)
+        weight = torch.ones(marked.shape, dtype=torch.float32, device=keep.device)
         weight = weight.scatter(1, target, self.own).scatter(1, source, 1 - self.own)
         return Selection(keep, assign, weight[:, :-1], counts=counts)
 

@@ -76,7 +76,7 @@ class EADP(Pruner):
         """float32 `[S, N]`: how the text behind each image points at its tokens; all alike without text."""
         mask, text = tokens.mask, tokens.text
         if not text.mask.shape[1]:
-            return torch.zeros(mask.shape, device=mask.device)
+            return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         pointed = self.sign * cosines(tokens.hidden, text.hidden, mask)
         there = (_SHARPNESS * pointed).masked_fill(~mask.unsqueeze(2), -torch.inf).softmax(1)
         entropy = -(there * (there + 1e-12).log()).sum(1)

@@ -164,5 +164,5 @@ def _stay(tiles: Tiles, part: Tensor, left: Tensor, goal: Tensor, remaining: int
     entropy = torch.zeros(number.shape, dtype=torch.double, device=part.device)
     entropy = entropy.scatter_add(1, tiles.of, -torch.special.xlogy(part, part))
     evenness = entropy / number.clamp(min=2).double().log()
-    gone = ((number - goal) / remaining**0.5 * (1 - evenness.square())).round().long().clamp(min=0)
+    gone = ((number - goal).float() / remaining**0.5 * (1 - evenness.square())).round().long().clamp(min=0)
     return torch.maximum(number - gone, goal)

@@ -52,7 +52,7 @@ class GlobalCom2(Pruner):
         importance = tiles.sums(tiling.covers, logits)[:, : tiles.count].masked_fill(~there, -torch.inf)
         power = ((importance - importance.amax(1, keepdim=True)) / self.temperature).exp().nan_to_num(nan=0.0)
         part = power / (power.sum(1, keepdim=True) + 1e-8)
-        mean = 1 / there.sum(1, keepdim=True).clamp(min=1)
+        mean = 1 / there.sum(1, keepdim=True).clamp(min=1).float()
         # The share that is asked for would be a factor of all; no tile gets more than all of it.
         tiles = tiles.shared(tiling, size[:, 0] * budget // all_of.clamp(min=1), (1 + part - mean) * size)
 
@@ -76,7 +76,7 @@ def at_same_place(values: Tensor, tiling: Tiling, patches: Patches) -> Tensor:
     dense = values.new_zeros(rows, width + 1).scatter(1, spot, values)
 
     def ends(place: Tensor, size: Tensor, to: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        exact = ((place + 0.5) * (size / to.clamp(min=1)[:, None]) - 0.5).clamp(min=0)
+        exact = ((place.float() + 0.5) * (size.float() / to.clamp(min=1)[:, None]) - 0.5).clamp(min=0)
         low = torch.minimum(exact.floor().long(), size - 1)
         return low, torch.minimum(low + 1, size - 1), (exact - low).clamp(max=1)
 

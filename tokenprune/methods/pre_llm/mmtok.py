@@ -82,5 +82,5 @@ def shared(products: Products, temperature: float, weight: float, mask: Tensor, 
         return (x / temperature).masked_fill_(~mask[segment], -torch.inf).logsumexp(1)
 
     total = products.of_rows(whole)
-    each = weight * rows / rows.sum(1, keepdim=True).clamp(min=1)
+    each = weight * rows.float() / rows.sum(1, keepdim=True).clamp(min=1)
     return Relation(products, lambda x, total, each: (x / temperature - total).exp() * each, total, each)

@@ -27,7 +27,7 @@ class Pool(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         size = tokens.mask.shape
-        keep, assign = torch.zeros(size, dtype=torch.bool), torch.full(size, -1)
+        keep, assign = torch.zeros(size, dtype=torch.bool, device="cpu"), torch.full(size, -1, device="cpu")
         for segment, (count, budget, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
             cell, middle = rectangles(count, budget, grid)
             keep[segment, middle] = True
@@ -46,14 +46,14 @@ def rectangles(count: int, cells: int, grid: tuple[int, int, int] | None) -> tup
     bands = max(1, min(height, round((cells * height / width) ** 0.5)))
     # A band holds at most `width` cells, and at least one.
     bands = min(max(bands, -(-cells // width)), cells)
-    cell = torch.empty(height, width, dtype=torch.long)
-    middle = torch.empty(cells, dtype=torch.long)
+    cell = torch.empty(height, width, dtype=torch.long, device="cpu")
+    middle = torch.empty(cells, dtype=torch.long, device="cpu")
     done = 0
     for band in range(bands):
         top, bottom = band * height // bands, (band + 1) * height // bands
         inside = (band + 1) * cells // bands - done
-        cell[top:bottom] = done + torch.arange(width) * inside // width
-        left = -(-torch.arange(inside + 1) * width // inside)  # where each cell of the band begins
+        cell[top:bottom] = done + torch.arange(width, device="cpu") * inside // width
+        left = -(-torch.arange(inside + 1, device="cpu") * width // inside)  # where each cell of the band begins
         middle[done : done + inside] = (top + bottom) // 2 * width + left[:-1] + left.diff() // 2
         done += inside
     return cell.flatten(), middle

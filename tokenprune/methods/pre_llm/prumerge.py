@@ -101,7 +101,7 @@ class PruMerge(Pruner):
         """long `[S, N]`: the kept token that each joins, -1 where it is among the nearest of none."""
         keys = unit(tokens.encoder_keys(-1))
         place = partition(keep)[:, : max(tokens.keep) if self.exact else None]
-        best = torch.full(keep.shape, -torch.inf, device=keep.device)
+        best = torch.full(keep.shape, -torch.inf, dtype=torch.float32, device=keep.device)
         into = torch.full_like(place[:, :1], -1).repeat(1, keep.shape[1])
         for part in in_parts(place.shape[1], keep.numel()):
             at = place[:, part]

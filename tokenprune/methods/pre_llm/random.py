@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.base import Pruner, Site
+from tokenprune.ops.drawn import uniform
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
@@ -27,7 +28,7 @@ class Random(Pruner):
     seed: int = 0
 
     def score(self, tokens: VisualTokens) -> Tensor:
-        scores = torch.zeros(tokens.mask.shape)
+        scores = torch.zeros(tokens.mask.shape, dtype=torch.float32, device="cpu")
         for segment, count in enumerate(tokens.counts):
-            scores[segment, :count] = torch.rand(count, generator=tokens.generator(segment, self.seed))
+            scores[segment, :count] = uniform(count, generator=tokens.generator(segment, self.seed))
         return to_device(scores, tokens.mask.device)

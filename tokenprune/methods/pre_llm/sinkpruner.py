@@ -18,6 +18,7 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.methods.several_cuts import TEXT, text_votes
 from tokenprune.ops.clusters import in_parts
 from tokenprune.ops.transfer import to_device
+from tokenprune.ops.weights import evenly
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
 from tokenprune.view.tokens import VisualTokens
@@ -114,8 +115,7 @@ class _Guided(Pruner):
         return True
 
     def score(self, tokens: VisualTokens) -> Tensor:
-        words = tokens.text.mask.sum(1, keepdim=True).clamp(min=1)
-        return text_votes(tokens, tokens.text.mask / words).mean(1)
+        return text_votes(tokens, evenly(tokens.text.mask)).mean(1)
 
 
 def different(x: Tensor, mask: Tensor, taken: Tensor, number: Tensor, most: int, at_once: int = _A_ROUND) -> Tensor:

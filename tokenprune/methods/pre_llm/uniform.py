@@ -31,7 +31,7 @@ class Uniform(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         # Counts and grids are on the host, so the choice is made there, and the device is asked nothing.
-        keep = torch.zeros(tokens.mask.shape, dtype=torch.bool)
+        keep = torch.zeros(tokens.mask.shape, dtype=torch.bool, device="cpu")
         for segment, (count, number, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
             keep[segment, spread(count, number, grid)] = True
         return Selection(to_device(keep, tokens.mask.device), counts=tokens.keep)

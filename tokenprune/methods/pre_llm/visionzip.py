@@ -53,7 +53,7 @@ class VisionZip(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         tiles = Tiles.among(tokens)
-        context = (tiles.number * self.context + 0.5).long()
+        context = (tiles.number.float() * self.context + 0.5).long()
         context = tiles.only(torch.minimum(context, tiles.number - 1).clamp(min=0))
         dominant = tiles.top(attended(tokens), tiles.number - context)
         rest = tiles.patch & ~dominant
@@ -79,8 +79,8 @@ class VisionZip(Pruner):
         if self.centre is None:
             return None
         members = torch.zeros_like(into).scatter_add(1, into, joins.long())
-        own = torch.where(members > 0, self.centre, 1.0)
-        return torch.where(joins, (1 - self.centre) / members.gather(1, into).clamp(min=1), own)
+        own = (members == 0).float().clamp(min=self.centre)
+        return torch.where(joins, (1 - self.centre) / members.gather(1, into).clamp(min=1).float(), own)
 
 
 def _every(tiles: Tiles, rest: Tensor, number: Tensor) -> Tensor:

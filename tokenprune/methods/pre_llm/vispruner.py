@@ -140,7 +140,8 @@ def _rounds_of_many(x: Tensor, count: int, goal: int) -> Tensor:
     all are asked. x: `[P, D]`.
     """
     products, line = Products(unit(x)[None]), torch.arange(count, device=x.device)
-    near, value = torch.empty(len(x), 0, dtype=torch.long, device=x.device), torch.empty(len(x), 0, device=x.device)
+    near = torch.empty(len(x), 0, dtype=torch.long, device=x.device)
+    value = torch.empty(len(x), 0, dtype=torch.float32, device=x.device)
     known = 2 * count
     even, left = torch.zeros(2, len(x), dtype=torch.bool, device=x.device)
     while (number := len(line)) > goal:
@@ -163,7 +164,7 @@ def _nearest_few(products: Products, there: Tensor) -> tuple[Tensor, Tensor]:
     are: long and float32 `[N, few]`."""
     few = min(_FEW, len(there))
     near = torch.zeros(products.shape[1], few, dtype=torch.long, device=there.device)
-    value = torch.zeros(products.shape[1], few, device=there.device)
+    value = torch.zeros(products.shape[1], few, dtype=torch.float32, device=there.device)
     for some in there.split(_ROWS):
         rows = products.rows(0, some)
         rows[torch.arange(len(some), device=some.device), some] = -torch.inf

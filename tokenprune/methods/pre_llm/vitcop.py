@@ -135,7 +135,8 @@ class _WithinClusters(Pruner):
     layer: int
 
     def select(self, tokens: VisualTokens) -> Selection:
-        assign, weight = torch.full(tokens.mask.shape, -1), torch.ones(tokens.mask.shape)
+        assign = torch.full(tokens.mask.shape, -1, device="cpu")
+        weight = torch.ones(tokens.mask.shape, dtype=torch.float32, device="cpu")
         length = key_length(tokens).nan_to_num(nan=torch.finfo(torch.float32).max)
         # Sizes of clusters decide how many stay of each, so that the host waits for both here.
         both = torch.stack([length.double(), tokens.carry["cluster"].double()]).tolist()

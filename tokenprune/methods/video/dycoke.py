@@ -62,9 +62,11 @@ class DyCoke(VideoPruner):
 
 def _numbers(keep: int, sizes: list[int]) -> list[int]:
     """Return how many tokens each frame of a video keeps. sizes: how many it has."""
-    first = torch.arange(len(sizes)) % _WINDOW == 0
-    most = torch.tensor(sizes)
+    first = torch.arange(len(sizes), device="cpu") % _WINDOW == 0
+    most = torch.tensor(sizes, device="cpu")
     whole = int(most[first].sum())
     takes = first if keep < whole else ~first
-    shared = shares(takes[None].float(), torch.tensor([keep if keep < whole else keep - whole]), (most * takes)[None])
+    shared = shares(
+        takes[None].float(), torch.tensor([keep if keep < whole else keep - whole], device="cpu"), (most * takes)[None]
+    )
     return (shared[0] + (most * first if keep >= whole else 0)).tolist()

@@ -91,7 +91,7 @@ class FastVID(VideoMerger):
         into = torch.where(top, spots(mask), -1)
         into = torch.where(rest, self._nearest(videos, peak, nearest_anchor(first, centres > 0), most), into)
         number = at(members_of(into, rest), into).clamp(min=1)
-        weight = (1 / (number + 1)).clamp(min=self.centre)
+        weight = (1 / (number.float() + 1)).clamp(min=self.centre)
         part = (1 - weight) / number + weight * peak
         return into, torch.where(rest, part, 1.0)
 

@@ -101,7 +101,7 @@ class FlashVID(TwoCutMerger):
         size = members_of(root, rest)
         _, of = clusters_of_frames(_means(videos.x, root, rest, size), tree, numbers, most)
         into = torch.where(rest, at(of, root), torch.where(picked, spots(root), -1))
-        part = 1 / (at(size, root) * at(members_of(of, tree), at(of, root))).clamp(min=1)
+        part = 1 / (at(size, root) * at(members_of(of, tree), at(of, root))).clamp(min=1).float()
         return into, torch.where(rest, part, 1.0)
 
     def _picked(self, videos: Videos, number: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def _means(x: Tensor, root: Tensor, rest: Tensor, size: Tensor) -> Tensor:
     nowhere = root.numel()
     spot = spots(root) + rows
     target = torch.where(rest & (root != spots(root)), root + rows, nowhere).flatten()
-    ones = torch.ones(nowhere, device=x.device)
+    ones = torch.ones(nowhere, dtype=torch.float32, device=x.device)
     return join(x.flatten(0, 2), None, ones, spot.flatten(), target, ones).view_as(x)
 
 

@@ -98,9 +98,8 @@ class HoliTom(TwoCutMerger):
 
         centres, of = clusters_of_frames(still.means(), heads, numbers[..., 0], max(videos.keep))
         others = at(members_of(of, heads & ~centres), of)  # of the cluster that a still place is in
-        part = torch.where(
-            centres, torch.where(others > 0, self.centre, 1.0), (1 - self.centre) / others.clamp(min=1)
-        ) / still.copies().clamp(min=1)
+        own, rest = (others == 0).float().clamp(min=self.centre), (1 - self.centre) / others.clamp(min=1).float()
+        part = torch.where(centres, own, rest) / still.copies().clamp(min=1)
         into = torch.where(still.still, still.spread(of), into)
         return into, torch.where(still.still, still.spread(part), 1.0)
 
@@ -109,7 +108,7 @@ class HoliTom(TwoCutMerger):
         counts = [sum(sizes) for sizes in videos.frames]
         few = [keep < _FEW * count for keep, count in zip(videos.keep, counts, strict=True)]
         given = [self.threshold if self.threshold is not None else 0.65 if one else 0.8 for one in few]
-        return to_device(given, videos.mask.device)
+        return to_device(given, videos.mask.device, torch.float32)
 
 
 def _still(stands: Tensor, ends: Tensor, mask: Tensor) -> Tensor:

@@ -62,8 +62,10 @@ class KiToke(VideoMerger):
         into = torch.full_like(videos.mask, -1, dtype=torch.long)
         weight = torch.ones_like(into, dtype=torch.float32)
         for video, (sizes, keep) in enumerate(zip(videos.frames, videos.keep, strict=True)):
-            frame = torch.tensor([f for f, size in enumerate(sizes) for _ in range(size)])
-            spot = torch.tensor([f * into.shape[2] + p for f, size in enumerate(sizes) for p in range(size)])
+            frame = torch.tensor([f for f, size in enumerate(sizes) for _ in range(size)], device="cpu")
+            spot = torch.tensor(
+                [f * into.shape[2] + p for f, size in enumerate(sizes) for p in range(size)], device="cpu"
+            )
             spot, frame = to_device(spot, into.device), to_device(frame, into.device)
             tokens = videos.x[video].flatten(0, 1)[spot]
             x = tokens - tokens.mean(0)  # so that distances between near ones are exact
@@ -89,7 +91,7 @@ class KiToke(VideoMerger):
             mask = torch.ones_like(rarity, dtype=torch.bool)[None]
             return top_mask(rarity.float()[None], mask, torch.full_like(mask[:, 0], keep, dtype=torch.long), keep)[0]
         generator = videos.tokens.generator(videos.segments[video], self.seed)
-        drawn = torch.zeros(len(chance), dtype=torch.bool)
+        drawn = torch.zeros(len(chance), dtype=torch.bool, device="cpu")
         drawn[pivotal(chance.tolist(), keep, generator)] = True
         return to_device(drawn, rarity.device)
 
@@ -150,8 +152,8 @@ def pivotal(chance: list[float], number: int, generator: torch.Generator) -> lis
     In random order two at a time play: their chances go to one of the two, or, where that is more than 1, one is drawn
     and the other keeps the rest.
     """
-    order = torch.randperm(len(chance), generator=generator).tolist()
-    luck = torch.rand(len(chance), generator=generator, dtype=torch.float64).tolist()
+    order = torch.randperm(len(chance), generator=generator, device="cpu").tolist()
+    luck = torch.rand(len(chance), generator=generator, dtype=torch.float64, device="cpu").tolist()
     drawn: list[int] = []
     current, mine = order[0], chance[order[0]]
     for other, draw in zip(order[1:], luck[1:], strict=True):

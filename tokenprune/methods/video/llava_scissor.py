@@ -61,7 +61,9 @@ class LLaVAScissor(VideoMerger):
     def merge(self, videos: Videos) -> tuple[Tensor, None]:
         into = torch.full_like(videos.mask, -1, dtype=torch.long)
         for video, (sizes, keep) in enumerate(zip(videos.frames, videos.keep, strict=True)):
-            spot = torch.tensor([f * into.shape[2] + p for f, size in enumerate(sizes) for p in range(size)])
+            spot = torch.tensor(
+                [f * into.shape[2] + p for f, size in enumerate(sizes) for p in range(size)], device="cpu"
+            )
             spot = to_device(spot, into.device)
             x, mask = videos.x[video, : len(sizes)], videos.mask[video, : len(sizes)]
             into[video].view(-1)[spot] = spot[self._joined(x, mask, spot, keep)]
@@ -127,7 +129,7 @@ def _means(x: Tensor, member: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
 
     x: `[m, D]`; member: long `[n]`, indices into x; head: long `[n]`, the index into x of the first of its group.
     """
-    ones = torch.ones(len(x), device=x.device)
+    ones = torch.ones(len(x), dtype=torch.float32, device=x.device)
     own = head == member
     target = torch.where(own, len(x), head)
     heads = member[own]
@@ -203,7 +205,7 @@ class _Likeness:
 
     def best(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return to what of all others each of these (long `[n]`) is most similar: how much, and which."""
-        value, place = torch.empty(len(index), device=index.device), torch.empty_like(index)
+        value, place = torch.empty(len(index), dtype=torch.float32, device=index.device), torch.empty_like(index)
         merged = self.merged.nonzero().flatten()
         for part in torch.arange(len(index), device=index.device).split(_ROWS):
             some = index[part]

@@ -59,7 +59,7 @@ class VideoMerger(Pruner):
         if weight is not None:
             # What stands alone is copied, whatever it weighs.
             own = torch.where(inside, videos.by_token(weight.float()), 1)
-            weight = torch.ones(keep.shape, device=keep.device).index_copy(0, rows, own)
+            weight = torch.ones(keep.shape, dtype=torch.float32, device=keep.device).index_copy(0, rows, own)
         return Selection(keep, assign, weight, counts=None if self.by_content_count else tokens.keep)
 
 

@@ -16,6 +16,7 @@ from tokenprune.ops.clusters import covering, roots
 from tokenprune.ops.temporal import same_place, shares
 from tokenprune.ops.transfer import to_device
 from tokenprune.ops.transport import transport
+from tokenprune.ops.weights import evenly
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
 
@@ -72,9 +73,7 @@ class OTTVid(VideoMerger):
         x, mask, attention = (one.flatten(0, 1) for one in (videos.x, videos.mask, tower_attention(videos)))
         attention = attention.clamp(min=0).masked_fill(~mask, 0)
         whole = attention.sum(1, keepdim=True)
-        weight = torch.where(
-            whole > 0, attention / whole.clamp(min=1e-30), mask / mask.sum(1, keepdim=True).clamp(min=1)
-        )
+        weight = torch.where(whole > 0, attention / whole.clamp(min=1e-30), evenly(mask))
         most = max(number)
         wanted = torch.minimum(to_device(number, mask.device)[:, None], videos.sizes)
         picked = covering(x, mask, weight, wanted.flatten(), most)
@@ -123,7 +122,7 @@ class OTTVid(VideoMerger):
         unlike = 1 - (direction[:, :-1] @ direction[:, 1:].transpose(2, 3)).clamp(0, 1)
         patches = videos.tokens.patches
         sides = [
-            (place / (size - 1).clamp(min=1)).clamp(min=0)
+            (place.float() / (size - 1).clamp(min=1)).clamp(min=0)
             for place, size in ((patches.row, patches.height), (patches.column, patches.width))
         ]
         where, _ = videos.by_frame(torch.stack(sides, dim=-1))

@@ -87,9 +87,9 @@ class PruneVid(TwoCutMerger):
         numbers = shares((half - 1).flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
 
         _, of = clusters_of_frames(places.means(), heads, numbers[..., 0], most, capped=False)
-        part = 1 / (at(members_of(of, heads), of) * places.copies()).clamp(min=1)
+        part = 1 / (at(members_of(of, heads), of) * places.copies()).clamp(min=1).float()
         _, into = clusters_of_frames(videos.x, moving, numbers[..., 1], most, capped=False)
-        weight = 1 / at(members_of(into, moving), into).clamp(min=1)
+        weight = 1 / at(members_of(into, moving), into).clamp(min=1).float()
         into = torch.where(places.alone, spots(mask), torch.where(places.still, places.spread(of), into))
         weight = torch.where(places.alone, 1.0, torch.where(places.still, places.spread(part), weight))
 
@@ -120,7 +120,7 @@ class PruneVid(TwoCutMerger):
             [*scene_ends(of[: len(sizes)]), *[True] * frames][: frames - 1]
             for of, sizes in zip(labels, videos.frames, strict=True)
         ]
-        return to_device(torch.tensor(ends, dtype=torch.bool).view(len(real), -1), real.device)
+        return to_device(torch.tensor(ends, dtype=torch.bool, device="cpu").view(len(real), -1), real.device)
 
     def _still(self, videos: Videos, first: Tensor) -> Tensor:
         """bool `[V, F, P]`: tokens at places that stand still in their scene. first: long `[V, F]`."""

@@ -45,7 +45,7 @@ class STC(VideoPruner):
         raw = quiet_channels(videos.x, mask, first)
         memory, x = self._memory(frame_means(raw, mask), videos.sizes), unit(raw)
         score = likeness(x, frame_means(x, mask).unsqueeze(2)) + likeness(x, memory.unsqueeze(2))
-        equal = torch.ones(videos.sizes.shape, device=mask.device)
+        equal = torch.ones(videos.sizes.shape, dtype=torch.float32, device=mask.device)
         return videos.top_of_frames(-score, shares(equal, videos.budget, videos.sizes))
 
     def _memory(self, means: Tensor, sizes: Tensor) -> Tensor:

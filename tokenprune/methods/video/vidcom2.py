@@ -49,7 +49,7 @@ class VidCom2(VideoPruner):
         apart = -of_video.masked_fill(~mask, 0).sum(2) / sizes.clamp(min=1)
         # In float64: the softmax is so sharp that a share in float32 would reach the half at which it is rounded.
         share = (apart.double().masked_fill(~real, -torch.inf) / _TEMPERATURE).softmax(1)
-        share = (videos.budget.double() / counts)[:, None] * (1 + share - 1 / videos.number[:, None])
+        share = (videos.budget.double() / counts)[:, None] * (1 + share - 1 / videos.number.float()[:, None])
         numbers = (share.clamp(max=1) * sizes).round().long().clamp(min=1) * real
         keep = videos.top_of_frames(-score, numbers)
         return settle(keep.flatten(1), -score.flatten(1), mask.flatten(1), videos.budget).view_as(mask)

@@ -28,8 +28,8 @@ def placeholder_to_feature(modality: str, mask: Tensor, count: int) -> Tensor:
     found = int(mask.sum())
     copies = max(1, found // count)
     own = mask[::copies]
-    numbers = torch.full(own.shape, -1)
-    numbers[own] = torch.arange(int(own.sum()))
+    numbers = torch.full(own.shape, -1, device="cpu")
+    numbers[own] = torch.arange(int(own.sum()), device="cpu")
     numbers = numbers.repeat_interleave(copies, 0)
     if found != copies * count or not torch.equal(numbers >= 0, mask):
         raise UnsupportedSetupError(

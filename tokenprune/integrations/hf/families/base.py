@@ -161,7 +161,7 @@ class Adapter(FamilyFacts):
         on the host, so that `grids` and others can read it any number of times."""
         name = f"{modality}_grid_thw"
         sizes = arguments.get(name)
-        return arguments if sizes is None else arguments | {name: torch.as_tensor(sizes).cpu()}
+        return arguments if sizes is None else arguments | {name: torch.as_tensor(sizes, device="cpu")}
 
     def image_grid(self, count: int) -> tuple[int, int, int] | None:
         """Return (1, height, width) of an image of `count` tokens whose shape nothing else tells; None where it is not
@@ -191,7 +191,7 @@ class Adapter(FamilyFacts):
         """Return the seconds that a frame of each video stands for, such as the decoder sees it, from the arguments of
         the base model's forward; empty where they do not tell."""
         given = next((arguments[name] for name in _SECONDS if arguments.get(name) is not None), ())
-        return torch.as_tensor(given, dtype=torch.float64).flatten().tolist()
+        return torch.as_tensor(given, dtype=torch.float64, device="cpu").flatten().tolist()
 
     @property
     def joined(self) -> int:

@@ -73,7 +73,8 @@ class QFormerAdapter(Adapter):
         given = {name: prompt.arguments.get(name) for name in ("input_ids", "inputs_embeds")}
         whole = {name: value for name, value in given.items() if value is not None}
         if not whole:  # generate() writes placeholders and a start token then
-            ids = torch.full((len(features), length), self.placeholders[modality], device=embeds.device)
+            size, device = (len(features), length), embeds.device
+            ids = torch.full(size, self.placeholders[modality], dtype=torch.long, device=device)
             whole = {"input_ids": ids.index_fill(1, ids.new_tensor([length - 1]), -1)}
         batch, width = next(iter(whole.values())).shape[:2]
         # Beams are rows repeated. A later turn brings the whole prompt again, of which the cache holds the beginning.

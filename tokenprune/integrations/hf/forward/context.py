@@ -84,13 +84,14 @@ class OnHost:
     @cached_property
     def visual_ends(self) -> list[tuple[int, int]]:
         """Return (row, position) of the last token of each row where that is a visual one, padding left out."""
-        last = (self.real * torch.arange(1, self.real.shape[1] + 1)).argmax(1).tolist()
+        last = (self.real * torch.arange(1, self.real.shape[1] + 1, device="cpu")).argmax(1).tolist()
         return [(row, position) for row, position in enumerate(last) if self.visual[row, position]]
 
 
 _NOT_READ = OnHost({}, None, None)
-_NO_LAYOUT = Layout(torch.empty(0, 0, dtype=torch.long), None, 0, [])
-_NO_SEGMENTS = Segments([], [], [], torch.empty(0, 0, dtype=torch.long), torch.empty(0, 0, dtype=torch.bool), [], [])
+_NOTHING = torch.empty(0, 0, dtype=torch.long, device="cpu")
+_NO_LAYOUT = Layout(_NOTHING, None, 0, [])
+_NO_SEGMENTS = Segments([], [], [], _NOTHING, _NOTHING.bool(), [], [])
 
 
 @dataclass(eq=False)

@@ -61,12 +61,12 @@ def _of_patches(adapter: Adapter, pixels: Tensor, sizes: Any) -> AsyncValues | N
     channels = pixels.shape[1] // (frames * patch**2)
     if sizes is None or merge * patch < _LEAST_SIDE or channels * frames * patch**2 != pixels.shape[1]:
         return None
-    counts = torch.as_tensor(sizes).prod(1) // merge**2
+    counts = torch.as_tensor(sizes, device="cpu").prod(1) // merge**2
     if int(counts.sum()) * merge**2 != len(pixels):
         return None
     squares = pixels.view(-1, merge, merge, channels, frames, patch, patch).mean((3, 4))
     blocks = squares.transpose(2, 3).reshape(-1, merge * patch, merge * patch)
-    owner = torch.arange(len(counts)).repeat_interleave(counts)
+    owner = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
     return AsyncValues(text_shares(blocks, to_device(owner, pixels.device), len(counts)))
 
 

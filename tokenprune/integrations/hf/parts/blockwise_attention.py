@@ -138,7 +138,7 @@ class BlockAttention(Part):
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             return "the attention mask is one of the caller's own, of more than two axes"
         padding = call.host.padding
-        real = torch.ones(batch, length, dtype=torch.bool) if padding is None else ~padding
+        real = torch.ones(batch, length, dtype=torch.bool, device="cpu") if padding is None else ~padding
         places = [row.nonzero().flatten().tolist() for row in real]
         if any(of_row and of_row[-1] - of_row[0] + 1 != len(of_row) for of_row in places):
             return "the attention mask has gaps"
@@ -204,7 +204,7 @@ class BlockAttention(Part):
             for parts, same in rows.items():
                 own = to_device(same, query.device)
                 outputs.append(attend_in_blocks(query[own], key[own], value[own], parts, scale, dropout))
-            order = to_device(torch.tensor([row for same in rows.values() for row in same]).argsort(), query.device)
+            order = to_device([row for same in rows.values() for row in same], query.device).argsort()
             output = torch.cat(outputs)[order]
         self._note(call, layer, rows, len(ids))
         real = ids != PADDING
@@ -235,7 +235,7 @@ class _BlockTap(Tap):
 
 def _ids(starts: list[int], length: int) -> Tensor:
     """long `[length]`: block ids from what `AttentionPattern.block_starts` returns; all of it sink without any."""
-    ids = torch.full((length,), SINK)
+    ids = torch.full((length,), SINK, dtype=torch.long, device="cpu")
     for number, (start, end) in enumerate(pairwise(starts)):
         ids[start:end] = number + 1
     if starts:

@@ -183,7 +183,7 @@ def _per_row(segments: Segments, batch: int) -> Tensor:
     counts = [0] * batch
     for row, count in zip(segments.row, segments.counts, strict=True):
         counts[row] += count
-    return torch.tensor(counts)
+    return torch.tensor(counts, device="cpu")
 
 
 def _evict(cache: Any, reduction: Reduction, state: DecodeState) -> None:

@@ -116,7 +116,7 @@ def find_segments(
 
     counts = [len(piece.columns) for piece in pieces]
     position = torch.nn.utils.rnn.pad_sequence([piece.columns for piece in pieces], batch_first=True)
-    mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    mask = torch.arange(max(counts), device="cpu") < torch.tensor(counts, device="cpu")[:, None]
     ordinals: list[int] = []
     for index, piece in enumerate(pieces):
         same_row = index > 0 and pieces[index - 1].row == piece.row

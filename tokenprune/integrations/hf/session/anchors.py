@@ -41,7 +41,7 @@ def check_turning(adapter: Adapter) -> None:
 
 def _halves(half: Any, width: int) -> bool:
     """Return whether a function turns the second half of a vector against the first, not neighbours."""
-    numbers = torch.arange(float(width))
+    numbers = torch.arange(width, dtype=torch.float32, device="cpu")
     return torch.equal(half(numbers), _half(numbers))
 
 

@@ -60,7 +60,7 @@ def frames_and_cells(adapter: Adapter, ids: Tensor, inputs: Mapping[str, Any]) -
     modality_of = {token: modality for modality, token in adapter.placeholders.items()}
     runs = [(modality, [place for place, _ in run]) for modality, run in
             groupby(enumerate(row), lambda one: modality_of.get(one[1])) if modality]  # fmt: skip
-    found = torch.full((2, len(row)), -1)
+    found = torch.full((2, len(row)), -1, device="cpu")
     number, before = 0, 0  # frames so far; the place behind the last run
     for modality, places in runs:
         start, end = places[0], places[-1] + 1
@@ -75,7 +75,7 @@ def frames_and_cells(adapter: Adapter, ids: Tensor, inputs: Mapping[str, Any]) -
         frames = units[which] if len(units) == len(alike) else sum(units) if len(alike) == 1 else 1
         behind = adapter.behind_video if modality == "video" else 0
         for size in tokens_per_frame(end - start, frames, behind) or [end - start]:
-            found[0, start : start + size], found[1, start : start + size] = number, torch.arange(size)
+            found[0, start : start + size], found[1, start : start + size] = number, torch.arange(size, device="cpu")
             number, start = number + 1, start + size
         before = end - behind
     if number:

@@ -142,7 +142,7 @@ class Words:
 
 
 def _row(ids: Sequence[int]) -> Tensor:
-    return torch.tensor([list(ids)], dtype=torch.long)
+    return torch.tensor([list(ids)], dtype=torch.long, device="cpu")
 
 
 def as_frames(frames: Any) -> list[Image.Image]:

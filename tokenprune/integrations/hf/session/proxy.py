@@ -30,7 +30,7 @@ def proxy_of(policy: Policy, words: Words | None, adapter: Adapter) -> Tensor | 
         return None
     query = policy.proxy_query
     if query is not None and not isinstance(query, str):
-        ids = torch.tensor([list(query)], dtype=torch.long)
+        ids = torch.tensor([list(query)], dtype=torch.long, device="cpu")
         if not ids.numel() or any((ids == token).any() for token in adapter.placeholders.values()):
             raise OptionError(f"{policy.name}: the proxy {query!r} must be ids of text, at least one")
         return ids

@@ -131,7 +131,7 @@ class Stream:
         if any((ids == token).any() for token in self.adapter.placeholders.values()):
             raise SessionError("text holds the placeholder of an image or video: hand frames to see()")
         self.limits.check(self.text + ids.shape[1], self.policy.pinned)
-        logits = self._forward(ids, {}, torch.full((2, ids.shape[1]), -1))
+        logits = self._forward(ids, {}, torch.full((2, ids.shape[1]), -1, device="cpu"))
         self._compress()
         return logits
 

@@ -222,8 +222,8 @@ class FrameMerging(GroupedTokens):
         frames = len(rows)
         inside = tile >= 0
         position = inside.nonzero().view(frames, -1)  # [F, P]
-        held = torch.tensor(rows) - rows[0]
-        first = torch.tensor([rows.index(row) for row in dict.fromkeys(rows)])
+        held = torch.tensor(rows, device="cpu") - rows[0]
+        first = torch.tensor([rows.index(row) for row in dict.fromkeys(rows)], device="cpu")
         (most,) = self.budget.resolve([len(tile)], layer=0, shape=self.shape, text_tokens=0)
         received = score[position[first]]
         keep = self.method.choose_tokens(received, state.groups[number], max(1, most - int((~inside).sum())))
@@ -231,7 +231,7 @@ class FrameMerging(GroupedTokens):
             raise TokenPruneError(
                 f"{self.method.name}.choose_tokens() must return a bool tensor {list(received.shape)}"
             )
-        found = torch.arange(len(tile))
+        found = torch.arange(len(tile), device="cpu")
         stands = torch.where(keep, position[first], -1)
         found[position] = stands[held]
         return found

@@ -61,7 +61,7 @@ def keep_one_per_group(
             start += len(image)
         mask, group = masks[modality], torch.cat(flat)
         numbers = placeholder_to_feature(modality, mask, len(group))
-        columns = torch.empty(len(group), dtype=torch.long)
+        columns = torch.empty(len(group), dtype=torch.long, device="cpu")
         columns[numbers[mask]] = mask.nonzero()[:, 1]  # copies of a row have their features in the same columns
         group = group[to_device(numbers.clamp(min=0), device)]
         of_group = to_device(columns, device)[group.clamp(min=0)].masked_fill(group < 0, -1)

@@ -67,7 +67,7 @@ class TilePatch(EncoderPatch):
 def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> tuple[list[int], PackedFeatures]:
     """Return how many tiles each image has that `get_image_features` is called with, and how the model will pack their
     features. tokens: features of a tile."""
-    base, sizes = adapter.base, torch.as_tensor(arguments["image_sizes"]).cpu()
+    base, sizes = adapter.base, torch.as_tensor(arguments["image_sizes"], device="cpu")
     numbers, start, counts = [], 0, tiles_of(adapter, arguments, sizes)
     for tiles in counts:
         numbers.append(numbered(tiles, tokens, torch.device("cpu"), start))
@@ -90,7 +90,7 @@ def tiles_of(adapter: Adapter, arguments: dict[str, Any], sizes: Tensor) -> list
     config = adapter.config
     in_row = arguments.get("batch_num_images")
     # LLaVA-OneVision cuts an image into tiles only where it is the only one of its prompt.
-    in_row = [1] * len(sizes) if in_row is None else torch.as_tensor(in_row).tolist()
+    in_row = [1] * len(sizes) if in_row is None else torch.as_tensor(in_row, device="cpu").tolist()
     alone = [count == 1 for count in in_row for _ in range(count)]
     # The model's own function; FSDP and the like put classes of their own before the model's.
     modules = (sys.modules.get(cls.__module__) for cls in type(adapter.base).__mro__)

@@ -120,7 +120,7 @@ class UnitDrop(InTower):
         if grids is not None and sum(map(math.prod, grids)) * self.unit == patches:
             return grids
         side = self.tower.spatial_merge_size
-        return [(t, h // side, w // side) for t, h, w in torch.as_tensor(of_tower).tolist()]
+        return [(t, h // side, w // side) for t, h, w in torch.as_tensor(of_tower, device="cpu").tolist()]
 
     def _keep(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """Return which units of an image or video stay, bool `[units]`. pixels: `[patches, P]`, unit by unit."""
@@ -240,6 +240,6 @@ def _colours(processor: Any) -> tuple[Tensor, Tensor] | None:
     for one in (processor, *(getattr(processor, name, None) for name in ("image_processor", "video_processor"))):
         mean, std = getattr(one, "image_mean", None), getattr(one, "image_std", None)
         if mean is not None and std is not None:
-            normalises = getattr(one, "do_normalize", True)
-            return (torch.tensor(mean), torch.tensor(std)) if normalises else (torch.zeros(3), torch.ones(3))
+            colours = [mean, std] if getattr(one, "do_normalize", True) else [[0.0] * 3, [1.0] * 3]
+            return tuple(torch.tensor(colours, dtype=torch.float32, device="cpu"))
     return None

@@ -58,6 +58,6 @@ def _colours(pixels: Tensor, modality: str, info: BaseProcessingInfo, kwargs: Ma
         return pixels.float() * getattr(of, "rescale_factor", 1 / 255)
     if not of.do_normalize:
         return pixels.float()
-    mean, std = torch.tensor(of.image_mean), torch.tensor(of.image_std)
+    mean, std = torch.tensor([of.image_mean, of.image_std], dtype=torch.float32, device="cpu")
     channels = pixels.float().view(len(pixels), len(std), -1)
     return torch.addcmul(mean[:, None], channels, std[:, None]).flatten(1)

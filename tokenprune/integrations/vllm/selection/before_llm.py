@@ -18,6 +18,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.patch_grid import Placed
 from tokenprune.integrations.shared.selection import checked_keep, merge_tokens
 from tokenprune.integrations.shared.tower_scores import Encoded, as_patches
+from tokenprune.ops.drawn import normal
 from tokenprune.view.observable import Backend, ObservedAt, TowerScores
 from tokenprune.view.registry import compares_frames, observables_of
 from tokenprune.view.segments import Patches, Segments, Sizes, VisualView
@@ -148,9 +149,9 @@ def exact_keep(selection: Selection, segments: Segments, method: Pruner, keep: l
 def probe(method: Pruner) -> None:
     """Run `method` on made-up features. Raise TokenPruneError if it reads an observable that is not there, or keeps
     another number of tokens than its budget."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for counts, share in (([16], 0.25), ([9, 5], 0.6)):
-        rows = torch.randn(sum(counts), 8, generator=generator)
+        rows = normal(sum(counts), 8, generator=generator)
         keep = [min(n, max(1, method.budget(n, max(1, round(n * share))))) for n in counts]
         frames: list[list[int] | None] = [
             [n // 2] * 2 for n in counts
@@ -163,11 +164,12 @@ def probe(method: Pruner) -> None:
 def _made_up(method: Pruner, counts: list[int]) -> Encoded:
     """Return made-up output of a tower in which each segment is a tile of one row."""
     cells = [[tile, 0, column, 1, count, 1] for tile, count in enumerate(counts) for column in range(count)]
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     sizes = Sizes((len(cells),))
     values = {}
     for one in observables_of(method.needs, ObservedAt.TOWER_BLOCK):
         for layer in method.encoder_layers:
             example = one.example(sizes, generator)[0]
             values[one.name, layer] = example.T if isinstance(one, TowerScores) else example
-    return Encoded(values, Placed(torch.empty(len(cells), 0), torch.tensor(cells), len(counts)))
+    places = torch.tensor(cells, device="cpu")
+    return Encoded(values, Placed(normal(len(cells), 0, generator=generator), places, len(counts)))

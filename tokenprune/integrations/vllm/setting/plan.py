@@ -80,7 +80,7 @@ class Plan:
     @cached_property
     def mask(self) -> Tensor:
         """`kept` as bool `[tokens]`."""
-        return torch.tensor(self.kept)
+        return torch.tensor(self.kept, device="cpu")
 
     @property
     def reduces(self) -> bool:

@@ -255,7 +255,8 @@ def _part(value: Any, kwargs: Mapping[str, Any], modality: str, start: int, end:
         return value  # it is the same for all
     sizes = next((kwargs[name] for name in (f"{modality}_grid_thw", *_TILES) if kwargs.get(name) is not None), None)
     if sizes is not None and len(value) != len(sizes):  # rows for patches or tiles, of all items end to end
-        ends = [0, *itertools.accumulate(math.prod(torch.as_tensor(one).flatten().tolist()) for one in sizes)]
+        counts = (math.prod(torch.as_tensor(one, device="cpu").flatten().tolist()) for one in sizes)
+        ends = [0, *itertools.accumulate(counts)]
         return value[ends[start] : ends[end]]
     return value[start:end]
 

@@ -63,7 +63,7 @@ class PackedTowerMerger(Attachable):
             known = prepare(grid_thw, *args, **kwargs)
             check_lengths(known, f"{self.method.name} does not merge in")
             self._order = known.get("window_index")  # Qwen2.5-VL: units stand window by window
-            grids = torch.as_tensor(grid_thw).tolist()
+            grids = torch.as_tensor(grid_thw, device="cpu").tolist()
             device, unit = known["rotary_pos_emb_cos"].device, self.tower.spatial_merge_size**2
             self._packed = PackedUnits.of(grids, unit, self.keep, self._plan, device)
             return known

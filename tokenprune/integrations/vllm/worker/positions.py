@@ -48,7 +48,7 @@ def within_item(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
     spec = MultiModalFeatureSpec(item, modality, "", _where(plan, 0))
     positions, _ = rule(list(plan.tokens), [spec])
     first, end = plan.span
-    starts = torch.tensor([first] * len(plan.tokens))
+    starts = torch.tensor([first] * len(plan.tokens), device="cpu")
     if plan.per_run:  # then each run of placeholders stands for itself
         for place in range(first, end):
             same = place > first and plan.embeds[place] and plan.embeds[place - 1]
@@ -67,7 +67,7 @@ def _plan(feature: MultiModalFeatureSpec) -> Plan:
 
 def _where(plan: Plan, offset: int) -> PlaceholderRange:
     """Return the place of an item's full text, for a rule that asks where its placeholders are."""
-    embeds = None if all(plan.embeds) else torch.tensor(plan.embeds)
+    embeds = None if all(plan.embeds) else torch.tensor(plan.embeds, device="cpu")
     return PlaceholderRange(offset, len(plan.tokens), embeds)
 
 
@@ -132,10 +132,10 @@ def place(
     moves = within[0] >= 0
     if not moves.any():
         return cut, positions, delta
-    is_placeholder = torch.isin(torch.as_tensor(tokens).cpu(), torch.tensor(placeholders))
+    is_placeholder = torch.isin(torch.as_tensor(tokens, device="cpu"), torch.tensor(placeholders, device="cpu"))
     begins = is_placeholder & ~is_placeholder.roll(1)
     begins[0] = is_placeholder[0]
-    places = torch.arange(len(is_placeholder))
+    places = torch.arange(len(is_placeholder), device="cpu")
     start = torch.where(begins, places, 0).cummax(0).values
     slots = places[is_placeholder & (places >= computed)][: within.shape[1]]
     _check_rows(within.shape[1], len(slots), computed)
@@ -175,7 +175,7 @@ def of_line(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[T
     positions += range(full, full + text)
     full += text
     starts = [full if start is None else start for start in [*begins, *[None] * text]]
-    return torch.tensor([positions, starts, [full] * len(tokens)]), full - len(tokens)
+    return torch.tensor([positions, starts, [full] * len(tokens)], device="cpu"), full - len(tokens)
 
 
 def place_line(embeddings: Sequence[Tensor], positions: Tensor, computed: int) -> tuple[list[Tensor], Tensor, int]:
@@ -185,7 +185,7 @@ def place_line(embeddings: Sequence[Tensor], positions: Tensor, computed: int) -
     if not embeddings:
         return [], positions, delta
     within = from_columns(torch.cat([one[:, -DIGITS:] for one in embeddings]).cpu())[0]
-    places = torch.arange(known.shape[1])
+    places = torch.arange(known.shape[1], device="cpu")
     slots = places[(known[1] < known[2]) & (places >= computed)][: len(within)]
     _check_rows(len(within), len(slots), computed)
     positions = positions.clone()

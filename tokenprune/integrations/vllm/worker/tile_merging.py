@@ -33,7 +33,7 @@ class TileTowerMerger(TowerMerger):
         self.goals: list[Goal] = []
         self.packed: list[tuple[int, PackedFeatures]] = []  # of each image, with its number of tiles
         for plan, tiles, size in zip(plans, kwargs["pixel_values"], kwargs["image_sizes"], strict=True):
-            count, shape = len(tiles), torch.as_tensor(size).cpu()
+            count, shape = len(tiles), torch.as_tensor(size, device="cpu")
             packed = pack(type(model), model.config, shape, count, self.shape.patches)
             self.packed.append((count, packed))
             self.goals += goals_of_image(packed, count, sum(plan.keep), plan.setting, model.config)

@@ -156,11 +156,11 @@ def _rows(features: Tensor) -> int:
 
 
 def _grids(kwargs: Mapping[str, Any], modality: str) -> list[tuple[int, int, int]]:
-    return [tuple(torch.as_tensor(one).tolist()) for one in kwargs[f"{modality}_grid_thw"]]
+    return [tuple(torch.as_tensor(one, device="cpu").tolist()) for one in kwargs[f"{modality}_grid_thw"]]
 
 
 def _sides(kwargs: Mapping[str, Any]) -> list[tuple[int, int]]:
-    return [tuple(torch.as_tensor(one).tolist()) for one in kwargs["image_grid_hws"]]
+    return [tuple(torch.as_tensor(one, device="cpu").tolist()) for one in kwargs["image_grid_hws"]]
 
 
 def attentions_of(model: nn.Module) -> list[Any]:

@@ -39,7 +39,8 @@ class UnitRestriction(Attachable):
         super().__init__()
         self.tower = tower
         self.unit: int = tower.spatial_merge_size**2  # patches that become one visual token
-        kept = [torch.ones(sum(plan.counts), dtype=torch.bool) if plan.kept is None else plan.mask for plan in plans]
+        whole = (torch.ones(sum(plan.counts), dtype=torch.bool, device="cpu") for plan in plans)
+        kept = [every if plan.kept is None else plan.mask for plan, every in zip(plans, whole, strict=True)]
         self.kept = torch.cat(kept)
 
     def _attach(self) -> None:
