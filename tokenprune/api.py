@@ -93,24 +93,22 @@ def patch(
     alone = max_visual_tokens is not None and method is None and keep is None and not options
     methods = [] if alone else _methods(DEFAULT_METHOD if method is None else method, options)
     methods, budgets = limited(methods, _budgets(keep, methods), max_visual_tokens)
-    present = getattr(model, _ATTRIBUTE, None)
+    present = _found(model)
     if present is not None and not replace:
         raise AlreadyPatchedError(
             f"the model is patched already with {present.describe()}: call tokenprune.unpatch(model) first, "
             "or pass replace=True"
         )
     parts = _parts(model, methods, budgets, record, processor, guard, feature_cache)
-    made = Attachment(model, methods, budgets, parts, feature_cache)
+    made = Attachment(methods, budgets, parts, feature_cache)
     if present is not None:
-        unpatch(model)
+        present.detach()
     try:
         made.attach()
     except BaseException:
         if present is not None:
             present.attach()
-            setattr(model, _ATTRIBUTE, present)
         raise
-    setattr(model, _ATTRIBUTE, made)
     return model
 
 
@@ -172,20 +170,25 @@ def _parts(
 
 
 class Attachment(Attachable):
-    """The parts that `patch` attached to a model; the last one, the engine, has the statistics."""
+    """The parts that `patch` attached to a model; the last one, the engine, has the statistics.
+
+    While it is attached, it stands in the module that the engine acts on: wrappers come and go around that, and all of
+    them find it there.
+    """
 
     def __init__(
-        self, model: Any, methods: list[Method], budgets: list[Budget], parts: list[Any], feature_cache: int | None
+        self, methods: list[Method], budgets: list[Budget], parts: list[Any], feature_cache: int | None
     ) -> None:
         super().__init__()
         self.feature_cache = feature_cache
         self.methods, self.budgets, self.parts, self.engine = methods, budgets, parts, parts[-1]
-        self.model = model
 
     def _attach(self) -> None:
         for part in self.parts:
             self.attach_part(part)
-        self.wrap(self.model, "extra_repr", self._with_lines)
+        self.wrap(self.engine.model, "extra_repr", self._with_lines)
+        setattr(self.engine.owner, _ATTRIBUTE, self)
+        self.on_detach(partial(delattr, self.engine.owner, _ATTRIBUTE))
 
     def add(self, part: Attachable) -> None:
         """Attach one more part, which goes with the patch and comes back with it."""
@@ -220,9 +223,15 @@ def _joined(extra_repr: Callable[[], str], lines: list[str]) -> str:
     return "\n".join([*filter(None, [extra_repr()]), *lines])
 
 
+def _found(model: Any) -> Attachment | None:
+    """Return what `patch` left on a model, or on one that it wraps; None if there is no patch."""
+    modules = model.modules() if hasattr(model, "modules") else ()
+    return next((vars(one)[_ATTRIBUTE] for one in modules if _ATTRIBUTE in vars(one)), None)
+
+
 def attachment_of(model: Any) -> Attachment:
     """Return what `patch` left on the model; raises NotPatchedError."""
-    attachment: Attachment | None = getattr(model, _ATTRIBUTE, None)
+    attachment = _found(model)
     if attachment is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: call tokenprune.patch(model, ...) first")
     return attachment
@@ -232,7 +241,6 @@ def unpatch(model: ModelT) -> ModelT:
     """Give the model back as it was: hooks, attention functions and processor; raises NotPatchedError if there is no
     patch."""
     attachment_of(model).detach()
-    delattr(model, _ATTRIBUTE)
     return model
 
 
@@ -242,7 +250,7 @@ def patched(model: ModelT, method: Any = None, *, keep: Any = None, **options: A
 
     A patch that the model had before (with `replace=True`) is put back at the end.
     """
-    before = getattr(model, _ATTRIBUTE, None)
+    before = _found(model)
     patch(model, method, keep=keep, **options)
     try:
         yield model
@@ -251,12 +259,11 @@ def patched(model: ModelT, method: Any = None, *, keep: Any = None, **options: A
             unpatch(model)
         if before is not None:
             before.attach()
-            setattr(model, _ATTRIBUTE, before)
 
 
 def is_patched(model: Any) -> bool:
-    """Return whether the model carries a patch."""
-    return getattr(model, _ATTRIBUTE, None) is not None
+    """Return whether the model carries a patch, as a whole or in what it wraps."""
+    return _found(model) is not None
 
 
 def stats(model: Any) -> Stats:

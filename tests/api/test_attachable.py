@@ -20,6 +20,9 @@ from basics import snapshot
 from families import FAMILIES
 from processors import llava, tokenizer
 from tests.api.test_patch import forget_rope_deltas
+from tokenprune import Budget
+from tokenprune.guard.settings import Guard
+from tokenprune.integrations.hf.patch import hf_parts
 from tokenprune.integrations.hf.processor.marker import patch_on
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune_bench.lmms_eval.measure import watched
@@ -147,28 +150,39 @@ def test_a_class_is_given_back_as_it_was_found() -> None:
     assert detached(Mixed, type("Mixed", (Mixed,), {}), None) is Mixed
 
 
-@pytest.mark.parametrize("first", ["model", "base"])
-@pytest.mark.parametrize("gone", ["model", "base"])
+class Several(Attachable):
+    """The parts of a patch, without the record that a model has of it: it has one at a time."""
+
+    def __init__(self, model: Any, method: str) -> None:
+        super().__init__()
+        off = Guard(mode="off")
+        self.parts = hf_parts(model, [tokenprune.method(method)], [Budget(keep=0.5)], False, None, off)
+
+    def _attach(self) -> None:
+        for part in self.parts:
+            self.attach_part(part)
+
+
+@pytest.mark.parametrize("first", ["divprune", "tome"])
+@pytest.mark.parametrize("gone", ["divprune", "tome"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "llava_next"])
 @torch.no_grad()
-def test_patches_of_a_model_and_of_the_one_inside_go_in_any_order(name: str, gone: str, first: str, build: Any) -> None:
+def test_parts_for_one_model_go_in_any_order(name: str, gone: str, first: str, build: Any) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs()
-    each = {"model": model, "base": model.model}
-    methods = {"model": "divprune", "base": "tome"}
     plain, was = model(**inputs).logits, snapshot(model)
-    alone = {}
-    for which in each:
-        with tokenprune.patched(each[which], methods[which], keep=0.5, guard="off"):
-            alone[which] = model(**inputs).logits
-    stays = "base" if gone == "model" else "model"
-    for which in sorted(each, key=lambda which: which != first):
-        tokenprune.patch(each[which], methods[which], keep=0.5, guard="off")
+    each, alone = {"divprune": Several(model, "divprune"), "tome": Several(model.model, "tome")}, {}
+    for method, parts in each.items():
+        with parts:
+            alone[method] = model(**inputs).logits
+    stays = "tome" if gone == "divprune" else "divprune"
+    for method in sorted(each, key=lambda method: method != first):
+        each[method].attach()
     try:
-        tokenprune.unpatch(each[gone])
+        each[gone].detach()
         assert torch.equal(model(**inputs).logits, alone[stays])
     finally:
-        tokenprune.unpatch(each[stays])
+        each[stays].detach()
     assert forget_rope_deltas(snapshot(model)) == forget_rope_deltas(was)
     assert torch.equal(model(**inputs).logits, plain)
 

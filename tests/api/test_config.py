@@ -15,6 +15,7 @@ import torch
 import tokenprune
 from basics import snapshot
 from tokenprune import BudgetError, Config, ConfigError, OptionError, UnknownMethodError
+from tokenprune.api import attachment_of
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.shapes.fingerprint import fingerprint
 from zoo import FAMILIES
@@ -222,5 +223,5 @@ def test_the_plugin_reads_a_setting_the_same_way(setting: dict[str, Any]) -> Non
 def test_none_means_the_default_of_patch_and_of_the_method(build: Callable) -> None:
     for named, name, keep in ((None, "divprune", 0.25), ("dyrate", "dyrate", 0.5)):
         with tokenprune.patched(build(LLAVA), named, keep=None) as model:
-            (method,), (budget,) = model._tokenprune_patch.methods, model._tokenprune_patch.budgets
+            (method,), (budget,) = attachment_of(model).methods, attachment_of(model).budgets
             assert (method.name, budget) == (name, tokenprune.Budget(keep))

@@ -13,6 +13,7 @@ import tokenprune
 from basics import MODEL_METHODS, pieces, snapshot
 from oracle import close, reduced, survivors
 from tokenprune import AlreadyPatchedError, BudgetError, NotPatchedError, OptionError, TokenPruneError
+from tokenprune.api import attachment_of
 from tokenprune.integrations.shared.attachable import states
 from zoo import FAMILIES, Family
 
@@ -249,7 +250,7 @@ def test_states_end_with_their_part(build) -> None:
     for _ in range(3):
         with tokenprune.patched(model, "random", keep=0.3):
             model.generate(**inputs, max_new_tokens=1)
-            states()[model._tokenprune_patch.engine.parts[0]] = "what a part left"
+            states()[attachment_of(model).engine.parts[0]] = "what a part left"
             assert len(states()) > before
     gc.collect()
     assert len(states()) == before

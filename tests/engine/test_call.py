@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 import tokenprune
 from tokenprune import Budget
+from tokenprune.api import attachment_of
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
@@ -190,7 +191,7 @@ def test_planning_again_says_nothing(caplog):
     family = FAMILIES["llava"]
     model = family.build()
     with tokenprune.patched(model, "fastv", keep=0.1, layer=1, guard="warn"), torch.no_grad():
-        engine = model._tokenprune_patch.engine
+        engine = attachment_of(model).engine
         engine.planner._planning.append(Watch())
         model(**family.make_inputs())
     (call,) = calls

@@ -174,6 +174,21 @@ def test_prefill(family_name: str, name: str, large: bool, monkeypatch: pytest.M
     assert len(prefill.found) <= _baselines[key] + allowed(family, name) + pieces
 
 
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@torch.no_grad()
+def test_positions_of_the_caller_are_read_with_the_placeholders(
+    family_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they begin anew, rows hold several samples: it is asked in the one wait that there is anyway."""
+    family = FAMILIES[family_name]
+    model, inputs = to_far(patched_model(family, "divprune", monkeypatch)), inputs_of(family, "divprune", large=False)
+    positions = inputs["attention_mask"].cumsum(-1)
+    inputs["position_ids"] = positions.expand(3, -1, -1) if family.types == "mm_token_type_ids" else positions
+    with counting() as prefill:
+        model(**far_inputs(inputs), use_cache=True)
+    assert sum(prefill.ours.values()) <= allowed(family, "divprune"), prefill.ours
+
+
 ASKS = [name for name in METHODS if tokenprune.method_info(name).cls.asks_device]
 
 

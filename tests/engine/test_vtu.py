@@ -18,6 +18,7 @@ from merging_towers import FORMS, Merging, naive_decoder
 from oracle import close, generate_logits
 from tests.engine.test_cache import longer, words
 from tests.tower.test_encoder import expected_sources, with_features
+from tokenprune.api import attachment_of
 from tokenprune.base import Selection
 from tokenprune.integrations.hf.parts.virtual_unmerging import Unmerged
 from tokenprune.integrations.hf.sequence.layout import Layout
@@ -158,7 +159,7 @@ def test_each_token_its_own_group_is_the_model(family: Family, model) -> None:
     before = model(**inputs).logits
     with tokenprune.patched(model, Merging(r=0)):
         assert torch.equal(model(**inputs).logits, before)  # nothing to do
-        encoder, seen = model._tokenprune_patch.engine.parts[0], []
+        encoder, seen = attachment_of(model).engine.parts[0], []
 
         def all_for_themselves(call: Any, segments: Any) -> Selection:
             seen.append(segments)

@@ -16,6 +16,7 @@ import tokenprune
 from basics import snapshot
 from guard_drawings import page, scene
 from tokenprune import Budget, Guard, OptionError, UnsupportedSetupError
+from tokenprune.api import attachment_of
 from tokenprune.base import Method
 from tokenprune.guard.floors import shipped
 from tokenprune.guard.images import AsyncValues, blocks_of
@@ -234,7 +235,7 @@ def test_a_verdict_that_comes_later(subject: Model, caplog: pytest.LogCaptureFix
 
 
 def parts(model: Any) -> list[GuardPart]:
-    return [part for part in model._tokenprune_patch.engine.parts if isinstance(part, GuardPart)]
+    return [part for part in attachment_of(model).engine.parts if isinstance(part, GuardPart)]
 
 
 def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> None:
@@ -250,7 +251,7 @@ def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> 
         try:
             with tokenprune.patched(model, **dict(guard="warn") | options):
                 assert len(parts(model)) == number, options
-                assert model._tokenprune_patch.engine._reads_text is False
+                assert attachment_of(model).engine._reads_text is False
         except UnsupportedSetupError:
             assert options["method"] == "pevlm"  # refuses models without videos
         assert snapshot(model) == was

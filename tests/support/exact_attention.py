@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokenprune.api import attachment_of
 from tokenprune.integrations.hf.attention.observer import Tap
 from tokenprune.integrations.hf.parts.virtual_unmerging import Unmerged, VirtualUnmerging
 from tokenprune.integrations.hf.sequence.masks import causal_mask
@@ -31,7 +32,7 @@ def exact_attention(model: Any) -> Iterator[None]:
     For decoders that turn one half of a head against the other, by one angle for each position and pair, with sdpa or
     eager attention and a dynamic cache.
     """
-    (part,) = (one for one in model._tokenprune_patch.engine.parts if isinstance(one, VirtualUnmerging))
+    (part,) = (one for one in attachment_of(model).engine.parts if isinstance(one, VirtualUnmerging))
     with ExitStack() as stack:
         for module in part.modules:
             tap = _Exact(module, part)

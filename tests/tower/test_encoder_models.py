@@ -180,11 +180,13 @@ def test_refused_on_the_way(build) -> None:
             model.model.get_image_features(**arguments, vision_aspect_ratio="anyres_max_1")
 
 
-def test_gradient_checkpointing_is_refused(build) -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_is_refused(reentrant: bool, build) -> None:
+    """The re-entrant kind runs blocks without gradients, and again for those of their input."""
     family = FAMILIES["llava"]
     model, inputs = copy.deepcopy(build(family)), family.make_inputs()
     model.train()
-    tower_of(model).gradient_checkpointing_enable()
+    tower_of(model).gradient_checkpointing_enable({"use_reentrant": reentrant})
     with (
         tokenprune.patched(model, "tome", keep=0.5),
         pytest.raises(UnsupportedSetupError, match="checkpointing"),

@@ -43,10 +43,11 @@ def test_gradients_flow_through_mixed_frames(build) -> None:
         for name, parameter in model.model.vision_tower.named_parameters():
             if "layers" in name and "k_proj.bias" not in name:
                 assert parameter.grad.abs().sum() > 0, name
-        model.gradient_checkpointing_enable()
         model.train()
-        with pytest.raises(UnsupportedSetupError, match="gradient checkpointing"):
-            model(**inputs)
+        for reentrant in (True, False):
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            with pytest.raises(UnsupportedSetupError, match="gradient checkpointing"):
+                model(**inputs)
 
 
 @torch.no_grad()

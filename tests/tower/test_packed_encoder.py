@@ -351,13 +351,14 @@ def test_refused(build) -> None:
         tokenprune.patch(model, "tome", keep=0.5)
     model.model.visual.config._attn_implementation_internal = "sdpa"
     model.train()
-    model.model.visual.gradient_checkpointing_enable()
-    with (
-        torch.enable_grad(),
-        tokenprune.patched(model, "tome", keep=0.5),
-        pytest.raises(UnsupportedSetupError, match="checkpointing"),
-    ):
-        model(**inputs)
+    for reentrant in (True, False):
+        model.model.visual.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with (
+            torch.enable_grad(),
+            tokenprune.patched(model, "tome", keep=0.5),
+            pytest.raises(UnsupportedSetupError, match="checkpointing"),
+        ):
+            model(**inputs)
 
 
 def test_gradients_flow_through_merged_units(family: Family, build) -> None:

@@ -49,10 +49,11 @@ def test_gradients_flow_through_kept_units(build) -> None:
     with tokenprune.patched(model, "pixelprune"):
         model(**inputs).logits.sum().backward()
         assert tower_of(model).patch_embed.proj.weight.grad.abs().sum() > 0
-        model.gradient_checkpointing_enable()
         model.train()
-        with pytest.raises(UnsupportedSetupError, match="gradient checkpointing"):
-            model(**inputs)
+        for reentrant in (True, False):
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            with pytest.raises(UnsupportedSetupError, match="gradient checkpointing"):
+                model(**inputs)
 
 
 def test_refused(build) -> None:

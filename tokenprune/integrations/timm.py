@@ -61,7 +61,7 @@ class TimmPatch(Merger):
         protected = model.num_prefix_tokens
         tokens = model.patch_embed.num_patches + protected
         super().__init__(method, budget, blocks, Tower(tokens, protected, len(blocks), len(blocks), model))
-        self.model = model
+        self.model = self.owner = model
         self.stats = Stats()
 
     def _attach(self) -> None:

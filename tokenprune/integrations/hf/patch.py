@@ -22,6 +22,7 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.guard.part import check_processor, guard_for
 from tokenprune.integrations.hf.parts.blockwise_attention import BlockAttention
+from tokenprune.integrations.hf.parts.call_check import CallCheck
 from tokenprune.integrations.hf.parts.decode_pruning import DecodePruning
 from tokenprune.integrations.hf.parts.drafts import Drafts
 from tokenprune.integrations.hf.parts.kept_inputs import KeptInputs
@@ -132,6 +133,7 @@ def _parts(
         merges = [part.method.name for part in parts if isinstance(part, InTower)]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
     if cutting or parts:
+        parts.append(CallCheck(adapter, cutting))
         parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
     if not all(budget.is_identity() for budget in budgets):
         parts.append(ChunkedPrefillCheck(adapter))

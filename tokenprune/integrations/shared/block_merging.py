@@ -166,12 +166,12 @@ class Merger(Attachable):
         hidden = hidden_states(args, kwargs)
         if index == 0:
             rows, count = hidden.shape[:2]
-            check_checkpointing(module)
             owner = torch.arange(count, device=hidden.device).expand(rows, -1)
             states()[self] = Merging(self.plan_of(rows, count), [owner], [count] * rows)
         state = self.state()
         if state is None:
             return None
+        check_checkpointing(module, hidden)
         state.keys = state.merged = state.output = state.added = None
         state.counts.append(state.left)
         bias = state.bias(self.method.proportional, hidden.dtype)
@@ -257,9 +257,15 @@ class Merger(Attachable):
         return (merged, *output[1:]) if isinstance(output, tuple) else merged
 
 
-def check_checkpointing(block: nn.Module) -> None:
-    """Raise UnsupportedSetupError if `block` would run a second time in the backward pass."""
-    if block.training and torch.is_grad_enabled() and getattr(block, "gradient_checkpointing", False):
+def check_checkpointing(block: nn.Module, hidden: Tensor) -> None:
+    """Raise UnsupportedSetupError if `block`, called with `hidden`, would run a second time in the backward pass.
+
+    Checkpointing of the re-entrant kind calls it without gradients, and runs it again for the input's.
+    """
+    if not (block.training and getattr(block, "gradient_checkpointing", False)):
+        return
+    learns = torch.is_grad_enabled() and any(one.requires_grad for one in block.parameters())
+    if learns or hidden.requires_grad:
         raise UnsupportedSetupError(
             "gradient checkpointing runs the tower's blocks a second time, when what they merged is forgotten; switch "
             "it off for the vision tower"

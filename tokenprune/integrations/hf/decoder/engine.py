@@ -62,12 +62,14 @@ class Engine(Attachable):
     """Holds the hooks of one patched model, and its `stats`. The state of a forward lives in a `Call`, that of a cache
     on the cache.
 
-    steps: the cuts; parts: everything else in the patch, in the order in which it is called.
+    steps: the cuts; parts: everything else in the patch, in the order in which it is called. model: the whole model,
+    without wrappers; owner: the module in it that has the decoder.
     """
 
     def __init__(self, adapter: Adapter, steps: Sequence[Step], parts: Sequence[Part], record: bool) -> None:
         super().__init__()
         self.adapter, self.decoder, self.parts = adapter, adapter.decoder, [*parts, *adapter.parts()]
+        self.model, self.owner = adapter.model, getattr(adapter.base, "_orig_mod", adapter.base)  # of torch.compile
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.families import SUPPORTED, Family
@@ -46,14 +47,17 @@ class Adapter(FamilyFacts):
     reads_prompt = False
 
     # Modules and configs of many classes, which share no type that has what is read of them.
+    model: Any
     base: Any
     decoder: Any
     config: Any
     text_config: Any
 
     def __init__(self, model: nn.Module) -> None:
-        self.config = model.config
-        self.base, self.decoder = self._find(model)
+        # Wrappers (an adapter library) come and go; what is said of the patch stands in the model itself.
+        self.model = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), model)
+        self.config = self.model.config
+        self.base, self.decoder = self._find(self.model)
         self.text_config = self.decoder.config
         kinds = getattr(self.text_config, "layer_types", None) or ()
         if unknown := set(kinds) - _ATTENDING - STATEFUL - _POINTWISE:

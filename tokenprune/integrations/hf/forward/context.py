@@ -52,12 +52,15 @@ class OnHost:
     """A call's tokens, as far as the host knows them.
 
     masks: bool `[B, L]` for each modality, where its placeholders are. padding: bool `[B, L]`, or None if the caller
-    passed no mask. ids: long `[B, L]`, or None where they are not known or no part reads them.
+    passed no mask. ids: long `[B, L]`, or None where they are not known or no part reads them. positions: those that
+    the caller passed, long `[..., B or 1, L]`, or None. numbered: whether its mask numbers tokens above 1.
     """
 
     masks: dict[str, Tensor]
     padding: Tensor | None
     ids: Tensor | None
+    positions: Tensor | None = None
+    numbered: bool = False
 
     @cached_property
     def visual(self) -> Tensor:
@@ -149,20 +152,31 @@ class Call:
         return self.cached.padding(self.arguments.get("attention_mask"), length)
 
     def read_to_host(self, masks: dict[str, Tensor], with_ids: bool) -> None:
-        """Set `masks`, and bring them, the padding and (`with_ids`) the ids to the host in one go: a call that removes
-        no tokens by their number waits for the device no other time."""
+        """Set `masks`, and bring them, the padding, the caller's positions and (`with_ids`) the ids to the host in one
+        go: a call that removes no tokens by their number waits for the device no other time."""
         self.masks = masks
         first = next(iter(masks.values()))
-        flags, padding = dict(masks), self.padding(first.shape[1])
-        if padding is not None:
-            flags[""] = padding.to(first.device)
-        ids = self.arguments.get("input_ids") if with_ids else None
-        parts = [*flags.values(), *([] if ids is None else [ids.to(first.device)])]
-        # With ids among them all become numbers.
-        flat = torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts])
-        found = {name: one.view(mask.shape).bool() for (name, mask), one in zip(flags.items(), flat, strict=False)}
-        ids = None if ids is None else flat[-1].view(ids.shape)
-        self.host = OnHost({name: found[name] for name in masks}, found.get(""), ids)
+        positions, mask = self.arguments.get("position_ids"), self.arguments.get("attention_mask")
+        if positions is not None and positions.is_floating_point():
+            positions = None  # a family's own, in fractions, which all that is read with them would become
+        asked = {
+            "padding": self.padding(first.shape[1]),
+            "ids": self.arguments.get("input_ids") if with_ids else None,
+            "positions": positions,
+            "numbered": (mask > 1).any() if isinstance(mask, Tensor) and mask.ndim == 2 else None,
+        }
+        given = {name: one.to(first.device) for name, one in (masks | asked).items() if one is not None}
+        # With numbers among them all become numbers.
+        flat = torch.cat([one.flatten() for one in given.values()]).cpu().split([one.numel() for one in given.values()])
+        found = {name: one.view(given[name].shape) for name, one in zip(given, flat, strict=True)}
+        read = {name: found[name].bool() for name in (*masks, "padding", "numbered") if name in found}
+        self.host = OnHost(
+            {name: read[name] for name in masks},
+            read.get("padding"),
+            found.get("ids"),
+            found.get("positions"),
+            bool(read.get("numbered")),
+        )
 
     def visual(self, device: torch.device) -> Tensor:
         """bool `[B, L]` on `device`: the placeholders of all modalities."""

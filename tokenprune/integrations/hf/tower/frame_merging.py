@@ -28,7 +28,7 @@ from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.hf.tower.base import GroupedTokens
 from tokenprune.integrations.hf.tower.blocks import attention_of, find_blocks
 from tokenprune.integrations.hf.tower.merging import read_layer
-from tokenprune.integrations.shared.attachable import states, with_output
+from tokenprune.integrations.shared.attachable import hidden_states, states, with_output
 from tokenprune.integrations.shared.block_merging import check_checkpointing
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.patch_grid import place
@@ -119,7 +119,8 @@ class FrameMerging(GroupedTokens):
         self.hook(self.tower.register_forward_hook, self._leave_tower)
         for index, layer in enumerate(self.layers):
             # Before the hooks of others: what they see is the block's output.
-            self.hook(layer.register_forward_hook, partial(self._leave_block, index), prepend=True)
+            leave = partial(self._leave_block, index)
+            self.hook(layer.register_forward_hook, leave, prepend=True, with_kwargs=True)
 
     def _state(self) -> FramesEncoded | None:
         state = states().get(self)
@@ -150,7 +151,7 @@ class FrameMerging(GroupedTokens):
                 shown = block_observable(self.method.reads).of_patches(observation, self.protected)
             state.received = shown.float().mean(1)
 
-    def _leave_block(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
+    def _leave_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         state = self._state()
         if state is None:
             return None  # a block that checkpointing runs again
@@ -161,7 +162,7 @@ class FrameMerging(GroupedTokens):
         if index not in self.blocks:
             state.owners.append(state.owners[-1])
             return None
-        check_checkpointing(module)
+        check_checkpointing(module, hidden_states(args, kwargs))
         with torch.no_grad():
             mixes = [self.method.mix(rows[:, self.protected :]) for rows in hidden.split(state.left)]
         mixed = state.apply(mixes, hidden)

@@ -18,7 +18,7 @@ from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.tower.base import TowerPatch
-from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.attachable import hidden_states, states
 from tokenprune.integrations.shared.block_merging import Block, check_checkpointing
 from tokenprune.integrations.shared.packed_features import first_of_group
 from tokenprune.integrations.shared.packed_merging import PackedUnits, mean_of_groups
@@ -123,7 +123,7 @@ class PackedTowerPatch(TowerPatch):
         state = self.packed()
         if state is None:
             return None
-        check_checkpointing(module)
+        check_checkpointing(module, hidden_states(args, kwargs))
         state.enter()
         if state.size is None:
             return None

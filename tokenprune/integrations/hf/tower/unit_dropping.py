@@ -139,8 +139,8 @@ class UnitDrop(InTower):
         state = states().get(self)
         if not isinstance(state, Dropped) or (places := state.places) is None:
             return None  # a block that checkpointing runs again, or all units stay
-        check_checkpointing(module)
         hidden = hidden_states(args, kwargs)
+        check_checkpointing(module, hidden)
         if len(hidden) == state.units * self.unit:  # the first block
             args, kwargs = with_hidden_states(self._cut(places, hidden), args, kwargs)
         changed = dict(kwargs)

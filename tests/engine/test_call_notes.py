@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls in which nothing is pruned, or something else than the caller may expect, are noted, and logged once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from zoo import FAMILIES, Family
+
+
+def merged_by_the_caller(model: Any, family: Family, inputs: Any) -> dict[str, Any]:
+    """Embeddings with the features of images in the place of placeholders."""
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    features = model.model.get_image_features(inputs["pixel_values"]).pooler_output
+    features = torch.cat(list(features)).view(-1, embeds.shape[-1])
+    visual = family.visual_mask(model, inputs)[..., None]
+    return {
+        "inputs_embeds": embeds.masked_scatter(visual, features.to(embeds.dtype)),
+        "attention_mask": inputs["attention_mask"],
+    }
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "tokenprune"]
+
+
+@pytest.mark.parametrize("method", ["divprune", "fastv"])
+@pytest.mark.parametrize("name", ["llava", "internvl"])
+@torch.no_grad()
+def test_features_that_the_caller_merged_are_not_pruned(name: str, method: str, build, caplog) -> None:
+    family = FAMILIES[name]
+    model = build(family)
+    embeds = merged_by_the_caller(model, family, family.make_inputs())
+    want, answer = model(**embeds).logits, model.generate(**embeds, max_new_tokens=3)
+    with tokenprune.patched(model, method, keep=0.3):
+        assert torch.equal(model(**embeds).logits, want)
+        assert torch.equal(model.generate(**embeds, max_new_tokens=3), answer)
+        (note,) = tokenprune.stats(model).notes
+        assert "nothing was pruned" in note and "pixel_values" in note
+        assert told(caplog) == [note]
+        model(**family.make_inputs())  # with pixels
+        model(input_ids=torch.full((1, 4), 30))  # text
+        assert not tokenprune.stats(model).notes
+    with tokenprune.patched(model, method, keep=1.0):  # nothing would be
+        model(**embeds)
+        assert not tokenprune.stats(model).notes
+    assert told(caplog) == [note]
+
+
+@torch.no_grad()
+def test_embeddings_of_placeholders_beside_pixels_are_pruned(build, caplog) -> None:
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs()
+    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
+    with tokenprune.patched(model, "divprune", keep=0.5):
+        model(**inputs)
+        assert tokenprune.stats(model).keep_ratio == 0.5 and not tokenprune.stats(model).notes
+    assert not told(caplog)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@torch.no_grad()
+def test_without_a_cache_each_step_chooses_anew(name: str, build, caplog) -> None:
+    """By the last token, which is then the one written last; a method that reads no question chooses the same."""
+    family = FAMILIES[name]
+    model, inputs = build(family), family.make_inputs()
+    for method in ("divprune", "fastv"):
+        seen: list[list[int]] = []
+
+        def note_cut(*_: Any, seen: list[list[int]] = seen) -> None:
+            visual = family.visual_mask(model, inputs)[0].nonzero()[:, 0].tolist()
+            seen.append([place for place in tokenprune.stats(model).cuts[0].kept[0] if place in visual])
+
+        with tokenprune.patched(model, method, keep=0.3, record=True):
+            model(**inputs, use_cache=False)
+            assert not tokenprune.stats(model).notes  # a forward by itself
+            hook = model.register_forward_hook(note_cut)
+            model.generate(**inputs, max_new_tokens=4, use_cache=False)
+            hook.remove()
+            notes = tokenprune.stats(model).notes
+        assert len(seen) == 4
+        assert (seen[1:] == seen[:1] * 3) is (method == "divprune")
+        assert [("fastv" in note and "use_cache=True" in note) for note in notes] == [True] * (method == "fastv")
+    assert told(caplog) == notes

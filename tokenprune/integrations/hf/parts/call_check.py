@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check how a model is called: refuse rows that hold several samples, which a cut would take for one, and note calls in
+which nothing is pruned, or something else than the caller may expect."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from tokenprune.base import Method
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.plan import Merged
+from tokenprune.integrations.hf.sequence.packing import borders, unread
+from tokenprune.integrations.shared.attachable import states
+
+logger = logging.getLogger("tokenprune")
+
+
+class CallCheck(Part):
+    """Stands where methods may remove tokens. methods: those that choose at the decoder.
+
+    A note is written to the statistics of each call, and logged once.
+    """
+
+    def __init__(self, adapter: Adapter, methods: Sequence[Method]) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self.reading = [method.name for method in methods if method.query_aware]
+        self.logged: set[str] = set()
+
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
+        rows, length = inputs.embeds.shape[:2]
+        if call.has_images:
+            self._note_step(call, (rows, length))
+        elif length > 1 and not call.past and not call.outputs and call.arguments.get("input_ids") is None:
+            self._note(
+                call,
+                "the prompt came as embeddings without pixels: if it holds images, nothing tells where, and nothing "
+                "was pruned; pass pixel_values with input_ids, or with embeddings of placeholders",
+            )
+
+    def on_plan(self, call: Call) -> None:
+        if not (call.cuts or call.maskless or call.state.get(Merged) is not None):
+            return
+        given, host, mrope = call.arguments, call.host, hasattr(self.adapter.base, "get_rope_index")
+        if (reason := borders(given, host.numbered, host.positions, mrope)) is not None:
+            raise UnsupportedSetupError(
+                f"this call says by {reason} that a row holds several samples, which a cut would take for one: give "
+                "each sample a row of its own with padding (packing=False, padding_free=False, another collator than "
+                "DataCollatorWithFlattening), or train with the model unpatched"
+            )
+        if (reason := unread(given, host.padding, host.positions)) is not None:
+            self._note(
+                call,
+                f"position_ids begin anew inside a row, which counts as one sample all the same, in attention too: "
+                f"{reason}; give each sample a row of its own",
+            )
+
+    def _note_step(self, call: Call, shape: tuple[int, int]) -> None:
+        """Note where `generate` goes on without a cache: each step reads the whole prompt, and the answer so far."""
+        if not self.reading or call.arguments.get("use_cache") is not False:
+            return
+        rows, length = shape
+        if states().get(self) == (rows, length - 1):
+            names = " and ".join(self.reading)
+            self._note(
+                call,
+                f"without a cache {names} chose anew for this step, by the token written last: the answer may be "
+                "another than with use_cache=True",
+            )
+        states()[self] = shape
+
+    def _note(self, call: Call, note: str) -> None:
+        call.notes.append(note)
+        if note not in self.logged:
+            self.logged.add(note)
+            logger.warning(note)
