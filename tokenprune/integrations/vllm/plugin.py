@@ -73,7 +73,7 @@ def _wrap(owner: type, name: str, after: Any) -> None:
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
     from tokenprune.integrations.vllm.front import answers, profiles, reload
     from tokenprune.integrations.vllm.front.engines import on_start
-    from tokenprune.integrations.vllm.front.metrics import listen
+    from tokenprune.integrations.vllm.front.of_workers import listen
     from tokenprune.integrations.vllm.setting.configuration import configure, offered
     from tokenprune.integrations.vllm.setting.settings import KEY
 

@@ -76,7 +76,7 @@ def attach(offer: Offer) -> None:
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.renderers.online_renderer import OnlineRenderer
 
-    on_start(_watch)
+    on_start(watch)
     if hasattr(OnlineRenderer.preprocess_chat, "_tokenprune"):
         return
     preprocess = OnlineRenderer.preprocess_chat
@@ -96,9 +96,12 @@ def attach(offer: Offer) -> None:
         serving._check_model = _without_profiles(serving._check_model)
 
 
-def _watch(engine: Any) -> None:
-    load = load_of(engine.renderer)
+def watch(engine: Any) -> None:
+    """Follow the load of an engine that has started."""
+    load, model_config = load_of(engine.renderer), engine.vllm_config.model_config
     load.engine = weakref.ref(engine)
+    if configured(model_config) is not None:
+        load.show(model_config)
     load.keep_telling()
 
 
@@ -173,7 +176,7 @@ def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
         asked = given.get(KEY, {})
         if not trusted:
             _check_only_profile(asked, offer)
-        model, under_load = getattr(request, "model", None), functools.partial(load.profile, model_config, offer)
+        model, under_load = getattr(request, "model", None), functools.partial(load.profile, offer)
         may = _may_use(offer)
         asked, served.by = choose(asked, offer, model, model_config.served_model_name, under_load, may)
     except TokenPruneError as error:

@@ -47,6 +47,7 @@ def reload(engine: Any) -> bool:
         return False
     metrics.reloaded(model_config, "taken")
     metrics.start_at_zero(model_config)
+    profiles.load_of(engine.renderer).show(model_config)
     found = announce.facts(engine.vllm_config)
     metrics.inform(model_config, found)
     logger.info("tokenprune: SIGHUP: %s was read again. %s", before.file, announce.line(found))
