@@ -13,11 +13,10 @@ from tokenprune.integrations.shared.attachable import swap_class
 from tokenprune.integrations.vllm.compat import (
     SENDER_HOOKS,
     START_HOOKS,
-    TESTED,
     WEIGHT_HOOKS,
+    check_version,
     missing_hooks,
     require_hooks,
-    vllm_version,
 )
 
 logger = logging.getLogger(__name__)
@@ -82,8 +81,7 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
     if KEY not in kwargs and getattr(model_config.hf_config, KEY, None) is None:
         return result
     require_hooks(problems)
-    if vllm_version() != TESTED:
-        logger.warning("tokenprune was tested with vLLM %s; this is %s, whose hooks fit", TESTED, vllm_version())
+    check_version()
     configure(model_config)
     profiles.attach(offered(model_config))
     answers.attach()
