@@ -22,6 +22,7 @@ from vllm.multimodal.processing.processor import (
 from tokenprune.abilities import reads_tower
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.vllm.front import by_age, metrics
+from tokenprune.integrations.vllm.front.grace import by_key, offer_of
 from tokenprune.integrations.vllm.front.items import CountedDetails, PromptItem, selecting
 from tokenprune.integrations.vllm.front.pixels import Shrinker
 from tokenprune.integrations.vllm.front.served import (
@@ -36,7 +37,7 @@ from tokenprune.integrations.vllm.front.served import (
     shadow_outcome,
 )
 from tokenprune.integrations.vllm.log import tell
-from tokenprune.integrations.vllm.setting.configuration import check_model, configured, family_of, offered
+from tokenprune.integrations.vllm.setting.configuration import configured, family_of, in_force, offered
 from tokenprune.integrations.vllm.setting.offer import PROFILE
 from tokenprune.integrations.vllm.setting.plan import MODALITIES, field_name
 from tokenprune.integrations.vllm.setting.position_checks import check_placeholders, longest, original_positions
@@ -70,11 +71,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
             return None
         asked: Any = kwargs.get(KEY, {})
         offer = asked.offer if isinstance(asked, TrackedSetting) else offered(self.info.ctx.model_config)
-        setting = ServedSetting() if self._dummy else offer.setting(asked)
-        try:
-            check_model(setting, self.info.ctx.model_config)
-        except UnsupportedSetupError as error:
-            raise OptionError(str(error)) from error  # the server goes on, and the client reads why
+        setting = ServedSetting() if self._dummy else in_force(asked, offer, self.info.ctx.model_config)
         return ServedSetting() if isinstance(asked, TrackedSetting) and asked.served.full else setting
 
     def check_pixels(self) -> None:
@@ -204,7 +201,8 @@ class ReducingProcessor(BaseMultiModalProcessor):
             return super().apply(inputs, *args, **kwargs)
         served = Served()
         try:
-            asked = followed(inputs.hf_processor_mm_kwargs.get(KEY, {}), offered(model_config))
+            value = inputs.hf_processor_mm_kwargs.get(KEY, {})
+            asked = followed(value, offer_of(model_config, lambda _: by_key(value)))
             asked = asked.with_items(inputs.mm_data_items.get_all_counts())
             whole = {**inputs.hf_processor_mm_kwargs, KEY: asked}
             inputs, served = dataclasses.replace(inputs, hf_processor_mm_kwargs=whole), asked.served
