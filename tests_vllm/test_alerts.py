@@ -23,12 +23,12 @@ from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
 from test_on_error import ENDS
 from test_rollout_counts import asking
-from tokenprune.integrations.vllm.front import announce, metrics, reload
+from tokenprune.integrations.vllm.front import announce, items, metrics, reload
 from tokenprune.integrations.vllm.setting.configuration import SECONDS
 from tokenprune.integrations.vllm.worker.clock import Clock
 
 FILE = Path(__file__).resolve().parent.parent / "deploy/alerts.yaml"
-RULES = yaml.safe_load(FILE.read_text())["groups"][0]["rules"]
+RULES = [rule for group in yaml.safe_load(FILE.read_text())["groups"] for rule in group["rules"]]
 NAME, MINUTES = "qwen2_5_vl", 30
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
@@ -47,6 +47,24 @@ class Server:
         renderer = SimpleNamespace(get_mm_processor=lambda: made)
         self.engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer)
         self.clock = Clock(getattr(self.model_config.multimodal_config, SECONDS, None))
+        self.vllm = {
+            "vllm:num_requests_running": 1.0,
+            'up{job="vllm"}': 1.0,
+            **{f'http_requests_total{{handler="/v1/chat/completions", status="{one}"}}': 0.0 for one in ("2xx", "5xx")},
+            'http_requests_total{handler="/v1/x", status="5xx", instance="two"}': 0.0,
+            **{f'vllm:time_to_first_token_seconds_bucket{{le="{le}"}}': 0.0 for le in ("1.0", "10.0", "+Inf")},
+        }
+
+    def add(self, name: str, by: float = 1.0) -> None:
+        """Raise one of vLLM's own series by a part of its name."""
+        (key,) = [key for key in self.vllm if name in key and ("two" in name or "two" not in key)]
+        self.vllm[key] += by
+
+    def answer(self, status: str = "2xx", seconds: float = 0.5) -> None:
+        """Count what vLLM counts of a request."""
+        self.add(f'status="{status}"')
+        for le in (le for le in ("1.0", "10.0", "+Inf") if seconds <= float(le)):
+            self.add(f'le="{le}"')
 
     def choose(self, seconds: float) -> None:
         """Do what a worker does for an image."""
@@ -54,7 +72,13 @@ class Server:
             time.sleep(seconds)
 
     def scrape(self) -> None:
-        found = {f'vllm:num_requests_running{{model_name="{self.name}", instance="one"}}': 1.0}
+        found = {}
+        for key, value in self.vllm.items():
+            metric, _, own = key.rstrip("}").partition("{")
+            labels = [own] if own else []
+            labels += [f'model_name="{self.name}"'] * metric.startswith("vllm:")
+            labels += ['instance="one"'] * ("instance" not in own)
+            found[f"{metric}{{{', '.join(labels)}}}"] = value
         for sample in (one for metric in REGISTRY.collect() for one in metric.samples):
             if sample.name.startswith("tokenprune:") and sample.labels["model_name"] == self.name:
                 labels = ", ".join(f'{key}="{value}"' for key, value in (sample.labels | {"instance": "one"}).items())
@@ -92,6 +116,18 @@ def keep(left: int) -> Callable[[Server], object]:
     return count
 
 
+def broken(server: Server) -> None:
+    """A method with a fault: of two images one has never been seen."""
+    plan = items.PromptItem.plan
+
+    def fail(self: Any, setting: Any) -> Any:
+        return plan(self, setting) if setting.is_off else 1 / 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(items.PromptItem, "plan", fail)
+        server.ask(2)
+
+
 def spoil(server: Server) -> None:
     (server.place / "offer.json").write_text('{"profiles": {"fast": {"keep": 7.5}}}')
     assert not reload.reload(server.engine)
@@ -100,13 +136,16 @@ def spoil(server: Server) -> None:
 # By alert: the server's setting, and what happens each minute beside a request as it should be.
 CASES: dict[str, tuple[Any, Callable[[Server], object]]] = {
     "TokenpruneRefusals": (DIVPRUNE, refuse),
-    "TokenpruneFailures": (DIVPRUNE | {"on_error": "full"}, lambda server: server.ask(1, prompt=ENDS)),
-    "TokenpruneShadowFailures": (DIVPRUNE | {"rollout": 0.0}, lambda server: server.ask(1, prompt=ENDS)),
+    "TokenpruneFailures": (DIVPRUNE | {"on_error": "full"}, broken),
+    "TokenpruneShadowFailures": (DIVPRUNE | {"rollout": 0.0}, broken),
     "TokenpruneSelectionSlow": (DIVPRUNE, lambda server: server.choose(0.12)),
     "TokenpruneKeptAboveTarget": (DIVPRUNE, keep(50)),
     "TokenpruneKeptBelowTarget": (DIVPRUNE, keep(5)),
     "TokenpruneReloadRefused": (DIVPRUNE | {"reload": "offer.json"}, spoil),
     "TokenpruneOverloaded": (DIVPRUNE, lambda server: metrics.step(server.model_config, 1)),
+    "VllmDown": (DIVPRUNE, lambda server: server.vllm.update({'up{job="vllm"}': 0.0})),
+    "VllmServerErrors": (DIVPRUNE, lambda server: server.answer("5xx")),
+    "VllmFirstTokenSlow": (DIVPRUNE, lambda server: server.answer(seconds=9.0)),
 }
 
 
@@ -121,8 +160,40 @@ def test_it_fires_and_no_other(folder: Any, tmp_path: Path, monkeypatch: pytest.
     for _ in range(MINUTES):
         server.scrape()
         server.ask(1)
+        server.answer()
         happens(server)
     server.fires(alert)
+
+
+# By alert: what a client may send, and what happens once.
+CALM: dict[str, tuple[Any, Callable[[Server, int], object]]] = {
+    "a placeholder in a text": (DIVPRUNE | {"on_error": "full"}, lambda server, _: server.ask(1, prompt=ENDS)),
+    "the same in shadow": (DIVPRUNE | {"rollout": 0.0}, lambda server, _: server.ask(1, prompt=ENDS)),
+    "one failure": (DIVPRUNE | {"on_error": "full"}, lambda server, at: at == MINUTES - 4 and broken(server)),
+    "one error": (DIVPRUNE, lambda server, at: at == MINUTES - 4 and server.answer("5xx")),
+    "others' errors": (DIVPRUNE, lambda server, _: server.add('instance="two"')),
+}
+
+
+@needs_promtool
+@pytest.mark.parametrize("what", CALM)
+def test_no_client_calls_anybody(folder: Any, tmp_path: Path, what: str) -> None:
+    setting, happens = CALM[what]
+    server = Server(folder(NAME), setting, f"calm-{what}".replace(" ", "-"), tmp_path)
+    announce.announce(server.engine)
+    for at in range(MINUTES):
+        server.scrape()
+        happens(server, at)
+    server.fires()
+
+
+@needs_promtool
+def test_a_server_that_is_gone_is_down(tmp_path: Path) -> None:
+    """Discovery forgets a pod that has gone, and its series with it."""
+    server = object.__new__(Server)
+    server.place, server.minutes = tmp_path, 20
+    server.series = {'up{job="vllm"}': ["1", "1"]}
+    server.fires("VllmDown")
 
 
 @needs_promtool
@@ -166,6 +237,6 @@ def test_each_rule_is_tested_and_has_its_place_in_the_runbook() -> None:
     page = (FILE.parent.parent / "docs/runbook.md").read_text()
     heads = {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in re.findall(r"^## (.+)$", page, re.M)}
     for rule in RULES:
-        file, _, anchor = rule["annotations"]["runbook"].partition("#")
-        assert file == "docs/runbook.md" and anchor in heads, rule["alert"]
+        file, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert file == "RUNBOOK" and anchor in heads, rule["alert"]
         assert f"`{rule['alert']}`" in page

@@ -20,7 +20,7 @@ from conftest import DIVPRUNE
 from test_metrics import samples
 from test_plugin import config
 from tokenprune.integrations.vllm import compat
-from tokenprune.integrations.vllm.front import announce, engines, metrics
+from tokenprune.integrations.vllm.front import announce, engines, metrics, profiles
 
 PROFILES = {"profiles": {"fast": {"keep": 0.11}, "ocr": {"off": True}}}
 INFO = "tokenprune:info"
@@ -61,6 +61,10 @@ def test_hooks_that_do_not_hold_are_left_out(folder: Callable[[str], Path], monk
     assert facts(config(folder("llava"), DIVPRUNE))["hooks"] == "setting,profiles"
 
 
+class Engine(SimpleNamespace):
+    """To which a weak reference may lead."""
+
+
 def test_an_engine_that_starts_says_so(
     folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +74,12 @@ def test_an_engine_that_starts_says_so(
     loaded = {"overload": {"in_flight": [9], "profiles": ["fast"]}}
     for name, setting in (("starting", DIVPRUNE | PROFILES | loaded), ("bare", None)):
         model_config = config(folder("llava"), setting, served_model_name=name)
-        announce.announce(SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config)))
+        engine = Engine(
+            vllm_config=SimpleNamespace(model_config=model_config), renderer=SimpleNamespace(),
+            get_num_unfinished_requests=lambda: 0,
+        )  # fmt: skip
+        for act in (announce.announce, profiles.watch):
+            act(engine)
     started, bare = [one.getMessage() for one in caplog.records if one.name == "vllm.tokenprune"]
     assert "is on: divprune 0.25, profiles: fast, ocr, policy: none;" in started and "no setting turns it on" in bare
     totals = {name: samples(f"tokenprune:{name}_total", "starting") for name in ("visual_tokens", "requests")}

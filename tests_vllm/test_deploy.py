@@ -21,12 +21,15 @@ import yaml
 
 from test_plugin import config
 from tokenprune.integrations.vllm import compat
-from tokenprune.integrations.vllm.front.metrics import COUNTERS, GAUGES, SUMS
+from tokenprune.integrations.vllm.front.metrics import COUNTERS, GAUGES
+from tokenprune.integrations.vllm.front.of_workers import SUMS
 from tokenprune.integrations.vllm.setting.configuration import offered
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 OURS = {f"{name}_total": set(labels) for name, (_, labels) in (COUNTERS | SUMS).items()}
 OURS |= {name: set(labels) for name, (_, labels) in GAUGES.items()}
+# Of Prometheus itself, and of the package by which vLLM counts requests over HTTP.
+NOT_OURS = {"up": {"job"}, "http_requests_total": {"handler", "method", "status"}}
 VALUES = {"stage": {"in", "out"}}
 
 
@@ -57,8 +60,9 @@ def test_a_query_is_one(query: str) -> None:
 @pytest.mark.parametrize("query", queries() + alerts())
 def test_a_query_asks_for_what_is_there(query: str) -> None:
     """Counters and labels that the plugin or vLLM registers, under the names that Prometheus gives them."""
-    found = re.findall(r"((?:vllm|tokenprune):\w+)(?:\{([^}]*)\})?", query)
-    assert found and len(found) == len(re.findall(r"(?:vllm|tokenprune):", query))
+    names = rf"(?:vllm|tokenprune):\w+|{'|'.join(NOT_OURS)}"
+    found = re.findall(rf"\b({names})\b(?:\{{([^}}]*)\}})?", query)
+    assert found and len(found) == len(re.findall(r"\w+:|\bup\b|\bhttp_", query))
     loggers = (Path(vllm.__file__).parent / "v1/metrics/loggers.py").read_text()
     by = {label.strip() for group in re.findall(r"(?:by|on) \(([^)]*)\)", query) for label in group.split(",")}
     by -= {"instance"}  # which the scrape adds
@@ -66,6 +70,9 @@ def test_a_query_asks_for_what_is_there(query: str) -> None:
         labels = dict(re.findall(r'(\w+)[!=][=~]?"([^"]*)"', filters))
         if name in OURS:
             assert set(labels) | by <= OURS[name], name
+        elif name in NOT_OURS:
+            assert set(labels) | by <= NOT_OURS[name], name
+            continue
         else:
             bare = re.sub(r"_(total|bucket)$", "", name)
             assert f'name="{bare}"' in loggers, name
@@ -73,6 +80,26 @@ def test_a_query_asks_for_what_is_there(query: str) -> None:
         assert labels.get("model_name") == ("$model" if query in queries() else None)
         for label, values in VALUES.items():
             assert labels.get(label, min(values)) in values
+
+
+def test_vllms_server_counts_requests_by_status() -> None:
+    """In classes (5xx), with the path that they came by."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from vllm.entrypoints.serve.instrumentator.metrics import attach_router
+
+    app = FastAPI()
+    attach_router(app)
+
+    @app.get("/v1/fail")
+    def fail() -> Any:
+        raise ZeroDivisionError
+
+    with TestClient(app, raise_server_exceptions=False) as client:
+        client.get("/v1/fail")
+        page = client.get("/metrics").text
+    (line,) = re.findall(r"^http_requests_total\{(.*/v1/fail.*)\} 1\.0$", page, re.M)
+    assert dict(re.findall(r'(\w+)="([^"]*)"', line)) == {"handler": "/v1/fail", "method": "GET", "status": "5xx"}
 
 
 def test_every_counter_is_shown() -> None:

@@ -23,9 +23,12 @@ import pytest
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
 from server import CALL, TEMPLATE, Server, free_port, launch
+from test_metrics import samples
+from test_plugin import config
 from test_server import NAME
 from tokenprune.integrations.vllm.front import in_flight
 from tokenprune.integrations.vllm.front.in_flight import RequestLoad, SharedCount
+from tokenprune.integrations.vllm.setting.configuration import offered, replace_offer
 
 OTHER = """
 import sys
@@ -112,7 +115,44 @@ def test_without_a_folder_nothing_is_shared(monkeypatch: pytest.MonkeyPatch, tmp
     assert RequestLoad(rendering=2).in_flight == 2
 
 
+RULE = {"in_flight": [4], "profiles": ["fast"], "rise": 0, "dwell": 5}
 STEP = "tokenprune:overload_step"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_step_is_that_of_now(
+    folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """When nobody asks any more, too; reading it changes nothing. Where API servers share a folder, a loop tells it."""
+    count = SharedCount(tmp_path) if shared else None
+    monkeypatch.setattr(in_flight, "shared_count", lambda: count)
+    monkeypatch.setattr(in_flight.time, "monotonic", lambda: now)
+    name = f"stepping {shared}"
+    setting = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}}}
+    model_config = config(folder(NAME), setting | {"overload": RULE}, served_model_name=name)
+    load, now, running = RequestLoad(), 100.0, 9
+    load.engine = lambda: SimpleNamespace(get_num_unfinished_requests=lambda: running)
+
+    def step() -> float:
+        async def told() -> None:
+            load.keep_telling()
+
+        asyncio.run(told())
+        (value,) = samples(STEP, name).values()
+        return value
+
+    load.show(model_config)
+    assert load.profile(offered(model_config)) == "fast" and step() == 1
+    running = 0
+    assert step() == 1, "a step is in force for a while"
+    now = 106.0
+    assert step() == 0 and load.policy.step == 1
+    running = 9
+    assert step() == 1
+    replace_offer(model_config, offered(config(folder(NAME), setting)))
+    assert step() == 0 and load.profile(offered(model_config)) == "default"
+
+
 LONG = 60_000  # tokens of a stream that is dropped before it ends, however fast the machine
 
 

@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
 from test_pixels import photos, processor
-from tokenprune.integrations.vllm.front import metrics
+from tokenprune.integrations.vllm.front import of_workers
 from tokenprune.integrations.vllm.setting.configuration import SECONDS
 from tokenprune.integrations.vllm.worker.clock import Clock
 
@@ -113,7 +113,7 @@ def test_refusals_are_counted_by_reason(folder: Callable[[str], Path]) -> None:
 def test_workers_say_how_long_they_chose(tmp_path: Path) -> None:
     """By method, from two processes that end in between; a folder of another machine is no error."""
     model_config = SimpleNamespace(served_model_name="timed", multimodal_config=SimpleNamespace())
-    metrics.listen(model_config)
+    of_workers.listen(model_config)
     folder = getattr(model_config.multimodal_config, SECONDS)
     assert samples("tokenprune:selections_total", "timed") == {}
     code = (
@@ -152,10 +152,10 @@ def test_folders_of_killed_servers_are_removed(tmp_path: Path) -> None:
     """By the next one that starts, and of servers that run, or of others, none."""
     code = (
         "import os, signal, sys, time; from types import SimpleNamespace\n"
-        "from tokenprune.integrations.vllm.front import metrics\n"
+        "from tokenprune.integrations.vllm.front import of_workers\n"
         "for name in ('one', 'two'):\n"
         "    config = SimpleNamespace(served_model_name=name, multimodal_config=SimpleNamespace())\n"
-        "    metrics.listen(config)\n"
+        "    of_workers.listen(config)\n"
         "    print(config.multimodal_config.tokenprune_seconds, flush=True)\n"
         "sys.stdin.readline()"
     )

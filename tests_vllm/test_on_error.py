@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
 from test_log import lines
 from test_metrics import samples
+from test_placeholders_in_text import IMAGE as PAD
 from test_rollout_counts import asking
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.front import items, pixels
+from tokenprune.integrations.vllm.setting.rules import MethodError
 
 NAME = "qwen2_5_vl"
 ENDS = (
@@ -40,7 +43,7 @@ def test_it_is_served_in_full_or_refused(folder: Callable[[str], Path], caplog: 
     with pytest.raises(OptionError, match="ends with an image"):
         ask(1, {"profile": "strict"}, prompt=ENDS)
     assert lines(caplog) == [{"event": "refusal", "reason": "input"}]
-    assert failures("falling") == {("full", "default"): 1, ("refused", "strict"): 1}
+    assert failures("falling") == {("input", "default"): 1, ("input", "strict"): 1}
     # A setting that is wrong is the request's own fault, and no failure.
     for bad in ({"keep": 2.0}, {"method": "divprun"}, {"profile": "fsat"}, [1]):
         with pytest.raises(TokenPruneError):
@@ -51,9 +54,32 @@ def test_it_is_served_in_full_or_refused(folder: Callable[[str], Path], caplog: 
 
 def test_by_itself_it_is_refused(folder: Callable[[str], Path]) -> None:
     _, ask = asking(folder(NAME), NAME, DIVPRUNE, "refusing it")
-    with pytest.raises(OptionError, match="ends with an image"):
-        ask(1, prompt=ENDS)
-    assert failures("refusing it") == {("refused", "default"): 1}
+    for prompt, says in (
+        (ENDS, "ends with an image"),
+        (CHECKPOINTS[NAME].prompt(1, f"a {PAD}?"), "2 image placeholders"),
+    ):
+        with pytest.raises(OptionError, match=says):
+            ask(1, prompt=prompt)
+    assert failures("refusing it") == {("input", "default"): 2}
+    assert samples("tokenprune:refusals_total", "refusing it") == {("input",): 2}
+
+
+@pytest.mark.parametrize("method", ["divprune", "dynres", "pixelprune", ["downsample", "uniform"]])
+@pytest.mark.parametrize("size", [(1, 1), (1, 450), (3, 900), (2000, 2)])
+def test_no_image_of_a_clients_is_a_methods_failure(
+    folder: Callable[[str], Path], method: Any, size: tuple[int, int]
+) -> None:
+    """However small or long: it is served, or refused as an input, or by vLLM itself."""
+    model = f"image {method} {size}"
+    for more in ({}, {"rollout": 0.0}):
+        made, _ = asking(folder(NAME), NAME, {"method": method, "keep": 0.5} | more, model)
+        items = made.info.parse_mm_data({"image": [Image.new("RGB", size)]})
+        try:
+            made(CHECKPOINTS[NAME].prompt(1), items, hf_processor_mm_kwargs={})
+        except Exception as error:
+            assert not isinstance(error, MethodError), error
+    assert not {outcome for outcome, *_ in failures(model)} - {"input"}
+    assert not {outcome for outcome, *_ in samples("tokenprune:shadow_requests_total", model)} & {"failed"}
 
 
 @pytest.mark.parametrize("place", ["shrink", "plan"])

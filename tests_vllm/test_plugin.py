@@ -59,6 +59,17 @@ def test_other_versions_are_refused_by_name(folder: Any, monkeypatch: pytest.Mon
         plugin._after_config(problems, "result", Fake)
 
 
+def test_a_version_that_nobody_read_is_refused_with_a_setting_alone(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.99.0")
+    config(folder("llava"))
+    with pytest.raises(UnsupportedSetupError, match=r"this is 0\.99\.0, .*TOKENPRUNE_UNTESTED=1"):
+        config(folder("llava"), DIVPRUNE)
+    monkeypatch.setenv("TOKENPRUNE_UNTESTED", "1")
+    config(folder("llava"), DIVPRUNE)
+
+
 def test_other_runners_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a model is made; a runner that is not loaded does not count."""
     import vllm.v1.worker.gpu_model_runner  # noqa: F401

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from test_metrics import samples
 from test_pixels import photos, processor
 from test_plugin import config
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.front import reload
+from tokenprune.integrations.vllm.front import grace, profiles, reload
+from tokenprune.integrations.vllm.front.in_flight import RequestLoad
 from tokenprune.integrations.vllm.front.served import Served, TrackedSetting
 from tokenprune.integrations.vllm.setting.configuration import offered
 from tokenprune.integrations.vllm.setting.offer import ProfileError
@@ -122,13 +124,59 @@ def test_images_that_cannot_be_smaller_are_refused_as_at_the_start(folder: Calla
     assert reload.reload(engine) is False and offered(vllm_config.model_config) is before
 
 
-def test_a_request_on_its_way_goes_by_what_it_chose_from(engine: Any, file: Path) -> None:
+def test_a_profile_that_has_left_is_served_for_a_minute(
+    engine: Any, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its old value and with one line of the log, by key and by name; what has another value is served by that."""
+    monkeypatch.setattr(grace.time, "monotonic", lambda: now)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    model_config, now = engine.vllm_config.model_config, 100.0
+    file.write_text(json.dumps({"profiles": {"fast": {"keep": 0.11}, "slow": {"keep": 0.5}}}))
+    assert reload.reload(engine)
+    before = {name: left(engine, {"profile": name}) for name in ("fast", "slow")}
+
+    def by_name(name: str) -> Any:
+        request = SimpleNamespace(model=f"{model_config.served_model_name}:{name}", messages=[])
+        renderer = SimpleNamespace(model_config=model_config, trust_request_mm_kwargs=False)
+        profiles._with_profile(renderer, request, RequestLoad())
+        return left(engine, request.mm_processor_kwargs["tokenprune"])
+
+    file.write_text('{"profiles": {"slow": {"keep": 0.25}}}')
+    assert reload.reload(engine)
+    now += 20
+    file.write_text("{}")
+    assert reload.reload(engine)
+    caplog.clear()
+    now += 39
+    assert left(engine, {"profile": "fast"}) == by_name("fast") == before["fast"]
+    (line,) = [one.getMessage() for one in caplog.records if one.name == "vllm.tokenprune"]
+    assert "profile fast has left" in line and "1 s more" in line
+    assert before["fast"] < left(engine, {"profile": "slow"}) == by_name("slow") < before["slow"]
+    assert left(engine, {"profile": "slow"}) == left(engine, {})
+    for unknown in ("fsat", ["fast"], None):
+        with pytest.raises(ProfileError):
+            left(engine, {"profile": unknown})
+    now += 2
+    for ask in (by_name, lambda name: left(engine, {"profile": name})):
+        with pytest.raises(ProfileError, match="it names none, and default"):
+            ask("fast")
+    by_name("slow")
+    file.write_text('{"profiles": {"fast": {"keep": 0.5}}}')
+    assert reload.reload(engine)
+    assert left(engine, {"profile": "fast"}) == before["slow"]
+
+
+def test_a_request_on_its_way_goes_by_what_it_chose_from(
+    engine: Any, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From its key in caches to its plan, whatever becomes of its profile in between."""
     model_config = engine.vllm_config.model_config
     asked = TrackedSetting({"profile": "fast"}, Served("name"), offered(model_config))
     before = left(engine, {"profile": "fast"})
     file.write_text("{}")
     assert reload.reload(engine)
+    later = time.monotonic() + grace.SECONDS + 1
+    monkeypatch.setattr(grace.time, "monotonic", lambda: later)
     with pytest.raises(ProfileError):
         left(engine, {"profile": "fast"})
     assert left(engine, asked) == before and asked.served.profile == "fast" and asked.served.tokens_out == before

@@ -92,7 +92,7 @@ def test_a_share_is_reduced_and_the_rest_counted(folder: Callable[[str], Path]) 
         ask(1, prompt=ends, lot=0.0)
     assert len(ask(1, prompt=ends, lot=0.9)) < len(whole)  # of which the text behind is missing alone
     shadows = samples("tokenprune:shadow_requests_total", model)
-    assert shadows == {("kept", "default"): 2, ("failed", "default"): 1}
+    assert shadows == {("kept", "default"): 2, ("input", "default"): 1}
     tokens = samples("tokenprune:shadow_tokens_total", model)
     assert set(tokens) == {("0.25", "divprune", "in"), ("0.25", "divprune", "out")}
     requests = samples("tokenprune:requests_total", model)

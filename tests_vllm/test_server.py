@@ -200,6 +200,20 @@ def test_random_nested_settings(server: Server, reference: Any) -> None:
     check(ask(server, images, "what? "), reference, images, "what? ", None)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"keep": 7.0}, {"method": "divprun"}, {"method": "fastv"}, {"profile": "fsat"}, [1], "divprune"]
+)
+def test_a_wrong_setting_is_refused_beside_text_alone(server: Server, wrong: Any) -> None:
+    """As beside an image, with the same words."""
+    said = []
+    for images in (CHECKPOINTS[NAME].images(1), []):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(server, images, "what? ", wrong)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    ask(server, [], "what? ", {"keep": 0.5})
+
+
 def test_visual_tokens_are_counted(server: Server) -> None:
     """At /metrics, once for each request, whether or not its images were in a cache; images have 35 tokens each."""
     name = "tokenprune:visual_tokens_total"

@@ -233,7 +233,7 @@ def test_step_by_step(server: Server, offer_file: Path) -> None:
         f'model_name="tiny",outcome="{outcome}",profile="{profile}"': held
         if (outcome, profile) == ("kept", "default")
         else 0
-        for outcome in ("kept", "failed")
+        for outcome in ("kept", "failed", "input")
         for profile in ("default", "half", "fast")
     }
     tokens = server.counted("tokenprune:shadow_tokens_total")

@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
+from tokenprune.errors import UnsupportedSetupError
 from tokenprune.families import SERVED
 from tokenprune.integrations.vllm import compat
 
@@ -34,6 +39,43 @@ def test_versions_that_were_read_have_every_hook(script: Any, version: str) -> N
     assert has["vllm"] == version
     assert script.lacks(has, script.hooks(), list(SERVED)) == []
     assert set(has["hooks"]) == set(script.hooks()) >= set(script.REPLACED)
+
+
+def test_the_extra_ends_with_the_newest_version_that_was_read() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vllm"]
+    (wanted,) = [Requirement(one) for one in extra if one.startswith("vllm")]
+    versions = [*map(Version, (compat.TESTED, *compat.READ))]
+    assert all(version in wanted.specifier for version in versions)
+    assert [one.version for one in wanted.specifier if one.operator == "<="] == [str(max(versions))]
+    read = {path.stem for path in (ROOT / "dev/vllm_hooks").glob("*.json")}
+    assert read == set(compat.READ)
+
+
+@pytest.mark.parametrize(
+    ("version", "allowed", "says"),
+    [
+        (compat.TESTED, False, None),
+        (f"{compat.TESTED}+cu130", False, None),
+        (compat.READ[-1], False, "the sources were read, and nothing has run"),
+        ("0.34.0", True, "this is 0.34.0, which TOKENPRUNE_UNTESTED=1 allows"),
+    ],
+)
+def test_versions_that_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, allowed: bool, says: str | None
+) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: version)
+    monkeypatch.setenv("TOKENPRUNE_UNTESTED", "1" if allowed else "0")
+    compat.check_version()
+    assert [says in one for one in caplog.messages] == [True] * (says is not None)
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "0.32.1.dev3+gabc", "0.31.0", "unknown"])
+def test_versions_that_nobody_read_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: version)
+    monkeypatch.delenv("TOKENPRUNE_UNTESTED", raising=False)
+    named = re.escape(version.partition("+")[0])
+    with pytest.raises(UnsupportedSetupError, match=rf"this is {named}, .* TOKENPRUNE_UNTESTED=1"):
+        compat.check_version()
 
 
 MADE = {

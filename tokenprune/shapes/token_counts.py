@@ -9,7 +9,8 @@ LLaVA's anyres); the rest is arithmetic, tested against the real processors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +116,17 @@ def count_visual_tokens(processor: Any, height: int, width: int, *, images: int 
 def _qwen(read: Reader, height: int, width: int, images: int) -> int:
     limits, merge = _limits(read), read("merge_size")
     settings = dict(min_pixels=limits[0], max_pixels=limits[1], patch_size=read("patch_size"), merge_size=merge)
-    return read.image.get_number_of_image_patches(height, width, settings) // merge**2
+    with _of_this_size(height, width):
+        return read.image.get_number_of_image_patches(height, width, settings) // merge**2
+
+
+@contextmanager
+def _of_this_size(height: int, width: int) -> Iterator[None]:
+    """Raise OptionError where a processor takes no image of this size: one that is far longer than wide."""
+    try:
+        yield
+    except ValueError as error:
+        raise OptionError(f"the model's processor takes no image of {height} x {width} pixels: {error}") from error
 
 
 def _qwen_grid(read: Reader, height: int, width: int) -> tuple[int, int, int, int, int]:
@@ -123,7 +134,8 @@ def _qwen_grid(read: Reader, height: int, width: int) -> tuple[int, int, int, in
 
     least, most = _limits(read)
     factor = read("patch_size") * read("merge_size")
-    high, wide = smart_resize(height, width, factor, least, most)
+    with _of_this_size(height, width):
+        high, wide = smart_resize(height, width, factor, least, most)
     return high // factor, wide // factor, factor, least, most
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.shared.versions import UNTESTED, allow_untested
+
+logger = logging.getLogger(__name__)
 
 TESTED = "0.32.0"
 # Checked against its sources only, never run (dev/vllm_hooks.py).
@@ -147,6 +151,26 @@ def vllm_version() -> str:
         except PackageNotFoundError:
             continue
     return "unknown"
+
+
+def check_version() -> None:
+    """Raise UnsupportedSetupError for a vLLM of which nobody has looked whether it fits, unless the environment allows
+    it; log a warning for one that was never run. What its hooks say does not suffice: a function may mean something
+    else by the same name."""
+    found = vllm_version().partition("+")[0]
+    if found == TESTED:
+        return
+    known = f"tested with vLLM {TESTED}"
+    if found in READ:
+        logger.warning("tokenprune was %s; of %s the sources were read, and nothing has run", known, found)
+    elif allow_untested():
+        logger.warning("tokenprune was %s; this is %s, which %s=1 allows", known, found, UNTESTED)
+    else:
+        raise UnsupportedSetupError(
+            f"tokenprune was {known}, and read against {', '.join(READ)}; this is {found}, which may do something else "
+            f"by the same names. Install one of these, a tokenprune made for yours, or leave out the setting. To try it"
+            f" all the same, set {UNTESTED}=1 and compare answers"
+        )
 
 
 def require_hooks(problems: list[str]) -> None:

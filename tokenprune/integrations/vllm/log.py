@@ -13,6 +13,8 @@ from functools import cache
 from typing import Any
 
 NAME = "tokenprune.vllm"  # of the logger, which operators may configure
+# Of lines about the server. Below vLLM's own logger, which it configures: our others would be held back at INFO.
+SERVER = "vllm.tokenprune"
 logger = logging.getLogger(NAME)
 
 

@@ -13,11 +13,10 @@ from tokenprune.integrations.shared.attachable import swap_class
 from tokenprune.integrations.vllm.compat import (
     SENDER_HOOKS,
     START_HOOKS,
-    TESTED,
     WEIGHT_HOOKS,
+    check_version,
     missing_hooks,
     require_hooks,
-    vllm_version,
 )
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ def _wrap(owner: type, name: str, after: Any) -> None:
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
     from tokenprune.integrations.vllm.front import answers, profiles, reload
     from tokenprune.integrations.vllm.front.engines import on_start
-    from tokenprune.integrations.vllm.front.metrics import listen
+    from tokenprune.integrations.vllm.front.of_workers import listen
     from tokenprune.integrations.vllm.setting.configuration import configure, offered
     from tokenprune.integrations.vllm.setting.settings import KEY
 
@@ -82,8 +81,7 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
     if KEY not in kwargs and getattr(model_config.hf_config, KEY, None) is None:
         return result
     require_hooks(problems)
-    if vllm_version() != TESTED:
-        logger.warning("tokenprune was tested with vLLM %s; this is %s, whose hooks fit", TESTED, vllm_version())
+    check_version()
     configure(model_config)
     profiles.attach(offered(model_config))
     answers.attach()

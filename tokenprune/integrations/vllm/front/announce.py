@@ -10,12 +10,11 @@ from typing import Any
 
 from tokenprune.integrations.vllm.compat import HOOKS, SENDER_HOOKS, TESTED, missing_hooks, vllm_version
 from tokenprune.integrations.vllm.front import answers, metrics, profiles
+from tokenprune.integrations.vllm.log import SERVER
 from tokenprune.integrations.vllm.setting.configuration import configured, offered
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 
-# Below vLLM's own logger, which it configures: our others would be held back at this level.
-LOGGER = "vllm.tokenprune"
-logger = logging.getLogger(LOGGER)
+logger = logging.getLogger(SERVER)
 NONE = "none"
 BY_AGE = " by age"
 _TABLES: dict[str, Mapping[str, str]] = {"setting": HOOKS, "profiles": profiles.HOOKS, "cache": SENDER_HOOKS}

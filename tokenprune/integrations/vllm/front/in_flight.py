@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenprune.integrations.vllm.front import metrics
+from tokenprune.integrations.vllm.setting.configuration import offered
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, Offer
-from tokenprune.integrations.vllm.setting.overload import StepInForce
+from tokenprune.integrations.vllm.setting.overload import Overload, StepInForce
 
 _PREFIX, _SUFFIX = "tokenprune-in-flight-", ".count"  # prometheus_client reads *.db there
 _BYTES = 8
@@ -81,6 +82,7 @@ class RequestLoad:
     rendering: int = 0
     engine: Any = None  # a weak reference, which does not keep the engine alive
     policy: StepInForce | None = None
+    shown: Any = None  # the model's config, once the step is at /metrics
 
     @property
     def own(self) -> int:
@@ -115,15 +117,30 @@ class RequestLoad:
         except RuntimeError:  # no server
             return
         shared.write(self.own)
+        if self.shown is not None:
+            metrics.step(self.shown, self.step())
         loop.call_later(_EVERY, self.keep_telling)
 
-    def profile(self, model_config: Any, offer: Offer) -> str:
-        """Return the profile for a request that chooses none, and note the step in force."""
-        rule = offer.overload
-        if rule is None:
+    def show(self, model_config: Any) -> None:
+        """Show the step in force at /metrics from now on, of a server that has or had a policy."""
+        if self.shown is None and offered(model_config).overload is not None:
+            self.shown = model_config
+            metrics.step(model_config, self.step if shared_count() is None else self.step())
+
+    def step(self) -> int:
+        """Return the step at which a request that chooses nothing would be served now. Nothing changes."""
+        policy = self._policy(offered(self.shown).overload)
+        return 0 if policy is None else policy.at(self.in_flight, time.monotonic())
+
+    def profile(self, offer: Offer) -> str:
+        """Return the profile for a request that chooses none, which puts its step in force."""
+        if (policy := self._policy(offer.overload)) is None:
             return DEFAULT
+        step = policy.take(self.in_flight, time.monotonic())
+        return policy.rule.profiles[step - 1] if step else DEFAULT
+
+    def _policy(self, rule: Overload | None) -> StepInForce | None:
+        """Return the rule at work; None without a rule. Another rule begins anew."""
         if self.policy is None or self.policy.rule != rule:
-            self.policy = StepInForce(rule)
-        step = self.policy.take(self.in_flight, time.monotonic())
-        metrics.step(model_config, step)
-        return rule.profiles[step - 1] if step else DEFAULT
+            self.policy = None if rule is None else StepInForce(rule)
+        return self.policy

@@ -14,11 +14,13 @@ from vllm.multimodal.parse import VideoProcessorItems
 from vllm.multimodal.processing import BaseProcessingInfo
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
-from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages
+from tokenprune.integrations.vllm.front.served import KEPT, shadow_outcome
 from tokenprune.integrations.vllm.front.units import kept_units
 from tokenprune.integrations.vllm.setting.configuration import family_of
 from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.setting.rules import MethodError
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 from tokenprune.integrations.vllm.setting.tiles import check_tiles, crops
 from tokenprune.integrations.vllm.setting.towers import check_reachable, drops_units, merges_in_tower, tiles_of
@@ -39,7 +41,7 @@ def selecting(setting: ServedSetting) -> Iterator[None]:
     except Exception as error:
         name = setting.label()[0]
         logger.warning("%s failed on a request", name, exc_info=error)
-        raise OptionError(
+        raise MethodError(
             f"{KEY}: {name} failed on this request ({type(error).__name__}): switch it off, "
             f'{{"{KEY}": {{"off": true}}}}, or ask for another profile'
         ) from error
@@ -50,9 +52,9 @@ class CountedDetails(PromptUpdateDetails):
     """The prompt text of an item, with its numbers of visual tokens and the names of its setting in metrics.
 
     before, after: visual tokens without and with the setting. left: tokens dropped between the vision tower and the
-    prompt. would: visual tokens under the setting of the shadow, None where there is none or it fails, and would_label
-    that setting's names. segments: how many budgets the item has. vLLM caches this object with the item, so a cache hit
-    has the numbers too.
+    prompt. would: visual tokens under the setting of the shadow, None where there is none or it fails, would_label that
+    setting's names, and outcome one of `SHADOWS`. segments: how many budgets the item has. vLLM caches this object with
+    the item, so a cache hit has the numbers too.
     """
 
     before: int = 0
@@ -61,6 +63,7 @@ class CountedDetails(PromptUpdateDetails):
     label: tuple[str, str] = ("off", "1")
     would: int | None = None
     would_label: tuple[str, str] = ("off", "1")
+    outcome: str = KEPT
     segments: int = 1
 
 
@@ -123,13 +126,14 @@ class PromptItem:
             return sum(self.plan(setting).keep)
         return self.own(setting).count(shrinker.tokens(self.items["image"], self.index))
 
-    def would_keep_if_served(self, setting: ServedSetting) -> int | None:
-        """Return the same, and None where the setting would fail. Nothing is refused: the item is served in full."""
+    def would_keep_if_served(self, setting: ServedSetting) -> tuple[int | None, str]:
+        """Return the same, None where the setting would fail, and one of `SHADOWS`. Nothing is refused: the item is
+        served in full."""
         try:
             with selecting(setting):
-                return self.would_keep(setting)
-        except TokenPruneError:
-            return None
+                return self.would_keep(setting), KEPT
+        except TokenPruneError as error:
+            return None, shadow_outcome(error)
 
     def _frames(self) -> int:
         """Return the number of frames of a video that reach the language model; 0 if it is not known."""

@@ -6,28 +6,19 @@ The number of labels is bounded, whatever clients send: names of methods and pro
 
 from __future__ import annotations
 
-import atexit
-import fcntl
-import json
-import os
-import shutil
-import tempfile
-from collections import Counter as Sums
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from prometheus_client import REGISTRY, Counter, Gauge
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import Counter, Gauge
 
-from tokenprune.integrations.vllm.front.served import BY_KEY, CALLER, LOAD, NAME, Served
+from tokenprune.integrations.vllm.front.of_workers import of_workers
+from tokenprune.integrations.vllm.front.served import BY_KEY, CALLER, KEPT, LOAD, NAME, SHADOWS, Served
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.callers import CallerError
-from tokenprune.integrations.vllm.setting.configuration import SECONDS, offered
+from tokenprune.integrations.vllm.setting.configuration import offered
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, REQUEST, ProfileError
-from tokenprune.integrations.vllm.setting.rules import LimitError
+from tokenprune.integrations.vllm.setting.rules import LimitError, is_of_input
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 COUNTERS = {
@@ -43,7 +34,8 @@ COUNTERS = {
     ),
     "tokenprune:shadow_requests": (
         "Requests of tokenprune:requests that a rollout had served in full. outcome: kept, counted in "
-        "tokenprune:shadow_tokens, or failed, if they could not have been served under their setting.",
+        "tokenprune:shadow_tokens; failed, if the method fails on them; or input, if their prompt or images do not go "
+        "with their setting.",
         ("model_name", "profile", "outcome"),
     ),
     "tokenprune:shadow_tokens": (
@@ -52,13 +44,14 @@ COUNTERS = {
         ("model_name", "stage", "method", "keep"),
     ),
     "tokenprune:failures": (
-        "Requests that could not be served under their setting, which is right in itself: the method failed, or the "
-        "images do not go with it. outcome: refused, or served in full, as on_error says.",
+        "Requests that could not be served under their setting, which is right in itself. outcome: refused, or served "
+        "in full, as on_error says, where the method failed; input where the prompt or the images do not go with it.",
         ("model_name", "profile", "outcome"),
     ),
     "tokenprune:refusals": (
         "Requests that were refused: for a profile that is not there, a caller that may not use it, a limit of the "
-        "server's (min_keep, methods), any other fault of the setting, or an input that cannot be served under it.",
+        "server's (min_keep, methods), any other fault of the setting, an input that cannot be served under it, or a "
+        "failure of its method.",
         ("model_name", "reason"),
     ),
     "tokenprune:reloads": (
@@ -69,7 +62,8 @@ COUNTERS = {
 
 RESULTS = ("taken", "refused")
 _REASONS: dict[type[Exception], str] = {ProfileError: "profile", CallerError: "caller", LimitError: "limit"}
-REASONS = (*_REASONS.values(), "setting", "input")
+REASONS = (*_REASONS.values(), "setting", "input", "failure")
+FAILURES = ("refused", "full", "input")
 GAUGES = {
     "tokenprune:info": (
         "The plugin that is loaded. 1: so it is now; 0: so it was before the setting was read again.",
@@ -80,23 +74,8 @@ GAUGES = {
         ("model_name", "method", "keep"),
     ),
     "tokenprune:overload_step": (
-        "Step of the overload policy that the last request without a choice of its own was served at; 0: the default.",
+        "Step of the overload policy at which a request without a choice of its own is served now; 0: the default.",
         ("model_name",),
-    ),
-}
-
-_PREFIX = "tokenprune-metrics-"
-_locks: list[int] = []  # held until this process ends
-
-# Of the workers, which have no page of their own: read from their files.
-SUMS = {
-    "tokenprune:selection_seconds": (
-        "Seconds in which the tokens of images and videos were chosen, after the vision tower, on the device.",
-        ("model_name", "method"),
-    ),
-    "tokenprune:selections": (
-        "Images and videos whose tokens were chosen; those that come from the encoder's cache are not chosen again.",
-        ("model_name", "method"),
     ),
 }
 
@@ -124,25 +103,28 @@ def inform(model_config: Any, facts: Mapping[str, str]) -> None:
     _gauge("tokenprune:info").labels(*_informed[name]).set(1)
 
 
-def step(model_config: Any, number: int) -> None:
-    """Show the step of the overload policy in force."""
-    _gauge("tokenprune:overload_step").labels(model_config.served_model_name).set(number)
+def step(model_config: Any, number: Callable[[], int] | int) -> None:
+    """Show the step of the overload policy in force. number: a function is called each time metrics are read, which
+    Prometheus' client does not do where several processes answer at /metrics together."""
+    gauge = _gauge("tokenprune:overload_step").labels(model_config.served_model_name)
+    if callable(number):
+        gauge.set_function(number)
+    else:
+        gauge.set(number)
 
 
 def start_at_zero(model_config: Any) -> None:
     """Make the counters of a server with a setting, so that the first request is a rise that an alert can see."""
     offer, name = offered(model_config), model_config.served_model_name
     under_load = () if offer.overload is None else offer.overload.profiles
-    if under_load:
-        step(model_config, 0)
     for profile, whole in offer.profiles.items():
         setting = ServedSetting.of(whole)
         counters = ["tokenprune:visual_tokens"]
         if offer.rollout(profile) < 1 and not setting.is_off:
             counters += ["tokenprune:shadow_tokens"]
-            for outcome in ("kept", "failed"):
+            for outcome in SHADOWS:
                 _counter("tokenprune:shadow_requests").labels(name, profile, outcome)
-        for outcome in () if setting.is_off else ("refused", "full"):
+        for outcome in () if setting.is_off else FAILURES:
             _counter("tokenprune:failures").labels(name, profile, outcome)
         for label in {tier.label() for tier in setting.tiers}:
             _aim(name, *label)
@@ -154,9 +136,9 @@ def start_at_zero(model_config: Any) -> None:
         for one in (one for one, may in by.items() if may):
             _counter("tokenprune:requests").labels(name, profile, one)
         if setting.method is not None and not setting.in_llm:
-            _of_workers().zeros.add((name, setting.method.name))
+            of_workers().zeros.add((name, setting.method.name))
     _counter("tokenprune:requests").labels(name, REQUEST, BY_KEY)
-    for outcome in ("refused", "full"):
+    for outcome in FAILURES:
         _counter("tokenprune:failures").labels(name, REQUEST, outcome)
     for result in RESULTS:
         _counter("tokenprune:reloads").labels(name, result)
@@ -182,18 +164,21 @@ def chose(model_config: Any, served: Served) -> None:
     _counter("tokenprune:requests").labels(model_config.served_model_name, served.profile, served.by).inc()
 
 
-def shadowed(model_config: Any, served: Served, items: Iterable[tuple[tuple[str, str], int, int]]) -> None:
-    """Add a request that a rollout has served in full. items: of each, the label of the setting that would have served
-    it, and its visual tokens without and with that."""
-    name, outcome = model_config.served_model_name, "failed" if served.shadow is None else "kept"
+def shadowed(
+    model_config: Any, served: Served, outcome: str, items: Iterable[tuple[tuple[str, str], int, int]]
+) -> None:
+    """Add a request that a rollout has served in full. outcome: one of `SHADOWS`. items: of each, the label of the
+    setting that would have served it, and its visual tokens without and with that."""
+    name = model_config.served_model_name
     _counter("tokenprune:shadow_requests").labels(name, served.profile, outcome).inc()
-    for label, before, after in items if served.shadow is not None else ():
+    for label, before, after in items if outcome == KEPT else ():
         _counter("tokenprune:shadow_tokens").labels(name, "in", *label).inc(before)
         _counter("tokenprune:shadow_tokens").labels(name, "out", *label).inc(after)
 
 
-def failed(model_config: Any, profile: str, outcome: str) -> None:
-    """Add a request that could not be served under its setting. outcome: "refused" or "full"."""
+def failed(model_config: Any, profile: str, error: Exception, in_full: bool) -> None:
+    """Add a request that could not be served under its setting, for this error, and whether it is served in full."""
+    outcome = "input" if is_of_input(error) else "full" if in_full else "refused"
     _counter("tokenprune:failures").labels(model_config.served_model_name, profile, outcome).inc()
 
 
@@ -203,9 +188,9 @@ def reloaded(model_config: Any, result: str) -> None:
 
 
 def refused(model_config: Any, error: Exception, what: str, served: Served) -> None:
-    """Add a request that was refused, and log it where the server does. what: "setting" or "input", the
-    reason if the error's class does not give one."""
-    reason = _REASONS.get(type(error), what)
+    """Add a request that was refused, and log it where the server does. what: "setting" or "input", what was read
+    when the error came."""
+    reason = _REASONS.get(type(error), "failure" if what == "input" and not is_of_input(error) else what)
     _counter("tokenprune:refusals").labels(model_config.served_model_name, reason).inc()
     if offered(model_config).log:
         tell("refusal", **request_id(served), reason=reason)
@@ -214,82 +199,3 @@ def refused(model_config: Any, error: Exception, what: str, served: Served) -> N
 def request_id(served: Served) -> dict[str, str]:
     """Return the field of the log that tells requests apart; none for a request without an id."""
     return {} if served.request is None else {"request": served.request}
-
-
-class _OfWorkers(Collector):
-    """Adds up the workers' files (see worker/clock.py) each time metrics are read."""
-
-    def __init__(self) -> None:
-        self.folders: list[tuple[Path, str]] = []
-        self.zeros: set[tuple[str, str]] = set()  # of model and method: those that may come
-
-    def describe(self) -> list[Any]:
-        return []
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        sums: dict[str, Sums[tuple[str, str]]] = {name: Sums(dict.fromkeys(self.zeros, 0)) for name in SUMS}
-        for folder, model in self.folders:
-            for file in folder.iterdir() if folder.is_dir() else ():
-                try:
-                    found = json.loads(file.read_bytes())
-                except (OSError, ValueError):  # while it is being written for the first time
-                    continue
-                for method, values in found.items():
-                    for name, value in zip(SUMS, values, strict=True):
-                        sums[name][model, method] += value
-        for name, (text, labels) in SUMS.items():
-            family = CounterMetricFamily(name, text, labels=labels)
-            for key, value in sums[name].items():
-                family.add_metric(key, value)
-            yield family
-
-
-@cache
-def _of_workers() -> _OfWorkers:
-    made = _OfWorkers()
-    REGISTRY.register(made)
-    return made
-
-
-def listen(model_config: Any) -> None:
-    """Make the folder in which this model's workers write their sums; it is removed when this process ends."""
-    folder = tempfile.mkdtemp(dir=_own_folder())
-    setattr(model_config.multimodal_config, SECONDS, folder)
-    _of_workers().folders.append((Path(folder), model_config.served_model_name))
-
-
-@cache
-def _own_folder() -> str:
-    """Return this process's folder, which it holds locked as long as it runs; those of killed ones are removed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        _remove_if_left(left)
-    while True:
-        folder = tempfile.mkdtemp(prefix=_PREFIX)
-        lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.path.isdir(folder):  # another process may have taken it for one that was left
-            _locks.append(lock)
-            atexit.register(_remove, folder, os.getpid())
-            return folder
-        os.close(lock)
-
-
-def _remove_if_left(folder: Path) -> None:
-    """Remove a folder whose process no longer runs, so that its lock is free; never a folder of another user."""
-    try:
-        lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-    except OSError:
-        return
-    try:
-        if os.fstat(lock).st_uid == os.getuid():
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError:  # its process runs
-        pass
-    finally:
-        os.close(lock)
-
-
-def _remove(folder: str, process: int) -> None:
-    if os.getpid() == process:  # not one that was forked
-        shutil.rmtree(folder, ignore_errors=True)

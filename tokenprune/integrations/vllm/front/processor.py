@@ -22,11 +22,22 @@ from vllm.multimodal.processing.processor import (
 from tokenprune.abilities import reads_tower
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.vllm.front import by_age, metrics
+from tokenprune.integrations.vllm.front.grace import by_key, offer_of
 from tokenprune.integrations.vllm.front.items import CountedDetails, PromptItem, selecting
 from tokenprune.integrations.vllm.front.pixels import Shrinker
-from tokenprune.integrations.vllm.front.served import Served, TrackedSetting, followed, item_setting, shadow_of
+from tokenprune.integrations.vllm.front.served import (
+    FAILED,
+    INPUT,
+    KEPT,
+    Served,
+    TrackedSetting,
+    followed,
+    item_setting,
+    shadow_of,
+    shadow_outcome,
+)
 from tokenprune.integrations.vllm.log import tell
-from tokenprune.integrations.vllm.setting.configuration import check_model, configured, family_of, offered
+from tokenprune.integrations.vllm.setting.configuration import configured, family_of, in_force, offered
 from tokenprune.integrations.vllm.setting.offer import PROFILE
 from tokenprune.integrations.vllm.setting.plan import MODALITIES, field_name
 from tokenprune.integrations.vllm.setting.position_checks import check_placeholders, longest, original_positions
@@ -60,11 +71,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
             return None
         asked: Any = kwargs.get(KEY, {})
         offer = asked.offer if isinstance(asked, TrackedSetting) else offered(self.info.ctx.model_config)
-        setting = ServedSetting() if self._dummy else offer.setting(asked)
-        try:
-            check_model(setting, self.info.ctx.model_config)
-        except UnsupportedSetupError as error:
-            raise OptionError(str(error)) from error  # the server goes on, and the client reads why
+        setting = ServedSetting() if self._dummy else in_force(asked, offer, self.info.ctx.model_config)
         return ServedSetting() if isinstance(asked, TrackedSetting) and asked.served.full else setting
 
     def check_pixels(self) -> None:
@@ -155,7 +162,8 @@ class ReducingProcessor(BaseMultiModalProcessor):
             made.segments = len(plan.counts)
             if of_request is not None:
                 shadow = item_setting(kwargs, of_request, update.modality, index)
-                made.would, made.would_label = item.would_keep_if_served(shadow), shadow.label()
+                made.would, made.outcome = item.would_keep_if_served(shadow)
+                made.would_label = shadow.label()
             return made
 
         return dataclasses.replace(update, **{name: content_of})
@@ -193,7 +201,8 @@ class ReducingProcessor(BaseMultiModalProcessor):
             return super().apply(inputs, *args, **kwargs)
         served = Served()
         try:
-            asked = followed(inputs.hf_processor_mm_kwargs.get(KEY, {}), offered(model_config))
+            value = inputs.hf_processor_mm_kwargs.get(KEY, {})
+            asked = followed(value, offer_of(model_config, lambda _: by_key(value)))
             asked = asked.with_items(inputs.mm_data_items.get_all_counts())
             whole = {**inputs.hf_processor_mm_kwargs, KEY: asked}
             inputs, served = dataclasses.replace(inputs, hf_processor_mm_kwargs=whole), asked.served
@@ -203,12 +212,12 @@ class ReducingProcessor(BaseMultiModalProcessor):
             try:
                 made, items = self._apply(inputs, *args, **kwargs)
             except TokenPruneError as error:
-                in_full = asked.fall_back()
-                metrics.failed(model_config, asked.offer.label(asked), "full" if in_full else "refused")
+                if in_full := asked.fall_back():
+                    logger.debug("a request is served in full: %s", error)
+                    made, items = self._apply(inputs, *args, **kwargs)
+                metrics.failed(model_config, asked.offer.label(asked), error, in_full)
                 if not in_full:
                     raise
-                logger.debug("a request is served in full: %s", error)
-                made, items = self._apply(inputs, *args, **kwargs)
         except TokenPruneError as error:
             metrics.refused(model_config, error, what, served)
             raise
@@ -227,8 +236,10 @@ class ReducingProcessor(BaseMultiModalProcessor):
             metrics.count(model_config, "out", *one.label, one.after)
         metrics.chose(model_config, served)
         if asked.shadow is not None:
-            served.shadow = self._in_shadow(asked.shadow, inputs, items)
-            metrics.shadowed(model_config, served, [(one.would_label, one.before, one.would or 0) for one in items])
+            outcome = self._in_shadow(asked.shadow, inputs, items)
+            served.shadow = sum(one.would or 0 for one in items) if outcome == KEPT else None
+            kept = [(one.would_label, one.before, one.would or 0) for one in items]
+            metrics.shadowed(model_config, served, outcome, kept)
         if asked.offer.log:
             tell("request", **metrics.request_id(served), **served.fields())
         return made
@@ -262,15 +273,15 @@ class ReducingProcessor(BaseMultiModalProcessor):
             if reads_tower(setting.method) or merges_in_tower(setting.method):
                 check_items(setting.acting, of_item, inputs.mm_data_items, self.info)
 
-    def _in_shadow(self, shadow: ServedSetting, inputs: Any, items: list[CountedDetails]) -> int | None:
-        """Return how many visual tokens a request would have kept; None if it would have failed."""
+    def _in_shadow(self, shadow: ServedSetting, inputs: Any, items: list[CountedDetails]) -> str:
+        """Return one of `SHADOWS` for a request that its setting would have served."""
         try:
             self._check_input(shadow, inputs)
             by_age.check_segments(shadow, (one.segments for one in items))
-        except TokenPruneError:
-            return None
-        kept = [one.would for one in items]
-        return None if None in kept else sum(one for one in kept if one is not None)
+        except TokenPruneError as error:
+            return shadow_outcome(error)
+        outcomes = {one.outcome for one in items}
+        return next((one for one in (FAILED, INPUT) if one in outcomes), KEPT)
 
 
 def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:

@@ -21,6 +21,7 @@ from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.front import answers, metrics
 from tokenprune.integrations.vllm.front.engines import on_start
+from tokenprune.integrations.vllm.front.grace import offer_of
 from tokenprune.integrations.vllm.front.in_flight import RequestLoad
 from tokenprune.integrations.vllm.front.served import (
     BY_KEY,
@@ -32,7 +33,7 @@ from tokenprune.integrations.vllm.front.served import (
     clean_id,
     lot_of,
 )
-from tokenprune.integrations.vllm.setting.configuration import configured, in_llm, offered
+from tokenprune.integrations.vllm.setting.configuration import configured, in_force, in_llm
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
 from tokenprune.integrations.vllm.setting.settings import KEY
 
@@ -76,7 +77,7 @@ def attach(offer: Offer) -> None:
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.renderers.online_renderer import OnlineRenderer
 
-    on_start(_watch)
+    on_start(watch)
     if hasattr(OnlineRenderer.preprocess_chat, "_tokenprune"):
         return
     preprocess = OnlineRenderer.preprocess_chat
@@ -96,9 +97,12 @@ def attach(offer: Offer) -> None:
         serving._check_model = _without_profiles(serving._check_model)
 
 
-def _watch(engine: Any) -> None:
-    load = load_of(engine.renderer)
+def watch(engine: Any) -> None:
+    """Follow the load of an engine that has started."""
+    load, model_config = load_of(engine.renderer), engine.vllm_config.model_config
     load.engine = weakref.ref(engine)
+    if configured(model_config) is not None:
+        load.show(model_config)
     load.keep_telling()
 
 
@@ -117,13 +121,13 @@ def _without_profiles(check: Any) -> Any:
 def _check_no_profile(model_config: Any, request: Any) -> None:
     """Raise OptionError for a request whose model's name or caller asks for a profile other than the server's own
     setting, and for one whose key asks for a profile that its caller may not use."""
-    offer, served = offered(model_config), model_config.served_model_name
-    given = (getattr(request, "mm_processor_kwargs", None) or {}).get(KEY)
+    given = (getattr(request, "mm_processor_kwargs", None) or {}).get(KEY, {})
     asked = given if isinstance(given, Mapping) else {}
-    by = NAME
+    name = functools.partial(_asked_for, given, request, model_config)
+    by, offer = NAME, offer_of(model_config, name)
     try:
         may = _may_use(offer)
-        profile = asked.get(PROFILE, _named(request.model, offer, served))
+        profile = name(offer)
         if profile is None and may is not None:
             by, profile = CALLER, may[0]
         setting = offer.profile(DEFAULT if profile is None else profile, may if by == NAME else None)
@@ -131,8 +135,9 @@ def _check_no_profile(model_config: Any, request: Any) -> None:
             who = repr(request.model) if by == NAME else "this caller"
             raise OptionError(
                 f"{KEY}: {who} asks for profile {profile!r}, and this endpoint knows the server's own setting alone: "
-                f"ask for {served!r}"
+                f"ask for {model_config.served_model_name!r}"
             )
+        in_force(given, offer, model_config)  # a wrong setting is refused beside text alone, too
     except TokenPruneError as error:
         metrics.refused(model_config, error, "setting", Served(by))
         raise
@@ -150,7 +155,7 @@ def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
     """
     from vllm.renderers.online_renderer import validate_request_mm_kwargs
 
-    model_config, offer = renderer.model_config, offered(renderer.model_config)
+    model_config = renderer.model_config
     served, exchange = Served(), answers.current()
     # The client's header goes before the body, as in vLLM; not in responses, whose id is the answer's.
     header = exchange.header_id if hasattr(request, "messages") else None
@@ -171,16 +176,16 @@ def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
 
             check_request(request)
         asked = given.get(KEY, {})
+        offer = offer_of(model_config, functools.partial(_asked_for, asked, request, model_config))
         if not trusted:
             _check_only_profile(asked, offer)
-        model, under_load = getattr(request, "model", None), functools.partial(load.profile, model_config, offer)
+        model, under_load = getattr(request, "model", None), functools.partial(load.profile, offer)
         may = _may_use(offer)
         asked, served.by = choose(asked, offer, model, model_config.served_model_name, under_load, may)
+        in_force(asked, offer, model_config)  # no processor does where there is text alone
     except TokenPruneError as error:
         metrics.refused(model_config, error, "setting", served)
         raise
-    if not isinstance(asked, Mapping):
-        return renderer  # the processor refuses it
     request.mm_processor_kwargs = others | {KEY: TrackedSetting(asked, served, offer)}
     exchange.served.append(served)
     if trusted:
@@ -201,10 +206,18 @@ def _check_only_profile(asked: Any, offer: Offer) -> None:
     )
 
 
+def _asked_for(asked: Any, request: Any, model_config: Any, offer: Offer) -> Any:
+    """Return the profile that a request names by its key, or else by its model's name; None if it names none."""
+    if isinstance(asked, Mapping) and PROFILE in asked:
+        return asked[PROFILE]
+    return _named(getattr(request, "model", None), offer, model_config.served_model_name)
+
+
 def _named(model: str | None, offer: Offer, served: str) -> str | None:
     """Return the profile that a model's name asks for, whether or not there is one; None if it asks for none."""
     name, _, suffix = (model or "").rpartition(":")
-    return suffix if offer.names and name and (suffix in offer.profiles or name == served) else None
+    has = bool(offer.names) or offer.file is not None  # which may have had some
+    return suffix if has and name and (suffix in offer.profiles or name == served) else None
 
 
 def choose(
@@ -218,7 +231,7 @@ def choose(
     None: all. Raises ProfileError or CallerError.
     """
     if not isinstance(asked, Mapping):
-        return asked, BY_KEY  # the processor refuses it
+        return asked, BY_KEY  # and refused where it is read
     by = BY_KEY if asked else DEFAULT
     if PROFILE not in asked:
         if (profile := _named(model, offer, served)) is not None:

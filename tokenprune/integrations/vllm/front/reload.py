@@ -10,10 +10,11 @@ import threading
 from functools import partial
 from typing import Any
 
-from tokenprune.integrations.vllm.front import announce, metrics, profiles
+from tokenprune.integrations.vllm.front import announce, grace, metrics, profiles
+from tokenprune.integrations.vllm.log import SERVER
 from tokenprune.integrations.vllm.setting.configuration import configured, offered, read_again, replace_offer
 
-logger = logging.getLogger(announce.LOGGER)
+logger = logging.getLogger(SERVER)
 
 
 def listen(engine: Any) -> None:
@@ -31,7 +32,8 @@ def listen(engine: Any) -> None:
 
 
 def reload(engine: Any) -> bool:
-    """Read the file of a server's setting again, for requests that come from now on. With a bad file all stays as it
+    """Read the file of a server's setting again, for requests that come from now on; those that name a profile that
+    has left are served for a while as before (see grace.py). With a bad file all stays as it
     was, which the log and `tokenprune:reloads_total` say; return False then."""
     model_config = engine.vllm_config.model_config
     before = offered(model_config)
@@ -45,8 +47,10 @@ def reload(engine: Any) -> bool:
         metrics.reloaded(model_config, "refused")
         logger.warning("tokenprune: SIGHUP: %s is not taken, and the setting of before stays: %s", before.file, error)
         return False
+    grace.begin(model_config, before)
     metrics.reloaded(model_config, "taken")
     metrics.start_at_zero(model_config)
+    profiles.load_of(engine.renderer).show(model_config)
     found = announce.facts(engine.vllm_config)
     metrics.inform(model_config, found)
     logger.info("tokenprune: SIGHUP: %s was read again. %s", before.file, announce.line(found))

@@ -14,13 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
-from tokenprune.integrations.vllm.setting.rules import FULL
+from tokenprune.integrations.vllm.setting.rules import FULL, is_of_input
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 
 NAME, BY_KEY, CALLER, LOAD = "name", "key", "caller", "load"
 CHOSEN_BY = (NAME, BY_KEY, CALLER, LOAD, DEFAULT)
 ROLLOUT, FAILURE = "rollout", "failure"  # why a request is served in full, though its setting would reduce it
+KEPT, FAILED, INPUT = SHADOWS = ("kept", "failed", "input")  # what a rollout's setting would have done with a request
 _ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
@@ -154,6 +156,11 @@ def item_setting(kwargs: Mapping[str, object], setting: ServedSetting, modality:
     """Return what a request's setting is to one of its items (see `TrackedSetting.of_item`)."""
     asked = kwargs.get(KEY)
     return asked.of_item(setting, modality, index) if isinstance(asked, TrackedSetting) else setting
+
+
+def shadow_outcome(error: TokenPruneError) -> str:
+    """Return one of `SHADOWS` for what the setting of a rollout would have raised."""
+    return INPUT if is_of_input(error) else FAILED
 
 
 def clean_id(given: Any) -> str | None:

@@ -59,6 +59,17 @@ def check_model(setting: ServedSetting, model_config: Any) -> None:
         check_tower(setting, model_config)
 
 
+def in_force(asked: Any, offer: Offer, model_config: Any) -> ServedSetting:
+    """Return the setting in force for a request's value of our key. Raises a TokenPruneError that is a ValueError, for
+    one that this model cannot be served with, too: the server goes on, and the client reads why."""
+    setting = offer.setting(asked)
+    try:
+        check_model(setting, model_config)
+    except UnsupportedSetupError as error:
+        raise OptionError(str(error)) from error
+    return setting
+
+
 def _read(layer: Any, model_config: Any) -> Any:
     """Return the setting in the file that a server's setting names, as a text or as {"config": file}: one that
     `tokenprune tune` wrote. Anything else is returned as it is. Raises ConfigError or OptionError."""

@@ -79,12 +79,18 @@ class StepInForce:
     step: int = 0
     _since: float = field(default=-math.inf, repr=False)
 
-    def take(self, in_flight: int, now: float) -> int:
-        """Return the step for a request that finds so many others in flight. now: seconds of a clock that never goes
-        back. Within any `s` seconds it goes down `s / dwell + 1` times at most."""
+    def at(self, in_flight: int, now: float) -> int:
+        """Return the step for a request that would find so many others in flight. now: seconds of a clock that never
+        goes back."""
         wanted, rule = self.rule.wanted(in_flight, self.step), self.rule
-        if wanted != self.step and now - self._since >= (rule.rise if wanted > self.step else rule.dwell):
-            self.step, self._since = wanted, now
+        may = now - self._since >= (rule.rise if wanted > self.step else rule.dwell)
+        return wanted if may else self.step
+
+    def take(self, in_flight: int, now: float) -> int:
+        """Return the same for a request that comes, which puts it in force. Within any `s` seconds it goes down
+        `s / dwell + 1` times at most."""
+        if (step := self.at(in_flight, now)) != self.step:
+            self.step, self._since = step, now
         return self.step
 
 

@@ -23,6 +23,16 @@ class LimitError(OptionError):
     """A request asks for more than the server allows."""
 
 
+class MethodError(OptionError):
+    """A method's own code fails on a request, whose setting and input are right as far as is known."""
+
+
+def is_of_input(error: Exception) -> bool:
+    """Return True for what is wrong with a request whose setting is right, False where its method failed: clients can
+    bring the first about at will, and nobody has to be called for it."""
+    return isinstance(error, ValueError) and not isinstance(error, MethodError)
+
+
 @dataclass(frozen=True)
 class Rules:
     """The rules of a server, or of a profile. A profile's limits hold beside the server's: the narrower one binds. Its
