@@ -68,8 +68,9 @@ REPLACED = {
         f"vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.{name}": (
             f"{_OURS}.front.sender_cache:SenderCache.{name}"
         )
-        for name in ("get_and_update_item", "release_sender_touches", "invalidate", "clear_cache")
+        for name in ("invalidate", "clear_cache")
     },
+    "vllm.utils.cache:LRUCache._on_remove": f"{_OURS}.front.sender_cache:Held._on_remove",
     "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": (
         f"{_OURS}.in_llm.scheduler:WholeImages._try_schedule_encoder_inputs"
     ),

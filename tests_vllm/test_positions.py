@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
 
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.worker import positions
 from tokenprune.integrations.vllm.worker.positions import (
     COLUMNS,
     WHOLE,
@@ -120,3 +124,85 @@ def test_digits_are_exact() -> None:
         columns = to_columns(positions, dtype)
         assert columns.shape == (5000, COLUMNS)
         assert torch.equal(from_columns(columns), positions)
+
+
+def by_loop(rule: Any, plan: Plan) -> torch.Tensor:
+    """`within_item`, token by token."""
+    known, _ = rule(list(plan.tokens), [])
+    first, end = plan.span
+    start, found = first, []
+    for at in range(len(plan.tokens)):
+        inside = plan.per_run and first <= at < end
+        if inside and not (at > first and plan.embeds[at] and plan.embeds[at - 1]):
+            start = at
+        begin = start if inside else first
+        base = 0 if begin == 0 else int(known[:, begin - 1].max()) + 1
+        found.append(known[:, at] - base)
+    return torch.stack(found, dim=1)
+
+
+@pytest.mark.parametrize("per_run", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_stand_where_a_walk_over_the_tokens_puts_them(seed: int, per_run: bool) -> None:
+    chance = random.Random(seed)
+    lengths = [chance.choice([0, 1, 1, 2, 5]), *(chance.choice([1, 1, 2, 4, 9]) for _ in range(chance.randrange(6)))]
+    text = "".join("ab#"[2 * (index % 2)] * length for index, length in enumerate(lengths)) or "#"
+    text += "" if "#" in text else "#"
+    embeds = [c == "#" for c in text]
+    plan = Plan.make(ServedSetting(DivPrune(), 0.5), [PAD if c == "#" else ord(c) for c in text], embeds, per_run)
+    assert torch.equal(within_item(rule, plan, item(plan), "video"), by_loop(rule, plan))
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations on tensors within."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_walk_of_a_long_video_takes_as_many_operations_as_of_a_short_one() -> None:
+    def plan(frames: int) -> Plan:
+        text = ("a" + 4 * "#") * frames
+        tokens = [PAD if c == "#" else ord(c) for c in text]
+        return Plan.make(ServedSetting(DivPrune(), 0.5), tokens, [c == "#" for c in text], True)
+
+    counts = []
+    for frames in (2, 50):
+        one = plan(frames)
+        known = rule(list(one.tokens), [])
+        with Operations() as operations:
+            within_item(lambda *_: known, one, item(one), "video")  # noqa: B023
+        counts.append(operations.count)
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_step_that_places_nothing_looks_at_no_position() -> None:
+    plan = Plan.make(ServedSetting(DivPrune(), 0.5), [PAD] * 8, None, False)
+    tokens = [*range(20, 25), *plan.reduced(), 50, 51]
+    features = [MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(5, plan.rows))]
+    known, delta = of_prompt(rule, tokens, features)
+    with Operations() as operations:
+        assert place(tokens, [], known, 11, [PAD]) == ([], known, delta)
+    assert operations.count == 0
+    assert place(tokens, [], known.clone(), 11, [PAD])[2] == delta  # of a runner that copies them
+
+
+@pytest.mark.only_v1("it asks for every request in each step")
+def test_a_step_of_decoding_looks_at_no_position(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start("qwen2_5_vl", {"method": "divprune", "keep": 0.25})
+    original, counts = positions.place, list[int]()
+
+    def spy(tokens: Any, embeddings: Any, *rest: Any) -> Any:
+        with Operations() as operations:
+            made = original(tokens, embeddings, *rest)
+        if not embeddings:
+            counts.append(operations.count)
+        return made
+
+    monkeypatch.setattr(positions, "place", spy)
+    checkpoint = engine.checkpoint
+    engine.generate([engine.request(checkpoint.prompt(1), checkpoint.images(1))])
+    assert counts and not any(counts)

@@ -11,11 +11,9 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 
 from checkpoints import CHECKPOINTS
@@ -95,6 +93,18 @@ def test_images_are_sent_once(server: Server) -> None:
     assert sum(server.counted(name).values()) == before + 1
 
 
+def test_refused_requests_do_not_make_the_caches_part(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """They keep an image in the front end's cache alone, while others push it out of the engine's."""
+    room = 6.5 * 3 * 84 * 84 * 4 / 2**30  # for six images
+    with running(folder, tmp_path, DIVPRUNE, "--mm-processor-cache-gb", str(room)) as server:
+        assert answered(server, body(image(1)))
+        for number in range(8):
+            assert post(server, CHAT, body(image(1), n=0)) == 400
+            assert answered(server, body(image(100 + number)))
+        assert answered(server, body(image(1)))
+        assert "was not processed again" not in server.log.read_text()
+
+
 def test_several_requests_share_an_image_of_which_one_is_refused(server: Server) -> None:
     images = image(950) + image(951) + image(950)
     assert post(server, CHAT, body(images[:2], n=0)) == 400
@@ -132,40 +142,3 @@ def test_log_probabilities_of_the_prompt_are_refused_before_images_are_read(
         assert sum(server.counted("vllm:mm_cache_queries_total").values()) == 0
         assert sum(server.counted("tokenprune:refusals_total").values()) == 1
         assert answered(server, body(image(1)))
-
-
-def test_the_cache_of_the_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.multimodal.cache import lru
-    from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
-
-    from tokenprune.integrations.vllm.front import sender_cache
-
-    def made() -> Any:
-        return MultiModalKwargsItem({"pixels": MultiModalFieldElem(torch.zeros(1000), MultiModalBatchedField())})
-
-    def request(data: Any) -> Any:
-        return SimpleNamespace(mm_features=[SimpleNamespace(data=data, mm_hash="a", identifier="lora:a")])
-
-    config = SimpleNamespace(get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=1))
-    client = SimpleNamespace(add_request=lambda one: sent.append(one), add_request_async=None)
-    client.add_request_async = client.add_request
-    sent: list[Any] = []
-    cache = lru.LruKeyReplicatedSenderCache(config)
-    sender_cache._follow(cache, client)
-    item = made()
-    assert cache.get_and_update_item((item, ["text"]), "a") == (item, ["text"])
-    assert cache.get_and_update_item(None, "a") == (item, ["text"])
-    client.add_request(request(None))  # of another image that had this hash
-    assert cache.get_and_update_item(None, "a")[0] is item
-    client.add_request(request(item))
-    assert len(sent) == 2 and cache.get_and_update_item(None, "a") == (None, ["text"])
-    # What was never sent is bounded; what was sent is not forgotten.
-    monkeypatch.setattr(sender_cache, "MOST", 3 * 4000)
-    for name in "bcdef":
-        cache.get_and_update_item((made(), []), name)
-        cache.release_sender_touches()
-    assert cache.is_cached(list("abcdef")) == [True, False, False, True, True, True]
-    cache.invalidate("d")
-    assert not cache.is_cached_item("d")
-    cache.clear_cache()
-    assert not cache._unsent and not cache.is_cached_item("a")

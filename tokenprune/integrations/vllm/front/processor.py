@@ -253,9 +253,12 @@ class ReducingProcessor(BaseMultiModalProcessor):
         assert setting is not None  # the server has one
         self._check_input(setting, inputs)  # before images are read
         # A copy, which a method that acts on pixels writes to.
-        inputs = dataclasses.replace(inputs, mm_data_items=type(inputs.mm_data_items)(inputs.mm_data_items))
-        made = super().apply(inputs, *args, **kwargs)
+        own = dataclasses.replace(inputs, mm_data_items=type(inputs.mm_data_items)(inputs.mm_data_items))
+        made = super().apply(own, *args, **kwargs)
         by_age.check_segments(setting, (one.segments for one in items))
+        if (promise := getattr(inputs.cache, "promise", None)) is not None:  # see SenderCache
+            uncached = dataclasses.replace(inputs, cache=None)
+            promise(made["mm_kwargs"], lambda: self._apply(uncached, *args, **kwargs)[0]["mm_kwargs"])
         return made, items
 
     def _check_input(self, setting: ServedSetting, inputs: Any) -> None:

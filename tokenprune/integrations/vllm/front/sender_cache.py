@@ -1,97 +1,187 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front end's cache of processed images, in step with the engine's.
 
-vLLM's front end takes an image for one that the engine holds as soon as it has processed it, and from then on sends its
-hash alone. A request that is refused later, or whose client leaves, never takes the image along; the next one with it
-would be answered with HTTP 500. So an image stays here until it was sent, and goes with each request until then.
+vLLM's front end sends an image that it has processed before by its hash alone, and takes for granted that the engine
+still holds it. The engine may not: the request that should have taken the image along was refused, or its client left;
+or requests were sent in another order than they were processed in, or some not at all, so that the two caches let go of
+different images. vLLM answers such a request with an error, in a stream behind HTTP 200.
+
+So we keep account of the engine's cache in the order in which it gets requests, and an image that is not there is
+processed once more just before its request is sent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from vllm.multimodal.cache.base import MultiModalCache
 from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
+from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.utils.cache import LRUCache
 
 from tokenprune.integrations.shared.attachable import swap_class
 from tokenprune.integrations.vllm.front.engines import on_start
 from tokenprune.integrations.vllm.setting.configuration import configured
 
 logger = logging.getLogger(__name__)
-# Bytes of images that were processed and not sent. Those of requests under way are in memory anyway; the others wait
-# for a request that may never come.
-MOST = 256 * 2**20
+Items = Mapping[str, list[Any]]  # of a request, by modality
+
+
+class Held(LRUCache):
+    """Account of the engine's cache: bytes of each item, by its hash, in the same order of eviction.
+
+    certain: hashes of the items that are there. Others of the account may be, and count as far as room goes.
+    """
+
+    def __init__(self, capacity: float) -> None:
+        super().__init__(capacity, getsizeof=lambda size: size)
+        self.certain: set[str] = set()
+
+    def _on_remove(self, key: str, value: int | None) -> None:
+        self.certain.discard(key)
+
+    def add(self, key: str, item: Any) -> None:
+        """Note an item that is sent; the engine puts it in place of what it has under its hash."""
+        self.pop(key, None)
+        if self.put_if_fits(key, MultiModalCache.get_item_size(item)):
+            self.certain.add(key)
+
+
+class Again:
+    """The items of a request, processed once more when one of them is asked for."""
+
+    def __init__(self, process: Callable[[], Items]) -> None:
+        self._process = process
+
+    @cached_property
+    def items(self) -> Items | None:
+        """None if that fails, as for an item of which the client sent a name alone."""
+        try:
+            return self._process()
+        except Exception as error:
+            logger.warning("an image that the engine has lost was not processed again", exc_info=error)
+            return None
+
+
+class PromisedItem(MultiModalKwargsItem):
+    """An item that goes by its hash alone if the engine holds it when its request is sent."""
+
+    def __init__(self, again: Again, modality: str, index: int) -> None:
+        self._again: Again | None = again
+        self._place = modality, index
+
+    def make(self) -> Any:
+        """Return the item itself; None if it cannot be made, or is no longer promised."""
+        items = None if self._again is None else self._again.items
+        return None if items is None else items[self._place[0]][self._place[1]]
+
+    def forget(self) -> None:
+        """Let go of the request's images: vLLM keeps the object until the request is answered."""
+        self._again = None
+
+    @property
+    def data(self) -> Any:
+        return self.make() or {}
 
 
 class SenderCache(LruKeyReplicatedSenderCache):
-    """Mixed into vLLM's cache. `_unsent`: by hash, an image that is noted as held and was not sent, and its bytes."""
+    """Mixed into vLLM's cache, which goes by the order in which requests are processed. `_held`: the account."""
 
-    _unsent: dict[str, tuple[Any, int]]
+    _held: Held
 
-    def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
-        item, updates = super().get_and_update_item(mm_item, mm_hash)
-        if item is None:
-            return self._unsent.get(mm_hash, (None, 0))[0], updates
-        if self.is_cached_item(mm_hash):
-            self._unsent[mm_hash] = item, MultiModalCache.get_item_size(item)
-        return item, updates
+    def promise(self, items: Any, process: Callable[[], Items]) -> None:
+        """Put a promise in place of each item of a request that would be sent by its hash alone. process: returns all
+        items of the request, processed once more."""
+        again = Again(process)
+        for modality, own in items.items():
+            items[modality] = [
+                PromisedItem(again, modality, index) if item is None else item for index, item in enumerate(own)
+            ]
 
-    def delivered(self, request: Any) -> None:
-        """Note that the engine has the images of a request."""
-        for feature in request.mm_features or ():
-            if feature.data is not None:
-                self._unsent.pop(feature.mm_hash or feature.identifier, None)
+    def lacking(self, request: Any) -> list[PromisedItem]:
+        """Return the promised items of a request that the engine does not hold now."""
+        features = request.mm_features or ()
+        promised = [(one.data, _key(one)) for one in features if isinstance(one.data, PromisedItem)]
+        return [item for item, key in promised if key not in self._held.certain]
 
-    def release_sender_touches(self) -> None:
-        """Forget the oldest images beyond `MOST`. vLLM calls it when a request's images are in the cache."""
-        super().release_sender_touches()
-        unsent = list(self._unsent.items())  # at once: requests are sent from another thread
-        held = sum(size for _, (_, size) in unsent)
-        for mm_hash, (_, size) in unsent:
-            if held <= MOST:
-                break
-            self.invalidate(mm_hash)
-            held -= size
+    def settle(self, request: Any) -> None:
+        """Replace the promised items of a request that is sent now, and note what the engine holds then."""
+        features = request.mm_features or ()
+        for feature in features:  # the engine, too, touches all before it lets go of any
+            self._held.touch(_key(feature))
+        for feature in features:
+            key, item = _key(feature), feature.data
+            if isinstance(item, PromisedItem):
+                feature.data = None if key in self._held.certain else item.make()
+                item.forget()
+            if feature.data is None:
+                self._held.touch(key)
+            else:
+                self._held.add(key, feature.data)
+
+    @contextmanager
+    def sending(self, request: Any) -> Iterator[None]:
+        """Send a settled request within. If that fails, or is cut short, it may or may not have reached the engine."""
+        try:
+            yield
+        except BaseException:
+            self._held.certain.difference_update(_key(feature) for feature in request.mm_features or ())
+            raise
 
     def invalidate(self, mm_hash: str) -> None:
+        """Forget an item that the engine missed. The account was wrong, so nothing of it is certain."""
         super().invalidate(mm_hash)
-        self._unsent.pop(mm_hash, None)
+        self._held.certain.clear()
 
     def clear_cache(self) -> None:
         super().clear_cache()
-        self._unsent.clear()
+        self._held.certain.clear()
+
+
+def _key(feature: Any) -> str:
+    return feature.mm_hash or feature.identifier
 
 
 def keep_in_step() -> None:
-    """Make each new engine note in its front end's cache the images that were sent. A server without a setting behaves
-    as before."""
+    """Make each new engine keep account in its front end's cache. A server without a setting behaves as before."""
     on_start(_note)
 
 
 def _note(engine: Any) -> None:
     if configured(engine.vllm_config.model_config) is not None:
-        _follow(engine.renderer.mm_processor_cache, engine.engine_core)
+        # Where vLLM processes images, one request at a time.
+        executor = getattr(engine.renderer, "_mm_executor", None)
+        _follow(engine.renderer.mm_processor_cache, engine.engine_core, executor)
 
 
-def _follow(cache: Any, client: Any) -> None:
-    """Note sent images in the front end's `cache`; caches of other kinds send images whole, or share them. client: of
-    the engine."""
+def _follow(cache: Any, client: Any, executor: Executor | None = None) -> None:
+    """Keep account in the front end's `cache` of what is sent; caches of other kinds send images whole, or share them.
+    client: of the engine. executor: where a server processes images; None for one of asyncio's."""
     if type(cache) is not LruKeyReplicatedSenderCache:
         return
     swap_class(cache, SenderCache)
-    cache._unsent = {}
+    cache._held = Held(cache._cache.maxsize)
     send, send_async = client.add_request, client.add_request_async
 
     @functools.wraps(send)
     def add_request(request: Any) -> None:
-        send(request)
-        cache.delivered(request)
+        cache.settle(request)
+        with cache.sending(request):
+            send(request)
 
     @functools.wraps(send_async)
     async def add_request_async(request: Any) -> None:
-        await send_async(request)
-        cache.delivered(request)
+        for item in cache.lacking(request):
+            await asyncio.get_running_loop().run_in_executor(executor, item.make)
+        cache.settle(request)  # nothing else runs until the request is on its way
+        with cache.sending(request):
+            await send_async(request)
 
     client.add_request, client.add_request_async = add_request, add_request_async

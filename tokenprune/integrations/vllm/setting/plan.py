@@ -51,6 +51,11 @@ class Plan:
     kept: tuple[bool, ...] | None = None
 
     @cached_property
+    def is_embed(self) -> Tensor:
+        """`embeds` as bool `[tokens]`."""
+        return torch.frombuffer(bytearray(self.embeds), dtype=torch.bool)
+
+    @cached_property
     def runs(self) -> list[int]:
         """Lengths of the unbroken runs of placeholders."""
         return [len(list(group)) for embed, group in itertools.groupby(self.embeds) if embed]

@@ -108,7 +108,7 @@ class ReducingModel(_Model):
             raise PlaceholderMismatchError(
                 f"the encoder made {rows.shape[0]} tokens of an item where the processor counted {sum(plan.counts)}"
             )
-        stays = torch.tensor(plan.embeds, device=rows.device)
+        stays = plan.is_embed.to(rows.device)
         if plan.reduces:
             kept = result.kept
             if kept is None:

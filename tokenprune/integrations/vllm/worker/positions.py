@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from tokenprune.errors import PlaceholderMismatchError
@@ -29,6 +30,8 @@ DIGITS = 2
 COLUMNS = 3 * DIGITS
 WHOLE = -1  # in all columns of an item that lost nothing: its places are what the model's own rule says
 Rule = Callable[[list[int], list[MultiModalFeatureSpec]], tuple[Tensor, int]]
+# By a prompt's positions: the number to add to later places, for which Model Runner V1 asks in each step.
+_later: Any = WeakTensorKeyDictionary()
 
 
 def to_columns(positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,14 +51,17 @@ def within_item(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
     spec = MultiModalFeatureSpec(item, modality, "", _where(plan, 0))
     positions, _ = rule(list(plan.tokens), [spec])
     first, end = plan.span
-    starts = torch.tensor([first] * len(plan.tokens), device="cpu")
-    if plan.per_run:  # then each run of placeholders stands for itself
-        for place in range(first, end):
-            same = place > first and plan.embeds[place] and plan.embeds[place - 1]
-            starts[place] = starts[place - 1] if same else place
+    begins = torch.zeros(len(plan.tokens), dtype=torch.bool, device="cpu")
+    begins[first] = True
+    if plan.per_run:  # then each run of placeholders stands for itself, and so does each token between them
+        embeds = plan.is_embed[first:end]
+        begins[first + 1 : end] = ~(embeds[1:] & embeds[:-1])
+    starts = begins.nonzero().flatten()
     # As `place` will do it: one behind the token before.
     base = torch.where(starts > 0, positions[:, (starts - 1).clamp(min=0)].amax(0) + 1, 0)
-    return positions - base
+    run = begins.cumsum(0).clamp(min=1) - 1
+    run[end:] = 0
+    return positions - base[run]
 
 
 def _plan(feature: MultiModalFeatureSpec) -> Plan:
@@ -67,7 +73,7 @@ def _plan(feature: MultiModalFeatureSpec) -> Plan:
 
 def _where(plan: Plan, offset: int) -> PlaceholderRange:
     """Return the place of an item's full text, for a rule that asks where its placeholders are."""
-    embeds = None if all(plan.embeds) else torch.tensor(plan.embeds, device="cpu")
+    embeds = None if all(plan.embeds) else plan.is_embed
     return PlaceholderRange(offset, len(plan.tokens), embeds)
 
 
@@ -92,8 +98,10 @@ def of_prompt(rule: Rule, tokens: list[int], features: list[MultiModalFeatureSpe
         done = offset + length
     index += range(len(full), len(full) + len(tokens) - done)
     full += tokens[done:]
-    positions, _ = rule(full, moved)
-    return positions[:, index], int(positions.max()) + 1 - len(tokens)
+    whole, _ = rule(full, moved)
+    positions, later = whole[:, index], int(whole.max()) + 1 - len(tokens)
+    _later[positions] = later
+    return positions, later
 
 
 def _written(plan: Plan) -> list[int]:
@@ -124,7 +132,12 @@ def place(
 ) -> tuple[list[Tensor], Tensor, int]:
     """Remove the columns of `embeddings` and write the positions that they hold. The embeddings belong to the first
     placeholders from place `computed` on. Return embeddings, positions and the number to add to later places."""
-    delta = int(positions.max()) + 1 - positions.shape[1]
+    delta = _later.get(positions)
+    if not embeddings and delta is not None:
+        return [], positions, delta
+    known = positions.cpu()
+    if delta is None:
+        delta = int(known.max()) + 1 - known.shape[1]
     if not embeddings:
         return [], positions, delta
     cut = [one[:, :-COLUMNS] for one in embeddings]
@@ -139,7 +152,6 @@ def place(
     start = torch.where(begins, places, 0).cummax(0).values
     slots = places[is_placeholder & (places >= computed)][: within.shape[1]]
     _check_rows(within.shape[1], len(slots), computed)
-    known = positions.cpu()
     slots, within = slots[moves], within[:, moves]
     start = start[slots]
     base = torch.where(start > 0, known[:, (start - 1).clamp(min=0)].amax(0) + 1, 0)

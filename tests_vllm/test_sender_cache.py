@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front end's cache and the engine's, which are vLLM's own, with what stands between them played by hand: requests
+that are refused, and requests that overtake each other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.multimodal.cache.base import MultiModalCacheMissError
+from vllm.multimodal.cache.lru import LruKeyReplicatedReceiverCache, LruKeyReplicatedSenderCache
+from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
+
+from tokenprune.integrations.vllm.front import sender_cache
+
+ROOM = 10  # items of size 1 in the cache
+FLOATS = 1000
+
+
+def made(name: str, size: int = 1) -> Any:
+    pixels = torch.full((size * FLOATS,), float(ord(name[0])))
+    return MultiModalKwargsItem({"pixels": MultiModalFieldElem(pixels, MultiModalBatchedField())})
+
+
+class Between:
+    """A front end and an engine, and the requests that are on their way from one to the other.
+
+    processed: names of the images of each run of the processor.
+    """
+
+    def __init__(self, sizes: dict[str, int] | None = None, executor: Any = None) -> None:
+        room = SimpleNamespace(mm_processor_cache_gb=ROOM * FLOATS * 4 / 2**30)
+        config: Any = SimpleNamespace(get_multimodal_config=lambda: room)
+        self.engine, self.front = LruKeyReplicatedReceiverCache(config), LruKeyReplicatedSenderCache(config)
+        self.sizes, self.processed = sizes or {}, list[str]()
+        self.before: Callable[[], None] = lambda: None  # called each time a request arrives
+        self.client: Any = SimpleNamespace(add_request=self._arrive, add_request_async=self._arrive_async)
+        sender_cache._follow(self.front, self.client, executor)
+
+    def process(self, names: str) -> Any:
+        """As `BaseMultiModalProcessor._cached_apply_hf_processor` and ours around it."""
+        front: Any = self.front
+        there = front.is_cached(list(names))
+        fresh = [None if held else (self._run(name), [name]) for name, held in zip(names, there, strict=True)]
+        for name in names:
+            front.touch_sender_cache_item(name)
+        items = [front.get_and_update_item(item, name)[0] for name, item in zip(names, fresh, strict=True)]
+        front.release_sender_touches()
+        own = {"image": items}
+        if hasattr(front, "promise"):
+            front.promise(own, lambda: {"image": [self._run(name) for name in names]})
+        features = [
+            SimpleNamespace(data=item, mm_hash=name, identifier=f"lora:{name}")
+            for name, item in zip(names, own["image"], strict=True)
+        ]
+        return SimpleNamespace(mm_features=features)
+
+    def send(self, request: Any) -> None:
+        self.client.add_request(request)
+
+    def _run(self, name: str) -> Any:
+        self.processed.append(name)
+        return made(name, self.sizes.get(name, 1))
+
+    def _arrive(self, request: Any) -> None:
+        self.before()
+        copies: Any = [SimpleNamespace(**vars(feature)) for feature in request.mm_features]
+        assert not any(isinstance(one.data, sender_cache.PromisedItem) for one in copies)
+        for one in self.engine.get_and_update_features(copies):
+            assert one.data["pixels"].data[0] == ord(one.mm_hash), "the engine has another image under this hash"
+
+    async def _arrive_async(self, request: Any) -> None:
+        self._arrive(request)
+        await asyncio.sleep(0)
+
+
+def test_an_image_that_the_engine_let_go_between_processing_and_sending() -> None:
+    both = Between()
+    both.send(both.process("x"))
+    late = both.process("x")  # by its hash alone
+    assert both.processed == ["x"]
+    for name in "abcdefghij":  # overtake it, and fill the engine's cache
+        both.send(both.process(name))
+    both.send(late)
+    assert both.processed == list("xabcdefghijx")
+    assert "x" in both.engine._cache
+
+
+def test_an_image_that_refused_requests_keep_in_the_front_end_alone() -> None:
+    both = Between()
+    both.send(both.process("x"))
+    for name in "abcdefghijkl":
+        both.process("x")  # and refused
+        both.send(both.process(name))
+    both.send(both.process("x"))
+
+
+def test_an_image_whose_first_request_is_refused() -> None:
+    both = Between()
+    both.process("x")
+    second, third = both.process("x"), both.process("xx")
+    both.send(second)
+    both.send(third)
+    assert both.processed == ["x", "x"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_order_of_requests_makes_the_engine_miss_an_image(seed: int) -> None:
+    chance = random.Random(seed)
+    names = "abcdefghijklmnopqrstuvw"
+    both = Between({name: chance.choice([1, 1, 2, 3, 11]) for name in names})
+    waiting: list[Any] = []
+    for _ in range(400):
+        what = chance.random()
+        if what < 0.5 or not waiting:
+            own = "".join(chance.choice(names[: chance.choice([3, 23])]) for _ in range(chance.choice([1, 1, 2, 3])))
+            if sum(both.sizes[name] for name in set(own)) <= ROOM:  # vLLM's own front end needs that much room
+                waiting.append(both.process(own))
+        elif what < 0.9:
+            both.send(waiting.pop(chance.randrange(len(waiting))))
+        else:
+            waiting.pop(chance.randrange(len(waiting)))
+    certain = both.front._held.certain  # type: ignore[attr-defined]
+    assert certain == set(both.engine._cache) and len(certain) > 1  # the account is the engine's cache itself
+    assert list(both.front._held.order) == list(both.engine._cache.order)  # type: ignore[attr-defined]
+
+
+def test_a_request_that_was_perhaps_not_sent() -> None:
+    both = Between()
+    both.send(both.process("x"))
+
+    def fail() -> None:
+        raise ConnectionError
+
+    both.before = fail
+    with pytest.raises(ConnectionError):
+        both.send(both.process("xy"))
+    both.before = lambda: None
+    both.send(both.process("yx"))
+
+
+def test_after_a_miss_or_a_reset_nothing_is_taken_for_granted() -> None:
+    both = Between()
+    both.send(both.process("ab"))
+    both.engine.clear_cache()  # behind the front end's back
+    with pytest.raises(MultiModalCacheMissError):
+        both.send(both.process("a"))
+    both.front.invalidate("a")  # what vLLM's front end does then
+    both.send(both.process("b"))
+    late = both.process("b")
+    both.front.clear_cache()
+    both.engine.clear_cache()
+    both.send(late)
+
+
+def test_an_image_that_came_as_a_name_alone_is_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    both = Between()
+    both.send(both.process("x"))
+    late = both.process("x")
+    for name in "abcdefghij":
+        both.send(both.process(name))
+    both._run = lambda name: 1 / 0  # type: ignore[assignment, method-assign]
+    with pytest.raises(MultiModalCacheMissError):
+        both.send(late)
+    assert "was not processed again" in caplog.text
+
+
+def test_images_are_let_go_once_their_request_is_sent() -> None:
+    both = Between()
+    both.send(both.process("x"))
+    again = both.process("x")
+    promised = again.mm_features[0].data
+    assert float(promised["pixels"].data[0]) == ord("x")  # whoever looks at it sees the item
+    both.send(again)
+    assert again.mm_features[0].data is None and not promised.data and not vars(promised)["_again"]
+
+
+def test_a_server_processes_again_where_it_processes_and_others_may_overtake() -> None:
+    async def run() -> None:
+        with ThreadPoolExecutor(1, thread_name_prefix="processing") as executor:
+            both = Between(executor=executor)
+            await both.client.add_request_async(both.process("xy"))
+            late = both.process("xy")
+            for name in "abcdefghij":
+                await both.client.add_request_async(both.process(name))
+            threads: list[str] = []
+            process, next_one, overtaken = both._run, both.process("j"), threading.Event()
+
+            def spy(name: str) -> Any:
+                assert overtaken.wait(20)
+                threads.append(threading.current_thread().name)
+                return process(name)
+
+            both._run = spy  # type: ignore[method-assign]
+            arrived: list[int] = []
+            both.before = lambda: arrived.append(len(threads)) or overtaken.set()
+            await asyncio.gather(both.client.add_request_async(late), both.client.add_request_async(next_one))
+            assert threads == ["processing_0"] * 2 and arrived == [0, 2]
+
+    asyncio.run(run())
+
+
+def test_other_caches_are_left_alone() -> None:
+    client = SimpleNamespace(add_request=1, add_request_async=2)
+    sender_cache._follow(SimpleNamespace(), client)
+    assert client == SimpleNamespace(add_request=1, add_request_async=2)
