@@ -122,12 +122,6 @@ def listed(name: str) -> str:
     return ", ".join(options) or "(none)"
 
 
-def check_out(out: Path) -> None:
-    """Raise TokenPruneError if the folder of `out` does not exist."""
-    if not out.parent.is_dir():
-        raise TokenPruneError(f"cannot write {out}: there is no folder {out.parent}")
-
-
 def _tell(step: Callable[[str, int, int], None], label: str, total: int, done: int) -> None:
     step(label, done, total)
 

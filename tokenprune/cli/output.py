@@ -13,12 +13,6 @@ if TYPE_CHECKING:
     from tokenprune.profiling.table import Table
 
 
-def check_folder(path: Path) -> None:
-    """Raise TokenPruneError for a file whose folder is not there, before the work begins."""
-    if not path.parent.is_dir():
-        raise TokenPruneError(f"cannot write {path}: there is no folder {path.parent}")
-
-
 def print_table(table: Table) -> None:
     """Print a table with its notes."""
     from rich.text import Text

@@ -28,8 +28,9 @@ from tokenprune.cli.common import (
     show_progress,
 )
 from tokenprune.cli.completion import complete_methods
-from tokenprune.cli.output import check_folder, print_table, write_file
+from tokenprune.cli.output import print_table, write_file
 from tokenprune.errors import OptionError
+from tokenprune.files import check_output
 from tokenprune.startup import defer_torch, require
 
 if TYPE_CHECKING:
@@ -93,8 +94,7 @@ def profile(
         raise OptionError(f"--html and --json write one setting, and these are {len(settings)}: name one")
     if not config_only and (tokens is not None or tiles is not None):
         raise OptionError("--tokens and --tiles go with --config-only: without it the image tells")
-    for path in filter(None, (html, json_file)):
-        check_folder(path)
+    check_output(html, json_file)
     if config_only:
         if html is not None or json_file is not None:
             raise OptionError("--html and --json write measured times, and --config-only measures none")

@@ -23,6 +23,7 @@ from tokenprune.cli.common import (
 )
 from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.files import check_output
 from tokenprune.startup import DEFAULT_METHOD
 
 
@@ -74,8 +75,7 @@ def show(
     if gif is not None:
         animation.check_kind(gif, keeps, found)
     out = out or Path("tokenprune.png" if gif is None else "tokenprune.gif")
-    if gif is not None and out.suffix.lower() != ".gif":
-        raise OptionError(f"--gif writes a GIF: give --out {out} a name that ends in .gif")
+    _check_out(out, gif is not None)
     subject = load_model(model, device, threads, suffix="")
     images, left_out = contact_sheet.fitting(subject, partial(read_frames, files), frames, question, wanted[0])
     with show_progress(lines=False) as step:
@@ -102,3 +102,15 @@ def show(
             counts = " ".join(f"{kept}/{of}" for kept, of in seen.kept_of_frames())
             console.print(f"  of each frame as the model has it: {counts}", markup=False)
     console.print(f"written: {out}", markup=False, soft_wrap=True)
+
+
+def _check_out(out: Path, animated: bool) -> None:
+    """Raise OptionError for a file that cannot be written, or whose name ends like no image."""
+    from PIL import Image
+
+    Image.init()
+    if animated and out.suffix.lower() != ".gif":
+        raise OptionError(f"--gif writes a GIF: give --out {out} a name that ends in .gif")
+    if Image.EXTENSION.get(out.suffix.lower()) not in Image.SAVE:
+        raise OptionError(f"--out {out} is called like no image: give it a name that ends in .png, for example")
+    check_output(out)

@@ -11,6 +11,7 @@ import typer
 
 from tokenprune.cli.common import get_console
 from tokenprune.errors import OptionError
+from tokenprune.files import check_output
 
 if TYPE_CHECKING:
     from tokenprune_bench.report.runs import Run
@@ -30,6 +31,7 @@ def report(
 
     if plot is not None and len(runs) > 1:
         raise OptionError("--plot draws one run: name one, or write a page of all with --html")
+    check_output(html, plot)
     show_runs(read_runs(runs), html=html, plot=plot, markdown=markdown)
 
 

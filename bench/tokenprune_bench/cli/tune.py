@@ -35,7 +35,8 @@ from tokenprune.cli.common import (
     show_progress,
 )
 from tokenprune.cli.completion import complete_methods
-from tokenprune.errors import ConfigError, OptionError
+from tokenprune.errors import OptionError
+from tokenprune.files import check_output, check_output_folder
 
 if TYPE_CHECKING:
     from tokenprune_bench.group import Group
@@ -133,8 +134,8 @@ def tune(
     kind_drop = None if max_kind_drop is None else read_share(max_kind_drop, "--max-kind-drop")
     promise = Promise(read_share(max_drop), confidence, kind_drop, target_ttft)
     candidates = grid(read_specs(methods), read_keeps(keep))
-    if not out.parent.is_dir():  # said before the work, not after it
-        raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
+    check_output(out)
+    check_output_folder(run)
     if data is None:
         heldout = demo("heldout")
         folder = heldout.heldout_of(model)
