@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from tokenprune.calibration.images import ImageFiles, read_image
-from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.errors import OptionError
 from tokenprune.options import file_options, fits, in_words
 from tokenprune.profiling.model import Model
 from tokenprune.registry import available_methods, method_class

@@ -43,7 +43,9 @@ ModelOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda:1 ...; default: cuda if there is one.")]
-ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, max=1024, help="CPU threads; default: torch's choice.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, max=1024, help="CPU threads; default: torch's choice.")
+]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 MostOption = Annotated[
     int | None,
@@ -86,6 +88,14 @@ def get_console(error: bool = False) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(stderr=error, highlight=False, width=_PIPED_WIDTH)
     return console
+
+
+def say(text: str, style: str = "", error: bool = False) -> None:
+    """Print a line: broken between words on a screen, whole in a pipe."""
+    from rich.text import Text
+
+    console = get_console(error)
+    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
 
 
 @cache
@@ -133,9 +143,7 @@ class ErrorGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except TokenPruneError as error:
-            from rich.text import Text
-
-            get_console(error=True).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
+            say(f"error: {error}", "bold red", error=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt as stop:
             get_console(error=True).print(*stop.args or ("stopped",), markup=False, soft_wrap=True)
@@ -198,13 +206,13 @@ def load_config(model: str | None) -> Any:
 def print_skipped(data: Any) -> None:
     """Name the rows that --skip-bad left out."""
     for line in data.skipped:
-        get_console(error=True).print(f"skipped: {line}", markup=False, soft_wrap=True)
+        say(f"skipped: {line}", error=True)
 
 
 def print_limits(subject: Any) -> None:
     """Say of a shipped model that it knows nothing of a user's questions."""
     if said := getattr(subject, "limits", str)():
-        get_console(error=True).print(f"warning: {said}", markup=False, soft_wrap=True)
+        say(f"warning: {said}", error=True)
 
 
 def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:

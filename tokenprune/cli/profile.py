@@ -20,11 +20,11 @@ from tokenprune.cli.common import (
     MostOption,
     SuffixOption,
     ThreadsOption,
-    get_console,
     load_config,
     load_model,
     read_keeps,
     read_settings,
+    say,
     show_progress,
 )
 from tokenprune.cli.completion import complete_methods
@@ -129,7 +129,7 @@ def profile(
             for share in shares:
                 _once(printed, limit_table(made.model, made.load, share))
     if image and (said := subject.limits(image)):
-        get_console().print(said, markup=False, soft_wrap=True)
+        say(said)
     if html is not None:
         profile_page = require("tokenprune_bench.report.flame", "--html needs another package").profile_page
 
@@ -170,7 +170,7 @@ def _from_config(
             said = (
                 f"{names}: x{ratio:.2f} by FLOPs of tower and decoder; {cuts_in_words(methods, budgets, load.visual)}"
             )
-            get_console().print(said, markup=False, soft_wrap=True)
+            say(said)
 
 
 def _shares(setting: Setting | None, keeps: Sequence[float | int], visual: float) -> list[float]:

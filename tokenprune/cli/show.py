@@ -19,6 +19,7 @@ from tokenprune.cli.common import (
     load_model,
     read_keeps,
     read_specs,
+    say,
     show_progress,
 )
 from tokenprune.cli.completion import complete_methods
@@ -90,7 +91,7 @@ def show(
     console = get_console()
     for line in (left_out, *shown.notes, subject.limits(files)):
         if line:
-            console.print(line, markup=False, soft_wrap=True)
+            say(line)
     console.print(f"{question}  unpatched: {shown.before!r}", markup=False)
     for seen, panel in zip(shown.seen, shown.kept_panels, strict=True):
         assert seen.stats is not None  # a patched model has some

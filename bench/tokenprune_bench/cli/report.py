@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenprune.cli.common import get_console
+from tokenprune.cli.output import print_table
 from tokenprune.errors import OptionError
 from tokenprune.files import check_output
 
@@ -68,14 +69,9 @@ def show_runs(runs: Sequence[Run], html: Path | None, plot: Path | None, markdow
 
 
 def _show(table: Table, markdown: bool) -> None:
-    from rich.text import Text
+    from tokenprune_bench.tables import to_markdown
 
-    from tokenprune_bench.tables import to_markdown, to_rich
-
-    console = get_console()
     if markdown:
-        console.print(to_markdown(table), markup=False, soft_wrap=True)
-        return
-    console.print(to_rich(table))
-    for note in table.notes:
-        console.print(Text(note, style="dim"))
+        get_console().print(to_markdown(table), markup=False, soft_wrap=True)
+    else:
+        print_table(table)

@@ -32,9 +32,11 @@ from tokenprune.cli.common import (
     read_keeps,
     read_specs,
     resumable,
+    say,
     show_progress,
 )
 from tokenprune.cli.completion import complete_methods
+from tokenprune.cli.output import print_table
 from tokenprune.errors import OptionError
 from tokenprune.files import check_output, check_output_folder
 
@@ -196,21 +198,13 @@ def _announce(tuner: Tuner, settings: int, group: Group) -> None:
 
 
 def _report(tuning: Tuning, metric: str, verbose: bool) -> None:
-    from rich.text import Text
-
-    from tokenprune_bench.tables import to_rich
     from tokenprune_bench.tuning.report import others_table, outcome, tuning_table
 
-    console = get_console()
     for place, line in enumerate(outcome(tuning, metric)):
         bad = line.startswith("warning") or (tuning.choice is None and not place)
-        console.print(Text(line, style="bold red" if bad else "" if place else "bold green"), soft_wrap=True)
+        say(line, "bold red" if bad else "" if place else "bold green")
     for table in (tuning_table(tuning), *([others_table(tuning)] if verbose else [])):
         if table.rows:
-            shown = to_rich(table)
-            shown.columns[-1].justify = "left"
-            console.print(shown)
-            for note in table.notes:
-                console.print(Text(note, style="dim"), soft_wrap=True)
+            print_table(table)
     if not verbose and (rest := len(tuning.trials) - len(tuning.tested)):
-        console.print(Text(f"{rest} more settings were not tested: --verbose says why.", style="dim"))
+        say(f"{rest} more settings were not tested: --verbose says why.", "dim")
