@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a file that a setting names: a regular one, of bounded size, once."""
+"""Read a file that a setting names: a regular one, of bounded size, once. Check one to be written before the work."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
+
+from tokenprune.errors import OptionError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,9 +70,36 @@ class File(str):
         return tensors, header.get("__metadata__") or {}
 
 
+def check_output(*paths: Path | None) -> None:
+    """Raise OptionError for a file that cannot be written: a folder, one in no folder, or one that may not be."""
+    for path in filter(None, paths):
+        try:
+            if path.is_dir():
+                raise OptionError(f"cannot write {path}: it is a folder, name a file in it")
+            if not path.parent.is_dir():
+                raise OptionError(f"cannot write {path}: there is no folder {path.parent}")
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise OptionError(f"cannot write {path}: you may not write there, name another place")
+        except OSError as error:  # such as a name that is too long
+            raise OptionError(f"cannot write {path}: {reason(error)}") from error
+
+
+def check_output_folder(path: Path | None) -> None:
+    """Raise OptionError for a folder that is not there and cannot be made, or that nothing can be written into."""
+    if path is None:
+        return
+    try:
+        there = next(one for one in (path, *path.absolute().parents) if one.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            why = "you may not write there" if there.is_dir() else f"{there} is a file"
+            raise OptionError(f"cannot use the folder {path}: {why}, name another place")
+    except OSError as error:
+        raise OptionError(f"cannot use the folder {path}: {reason(error)}") from error
+
+
 def reason(error: Exception) -> str:
     """Return in words why a file could not be read."""
     return getattr(error, "strerror", None) or str(error)
 
 
-__all__ = ["LIMIT", "File", "reason"]
+__all__ = ["LIMIT", "File", "check_output", "check_output_folder", "reason"]

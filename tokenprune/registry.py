@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import keyword
 import logging
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
@@ -115,8 +116,8 @@ def register(
 
 
 def _problem(name: str, cls: type, site: Site, needs: frozenset[str] | None) -> str | None:
-    if not name.isidentifier() or name != name.lower():
-        return "a name is a lower-case identifier, like its module"
+    if not name.isidentifier() or name != name.lower() or keyword.iskeyword(name):
+        return "a name is a lower-case identifier and no word of Python's own, like its module"
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
         return "the class must derive from tokenprune.Method"
     own = cls.__dict__.get("__dataclass_params__")  # not an inherited one: the class's own fields would not exist

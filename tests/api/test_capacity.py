@@ -133,7 +133,7 @@ def test_the_command_prints_all_that_it_assumes(tmp_path: Path) -> None:
         (("--keep", "0"), "keep"),
         (("--keep", "1"), "use 1.0 for all"),
         (("--json", "/nowhere/x.json"), "there is no folder"),
-        (("--model", "/nowhere"), "cannot read the config"),
+        (("--model", "/nowhere"), "there is no folder"),
     ],
 )
 def test_a_wrong_word_is_one_line(arguments: tuple[object, ...], said: str) -> None:

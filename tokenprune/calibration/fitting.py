@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from tokenprune.calibration.images import ImageFiles, read_image
-from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.errors import OptionError
 from tokenprune.options import file_options, fits, in_words
 from tokenprune.profiling.model import Model
 from tokenprune.registry import available_methods, method_class
@@ -120,12 +120,6 @@ def listed(name: str) -> str:
     """Return the options of a method's `fit` with their defaults, as a command line has them."""
     options = [f"--{option.replace('_', '-')} {default}" for option, (_, default) in fit_options(name).items()]
     return ", ".join(options) or "(none)"
-
-
-def check_out(out: Path) -> None:
-    """Raise TokenPruneError if the folder of `out` does not exist."""
-    if not out.parent.is_dir():
-        raise TokenPruneError(f"cannot write {out}: there is no folder {out.parent}")
 
 
 def _tell(step: Callable[[str, int, int], None], label: str, total: int, done: int) -> None:

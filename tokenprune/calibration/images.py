@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.profiling import media
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
@@ -114,8 +115,6 @@ class PackedPixels(Pixels):
 def read_image(path: Path) -> Image.Image:
     """Return the image in a file; raises TokenPruneError for what is none."""
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise TokenPruneError(f"cannot read {path} as an image: {reason}; repair it or take it away") from error
+        return media.read_image(media.Source(str(path), 0, lambda: path))
+    except media.BadRow as error:
+        raise TokenPruneError(f"{error}; repair it or take it away") from error

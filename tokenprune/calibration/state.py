@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tokenprune.calibration.images import ImageFiles
 from tokenprune.errors import OptionError
+from tokenprune.files import check_output
 from tokenprune.methods.encoder.thresholds import write
 from tokenprune.sites.encoder import Tower
 
@@ -43,8 +44,7 @@ class State:
         path = None
         if out is not None:
             out = Path(out)
-            if not out.parent.is_dir():
-                raise OptionError(f"cannot write {out}: there is no folder {out.parent}")
+            check_output(out)
             path = out.with_name(f"{out.name}.partial") if images.digest else None
         state = State(torch.zeros(len(settings["keeps"]), tower.blocks, dtype=torch.float64, device="cpu"), path, same)
         if resume and path is not None and path.exists():

@@ -9,7 +9,7 @@ import typer
 
 from tokenprune import __version__
 from tokenprune.cli.capacity import capacity
-from tokenprune.cli.common import Commands
+from tokenprune.cli.common import BoundedCommand, Commands
 from tokenprune.cli.draft import draft
 from tokenprune.cli.families import families
 from tokenprune.cli.fit import fit
@@ -44,9 +44,9 @@ def _options(
 
 
 for command in (methods, families, profile, capacity, draft, show, new_method, serve_check):
-    app.command()(command)
+    app.command(cls=BoundedCommand)(command)
 # Each method's `fit` has options of its own.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
+app.command(cls=BoundedCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
 
 
 def main() -> None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenprune.cli.common import ModelOption, load_config, read_keeps
-from tokenprune.cli.output import check_folder, print_table, write_file
+from tokenprune.cli.output import print_table, write_file
 from tokenprune.cost.gpus import GPUS, find_gpu
 from tokenprune.errors import OptionError
+from tokenprune.files import check_output
 from tokenprune.startup import defer_torch
 
 if TYPE_CHECKING:
@@ -53,8 +54,7 @@ def capacity(
 
     keeps = read_keeps(keep)
     target = None if ttft is None else _seconds("--ttft", ttft)
-    if json_file is not None:
-        check_folder(json_file)
+    check_output(json_file)
     assumed = Assumptions(compute, read, memory, at_once, _seconds("--host", host))
     found = find_gpu(gpu)
     config = load_config(model)

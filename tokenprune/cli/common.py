@@ -12,10 +12,10 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from tokenprune.cli.completion import complete_models
-from tokenprune.errors import MissingPackageError, TokenPruneError
+from tokenprune.errors import MissingPackageError, OptionError, TokenPruneError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 STOPPED = 130  # exit code after Ctrl+C, as of a shell
 _PIPED_WIDTH = 160
+_LARGEST = 2**31 - 1  # of a whole number that an option takes; C code below takes few that are larger
 _SILENCE = 30  # seconds after which a long step says where it is
 QUESTION = "what is shown?"  # about a user's image, where none is asked
 BENCH = "bench report tune leaderboard recommend app".split()
@@ -42,7 +43,9 @@ ModelOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda:1 ...; default: cuda if there is one.")]
-ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's choice.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, max=1024, help="CPU threads; default: torch's choice.")
+]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 MostOption = Annotated[
     int | None,
@@ -87,6 +90,14 @@ def get_console(error: bool = False) -> Console:
     return console
 
 
+def say(text: str, style: str = "", error: bool = False) -> None:
+    """Print a line: broken between words on a screen, whole in a pipe."""
+    from rich.text import Text
+
+    console = get_console(error)
+    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
+
+
 @cache
 def _entries() -> dict[str, EntryPoint]:
     """Return the commands that installed packages bring, by name."""
@@ -109,8 +120,19 @@ def _imported(entry: EntryPoint) -> Any:
     if isinstance(command, typer.Typer):
         holder.add_typer(command, name=entry.name)
     else:
-        holder.command(entry.name, context_settings=settings)(command)
+        holder.command(entry.name, cls=BoundedCommand, context_settings=settings)(command)
     return typer.main.get_group(holder).commands[entry.name]
+
+
+class BoundedCommand(TyperCommand):
+    """A command whose whole numbers are of a size that torch and itertools take."""
+
+    def invoke(self, ctx: Any) -> Any:
+        names = {one.name: one.opts[0] for one in self.params}
+        for name, value in ctx.params.items():
+            if isinstance(value, int) and abs(value) > _LARGEST:
+                raise OptionError(f"{names[name]} {value} is too large: use {_LARGEST} at most")
+        return super().invoke(ctx)
 
 
 class ErrorGroup(TyperGroup):
@@ -121,9 +143,7 @@ class ErrorGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except TokenPruneError as error:
-            from rich.text import Text
-
-            get_console(error=True).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
+            say(f"error: {error}", "bold red", error=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt as stop:
             get_console(error=True).print(*stop.args or ("stopped",), markup=False, soft_wrap=True)
@@ -186,13 +206,13 @@ def load_config(model: str | None) -> Any:
 def print_skipped(data: Any) -> None:
     """Name the rows that --skip-bad left out."""
     for line in data.skipped:
-        get_console(error=True).print(f"skipped: {line}", markup=False, soft_wrap=True)
+        say(f"skipped: {line}", error=True)
 
 
 def print_limits(subject: Any) -> None:
     """Say of a shipped model that it knows nothing of a user's questions."""
     if said := getattr(subject, "limits", str)():
-        get_console(error=True).print(f"warning: {said}", markup=False, soft_wrap=True)
+        say(f"warning: {said}", error=True)
 
 
 def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from tokenprune.cli.common import METHODS_HELP, ModelOption, get_console, load_config, read_settings
+from tokenprune.cli.common import METHODS_HELP, ModelOption, load_config, read_settings, say
 from tokenprune.cli.completion import complete_methods
+from tokenprune.cli.output import print_table
 
 _ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 
@@ -34,13 +35,11 @@ def draft(
 ) -> None:
     """Show what a step of a draft costs beside one of its target (c), and how much faster decoding gets by the share of
     drafts that the target accepts. Reads configs alone: no weights are loaded, and nothing is measured."""
-    from rich.text import Text
-
     from tokenprune.cost.draft import DraftCost
-    from tokenprune.profiling.table import Cell, Table, to_rich
+    from tokenprune.profiling.table import Cell, Table
 
     own = None if draft is None else load_config(draft)
-    whole, console = load_config(model), get_console()
+    whole = load_config(model)
     settings = read_settings(method, keep)
     for setting in settings or (None,):
         methods, budgets = ([], []) if setting is None else setting.steps()
@@ -53,17 +52,17 @@ def draft(
         columns = ("drafted", *(f"{acceptance:.0%}" for acceptance in _ACCEPTANCES), "pays from")
         drawn = " + ".join(f"{one.name} {budget.short()}" for one, budget in zip(methods, budgets, strict=True))
         title = f"{drawn or 'unpatched'}: how many times faster decoding gets, by the share of drafts accepted"
-        console.print(to_rich(Table(title, columns, rows)))
+        print_table(Table(title, columns, rows))
         said = (
             f"c = {cost.c:.3f}: a step of the draft reads {_gigabytes(cost.draft)} and one of the target "
             f"{_gigabytes(cost.target)}, in numbers of 2 bytes."
         )
-        console.print(Text(said, style="dim"), soft_wrap=True)
+        say(said, "dim")
     said = (
         "One prompt at a time, so that memory decides. The draft reads the prompt too, and a smaller one encodes its "
         "images: that time is not in it."
     )
-    console.print(Text(said, style="dim"), soft_wrap=True)
+    say(said, "dim")
 
 
 def _gigabytes(number: float) -> str:

@@ -42,9 +42,12 @@ def families(
         if method is not None:
             longest = max(len(name) for _, names in rows for name in names.split(", "))
             shown.columns[0].max_width = console.width - longest - _LINES
+        elif console.width < _NARROW:
+            shown.box, shown.padding, shown.pad_edge = None, (0, 1, 0, 0), False
         console.print(shown)
 
 
+_NARROW = 80  # columns of the screen below which the lines of a table take too many of them
 _LINES = 8  # columns of the screen that hold no text: lines and blanks of a table with two columns, and a comma
 _Shown = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
 
@@ -53,7 +56,7 @@ def _known() -> Iterator[_Shown]:
     from tokenprune.families import REFUSED, SUPPORTED
 
     known = [(name, ", ".join(one.sites), one.since, one.note) for name, one in sorted(SUPPORTED.items())]
-    yield "Families", ("model type", "sites", "from transformers", "notes"), known
+    yield "Families (since: the first version of transformers)", ("model type", "sites", "since", "notes"), known
     yield "Refused", ("model type", "because"), sorted(REFUSED.items())
 
 

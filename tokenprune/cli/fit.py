@@ -19,6 +19,7 @@ from tokenprune.cli.common import (
     show_progress,
 )
 from tokenprune.errors import OptionError
+from tokenprune.files import check_output
 
 
 def fit(
@@ -34,7 +35,7 @@ def fit(
     dtype: DtypeOption = "auto",
 ) -> None:
     """Fit a method to a model, on images without labels. Options of the method's own follow: --keep 0.5,0.25"""
-    from tokenprune.calibration.fitting import FitSamples, Fitter, check_out, fittable, listed
+    from tokenprune.calibration.fitting import FitSamples, Fitter, fittable, listed
 
     console = get_console()
     if name is None:
@@ -45,7 +46,7 @@ def fit(
         return
     fitter = Fitter(name, _options(context.args))
     out = fitter.out if out is None else out
-    check_out(out)
+    check_output(out)
     asked = fitter.asked(images, question, limit)  # what is not to be had is named before the model is loaded
     subject = load_model(model, device, threads, dtype, suffix="")
     with show_progress() as step:

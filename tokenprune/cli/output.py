@@ -6,31 +6,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenprune.cli.common import get_console
+from tokenprune.cli.common import get_console, say
 from tokenprune.errors import TokenPruneError
 
 if TYPE_CHECKING:
     from tokenprune.profiling.table import Table
 
 
-def check_folder(path: Path) -> None:
-    """Raise TokenPruneError for a file whose folder is not there, before the work begins."""
-    if not path.parent.is_dir():
-        raise TokenPruneError(f"cannot write {path}: there is no folder {path.parent}")
-
-
 def print_table(table: Table) -> None:
-    """Print a table with its notes."""
-    from rich.text import Text
+    """Print a table with its notes; one that is wider than the screen in parts."""
+    from tokenprune.profiling.table import cut, to_rich
 
-    from tokenprune.profiling.table import to_rich
-
-    shown = to_rich(table)
-    if table.columns[0] == "site":
-        shown.columns[-1].justify = "left"
-    get_console().print(shown)
+    console = get_console()
+    for part in cut(table, console.width):
+        console.print(to_rich(part, console.width))
     for note in table.notes:
-        get_console().print(Text(note, style="dim"), soft_wrap=True)
+        say(note, "dim")
 
 
 def write_file(path: Path, content: str) -> None:

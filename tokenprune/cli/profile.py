@@ -20,16 +20,17 @@ from tokenprune.cli.common import (
     MostOption,
     SuffixOption,
     ThreadsOption,
-    get_console,
     load_config,
     load_model,
     read_keeps,
     read_settings,
+    say,
     show_progress,
 )
 from tokenprune.cli.completion import complete_methods
-from tokenprune.cli.output import check_folder, print_table, write_file
+from tokenprune.cli.output import print_table, write_file
 from tokenprune.errors import OptionError
+from tokenprune.files import check_output
 from tokenprune.startup import defer_torch, require
 
 if TYPE_CHECKING:
@@ -93,8 +94,7 @@ def profile(
         raise OptionError(f"--html and --json write one setting, and these are {len(settings)}: name one")
     if not config_only and (tokens is not None or tiles is not None):
         raise OptionError("--tokens and --tiles go with --config-only: without it the image tells")
-    for path in filter(None, (html, json_file)):
-        check_folder(path)
+    check_output(html, json_file)
     if config_only:
         if html is not None or json_file is not None:
             raise OptionError("--html and --json write measured times, and --config-only measures none")
@@ -129,7 +129,7 @@ def profile(
             for share in shares:
                 _once(printed, limit_table(made.model, made.load, share))
     if image and (said := subject.limits(image)):
-        get_console().print(said, markup=False, soft_wrap=True)
+        say(said)
     if html is not None:
         profile_page = require("tokenprune_bench.report.flame", "--html needs another package").profile_page
 
@@ -170,7 +170,7 @@ def _from_config(
             said = (
                 f"{names}: x{ratio:.2f} by FLOPs of tower and decoder; {cuts_in_words(methods, budgets, load.visual)}"
             )
-            get_console().print(said, markup=False, soft_wrap=True)
+            say(said)
 
 
 def _shares(setting: Setting | None, keeps: Sequence[float | int], visual: float) -> list[float]:

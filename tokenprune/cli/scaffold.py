@@ -80,6 +80,8 @@ def _check_name(name: str, site: Site | None) -> None:
             f"{name!r} is no name of a method: write small letters a to z, digits and underscores between them, as in "
             "my_method"
         )
+    if keyword.iskeyword(name):
+        raise RegistrationError(f"{name!r} is a word of Python's own: choose another name, such as {name}_method")
     if site is None and name in policies.available_policies():
         raise RegistrationError(f"{name!r} is taken by {type(policies.policy(name)).__module__}: choose another name")
     if site is not None and name in available_methods():

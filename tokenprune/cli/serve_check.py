@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tokenprune.cli.common import get_console
+from tokenprune.cli.common import say
 
 
 def serve_check(
@@ -28,7 +28,6 @@ def serve_check(
 
     key = api_key or os.environ.get("OPENAI_API_KEY")
     found = check(RemoteServer(url, key, timeout), model)
-    console = get_console(error=found.code != 0)
     for line in found.lines:
-        console.print(line, markup=False, soft_wrap=True)
+        say(line, error=found.code != 0)
     raise typer.Exit(found.code)

@@ -19,10 +19,12 @@ from tokenprune.cli.common import (
     load_model,
     read_keeps,
     read_specs,
+    say,
     show_progress,
 )
 from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.files import check_output
 from tokenprune.startup import DEFAULT_METHOD
 
 
@@ -74,8 +76,7 @@ def show(
     if gif is not None:
         animation.check_kind(gif, keeps, found)
     out = out or Path("tokenprune.png" if gif is None else "tokenprune.gif")
-    if gif is not None and out.suffix.lower() != ".gif":
-        raise OptionError(f"--gif writes a GIF: give --out {out} a name that ends in .gif")
+    _check_out(out, gif is not None)
     subject = load_model(model, device, threads, suffix="")
     images, left_out = contact_sheet.fitting(subject, partial(read_frames, files), frames, question, wanted[0])
     with show_progress(lines=False) as step:
@@ -90,7 +91,7 @@ def show(
     console = get_console()
     for line in (left_out, *shown.notes, subject.limits(files)):
         if line:
-            console.print(line, markup=False, soft_wrap=True)
+            say(line)
     console.print(f"{question}  unpatched: {shown.before!r}", markup=False)
     for seen, panel in zip(shown.seen, shown.kept_panels, strict=True):
         assert seen.stats is not None  # a patched model has some
@@ -102,3 +103,15 @@ def show(
             counts = " ".join(f"{kept}/{of}" for kept, of in seen.kept_of_frames())
             console.print(f"  of each frame as the model has it: {counts}", markup=False)
     console.print(f"written: {out}", markup=False, soft_wrap=True)
+
+
+def _check_out(out: Path, animated: bool) -> None:
+    """Raise OptionError for a file that cannot be written, or whose name ends like no image."""
+    from PIL import Image
+
+    Image.init()
+    if animated and out.suffix.lower() != ".gif":
+        raise OptionError(f"--gif writes a GIF: give --out {out} a name that ends in .gif")
+    if Image.EXTENSION.get(out.suffix.lower()) not in Image.SAVE:
+        raise OptionError(f"--out {out} is called like no image: give it a name that ends in .png, for example")
+    check_output(out)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import keyword
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -37,8 +38,8 @@ def register_policy(name: str) -> Callable[[P], P]:
 
 
 def _problem(name: str, cls: type) -> str | None:
-    if not name.isidentifier() or name != name.lower():
-        return "a name is a lower-case identifier, like its module"
+    if not name.isidentifier() or name != name.lower() or keyword.iskeyword(name):
+        return "a name is a lower-case identifier and no word of Python's own, like its module"
     if not (inspect.isclass(cls) and issubclass(cls, Policy)):
         return "the class must derive from tokenprune.Policy"
     own = cls.__dict__.get("__dataclass_params__")  # not an inherited one: the class's own fields would not exist

@@ -21,6 +21,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from tokenprune.errors import TokenPruneError
 
+_UNKNOWN = "no format that Pillow knows"
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|data:", re.IGNORECASE)
 
 
@@ -128,7 +129,7 @@ def _decoded(found: Path | bytes, most: int) -> list[Image.Image]:
     try:
         import av
     except ImportError as error:
-        raise BadRow("Pillow reads GIF, WebP and folders of frames; for others, pip install av") from error
+        raise BadRow(f"{_UNKNOWN}; if it is a video, pip install av (PyAV), or give a GIF or its frames") from error
     with _video(av, found) as video:
         stream = video.streams.video[0]
         # Not all containers say how many frames they hold.
@@ -196,6 +197,10 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _opened(found: Path | bytes) -> Path | io.BytesIO:
+    if isinstance(found, Path) and found.is_dir():
+        raise BadRow("it is a folder: name a file in it")
+    if not (len(found) if isinstance(found, bytes) else found.stat().st_size):
+        raise BadRow("the file is empty")
     return io.BytesIO(found) if isinstance(found, bytes) else found
 
 
@@ -217,7 +222,7 @@ def _reading(name: str, kind: str) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     # Pillow's own words for a file without a format end with its whole path.
     if isinstance(error, UnidentifiedImageError):
-        return "no format that Pillow knows"
+        return _UNKNOWN
     if type(error).__module__.startswith("av."):
         return f"FFmpeg says {getattr(error, 'strerror', None) or error}"
     return getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]

@@ -23,7 +23,7 @@ from tokenprune.errors import DataError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.profiling.media import BadRow, check_sizes
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.shapes.model_config import SHIPPED, sentence_tokens, shipped_checkpoint, shipped_folder
+from tokenprune.shapes.model_config import SHIPPED, check_source, sentence_tokens, shipped_checkpoint, shipped_folder
 from tokenprune.startup import require
 
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.
@@ -196,6 +196,7 @@ def load(
         raise TokenPruneError("this installation lacks the shipped model; name another one with --model")
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise TokenPruneError(f"{dtype!r} is no torch dtype: use auto, float32, bfloat16 or float16")
+    check_source(source)
     try:
         number = dtype if dtype == "auto" else getattr(torch, dtype)
         loaded = AutoModelForImageTextToText.from_pretrained(source, dtype=number)

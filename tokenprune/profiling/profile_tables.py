@@ -81,7 +81,9 @@ def limit_table(model: CostModel, load: Load, keep: float, title: str = "What ea
         "Prefill FLOPs, unpatched over pruned, if choosing cost nothing; the limit leaves the text alone. Smaller "
         "images and merging need a tower that takes them."
     )
-    return Table(title, ("site", f"keep {percent(keep)}", "limit", "taken to be"), rows, (first, second))
+    return Table(
+        title, ("site", f"keep {percent(keep)}", "limit", "taken to be"), rows, (first, second), last_left=True
+    )
 
 
 def _notes(profile: Profile) -> list[str]:

@@ -35,6 +35,7 @@ from tokenprune.cli.common import (
 )
 from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import OptionError
+from tokenprune.files import check_output, check_output_folder
 from tokenprune_bench.cli.report import show_runs
 from tokenprune_bench.own_questions import demo
 
@@ -163,6 +164,8 @@ def bench(
         repeats=0 if evidence else repeats,
         equal_cost=equal_cost,
     )
+    check_output(json, html, plot)
+    check_output_folder(run)
     planned()  # what is wrong in it is said before anything is read or drawn
     asked: Data | DrawnSet | None = None
     if data is not None:

@@ -10,6 +10,7 @@ import typer
 
 from tokenprune.cli.common import get_console
 from tokenprune.cli.completion import complete_models, complete_of
+from tokenprune.files import check_output
 from tokenprune.startup import defer_torch
 from tokenprune_bench.recommend.advice import advice
 
@@ -37,6 +38,7 @@ def recommend(
     import tokenprune
     from tokenprune.config import Config, write_config
 
+    check_output(out)
     found = tokenprune.recommend(model, task=task)
     console = get_console()
     console.print(str(found), markup=False, soft_wrap=not console.is_terminal)

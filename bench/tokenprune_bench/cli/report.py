@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenprune.cli.common import get_console
+from tokenprune.cli.output import print_table
 from tokenprune.errors import OptionError
+from tokenprune.files import check_output
 
 if TYPE_CHECKING:
     from tokenprune_bench.report.runs import Run
@@ -30,6 +32,7 @@ def report(
 
     if plot is not None and len(runs) > 1:
         raise OptionError("--plot draws one run: name one, or write a page of all with --html")
+    check_output(html, plot)
     show_runs(read_runs(runs), html=html, plot=plot, markdown=markdown)
 
 
@@ -66,14 +69,9 @@ def show_runs(runs: Sequence[Run], html: Path | None, plot: Path | None, markdow
 
 
 def _show(table: Table, markdown: bool) -> None:
-    from rich.text import Text
+    from tokenprune_bench.tables import to_markdown
 
-    from tokenprune_bench.tables import to_markdown, to_rich
-
-    console = get_console()
     if markdown:
-        console.print(to_markdown(table), markup=False, soft_wrap=True)
-        return
-    console.print(to_rich(table))
-    for note in table.notes:
-        console.print(Text(note, style="dim"))
+        get_console().print(to_markdown(table), markup=False, soft_wrap=True)
+    else:
+        print_table(table)

@@ -32,10 +32,13 @@ from tokenprune.cli.common import (
     read_keeps,
     read_specs,
     resumable,
+    say,
     show_progress,
 )
 from tokenprune.cli.completion import complete_methods
-from tokenprune.errors import ConfigError, OptionError
+from tokenprune.cli.output import print_table
+from tokenprune.errors import OptionError
+from tokenprune.files import check_output, check_output_folder
 
 if TYPE_CHECKING:
     from tokenprune_bench.group import Group
@@ -133,8 +136,8 @@ def tune(
     kind_drop = None if max_kind_drop is None else read_share(max_kind_drop, "--max-kind-drop")
     promise = Promise(read_share(max_drop), confidence, kind_drop, target_ttft)
     candidates = grid(read_specs(methods), read_keeps(keep))
-    if not out.parent.is_dir():  # said before the work, not after it
-        raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
+    check_output(out)
+    check_output_folder(run)
     if data is None:
         heldout = demo("heldout")
         folder = heldout.heldout_of(model)
@@ -195,21 +198,13 @@ def _announce(tuner: Tuner, settings: int, group: Group) -> None:
 
 
 def _report(tuning: Tuning, metric: str, verbose: bool) -> None:
-    from rich.text import Text
-
-    from tokenprune_bench.tables import to_rich
     from tokenprune_bench.tuning.report import others_table, outcome, tuning_table
 
-    console = get_console()
     for place, line in enumerate(outcome(tuning, metric)):
         bad = line.startswith("warning") or (tuning.choice is None and not place)
-        console.print(Text(line, style="bold red" if bad else "" if place else "bold green"), soft_wrap=True)
+        say(line, "bold red" if bad else "" if place else "bold green")
     for table in (tuning_table(tuning), *([others_table(tuning)] if verbose else [])):
         if table.rows:
-            shown = to_rich(table)
-            shown.columns[-1].justify = "left"
-            console.print(shown)
-            for note in table.notes:
-                console.print(Text(note, style="dim"), soft_wrap=True)
+            print_table(table)
     if not verbose and (rest := len(tuning.trials) - len(tuning.tested)):
-        console.print(Text(f"{rest} more settings were not tested: --verbose says why.", style="dim"))
+        say(f"{rest} more settings were not tested: --verbose says why.", "dim")

@@ -148,7 +148,7 @@ def others_table(tuning: Tuning) -> Table:
 
 def _table(title: str, trials: Sequence[Trial], notes: tuple[str, ...]) -> Table:
     columns = ("method", "keep", "tokens", "TTFT", "KV cache", "prefill FLOPs", "asked", "drop", "below", "outcome")
-    return Table(title, columns, [[*map(Cell, _row(one))] for one in trials], notes)
+    return Table(title, columns, [[*map(Cell, _row(one))] for one in trials], notes, last_left=True)
 
 
 def _row(trial: Trial) -> list[str]:
