@@ -20,7 +20,8 @@ from tokenprune.api import attachment_of
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
-from tokenprune.integrations.hf.forward.context import Call, FeatureStates, OnHost
+from tokenprune.integrations.hf.forward.context import _NO_SEGMENTS, Call, FeatureStates, OnHost
+from tokenprune.integrations.hf.forward.held import Held
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
@@ -128,7 +129,7 @@ def test_nobody_holds_a_call_that_is_over(method: str, fails: bool, build) -> No
 
 
 def test_asking_what_layers_are_handed_leaves_the_call_as_it_is():
-    call = Call({}, layout=layout_of([0, 2], [1, 2], length=3))
+    call = Call({}, held=Held(_NO_SEGMENTS, layout_of([0, 2], [1, 2], length=3)))
     call.groups.append(call.group(0))
     before = list(call.groups)
     one, other = call.group(1), call.group(1)
@@ -198,7 +199,7 @@ def test_planning_again_says_nothing(caplog):
     assert call.plan.cuts == {1}
     told = list(caplog.records)
     again = plan_cuts(
-        engine.steps.values(), engine.shape, call.segments, call.plan.arrived, [40, 40], call.plan.at_least
+        engine.steps.values(), engine.shape, call.held.segments, call.plan.arrived, [40, 40], call.plan.at_least
     )
     assert again.kept == call.plan.kept and caplog.records == told
 

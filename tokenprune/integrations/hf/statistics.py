@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 def note_cut(call: Call, step: Step, selection: Selection, before: Segments) -> None:
     """Record a cut; `call` holds the state after it."""
-    _note(call, call.layout, call.segments.counts, step, selection, before)
+    _note(call, call.held.layout, call.held.segments.counts, step, selection, before)
 
 
 def note_unmerging(call: Call, merged: Merged, layout: Layout) -> None:
     """Record tokens that the tower merged and that stay one for the decoder's weights, which run on those of `layout`,
     but not for its attention and cache."""
     call.report.whole_attention = True
-    _note(call, layout, merged.counts, merged.step, merged.selection, call.segments)
+    _note(call, layout, merged.counts, merged.step, merged.selection, call.held.segments)
 
 
 def _note(call: Call, layout: Layout, counts: list[int], step: Step, selection: Selection, before: Segments) -> None:
@@ -48,7 +48,7 @@ def _finish(call: Call, cache: Any) -> Stats:
     note_bytes(report.stats, call, cache, report.length, len(report.tokens))
     report.stats.defer(report.add_closed_forms)
     if call.active and (ends := call.host.visual_ends):
-        report.stats.defer(partial(_note_lost_ends, call.layout, ends))
+        report.stats.defer(partial(_note_lost_ends, call.held.layout, ends))
     return report.stats
 
 
@@ -87,7 +87,7 @@ def stats_after(call: Call, cache: Any) -> Stats | None:
         return _finish(call, cache)
     if (decode := call.cached.decode) is None:
         return None
-    note_bytes(decode.stats, call, cache, call.layout.length, len(decode.visual))
+    note_bytes(decode.stats, call, cache, call.held.layout.length, len(decode.visual))
     return decode.stats
 
 

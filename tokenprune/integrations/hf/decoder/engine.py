@@ -31,6 +31,7 @@ from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.held import Held
 from tokenprune.integrations.hf.forward.part import MOMENTS, Encode, Part, acting
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.sequence.layout import Layout
@@ -83,6 +84,7 @@ class Engine(Attachable):
             self._watched = frozenset(near for layer in self.steps for near in (layer - 1, layer))
         self._all = frozenset(range(len(self.decoder.layers)))
         self._shares_keys = type(adapter).key_count is not Adapter.key_count
+        self._takes_extras = type(adapter).take_extras is not Adapter.take_extras
         # Calls of all threads: in a step with a reduced static cache there are none, which torch.compile can rely on.
         # What a thread knows of its calls changes with every other patched model: a compiled step must not look there.
         self._under_way: list[Call] = []
@@ -240,7 +242,7 @@ class Engine(Attachable):
         entry are made here; return the inputs after them."""
         embeds = inputs.embeds
         batch, length = embeds.shape[:2]
-        call.layout = Layout.full(batch, length, embeds.device, call.host.tokens_per_row if cutting else None)
+        layout = Layout.full(batch, length, embeds.device, call.host.tokens_per_row if cutting else None)
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
         inputs = inputs.without("logits_to_keep")
         if cutting:
@@ -248,16 +250,18 @@ class Engine(Attachable):
             inputs = self._with_cache(call, inputs)
             if (functions := mask_functions_of(call, inputs, self.adapter)) is not None:
                 call.state.put(functions)
-        if call.has_images:
+        extras = None
+        if call.has_images and self._takes_extras:
             arguments = inputs.arguments()
-            call.extras = self.adapter.take_extras(arguments, call.layout)
+            extras = self.adapter.take_extras(arguments, layout)
             inputs = DecoderInputs.of(arguments)
+        call.held = Held(call.held.segments, layout, extras, call.held.carries)
         if call.cuts_at(0) or call.state.get(Merged) is not None:
             inputs = cut_entry(call, inputs, self.steps.get(0), self.adapter)
         for part in self._at["after_entry"]:
             part.after_entry(call, inputs.embeds)
         call.groups.append(call.group(0))
-        if call.extras is not None or self._shares_keys:
+        if call.held.extras is not None or self._shares_keys:
             call.busy = self._all
         else:
             call.busy = self._watched | call.maskless | call.starts
@@ -278,9 +282,9 @@ class Engine(Attachable):
         call.save_to_cache()
         # One assignment: other threads may run the same model.
         self._stats = stats_after(call, call.cached.cache or getattr(output, compat.CACHE, None)) or self._stats
-        if not call.active or call.layout.whole:
+        if not call.active or call.held.layout.whole:
             return None
-        return with_output(call.layout.scatter_back, output)
+        return with_output(call.held.layout.scatter_back, output)
 
     # -- decoder layers
 
@@ -299,8 +303,8 @@ class Engine(Attachable):
     def _enter_layer(self, index: int, call: Call, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if not call.active:
             return None
-        if call.extras is not None:
-            hidden = self.adapter.before_layer(call.extras, index, hidden_states(args, kwargs))
+        if call.held.extras is not None:
+            hidden = self.adapter.before_layer(call.held.extras, index, hidden_states(args, kwargs))
             args, kwargs = with_hidden_states(hidden, args, kwargs)
         if index:
             if call.cuts_at(index):
@@ -314,7 +318,7 @@ class Engine(Attachable):
         cached.fit_slots(index, group.columns.shape[1])
         keys = None
         if index not in call.maskless:
-            keys = cached.key_span(index, call.layout.width, self.adapter.key_count(index, kwargs))
+            keys = cached.key_span(index, call.held.layout.width, self.adapter.key_count(index, kwargs))
         args, kwargs = group.arguments(index, args, kwargs, self.adapter, keys)
         for part in self._at["on_layer"]:
             part.on_layer(call, index, args, kwargs)
@@ -339,6 +343,6 @@ class Engine(Attachable):
     def _leave_layer(
         self, index: int, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if not call.active or call.extras is None:
+        if not call.active or call.held.extras is None:
             return None
-        return with_output(partial(self.adapter.after_layer, call.extras, index), output)
+        return with_output(partial(self.adapter.after_layer, call.held.extras, index), output)

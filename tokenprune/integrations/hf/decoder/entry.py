@@ -48,7 +48,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
         embeds = apply(call, merged.step, merged.selection, embeds, adapter)
     if step is not None and call.cuts_at(0):
         embeds = apply(call, step, choose(call, step, embeds, adapter), embeds, adapter)
-    index = call.layout.index
+    index = call.held.layout.index
     extras = dict(inputs.extras)
     for name, dim in adapter.entry_tokens.items():
         if extras.get(name) is not None:
@@ -60,7 +60,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     elif made:
         mask = _mask_of_pairs(call, mask, arrived, embeds.dtype, adapter)
     else:
-        mask = _mask_of_tokens(mask, call.layout, inputs.embeds.shape[1])
+        mask = _mask_of_tokens(mask, call.held.layout, inputs.embeds.shape[1])
     if mask is None and call.cached.cache is None:
         # Without mask and cache transformers takes gaps in position_ids for borders of packed sequences.
         mask = torch.ones_like(index)

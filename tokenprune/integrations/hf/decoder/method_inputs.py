@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.attention.observer import Seen
-from tokenprune.integrations.hf.decoder.carry import Carry
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.carry import Carry
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.tower.attention_scores import EncodedTokens
@@ -58,7 +58,7 @@ class Sources(TokenSource):
             self.call.notes.append(text)
 
     def slots(self, position: Tensor, segments: Segments) -> Tensor:
-        return self.call.layout.inverse[segments.row_index, position].clamp(min=0)
+        return self.call.held.layout.inverse[segments.row_index, position].clamp(min=0)
 
     def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
         return super().at(values.to(self.hidden.device), position, segments)
@@ -114,7 +114,7 @@ class Sources(TokenSource):
         return self.encoded.patches(segments)
 
     def real(self) -> Tensor:
-        layout, padding = self.call.layout, self._padding()
+        layout, padding = self.call.held.layout, self._padding()
         real = torch.ones(self.hidden.shape[:2], dtype=torch.bool, device=self.hidden.device)
         if padding is not None:
             real = ~padding.gather(1, layout.index)
@@ -137,11 +137,11 @@ class Sources(TokenSource):
         return torch.where(mask, order, segments.position[:, :1]), mask
 
     def _padding(self) -> Tensor | None:
-        padding = self.call.padding(self.call.layout.length)
+        padding = self.call.padding(self.call.held.layout.length)
         return None if padding is None else padding.to(self.hidden.device)
 
     def last_slot(self) -> Tensor:
-        layout, padding = self.call.layout, self._padding()
+        layout, padding = self.call.held.layout, self._padding()
         if padding is None:
             return layout.index.new_full((layout.index.shape[0], 1), layout.width - 1)
         last = (~padding).long().cumsum(1).argmax(1, keepdim=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.held import Held
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Merged, Step, plan_cuts
 from tokenprune.integrations.hf.forward.report import Report
@@ -30,7 +31,7 @@ class Planner:
         self._of_videos = any(step.budget.of_videos for step in steps)
 
     def find_segments(self, call: Call, embeds: Tensor) -> None:
-        """Set `call.segments` and `call.report` where the call has visual tokens. embeds: `[B, L, D]`."""
+        """Set `call.held.segments` and `call.report` where the call has visual tokens. embeds: `[B, L, D]`."""
         outputs = call.outputs if self.adapter.features_per_image else {}
         step = self.adapter.step_within_image
         runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
@@ -39,15 +40,15 @@ class Planner:
         tempo = Tempo(self.adapter.seconds_per_frame(call.arguments), self.adapter.joined) if self._of_videos else None
         found = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind, tempo)
         if found is not None:
-            call.has_images, call.segments = True, found
-            call.report = Report(self.shape, call.segments, call.host.tokens_per_row, embeds.shape[1], self.record)
+            call.has_images, call.held = True, Held(found, call.held.layout)
+            call.report = Report(self.shape, call.held.segments, call.host.tokens_per_row, embeds.shape[1], self.record)
             call.report.stats.notes = call.notes
             if self._of_videos:
                 self._note_images(call)
 
     def _note_images(self, call: Call) -> None:
         for budget in (step.budget for step in self.steps if step.budget.keep is None and step.budget.of_videos):
-            if "image" in call.segments.modality:
+            if "image" in call.held.segments.modality:
                 call.notes.append(f"images keep all tokens: {budget} is for videos")
 
     def _runs_per_image(self, call: Call) -> RunsPerImage | None:
@@ -62,9 +63,9 @@ class Planner:
     def plan(self, call: Call) -> bool:
         """Plan the cuts of a call, and return whether tokens leave."""
         merged = call.state.get(Merged)
-        counts = call.segments.counts if merged is None else merged.counts
+        counts = call.held.segments.counts if merged is None else merged.counts
         tokens, at_least = call.host.tokens_per_row, partial(self._at_least, call)
-        call.plan = plan_cuts(self.steps, self.shape, call.segments, counts, tokens, at_least)
+        call.plan = plan_cuts(self.steps, self.shape, call.held.segments, counts, tokens, at_least)
         call.cuts = call.plan.cuts
         for part in self._planning:
             part.on_plan(call)

@@ -36,7 +36,7 @@ def probe_layer(call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: d
     The layer runs until its attention function is called, so its own norms, projections and rotary embedding apply,
     whatever the family calls them; the cache is left out, and nothing behind is computed.
     """
-    cached, width = call.cached, call.layout.width
+    cached, width = call.cached, call.held.layout.width
     shared = adapter.key_count(layer, kwargs)
     keys = None if layer in call.maskless else cached.known_span(layer, width, shared)
     args, kwargs = call.group(layer).arguments(layer, args, kwargs, adapter, keys)

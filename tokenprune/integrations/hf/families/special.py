@@ -109,10 +109,13 @@ class QueryScales(Part):
 
     def _rescale(self, attention: Any, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         call = self.current()
-        if call is None or not call.active or (call.layout.width == call.layout.length and call.layout.valid is None):
+        if call is None or not call.active:
             return None
-        counted = torch.arange(call.layout.width, device=output.device)
-        wanted = call.layout.index.to(output.device)
+        layout = call.held.layout
+        if layout.width == layout.length and layout.valid is None:
+            return None
+        counted = torch.arange(layout.width, device=output.device)
+        wanted = layout.index.to(output.device)
         scales = [
             torch.log1p(torch.floor((call.past + place.float() + 1.0) / attention.floor_scale)) * attention.attn_scale
             + 1.0

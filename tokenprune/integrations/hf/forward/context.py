@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.view import CacheView, view_of
+from tokenprune.integrations.hf.forward.held import Held
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
@@ -95,6 +96,7 @@ _NOT_READ = OnHost({}, None, None)
 _NOTHING = torch.empty(0, 0, dtype=torch.long, device="cpu")
 _NO_LAYOUT = Layout(_NOTHING, None, 0, [])
 _NO_SEGMENTS = Segments([], [], [], _NOTHING, _NOTHING.bool(), [], [])
+_NOTHING_HELD = Held(_NO_SEGMENTS, _NO_LAYOUT)
 
 
 @dataclass(eq=False)
@@ -105,11 +107,12 @@ class Call:
     masks: bool `[B, L]` for each modality, where its placeholders are; host: the same on the host, and more. Both are
     known where images are encoded or handed over. notes: for the statistics. state: what each part keeps.
     cached: the decoder's cache.
-    Where the call has visual tokens (`has_images`): segments, those that are left; report, what was removed; plan, the
-    cuts to make, and cuts, their layers. Nobody may ask for report and plan of another call.
-    The rest is set where tokens are missing (`active`). layout: the tokens at the current layer; extras: what the
-    adapter carries along with them. groups: what the layers are handed, one for each group of layers that hold the same
-    tokens. maskless: layers that need no attention mask. busy: those at which something is done in any case.
+    held: the tokens at the current layer.
+    Where the call has visual tokens (`has_images`): report, what was removed; plan, the cuts to make, and cuts, their
+    layers. Nobody may ask for report and plan of another call.
+    The rest is set where tokens are missing (`active`). groups: what the layers are handed, one for each group of
+    layers that hold the same tokens. maskless: layers that need no attention mask. busy: those at which something is
+    done in any case.
     """
 
     arguments: dict[str, Any]
@@ -120,25 +123,23 @@ class Call:
     state: FeatureStates = field(default_factory=FeatureStates)
 
     cached: CacheView = field(init=False)
+    held: Held = _NOTHING_HELD
     has_images: bool = False
-    segments: Segments = _NO_SEGMENTS
     report: Report = field(init=False, repr=False)
     plan: Plan = field(init=False, repr=False)
     cuts: frozenset[int] = frozenset()
 
-    layout: Layout = _NO_LAYOUT
-    extras: Any = None
     groups: list[LayerInputs] = field(default_factory=list)
     maskless: frozenset[int] = frozenset()
     busy: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        self.cached = view_of(compat.cache_in(self.arguments))
+        self.cached = view_of(self.arguments.get(compat.CACHE, self.arguments.get(compat.EARLIER_CACHE)))
 
     @property
     def active(self) -> bool:
         """True if tokens are missing: in the cache, or by cuts of this call."""
-        return self.layout is not _NO_LAYOUT
+        return self.held.layout is not _NO_LAYOUT
 
     @property
     def past(self) -> int:
@@ -192,15 +193,15 @@ class Call:
     def save_to_cache(self) -> None:
         """Note on the cache what it holds now."""
         cached = self.cached
-        if self.active and (cached.reduction is not None or cached.decode is not None or not self.layout.whole):
+        if self.active and (cached.reduction is not None or cached.decode is not None or not self.held.layout.whole):
             slots = [(group.first, group.columns) for group in self.groups]
-            cached.save(cached.past + self.layout.length, slots, self.groups[-1].ragged)
+            cached.save(cached.past + self.held.layout.length, slots, self.groups[-1].ragged)
 
     # -- which tokens a layer holds
 
     def cuts_at(self, layer: int) -> bool:
         """Return True if a method chooses which tokens leave at the input of `layer` (0: at the decoder's entry)."""
-        return layer in self.cuts and len(self.segments) > 0
+        return layer in self.cuts and len(self.held.segments) > 0
 
     @cached_property
     def starts(self) -> frozenset[int]:
@@ -210,7 +211,7 @@ class Call:
 
     def starts_group(self, layer: int) -> bool:
         """Return True if the layers from `layer` on hold other tokens than those before it, after a cut at it."""
-        return layer in self.starts or self.layout is not self.groups[-1].layout
+        return layer in self.starts or self.held.layout is not self.groups[-1].layout
 
     def touches(self, layer: int, kwargs: dict[str, Any]) -> bool:
         """Return False if `layer`, called with `kwargs`, gets these as they are and nothing is read of them."""
@@ -221,11 +222,11 @@ class Call:
     def group(self, layer: int) -> LayerInputs:
         """Return what the layers from `layer` on are handed if they hold the tokens of the current layout."""
         start, cached = self.groups[0] if self.groups else None, self.cached
-        device = self.layout.index.device if start is None else start.columns.device
-        columns = columns_for(layer, self.layout, cached.past, cached.reduction, device, cached.capacity)
+        device = self.held.layout.index.device if start is None else start.columns.device
+        columns = columns_for(layer, self.held.layout, cached.past, cached.reduction, device, cached.capacity)
         ragged = bool(self.groups) and self.groups[-1].ragged
         about = (cached.past, cached.reduction, start, cached.capacity, self.state.get(MaskFunctions))
-        return LayerInputs(layer, self.layout, columns, ragged, *about)
+        return LayerInputs(layer, self.held.layout, columns, ragged, *about)
 
     def group_of(self, layer: int) -> LayerInputs:
         """Return the group that `layer` belongs to, of those opened so far."""

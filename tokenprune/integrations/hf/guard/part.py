@@ -143,7 +143,7 @@ class GuardPart(Part):
         self._say_late()
         if not call.has_images:
             return
-        rows, counts = list(call.segments.row), list(call.segments.counts)
+        rows, counts = list(call.held.segments.row), list(call.held.segments.counts)
         looks = looks_of_segments(call, self.adapter)
         verdict = call.state.put(Verdict(self.watch, call.report.shape, rows, counts, self._read(call), looks))
         if self.settings.mode == "auto":
@@ -168,7 +168,7 @@ class GuardPart(Part):
             return None
         text = call.host.real & ~call.host.visual
         kinds = {}
-        for row in dict.fromkeys(call.segments.row):
+        for row in dict.fromkeys(call.held.segments.row):
             ids = call.host.ids[row][text[row]][-_READ:].tolist()
             kinds[row] = self.reader.kinds(self.tokenizer.decode(ids, skip_special_tokens=True))
         return kinds

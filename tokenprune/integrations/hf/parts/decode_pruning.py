@@ -73,8 +73,8 @@ class DecodePruning(Part):
         if call.cuts_at(layer):
             hidden = self.adapter.flatten(hidden_states(args, kwargs))
             query = Sources(call, hidden, self.adapter).last_slot()
-            row = _row(call, query, call.past + call.layout.length)
-            call.state.put(_Prefill(row, call.segments.to(hidden.device)))
+            row = _row(call, query, call.past + call.held.layout.length)
+            call.state.put(_Prefill(row, call.held.segments.to(hidden.device)))
         elif call.state.get(Decides) is not None and (state := _state(call)) is not None:
             _decide(call, state)
 
@@ -96,7 +96,7 @@ def _state(call: Call) -> DecodeState | None:
 def _decide(call: Call, state: DecodeState) -> None:
     """Drop more visual tokens at the input of the cut's layer, before the layers from here on run."""
     start, cached = time.perf_counter(), call.cached
-    row = _row(call, torch.zeros_like(call.layout.index), call.past + 1)  # the one token of the call
+    row = _row(call, torch.zeros_like(call.held.layout.index), call.past + 1)  # the one token of the call
     call.state.pop(Seen)
     changed = state.decide(row, call.past)
     if changed and state.method.mode == "evict" and cached.reduction is not None:
@@ -119,7 +119,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     """Return the state after the prefill's cut. before: the visual tokens that reached it."""
     visual = call.visual(before.mask.device)
     batch = len(visual)
-    position, kept = _places(before, call.segments, visual)
+    position, kept = _places(before, call.held.segments, visual)
     text = torch.where(visual.cumsum(1) > 0, int(TokenType.INS), int(TokenType.SYS))
     types = torch.where(visual, int(TokenType.IMG), text)
     available, previous = kept, _state(call)
@@ -141,7 +141,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     if (padding := call.padding(types.shape[1])) is not None:
         real[:, -padding.shape[1] :] = ~padding.to(real.device)
     # The host knows these: nothing has to be asked of the device.
-    number, count = _per_row(before, batch), _per_row(call.segments, batch)
+    number, count = _per_row(before, batch), _per_row(call.held.segments, batch)
     start = count
     if previous is not None:
         number, count = number + previous.visual, count + previous.count

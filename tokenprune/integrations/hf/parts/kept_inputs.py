@@ -49,7 +49,7 @@ class KeptInputs(Part):
 
     def after_entry(self, call: Call, embeds: Tensor) -> None:
         if readers := self.entry & call.cuts:
-            call.state.put(Inputs((embeds, call.layout), max(readers)))
+            call.state.put(Inputs((embeds, call.held.layout), max(readers)))
 
     def on_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
         if call.cuts_at(layer + 1):
@@ -80,7 +80,7 @@ def keep_input(
     needed = observables_of(method.needs, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED)
     if not needed:
         return
-    hidden = adapter.seen(call.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
+    hidden = adapter.seen(call.held.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
     rotation = rotation_of(args, kwargs)
     if rotation is None and any(one.rotary for one in needed):
         raise UnsupportedSetupError(
@@ -117,7 +117,7 @@ def unrotated(
         kwargs = kwargs | {"position_embeddings": still}
     args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
     observation = attention_of(call, adapter, layer, args, kwargs)
-    if observation.mask is not None and (filled := call.cached.filled(layer, call.layout.width)) is not None:
+    if observation.mask is not None and (filled := call.cached.filled(layer, call.held.layout.width)) is not None:
         observation.mask = observation.mask[..., :filled]
     if observation.mask is not None:  # keys of earlier turns are not among these
         observation.mask = observation.mask[..., -observation.key.shape[2] :]

@@ -50,7 +50,7 @@ class LayerAttention(Part):
             return
         if call.state.get(Probe) is not None:
             raise StopForward(observation)
-        if (filled := call.cached.filled(layer, call.layout.width)) is not None:
+        if (filled := call.cached.filled(layer, call.held.layout.width)) is not None:
             observation = observation.first_keys(filled)
         reads = layer + 1 in self.before and call.cuts_at(layer + 1)
         if reads or call.state.get(Decides) == Decides(layer + 1):

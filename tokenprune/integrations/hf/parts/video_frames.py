@@ -56,10 +56,10 @@ class VideoFrames(Part):
         """Note which segments are images, and refuse a video whose frames nothing tells."""
         if not call.has_images:
             return
-        images = [modality == "image" for modality in call.segments.modality]
-        frames = call.segments.frames
+        images = [modality == "image" for modality in call.held.segments.modality]
+        frames = call.held.segments.frames
         if unknown := [i for i, image in enumerate(images) if not image and frames[i] is None]:
-            count = call.segments.counts[unknown[0]]
+            count = call.held.segments.counts[unknown[0]]
             raise UnsupportedSetupError(
                 f"{self.names[0]} compares the frames of a video, and nothing tells which of the {count} tokens of "
                 f"this one of {self.family!r} are a frame: pass its pixels to the patched model. Frames that the "

@@ -173,7 +173,7 @@ class VirtualUnmerging(Part):
                 'call model.gradient_checkpointing_disable(), or use vtu="off"'
             )
         batch, length = inputs.embeds.shape[:2]
-        segments = call.segments.to(merged.selection.keep.device)
+        segments = call.held.segments.to(merged.selection.keep.device)
         unmerged = Unmerged.of(merged.selection, segments, batch, length, call.host.padding_to_drop)
         note_unmerging(call, merged, unmerged.layout)
         call.state.put(unmerged)

@@ -62,7 +62,7 @@ class GroupedTokens(InTower):
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         if not call.has_images:
             return
-        selection = self.select(call, call.segments.to(inputs.embeds.device))
+        selection = self.select(call, call.held.segments.to(inputs.embeds.device))
         call.report.stats.encoder_tokens_per_layer = self.counts(call)
         if selection is not None:
             call.state.put(Merged(self.step, selection))

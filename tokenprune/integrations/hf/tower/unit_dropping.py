@@ -215,7 +215,7 @@ class UnitDrop(InTower):
             left, mask = torch.cat(of_images), call.host.masks[modality]
             numbers = placeholder_to_feature(modality, mask, len(left))
             stays[mask] = left[numbers[mask]]
-        segments = call.segments.to(inputs.embeds.device)
+        segments = call.held.segments.to(inputs.embeds.device)
         found = to_device(stays, segments.mask.device)[segments.row_index, segments.position] & segments.mask
         call.state.put(Merged(self.step, Selection(found, counts=found.sum(1).tolist())))
 

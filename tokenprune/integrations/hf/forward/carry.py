@@ -4,15 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from tokenprune.integrations.hf.sequence.segments import Kept
-
-if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
-    from tokenprune.integrations.hf.forward.plan import Step
 
 
 class Carry(dict[str, Any]):
@@ -52,11 +48,3 @@ class Carries:
     def follow(self, kept: Kept) -> None:
         for carry in self.by_owner.values():
             carry.follow(kept)
-
-
-def carry_of(call: Call, step: Step, arrived: list[int]) -> Carry:
-    """Return what the stages before `step` remember. arrived: tokens of each segment of the prompt that reach it."""
-    carries = call.state.get(Carries) or call.state.put(Carries())
-    if step.owner not in carries.by_owner:
-        carries.by_owner[step.owner] = Carry(call.plan.original(step, arrived))
-    return carries.by_owner[step.owner]

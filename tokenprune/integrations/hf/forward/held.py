@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens that a call holds at the current layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenprune.integrations.hf.forward.carry import Carries
+from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
+from tokenprune.ops.transfer import to_device
+from tokenprune.view.segments import Segments
+
+# (extras, slots, layout after the cut) -> extras after the cut: see `Adapter.cut_extras`.
+CutExtras = Callable[[Any, Tensor, Layout], Any]
+
+
+@dataclass(frozen=True)
+class Held:
+    """All that follows a cut, as one value: a cut is one assignment.
+
+    segments: the visual tokens that are left. layout: all tokens. extras: what the adapter takes along with them.
+    carries: what the stages of each method remember.
+    """
+
+    segments: Segments
+    layout: Layout
+    extras: Any = None
+    carries: Carries = field(default_factory=Carries)
+
+    def to(self, device: torch.device) -> Held:
+        """Return it with segments and layout on `device`: a model may be spread over several."""
+        segments, layout = self.segments.to(device), self.layout.to(device)
+        if segments is self.segments and layout is self.layout:
+            return self
+        return Held(segments, layout, self.extras, self.carries)
+
+    def places(self) -> Tensor:
+        """long `[S, N]`: places of the visual tokens in the flattened `[B * W]`."""
+        segments, layout = self.segments, self.layout
+        return layout.inverse[segments.row_index, segments.position] + segments.row_index * layout.width
+
+    def cut(
+        self, keep: Tensor, counts: list[int], places: Tensor, padding: Tensor | None, cut_extras: CutExtras
+    ) -> tuple[Held, Tensor]:
+        """Return what is held after a cut, and the slots (long `[B, W']`) of this layout that make it up.
+
+        keep: bool `[S, N]`, the visual tokens that stay; counts: its row sums, known on the host. places: see `places`.
+        padding: bool `[B, L]` on the host, which leaves with the first cut, or None.
+        """
+        segments, layout = self.segments, self.layout
+        stays = _without(places, segments.mask & ~keep, layout.width, len(layout.index))
+        if layout.valid is not None:
+            stays &= layout.valid
+        elif padding is not None:
+            stays &= ~to_device(padding, layout.index.device).gather(1, layout.index)
+        kept_per_row = list(layout.counts)
+        for row, count, kept in zip(segments.row, segments.counts, counts, strict=True):
+            kept_per_row[row] -= count - kept
+        after, slots = layout.cut(stays, kept_per_row)
+        extras = cut_extras(self.extras, slots, after)
+        left = Kept.of(keep, counts)
+        self.carries.follow(left)
+        return Held(keep_segments(segments, left, counts), after, extras, self.carries), slots
+
+
+def _without(places: Tensor, gone: Tensor, width: int, batch: int) -> Tensor:
+    """bool `[B, W]`: all slots but those at `places` where `gone`."""
+    # What is not gone is written to a scratch entry at the end: no boolean indexing, so no device sync.
+    stays = torch.ones(batch * width + 1, dtype=torch.bool, device=places.device)
+    stays.scatter_(0, torch.where(gone, places, batch * width).flatten(), False)
+    return stays[:-1].view(batch, width)
