@@ -31,7 +31,7 @@ _OF_MASK = inspect.signature(masking_utils.create_causal_mask).parameters
 # Names of the key/value cache among a model's arguments and in its outputs, this version's first: "cache" from 5.24 on,
 # which takes the earlier name too, and models with code of their own may go by that alone.
 CACHE_NAMES = ("cache", "past_key_values") if "cache" in _OF_MASK else ("past_key_values",)
-CACHE = CACHE_NAMES[0]
+CACHE, EARLIER_CACHE = CACHE_NAMES[0], CACHE_NAMES[-1]
 _EMBEDS = "inputs_embeds" if "inputs_embeds" in _OF_MASK else "input_embeds"
 # Whether a decoder is handed where its tokens go in the cache (up to 5.3): masks are made of that, and static layers
 # store by it. Later versions count for themselves.
@@ -54,11 +54,8 @@ def attention_function(name: str, eager: Any) -> Callable:
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """Return the key/value cache among a model's arguments, or None."""
-    for name in CACHE_NAMES:
-        if (cache := arguments.get(name)) is not None:
-            return cache
-    return None
+    """Return the key/value cache among a model's arguments, or None; of two, that of this version's name."""
+    return arguments.get(CACHE, arguments.get(EARLIER_CACHE))
 
 
 def query_length(given: int | Tensor) -> int:

@@ -83,6 +83,7 @@ class Engine(Attachable):
             self._watched = frozenset(near for layer in self.steps for near in (layer - 1, layer))
         self._all = frozenset(range(len(self.decoder.layers)))
         self._shares_keys = type(adapter).key_count is not Adapter.key_count
+        self._takes_extras = type(adapter).take_extras is not Adapter.take_extras
         # Calls of all threads: in a step with a reduced static cache there are none, which torch.compile can rely on.
         # What a thread knows of its calls changes with every other patched model: a compiled step must not look there.
         self._under_way: list[Call] = []
@@ -248,7 +249,7 @@ class Engine(Attachable):
             inputs = self._with_cache(call, inputs)
             if (functions := mask_functions_of(call, inputs, self.adapter)) is not None:
                 call.state.put(functions)
-        if call.has_images:
+        if call.has_images and self._takes_extras:
             arguments = inputs.arguments()
             call.extras = self.adapter.take_extras(arguments, call.layout)
             inputs = DecoderInputs.of(arguments)

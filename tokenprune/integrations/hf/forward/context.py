@@ -133,7 +133,7 @@ class Call:
     busy: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        self.cached = view_of(compat.cache_in(self.arguments))
+        self.cached = view_of(self.arguments.get(compat.CACHE, self.arguments.get(compat.EARLIER_CACHE)))
 
     @property
     def active(self) -> bool:

@@ -37,7 +37,7 @@ class DecoderInputs:
         """Return the inputs that a call by name with `arguments` has."""
         extras = {name: value for name, value in arguments.items() if name not in _OWN}
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        cache, given = compat.cache_in(arguments), frozenset(arguments)
+        cache, given = arguments.get(compat.CACHE, arguments.get(compat.EARLIER_CACHE)), frozenset(arguments)
         return DecoderInputs(arguments["inputs_embeds"], mask, positions, cache, extras, given)
 
     def arguments(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class StaticSteps(Part):
             self.hook(layer.register_forward_pre_hook, partial(_enter_layer, index), eager=False, with_kwargs=True)
 
     def skips(self, arguments: dict[str, Any]) -> bool:
-        cache = compat.cache_in(arguments)
+        cache = arguments.get(compat.CACHE)
         if not isinstance(cache, ReducedStatic):
             return False
         # By name first: torch.compile would guard the shapes of all that is looked at.
@@ -42,13 +42,13 @@ class StaticSteps(Part):
         return False
 
     def after_call(self, call: Call) -> None:
-        cache = compat.cache_in(call.arguments)
+        cache = call.arguments.get(compat.CACHE)
         if isinstance(cache, ReducedStatic):
             cache.tokenprune_reduction.in_turn = False
 
 
 def _enter_layer(index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-    cache = compat.cache_in(kwargs)
+    cache = kwargs.get(compat.CACHE)
     if not isinstance(cache, ReducedStatic) or cache.tokenprune_reduction.in_turn:
         return None
     reduction, layer = cache.tokenprune_reduction, cache.layers[index]
