@@ -54,7 +54,11 @@ class Held:
         padding: bool `[B, L]` on the host, which leaves with the first cut, or None.
         """
         segments, layout = self.segments, self.layout
-        stays = _without(places, segments.mask & ~keep, layout.width, len(layout.index))
+        # What is not gone is written to a scratch entry at the end: no boolean indexing, so no device sync.
+        slots = layout.index.numel()
+        stays = torch.ones(slots + 1, dtype=torch.bool, device=places.device)
+        stays.scatter_(0, torch.where(segments.mask & ~keep, places, slots).flatten(), False)
+        stays = stays[:-1].view(layout.index.shape)
         if layout.valid is not None:
             stays &= layout.valid
         elif padding is not None:
@@ -62,16 +66,8 @@ class Held:
         kept_per_row = list(layout.counts)
         for row, count, kept in zip(segments.row, segments.counts, counts, strict=True):
             kept_per_row[row] -= count - kept
-        after, slots = layout.cut(stays, kept_per_row)
-        extras = cut_extras(self.extras, slots, after)
+        after, taken = layout.cut(stays, kept_per_row)
+        extras = cut_extras(self.extras, taken, after)
         left = Kept.of(keep, counts)
         self.carries.follow(left)
-        return Held(keep_segments(segments, left, counts), after, extras, self.carries), slots
-
-
-def _without(places: Tensor, gone: Tensor, width: int, batch: int) -> Tensor:
-    """bool `[B, W]`: all slots but those at `places` where `gone`."""
-    # What is not gone is written to a scratch entry at the end: no boolean indexing, so no device sync.
-    stays = torch.ones(batch * width + 1, dtype=torch.bool, device=places.device)
-    stays.scatter_(0, torch.where(gone, places, batch * width).flatten(), False)
-    return stays[:-1].view(batch, width)
+        return Held(keep_segments(segments, left, counts), after, extras, self.carries), taken
