@@ -111,6 +111,8 @@ SLOW = {
     "processor/test_view_select_models.py::test_generate_equals_a_prompt_with_the_kept_views",
     "processor/test_view_select_models.py::test_the_benchmark_leaves_it_out",
     "scripts/test_all_methods.py::test_the_page_is_current",
+    "scripts/test_gpu_tables.py::test_every_method_has_a_model_to_be_compared_in",
+    "scripts/test_gpu_tables.py::test_near_ties_are_told_from_another_choice",
     "scripts/test_house.py::test_every_distribution_is_counted",
     "scripts/test_recover.py::test_a_run_of_a_few_steps",
     "scripts/test_screenshots.py::test_what_is_wrong_with_a_page_is_said",
