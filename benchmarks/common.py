@@ -26,8 +26,12 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    SiglipVisionConfig,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -99,6 +103,19 @@ def qwen(
         vision_start_token_id=7,
     )
     return _made(Qwen2_5_VLForConditionalGeneration, config, device, dtype)
+
+
+def onevision(decoder: str, device: torch.device, dtype: torch.dtype) -> LlavaOnevisionForConditionalGeneration:
+    """A LLaVA-OneVision with random weights and a small tower, in which each frame of a video is a row of its own."""
+    vision = SiglipVisionConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2, image_size=112,
+        patch_size=14, vision_use_head=False,
+    )  # fmt: skip
+    config = LlavaOnevisionConfig(
+        vision_config=vision, text_config=Qwen2Config(max_position_embeddings=2**16, **DECODERS[decoder]),
+        image_token_id=IMAGE_ID, video_token_id=VIDEO_ID, image_grid_pinpoints=[[112, 112]],
+    )  # fmt: skip
+    return _made(LlavaOnevisionForConditionalGeneration, config, device, dtype)
 
 
 def _made(cls: type, config: Any, device: torch.device, dtype: torch.dtype) -> Any:

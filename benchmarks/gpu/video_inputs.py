@@ -36,3 +36,14 @@ def inputs(model: Any, grid: tuple[int, int, int], device: torch.device) -> dict
         "video_grid_thw": torch.tensor([[frames, height, width]], device=device),
         "mm_token_type_ids": 2 * (ids == VIDEO_ID).long(),
     }  # fmt: skip
+
+
+def of_frames(model: Any, frames: int, device: torch.device) -> dict[str, Any]:
+    """Return what the forward of a prompt is called with in a model of LLaVA-OneVision's kind: text on either side of a
+    video whose frames differ little from one to the next."""
+    vision = model.config.vision_config
+    g = torch.Generator(device).manual_seed(0)
+    steps = torch.randn(frames, 3, vision.image_size, vision.image_size, generator=g, device=device)
+    side = -(-(vision.image_size // vision.patch_size) // 2)  # tokens are pooled two by two, and a newline ends them
+    ids = prompt(frames * side**2 + 1, device, VIDEO_ID, model.config.text_config.vocab_size)
+    return {"input_ids": ids, "pixel_values_videos": (0.3 * steps).cumsum(0)[None]}

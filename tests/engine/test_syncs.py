@@ -20,7 +20,7 @@ import transformers
 
 import tokenprune
 from basics import METHODS, VIDEO_METHODS, check_takes
-from far_device import DEVICE, Far, counting, far_inputs, to_far
+from far_device import Far, counting, device, far_inputs, to_far
 from tokenprune import Site
 from tokenprune.errors import TokenPruneError
 from tokenprune.guard import images as images
@@ -99,6 +99,9 @@ def patched_model(family: Family, name: str | None, monkeypatch: pytest.MonkeyPa
 
 
 def inputs_of(family: Family, name: str | None, large: bool) -> Any:
+    """Return inputs that the method acts on; skips where the family takes none."""
+    if name is not None:
+        check_takes(family, name)
     if name == "pevlm":
         return family.make_inputs(images=(0, 0), video=(64, 48) if large else (40, 40))
     if name in VIDEO_METHODS:
@@ -147,7 +150,7 @@ def test_prefill(family_name: str, name: str, large: bool, monkeypatch: pytest.M
     # torch makes no bias of a pretended tensor.
     monkeypatch.setattr(
         block_attention, "causal_lower_right",
-        lambda q, k: torch.ones(q, k, dtype=torch.bool, device=DEVICE).tril(k - q),
+        lambda q, k: torch.ones(q, k, dtype=torch.bool, device=device()).tril(k - q),
     )  # fmt: skip
     model = to_far(patched_model(family, name, monkeypatch))
     inputs = inputs_of(family, name, large)
@@ -289,24 +292,29 @@ def test_the_library_is_told_by_where_it_was_imported_from(place: str, tmp_path:
     assert places(Path(tokenprune.__file__).with_name("a.py")) == {"a.py:<module>"}
 
 
+WAITS = {
+    "item": lambda x, m: x[0].item(), "float": lambda x, m: float(x[0]), "bool": lambda x, m: bool(m.any()),
+    "list": lambda x, m: x.tolist(), "cpu": lambda x, m: x.cpu(), "nonzero": lambda x, m: m.nonzero(),
+    "index": lambda x, m: x[m], "put": lambda x, m: x.clone().index_put_((m,), x[:2]),
+    "equal": lambda x, m: torch.equal(x, x), "new": lambda x, m: torch.tensor([1.0], device=x.device),
+    "to": lambda x, m: torch.ones(3).to(x.device), "unique": lambda x, m: x.unique_consecutive(),
+    "repeat": lambda x, m: x.repeat_interleave(m.long()), "entry": lambda x, m: x.__setitem__(0, 1.0),
+    "by index": lambda x, m: x.__setitem__(m.long(), 1.0),
+}  # fmt: skip
+FREE = {
+    "gather": lambda x, m: x.gather(0, m.long()), "where": lambda x, m: torch.where(m, x, 0),
+    "fill": lambda x, m: x.masked_fill(m, 0), "arange": lambda x, m: torch.arange(3, device=x.device),
+    "send": lambda x, m: torch.ones(3).to(x.device, non_blocking=True), "sort": lambda x, m: x.argsort(stable=True),
+    "size": lambda x, m: x[: len(m)], "put": lambda x, m: x.clone().index_put_((m.long(),), x),
+    "slice": lambda x, m: x.__setitem__(slice(1), 1.0), "masked": lambda x, m: x.__setitem__(m, 1.0),
+    "index fill": lambda x, m: x.index_fill_(0, m.long(), 1.0),
+}  # fmt: skip
+
+
 def test_what_is_counted() -> None:
     """The pretended device counts what a real one would wait for, and nothing else."""
     x, chosen = torch.arange(4.0), torch.tensor([True, False, True, False])
-    waits = {
-        "item": lambda x, m: x[0].item(), "float": lambda x, m: float(x[0]), "bool": lambda x, m: bool(m.any()),
-        "list": lambda x, m: x.tolist(), "cpu": lambda x, m: x.cpu(), "nonzero": lambda x, m: m.nonzero(),
-        "index": lambda x, m: x[m], "put": lambda x, m: x.clone().index_put_((m,), x[:2]),
-        "equal": lambda x, m: torch.equal(x, x), "new": lambda x, m: torch.tensor([1.0], device=x.device),
-        "to": lambda x, m: torch.ones(3).to(x.device), "unique": lambda x, m: x.unique_consecutive(),
-        "repeat": lambda x, m: x.repeat_interleave(m.long()),
-    }  # fmt: skip
-    free = {
-        "gather": lambda x, m: x.gather(0, m.long()), "where": lambda x, m: torch.where(m, x, 0),
-        "fill": lambda x, m: x.masked_fill(m, 0), "arange": lambda x, m: torch.arange(3, device=x.device),
-        "send": lambda x, m: torch.ones(3).to(x.device, non_blocking=True), "sort": lambda x, m: x.argsort(stable=True),
-        "size": lambda x, m: x[: len(m)], "put": lambda x, m: x.clone().index_put_((m.long(),), x),
-    }  # fmt: skip
-    for expected, actions in ((1, waits), (0, free)):
+    for expected, actions in ((1, WAITS), (0, FREE)):
         for name, action in actions.items():
             with counting() as syncs:
                 action(Far(x), Far(chosen))
@@ -325,6 +333,17 @@ def noted_by_cuda() -> Iterator[list[Any]]:
             yield found
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, to ask CUDA itself")
+def test_cuda_waits_for_what_is_counted() -> None:
+    for waits, actions in ((True, WAITS), (False, FREE)):
+        for name, action in actions.items():
+            x, chosen = torch.arange(4.0).cuda(), torch.tensor([True, False, True, False]).cuda()
+            with noted_by_cuda() as found:
+                action(x, chosen)
+            assert any("synchronizing" in str(one.message) for one in found) == waits, name
 
 
 @pytest.mark.gpu
@@ -363,3 +382,16 @@ def test_on_a_gpu(family_name: str, name: str, monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(module, "choose", strict(module.choose))
             monkeypatch.setattr(module, "apply", strict(module.apply))
         model(**inputs, use_cache=True)
+
+
+def test_no_device_is_pretended_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch makes events and streams of the pretended one then: whatever uses those of the GPU falls."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(pytest.skip.Exception, match="in the place of the GPU"):
+        device.__wrapped__()
+
+
+@pytest.mark.parametrize("name", [*VIDEO_METHODS, "pevlm"])
+def test_a_family_without_videos_is_asked_for_none(name: str) -> None:
+    with pytest.raises(pytest.skip.Exception, match="llava takes no video"):
+        inputs_of(FAMILIES["llava"], name, large=True)

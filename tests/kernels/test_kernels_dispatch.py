@@ -84,6 +84,18 @@ def test_a_kernel_takes_what_its_reference_takes(kernel_device: torch.device) ->
         assert op.__doc__, name
 
 
+def test_limits_take_what_the_function_takes() -> None:
+    """Each parameter by place and by name, as callers hand it over: on a GPU limits are asked in every call."""
+    for op in dispatch.operations().values():
+        if op._limits is None:
+            continue
+        kinds = {name: one.kind for name, one in inspect.signature(op.reference).parameters.items()}
+        by_place = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        by_name = [name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_POSITIONAL]
+        for first in range(1, len(by_place) + 1):
+            inspect.signature(op._limits).bind(*by_place[:first], **dict.fromkeys(by_name[first:]))
+
+
 def test_every_operation_has_a_case_in_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks" / "gpu")
     before = set(sys.modules)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -16,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tokenprune.methods.pre_llm.divprune import DivPrune
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "benchmarks/gpu"
@@ -263,6 +267,39 @@ def test_kept_sets_are_compared(script: Any) -> None:
         assert module.identity(here, clocks, "fastv")["verdict"] == "equal"
     assert (same["verdict"], same["differ"]) == ("equal", 0)
     assert other["verdict"] == "differs" and other["differ"] > other["ties"] == 0
+
+
+def test_near_ties_are_told_from_another_choice(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A greedy method goes on from each near tie: more tokens differ than three changes of the inputs explain."""
+    module, clocks = script("a_correctness"), script("clocks").Clocks(torch.device("cpu"), True)
+    here, there = (module.Place(torch.device("cpu"), torch.bfloat16) for _ in range(2))
+    with torch.inference_mode():
+        rounded = here._shaken
+        here._shaken = lambda x, shake: rounded(x, 4)  # as another device would round
+        same = module.kept(here, there, clocks, "divprune")
+        here._shaken = lambda x, shake: rounded(x, 4) + 1
+        far = module.kept(here, there, clocks, "divprune")
+        here._shaken = lambda x, shake: rounded(x, 4)
+        select, calls = DivPrune.select, itertools.count()
+
+        def broken(self: Any, tokens: Any) -> Any:  # on the "GPU", whose calls come first
+            chosen = select(self, tokens)
+            return chosen if next(calls) else dataclasses.replace(chosen, keep=chosen.keep.roll(1, 1))
+
+        monkeypatch.setattr(DivPrune, "select", broken)
+        other = module.kept(here, there, clocks, "divprune")
+    assert same["verdict"] == "ties" and same["differ"] > same["ties"] and same["of_same"] == 0
+    assert far["verdict"] == "differs" and far["of_same"] == 0
+    assert other["verdict"] == "differs" and other["of_same"] > 0
+
+
+def test_every_method_has_a_model_to_be_compared_in(script: Any) -> None:
+    """One that takes frames in its tower, thresholds of the tower's own dtype."""
+    module, clocks = script("a_correctness"), script("clocks").Clocks(torch.device("cpu"), True)
+    here, there = (module.Place(torch.device("cpu"), torch.bfloat16) for _ in range(2))
+    with torch.inference_mode():
+        for name in ("earlytom", "dymu"):
+            assert module.kept(here, there, clocks, name)["verdict"] == "equal"
 
 
 def test_wheels_are_pure_python_and_small(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """An accelerator that is none: tensors that say they are on another device, and are computed on the CPU.
 
-Whatever would make the host wait for a real one goes through `__torch_dispatch__` here and is counted: reading a value
-(`item`, `int`, `bool`, `tolist`, `equal`), a result whose size depends on values (`nonzero`, indexing by booleans,
-`unique`), and every copy from or to the host that is not `non_blocking`. Mixing devices raises, as on a real one.
+Whatever would make the host wait for a real one is counted: reading a value (`item`, `int`, `bool`, `tolist`,
+`equal`), a result whose size depends on values (`nonzero`, indexing by booleans, `unique`), every copy from or to the
+host that is not `non_blocking`, and a number that is written to one entry or by an index (`x[0] = 1`), which CUDA
+copies from the host. Mixing devices raises, as on a real one.
 
-The name of the device is "far", one that torch keeps for back ends written in Python. From the import of this file on
-torch takes it for the machine's accelerator.
+The name of the device is "far", one that torch keeps for back ends written in Python. From its first use on torch takes
+it for the machine's accelerator: tests that use it skip where there is a real one.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -28,10 +31,6 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import tokenprune
 
-_setup_privateuseone_for_python_backend("far")
-DEVICE = torch.device("far", 0)
-# Asked for by whatever saves the state of autocast, gradient checkpointing for one.
-torch.get_device_module("far").get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
 aten = torch.ops.aten
 # By folder, not by a name in a path: the checkout, or the environment inside it, may lie in a folder of that name.
 _LIBRARY, _TRANSFORMERS = (os.path.join(os.path.dirname(module.__file__), "") for module in (tokenprune, transformers))
@@ -44,6 +43,17 @@ _SIZED = {
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 
 
+@cache
+def device() -> torch.device:
+    """Return the pretended device; skip the test where there is a real one."""
+    if torch.cuda.is_available():
+        pytest.skip("a pretended device would be this process's accelerator, in the place of the GPU")
+    _setup_privateuseone_for_python_backend("far")
+    # Asked for by whatever saves the state of autocast, gradient checkpointing for one.
+    torch.get_device_module("far").get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    return torch.device("far", 0)
+
+
 class Far(Tensor):
     """A tensor on the far device; `near` holds its values."""
 
@@ -51,7 +61,7 @@ class Far(Tensor):
     def __new__(cls, near: Tensor) -> Far:
         made = Tensor._make_wrapper_subclass(
             cls, near.shape, strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype,
-            device=DEVICE, requires_grad=near.requires_grad,
+            device=device(), requires_grad=near.requires_grad,
         )  # fmt: skip
         made.near = near
         return made
@@ -61,6 +71,15 @@ class Far(Tensor):
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        places = index if isinstance(index, tuple) else (index,)
+        by_index = any(isinstance(one, (Tensor, list)) and not _is_bool(one) for one in places)
+        if not isinstance(value, Tensor) and (
+            by_index or (len(places) == self.ndim and set(map(type, places)) <= {int})
+        ):
+            _watching[-1].note("copy to the device")
+        super().__setitem__(index, value)
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.cpu().numpy(*args, **kwargs)
@@ -83,28 +102,28 @@ class Syncs(TorchDispatchMode):
         far = any(isinstance(x, Far) for x in flat)
         target = kwargs.get("device")
         packet = func.overloadpacket
-        if packet is aten._to_copy and target is not None and (target.type == DEVICE.type) != far:
+        if packet is aten._to_copy and target is not None and (target.type == "far") != far:
             if not kwargs.get("non_blocking"):
-                self._note("copy to the host" if far else "copy to the device")
+                self.note("copy to the host" if far else "copy to the device")
         elif far and packet is aten.copy_ and isinstance(args[0], Far) != isinstance(args[1], Far):
-            self._note("copy")
+            self.note("copy")
         elif far and (
             packet in _READS | _SIZED or (packet is aten.repeat_interleave and kwargs.get("output_size") is None)
         ):
-            self._note(str(packet))
+            self.note(str(packet))
         elif far and packet in _INDEXING and any(_is_bool(x) for x in args[1] if x is not None):
             # A mask with one value for all becomes masked_fill, which waits for nothing.
             filled = packet not in (aten.index, aten._unsafe_index) and args[2].numel() == 1
-            self._note(f"{packet} by booleans", 1 - filled)
+            self.note(f"{packet} by booleans", 1 - filled)
         if far and packet is not aten._to_copy and packet is not aten.copy_:
             mixed = [x for x in flat if not isinstance(x, Far) and x.ndim]
             if mixed and not (packet in _INDEXING and all(any(x is y for y in args[1]) for x in mixed)):
                 raise RuntimeError(f"{func}: tensors on the host and on the device")
             if mixed:
-                self._note("copy to the device")  # an index on the host
+                self.note("copy to the device")  # an index on the host
         if target is not None:
             kwargs["device"] = torch.device("cpu")
-        lands_far = target.type == DEVICE.type if target is not None else far
+        lands_far = target.type == "far" if target is not None else far
         near_args, near_kwargs = tree_map(_near, (args, kwargs))
         result = func(*near_args, **near_kwargs)
         if not lands_far:
@@ -118,7 +137,7 @@ class Syncs(TorchDispatchMode):
 
         return tree_map(wrapped, result)
 
-    def _note(self, what: str, times: int = 1) -> None:
+    def note(self, what: str, times: int = 1) -> None:
         frame = sys._getframe(1)  # not traceback.extract_stack, which reads the lines of every file on the way
         while frame is not None and not frame.f_code.co_filename.startswith((_LIBRARY, _TRANSFORMERS)):
             frame = frame.f_back
@@ -130,6 +149,9 @@ class Syncs(TorchDispatchMode):
     def ours(self) -> Counter[tuple[str, str]]:
         """Those that the library makes, by what and where."""
         return Counter(found for found in self.found if found[1] != "the model")
+
+
+_watching: list[Syncs] = []
 
 
 def _is_bool(x: Any) -> bool:
@@ -152,6 +174,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 @contextmanager
 def counting() -> Iterator[Syncs]:
+    device()
     syncs = Syncs()
     # Has torch.tensor(..., device=) copy in the open.
     before, original = torch._C._only_lift_cpu_tensors(), torch.tensor
@@ -162,11 +185,13 @@ def counting() -> Iterator[Syncs]:
 
     torch._C._set_only_lift_cpu_tensors(True)
     torch.tensor = tensor
+    _watching.append(syncs)
     try:
         with syncs:
             yield syncs
     finally:
         torch.tensor = original
+        _watching.remove(syncs)
         torch._C._set_only_lift_cpu_tensors(before)
 
 

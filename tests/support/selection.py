@@ -20,6 +20,7 @@ from families import FAMILIES, REFUSED
 from tokenprune import Budget, Pruner
 from tokenprune.families import SUPPORTED
 from tokenprune.integrations.hf import compat
+from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import find_observable
 
 # `-m fast` runs one family of each kind, and on families one method of each kind.
@@ -110,6 +111,8 @@ SLOW = {
     "processor/test_view_select_models.py::test_generate_equals_a_prompt_with_the_kept_views",
     "processor/test_view_select_models.py::test_the_benchmark_leaves_it_out",
     "scripts/test_all_methods.py::test_the_page_is_current",
+    "scripts/test_gpu_tables.py::test_every_method_has_a_model_to_be_compared_in",
+    "scripts/test_gpu_tables.py::test_near_ties_are_told_from_another_choice",
     "scripts/test_house.py::test_every_distribution_is_counted",
     "scripts/test_recover.py::test_a_run_of_a_few_steps",
     "scripts/test_screenshots.py::test_what_is_wrong_with_a_page_is_said",
@@ -164,6 +167,13 @@ def kind_of(method: str) -> tuple[Any, ...]:
     return info.site, info.merges, seen, several, info.cls.by_content_count, bool(info.cls.least)
 
 
+def without(method: str) -> set[str]:
+    """Return the families of zoo.py that take no videos, for a method of nothing else: tests of it skip there."""
+    info = tokenprune.method_info(method)
+    frames = any(find_observable(need).where is ObservedAt.FRAMES for need in info.needs)
+    return {name for name, family in zoo.FAMILIES.items() if not family.video} if frames else set()
+
+
 def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
     """Remove from `items` most variants of tests that are run for methods on families of zoo.py; return them.
 
@@ -186,7 +196,7 @@ def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
         everywhere = FAST_METHODS.keys() & group.keys() or {min(group)}
         for method in group.keys() - everywhere:
             on = group[method]
-            few = sorted(on.keys() & FEW_FAMILIES.keys()) or sorted(on)
+            few = sorted(on.keys() & FEW_FAMILIES.keys() - without(method)) or sorted(on)
             turn = crc32(f"{test} {method}".encode())
             if method in first.values():
                 left = {item for family in few for item in on[family]}

@@ -115,6 +115,11 @@ def test_a_method_that_is_not_the_first_of_its_kind_runs_one_variant() -> None:
     assert {(one["family"], one["batch"]) for one in lone} == set(product(["llava", "qwen2_5_vl"], [1, 2, 3]))
 
 
+def test_a_method_of_videos_runs_where_there_are_some() -> None:
+    found = left_of(items("one", method=["evs", "frames", "stc", "kitoke", "vidcom2"], family=["llava", "qwen2_5_vl"]))
+    assert all("llava" not in on for name, on in found.items() if name != "one evs")  # the first stays on all
+
+
 def test_what_is_thorough_is_left_out() -> None:
     one, other = items("one", a=[1, 2])
     other.marked = True

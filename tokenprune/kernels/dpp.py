@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DEPENDENT = 1e-5  # share of a token's own variance below which it says nothing new, in float32
 
 
-def _limits(a: Tensor, b: Tensor, *args: object) -> str | None:
+def _limits(a: Tensor, b: Tensor, *args: object, **kwargs: object) -> str | None:
     fine = a.dtype == b.dtype == torch.float32
     return None if fine else f"it takes float32, not {a.dtype} and {b.dtype}"
 

@@ -44,9 +44,8 @@ def _of_table(unit: Tensor, number: int) -> Tensor:
         taken.append(pick)
         apart = 1 - table[pick] if step == 0 else torch.minimum(apart, 1 - table[pick], out=apart)
         apart[pick] = -torch.inf
-    return torch.zeros_like(apart, dtype=torch.bool).index_fill_(
-        0, torch.tensor(taken, dtype=torch.long, device="cpu"), True
-    )
+    index = torch.tensor(taken, dtype=torch.long, device=apart.device)
+    return torch.zeros_like(apart, dtype=torch.bool).index_fill_(0, index, True)
 
 
 def nearest_other(features: Tensor, mask: Tensor, match: Callable[..., tuple[Tensor, Tensor]] = best_match) -> Tensor:

@@ -73,10 +73,10 @@ def most_alone(unit: Tensor) -> int:
     def compare_with_all(place: Tensor) -> Tensor:
         nonlocal best, first
         apart = distances(unit, unit[place])
-        apart[place, torch.arange(len(place), device=unit.device)] = torch.inf
+        apart.scatter_(0, place.unsqueeze(0), torch.inf)
         torch.minimum(near, apart.amin(1), out=near)
         near[place] = exact = torch.minimum(near[place], apart.amin(0))
-        known[place] = True
+        known.index_fill_(0, place, True)
         value = float(exact.max())
         here = int(place[exact == value].min())
         if value > best or (value == best and here < first):

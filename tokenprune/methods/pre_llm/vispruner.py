@@ -148,15 +148,14 @@ def _rounds_of_many(x: Tensor, count: int, goal: int) -> Tensor:
         if 3 * number < 2 * known:
             known, (near, value) = number, _nearest_few(products, line.sort().values)
         odd, others = line[0::2], line[1::2]
-        even.zero_()[others] = True
+        even.zero_().index_fill_(0, others, True)
         there = even.index_select(0, near.index_select(0, odd).flatten()).view(-1, near.shape[1])
         likest = torch.where(there, value.index_select(0, odd), -torch.inf).amax(1)
         for some in (likest == -torch.inf).nonzero().flatten().split(_ROWS):
             likest[some] = products.rows(0, odd[some])[:, others].amax(1)
         odd = odd[likest.argsort(descending=True, stable=True)]
         line = torch.cat([odd[min(number - goal, _A_ROUND, len(odd)) :], others])
-    left[line] = True
-    return left
+    return left.index_fill_(0, line, True)
 
 
 def _nearest_few(products: Products, there: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,7 +166,7 @@ def _nearest_few(products: Products, there: Tensor) -> tuple[Tensor, Tensor]:
     value = torch.zeros(products.shape[1], few, dtype=torch.float32, device=there.device)
     for some in there.split(_ROWS):
         rows = products.rows(0, some)
-        rows[torch.arange(len(some), device=some.device), some] = -torch.inf
+        rows.scatter_(1, some.unsqueeze(1), -torch.inf)
         value[some], at = rows.index_select(1, there).topk(few, dim=1)
         near[some] = there[at]
     return near, value

@@ -105,15 +105,13 @@ class KiToke(VideoMerger):
             near = apart.masked_fill(~here, torch.inf).amin(1).masked_fill(~there, 0).sum() / there.sum().clamp(min=1)
             steps.append((same + near) / unit)
         step = torch.stack(steps)
+        number = torch.arange(len(step), device=step.device)
         cut = step > self.change
-        for shift in (-1, 1):
+        # The first frame has no step; the second has none before it, the last none after it.
+        for shift, known in ((-1, number < len(step) - 1), (1, number > 1)):
             other = step.roll(shift)
-            known = torch.ones_like(cut)
-            known[0] = False
-            known[-1 if shift < 0 else 1 : None if shift < 0 else 2] = False  # which has no such neighbour
             cut = cut | (known & (step - other > self.jump) & (step > 1.4 * other))
-        cut[0] = False
-        return cut.long().cumsum(0)
+        return (cut & (number > 0)).long().cumsum(0)
 
 
 def spread(x: Tensor) -> Tensor:

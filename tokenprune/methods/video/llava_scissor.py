@@ -216,7 +216,7 @@ class _Likeness:
             for row in (~self.merged[some]).nonzero().flatten().tolist() if len(merged) else ():
                 rows[row, merged] = (self.direction[merged] * self.direction[some[row]]).sum(1)
             rows[self.gone[some]] = rows[:, self.gone] = -torch.inf
-            rows[torch.arange(len(some), device=index.device), some] = -torch.inf
+            rows.scatter_(1, some.unsqueeze(1), -torch.inf)
             value[part], place[part] = rows.max(1)
         return value, place
 

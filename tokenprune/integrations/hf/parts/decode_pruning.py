@@ -174,7 +174,7 @@ def _places(before: Segments, after: Segments, visual: Tensor) -> tuple[Tensor, 
     length = visual.shape[1]
     alive = torch.zeros(len(visual), length + 1, dtype=torch.bool, device=visual.device)
     # Padding is written to a scratch entry at the end.
-    alive[after.row_index, torch.where(after.mask, after.position, length)] = True
+    alive.index_put_((after.row_index, torch.where(after.mask, after.position, length)), alive.new_ones(()))
     return position, alive.gather(1, position.clamp(min=0)) & (position >= 0)
 
 

@@ -113,7 +113,7 @@ class Reducer:
             last = None if cut.share.prompt is None else cut.share.prompt - 1 - cut.share.computed
             keep = choose(self.method, segments, [piece.keep for piece in pieces], self._seen(step, cut, state), last)
             gone = cut.start + segments.position[segments.mask & ~keep]
-            stays[gone] = False
+            stays.index_fill_(0, gone, False)
         step.attended = step.entered = None
         # A stable sort instead of nonzero(): how many they are is known, so nothing is asked of the device.
         step.stay = (~stays).to(torch.uint8).argsort(stable=True)[: step.left]
