@@ -13,6 +13,8 @@ from typing import Any
 
 from mixed_requests import Answer, Request
 
+from tokenprune.integrations.vllm.front.grace import SECONDS
+
 BASE = {"method": "uniform", "keep": 0.25}
 OVERLOAD = {"in_flight": [8, 24], "profiles": ["pooled", "fast"], "rise": 0.2, "dwell": 1}
 # What the file of profiles holds in turn. The second lacks a profile that clients ask for; the third is wrong.
@@ -65,11 +67,24 @@ def out_of_force(sent: Sent, times: Sequence[InForce]) -> str | None:
     the request was on its way. None if nothing is."""
     if sent.request.kind not in ("name", "profile", "default"):
         return None
-    may = [one for time in times if time.begin <= sent.end and sent.begin <= time.end
-           for one in legal(sent.request, OFFERS[time.number])]  # fmt: skip
+    may = [one for place, time in enumerate(times) if time.begin <= sent.end and sent.begin <= time.end
+           for one in _served(sent, times[: place + 1])]  # fmt: skip
     served = sent.answer.record
     was = (served["method"], served["keep"]) if served else None
     return None if was in may else f"served by {was}, and in force was {may}"
+
+
+def _served(sent: Sent, times: Sequence[InForce]) -> list[tuple[str, str] | None]:
+    """Return what may serve a request under the last of these offers: for a profile that has left, and for a while, the
+    last offer that had it."""
+    found = legal(sent.request, OFFERS[times[-1].number])
+    if found != [None]:
+        return found
+    had = (place for place, time in enumerate(times) if legal(sent.request, OFFERS[time.number]) != [None])
+    if (last := max(had, default=None)) is None or sent.begin > times[last].end + SECONDS:
+        return found
+    before = legal(sent.request, OFFERS[times[last].number])
+    return before if sent.end < times[last + 1].begin + SECONDS else before + found
 
 
 def counted(page: str, name: str, *labels: str) -> collections.Counter[tuple[str, ...]]:

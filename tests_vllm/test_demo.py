@@ -21,8 +21,7 @@ from test_server import ask
 from tokenprune_demo import MODELS
 from tokenprune_demo.heldout import FOLDER
 
-ASSETS = MODELS["demo_vlm"].parent
-MODEL = ASSETS / "demo_vlm"
+MODEL = MODELS["demo_qwen"]
 DOCS = Path(__file__).resolve().parent.parent / "docs/serving-in-full.md"
 
 
@@ -41,15 +40,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert words[words.index("--host") + 1] == "127.0.0.1", "it would be open to the network"
     assert 0 < int(environment["VLLM_CPU_KVCACHE_SPACE"]) <= 4, "it would not start where memory is in use"
     port = free_port()
-    command = [{"python": sys.executable, "PATH": str(MODEL)}.get(word, word) for word in words]
-    command += ["--port", str(port), "--served-model-name", "tiny", "--trust-request-mm-kwargs"]
+    place = str(MODEL.relative_to(DOCS.parent.parent))
+    assert place in words
+    command = [{"python": sys.executable, place: str(MODEL), "demo_qwen": "tiny"}.get(word, word) for word in words]
+    command += ["--port", str(port), "--trust-request-mm-kwargs"]
     with launch(command, tmp_path_factory.mktemp("demo"), port, **environment) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    return Reference(Checkpoint("demo_vlm", dict, dict, "<image>"), MODEL)
+    return Reference(Checkpoint("demo_qwen", dict, dict, "<image>", mrope=True), MODEL)
 
 
 def questions() -> list[tuple[Image.Image, str, str]]:
@@ -77,7 +78,9 @@ def test_it_answers_as_in_transformers(server: Server, reference: Reference, ove
             for likely in step.top_logprobs if setting is None or setting["method"] == "pool" else ():
                 token = int(likely.token.removeprefix("token_id:"))
                 assert likely.logprob == pytest.approx(float(logprobs[number, token]), abs=1e-4)
-        with_all = reference.inputs(prompt, [image])["input_ids"].shape[1]
-        assert reply.usage.prompt_tokens == with_all - (0 if setting is None else 256 - round(256 * setting["keep"]))
+        ids = reference.inputs(prompt, [image])["input_ids"][0].tolist()
+        visual = ids.count(reference.model.config.image_token_id)
+        left = visual if setting is None else round(visual * setting["keep"])
+        assert reply.usage.prompt_tokens == len(ids) - visual + left
         right += answer in reference.processor.tokenizer.decode(tokens)
     assert override != {"off": True} or right >= 6

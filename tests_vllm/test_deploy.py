@@ -146,6 +146,7 @@ def test_the_parts_find_each_other() -> None:
         for one in service.get("volumes", ()):
             assert not one.startswith(".") or (DEPLOY / one.split(":")[0]).exists()
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        assert service["restart"] == "unless-stopped"
     build = services["vllm"]["build"]
     assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Containerfile")
 
@@ -186,9 +187,12 @@ def test_the_servers_command_starts(folder: Any) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    command = [str(one) for one in read("compose.yaml")["services"]["vllm"]["command"]]
+    service = read("compose.yaml")["services"]["vllm"]
+    command = [str(one).replace("${MEDIA_DOMAIN:-none.invalid}", "none.invalid") for one in service["command"]]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(command)
     assert args.served_model_name == ["served", "served:normal", "served:fast", "served:full"]
+    assert (args.shutdown_timeout, service["stop_grace_period"]) == (90, "2m")
+    assert args.allowed_media_domains == ["none.invalid"] and args.allowed_local_media_path == "/mnt"
     offer = offered(config(folder("qwen2_5_vl"), args.mm_processor_kwargs["tokenprune"]))
     assert [f"served:{name}" for name in offer.names] == args.served_model_name[1:]
     assert (offer.overload.steps, offer.overload.profiles) == ((16, 64), ("normal", "fast"))

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,9 @@ from tokenprune.integrations.vllm.setting.configuration import offered
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 KUSTOMIZATION = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())
 MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes/server.yaml").read_text()))
-DEPLOYMENT, SERVICE, CLAIM = MANIFESTS
+DEPLOYMENT, POLICY, SERVICE, CLAIM = MANIFESTS
+(JOB,) = yaml.safe_load_all((DEPLOY / "kubernetes/weights.yaml").read_text())
+MONITORING = DEPLOY / "kubernetes/monitoring"
 POD = DEPLOYMENT["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 VERSIONS = ("1.29", "1.33")
@@ -42,9 +45,18 @@ def generated() -> list[dict[str, Any]]:
 def built() -> list[dict[str, Any]]:
     """Return the manifests that `kubectl apply -k` sends: made by kubectl, where there is one."""
     if shutil.which("kubectl") is None:
-        return [*MANIFESTS, *generated()]
-    ran = subprocess.run(["kubectl", "kustomize", str(DEPLOY)], capture_output=True, text=True, check=True)
+        return [*MANIFESTS, JOB, *generated()]
+    return kustomized(DEPLOY)
+
+
+def kustomized(folder: Path) -> list[dict[str, Any]]:
+    ran = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=True)
     return list(yaml.safe_load_all(ran.stdout))
+
+
+def after(flag: str) -> str:
+    """The value of one of the server's arguments."""
+    return CONTAINER["args"][CONTAINER["args"].index(flag) + 1]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -60,9 +72,10 @@ def test_they_keep_the_schema(version: str) -> None:
 
 def test_kustomize_makes_what_the_pod_mounts() -> None:
     kinds = sorted((one["kind"], one["metadata"]["name"]) for one in built())
-    maps = ["tokenprune-alerts", "tokenprune-dashboard", "tokenprune-offer"]
-    assert kinds == [*(("ConfigMap", name) for name in maps), ("Deployment", "vllm"),
-                     ("PersistentVolumeClaim", "vllm-models"), ("Service", "vllm")]  # fmt: skip
+    maps = ["tokenprune-dashboard", "tokenprune-offer"]
+    assert kinds == [*(("ConfigMap", name) for name in maps), ("Deployment", "vllm"), ("Job", "vllm-weights"),
+                     ("NetworkPolicy", "vllm"), ("PersistentVolumeClaim", "vllm-models"),
+                     ("Service", "vllm")]  # fmt: skip
     # A name that changes with its content would leave a running pod with the old file.
     assert KUSTOMIZATION["generatorOptions"]["disableNameSuffixHash"] is True
     volumes = {one["name"]: one for one in POD["volumes"]}
@@ -86,6 +99,67 @@ def test_the_pod_is_bounded_and_not_root() -> None:
     written = {one["mountPath"] for one in CONTAINER["volumeMounts"] if not one.get("readOnly")}
     paths = [one["value"] for one in CONTAINER["env"] if str(one.get("value", "")).startswith("/")]
     assert len(paths) == 5 and all(any(path == at or path.startswith(f"{at}/") for at in written) for path in paths)
+
+
+def test_requests_that_run_are_answered_before_the_pod_ends() -> None:
+    """vLLM drops them otherwise; the pod is killed when its time is over."""
+    (_, wait) = CONTAINER["lifecycle"]["preStop"]["exec"]["command"]
+    timeout = int(after("--shutdown-timeout"))
+    assert timeout >= 60 and POD["terminationGracePeriodSeconds"] >= int(wait) + timeout + 10
+
+
+def test_the_server_reaches_nothing_outside() -> None:
+    """And has no key to the hub; another pod, which the policy leaves alone, brings its weights once."""
+    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
+    assert POLICY["spec"] == {"podSelector": {"matchLabels": labels}, "policyTypes": ["Egress"], "egress": []}
+    assert after("--allowed-media-domains").endswith(".invalid") and after("--allowed-local-media-path") == "/mnt"
+    env = {one["name"]: one for one in CONTAINER["env"]}
+    assert env["HF_HUB_OFFLINE"]["value"] == "1" and "HF_TOKEN" not in env
+    assert env["VLLM_API_KEY"]["valueFrom"]["secretKeyRef"] == {"name": "vllm", "key": "api-key"}
+    loader = JOB["spec"]["template"]
+    (container,) = loader["spec"]["containers"]
+    assert loader["metadata"]["labels"] != labels and container["args"][1] == CONTAINER["args"][0]
+    assert container["image"] == CONTAINER["image"] and loader["spec"]["securityContext"] == POD["securityContext"]
+    (volume,) = [one for one in loader["spec"]["volumes"] if "persistentVolumeClaim" in one]
+    assert volume["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
+    assert {one["name"]: one.get("value") for one in container["env"]}["HF_HOME"] == env["HF_HOME"]["value"]
+    (waits,) = POD["initContainers"]
+    assert 'Path("/models/ready").touch()' in container["args"][0] and "-e /models/ready" in waits["command"][2]
+    for one in (container, waits):
+        assert one["securityContext"] == CONTAINER["securityContext"] and "limits" in one["resources"]
+
+
+def test_the_job_loads_the_weights(tmp_path: Path) -> None:
+    """Its command, with a hub that has nothing."""
+    (container,) = JOB["spec"]["template"]["spec"]["containers"]
+    code = container["args"][0].replace("/models", str(tmp_path))
+    hub = tmp_path / "huggingface_hub.py"
+    hub.write_text("def snapshot_download(name):\n    assert name == 'org/model'")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code, "org/model"], check=True, env=env)
+    assert (tmp_path / "ready").is_file()
+
+
+def test_the_operator_reads_the_same_alerts() -> None:
+    """After a change of alerts.yaml: `python dev/prometheus_rule.py`."""
+    (rule,) = yaml.safe_load_all((MONITORING / "alerts.yaml").read_text())
+    assert rule["kind"] == "PrometheusRule" and rule["spec"] == yaml.safe_load((DEPLOY / "alerts.yaml").read_text())
+    (pods,) = yaml.safe_load_all((MONITORING / "pods.yaml").read_text())
+    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
+    assert pods["spec"]["selector"]["matchLabels"] == labels
+    (endpoint,) = pods["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] == CONTAINER["ports"][0]["name"] and endpoint["path"] == "/metrics"
+    assert f'job="{labels[pods["spec"]["jobLabel"]]}"' in (DEPLOY / "alerts.yaml").read_text()
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl puts the runbook's address in")
+def test_alerts_lead_to_the_runbook() -> None:
+    found = {one["kind"]: one for one in kustomized(MONITORING)}
+    assert set(found) == {"PodMonitor", "PrometheusRule"}
+    assert all(one["metadata"]["labels"] == {"release": "prometheus"} for one in found.values())
+    rules = [rule for group in found["PrometheusRule"]["spec"]["groups"] for rule in group["rules"]]
+    urls = {rule["annotations"]["runbook_url"].partition("#")[0] for rule in rules}
+    assert urls == {"https://docs.example.com/runbook.html"} and len(rules) == 12
 
 
 def test_probes_service_and_scrape_ask_the_port() -> None:

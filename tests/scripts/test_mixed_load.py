@@ -108,8 +108,13 @@ def test_a_setting_that_was_not_in_force_is_seen(load: Any, checks: Any) -> None
 
     assert said("name", 1, SERVED, "fast") is None is said("name", 21, SERVED, "fast")
     assert "0.2" in str(said("name", 15, SERVED, "fast")), "the second offer has another share"
-    assert said("name", 15, "", "ocr") is None is said("name", 10.5, "", "ocr"), "refused where it is not there"
-    assert said("name", 1, "", "ocr") is not None
+    off = SERVED.replace("uniform", "off").replace("keep=0.11", "keep=1.0")
+    assert said("name", 15, off, "ocr") is None is said("name", 10.5, off, "ocr"), "served for a minute more"
+    assert said("name", 15, "", "ocr") is not None is not said("name", 1, "", "ocr")
+    times = [checks.InForce(0, 0, 11), checks.InForce(1, 10, 200), checks.InForce(3, 199)]
+    assert said("name", 72, "", "ocr") is None is not said("name", 72, off, "ocr"), "and refused then"
+    assert said("name", 70.3, "", "ocr") is None is said("name", 70.3, off, "ocr")
+    times = [checks.InForce(0, 0, 11), checks.InForce(1, 10, 20), checks.InForce(3, 19)]
     assert said("default", 1, SERVED) is not None and said("default", 25, SERVED) is None, "by the load"
     assert said("setting", 1, SERVED) is None
 

@@ -9,10 +9,14 @@ from pathlib import Path
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from tokenprune import abilities
 from tokenprune.abilities import reads_tower
-from tokenprune.families import SERVED
+from tokenprune.errors import TokenPruneError
+from tokenprune.families import SERVED, Family
+from tokenprune.integrations.vllm.setting.servable import servable
 from tokenprune.integrations.vllm.setting.towers import is_known
 from tokenprune.registry import build, method_class
+from tokenprune.view.observable import Backend
 
 PAGE = (Path(__file__).parents[2] / "docs/serving-in-full.md").read_text()
 
@@ -43,6 +47,25 @@ def test_whose_tower_is_read() -> None:
 def methods(where: str) -> list[str]:
     """Methods of the rows whose last cell holds a text."""
     return [name for row in section("Methods") if where in row[2] for name in re.findall(r"\*\*`(\w+)`\*\*", row[0])]
+
+
+def test_every_method_that_serves_is_named() -> None:
+    assert set(servable()) <= set(methods(""))
+
+
+def test_methods_that_need_a_class_token_name_their_families() -> None:
+    rows = {name: row[2] for row in section("Methods") for name in re.findall(r"\*\*`(\w+)`\*\*", row[0])}
+    for name in ("hired", "globalcom2"):
+        goes = [family for family in SERVED.values() if not refused(name, family)]
+        assert len(goes) == len(rows[name].split(", ")) == 6
+
+
+def refused(name: str, family: Family) -> bool:
+    try:
+        abilities.check(method_class(name)(), family, Backend.VLLM)
+    except TokenPruneError:
+        return True
+    return False
 
 
 def test_which_methods_go_with_all_families() -> None:

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes deploy/alerts.yaml once more, as what Prometheus' operator reads.
+
+python dev/prometheus_rule.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
+RULES = DEPLOY / "alerts.yaml"
+RULE = DEPLOY / "kubernetes/monitoring/alerts.yaml"
+HEAD = """\
+# SPDX-License-Identifier: Apache-2.0
+# Made of ../../alerts.yaml by dev/prometheus_rule.py.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: tokenprune
+spec:
+"""
+
+
+def made() -> str:
+    """Return the text of the file."""
+    rules = RULES.read_text()
+    lines = rules[rules.index("groups:") :].splitlines()
+    return HEAD + "".join(f"  {line}\n" if line else "\n" for line in lines)
+
+
+if __name__ == "__main__":
+    RULE.write_text(made())
