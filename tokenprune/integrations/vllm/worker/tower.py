@@ -42,7 +42,8 @@ class TowerReader:
         self.heads = heads_of(vision)
         self._seen: Seen = {}  # of the call that runs
         self._lengths: list[int] | None = None
-        for index, attention in enumerate(attentions_of(model)):
+        self._attentions = attentions_of(model)
+        for index, attention in enumerate(self._attentions):
             attention.register_forward_pre_hook(partial(self._look, index), with_kwargs=True)
 
     @contextmanager
@@ -59,6 +60,18 @@ class TowerReader:
             yield seen
         finally:
             self._seen, self._lengths = {}, None
+
+    def rehearse(self, method: Pruner, patches: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Read made-up queries and keys in the blocks that a method names."""
+        generator = torch.Generator().manual_seed(0)
+        self._seen = empty(self._blocks(method))
+        try:
+            for index, attention in enumerate(self._attentions):
+                widths = [number * attention.head_size for number in (attention.num_heads, attention.num_kv_heads)]
+                made = (torch.randn(1, self.protected + patches, width, generator=generator) for width in widths)
+                self._look(index, attention, tuple(one.to(device, dtype) for one in made), {})
+        finally:
+            self._seen = {}
 
     def encoded(
         self, method: Pruner, seen: Seen, index: int, outputs: Sequence[Tensor],
