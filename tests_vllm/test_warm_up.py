@@ -136,3 +136,29 @@ def test_a_size_that_a_method_refuses_is_left_out(
     ServedSetting.of(DIVPRUNE)  # tried before
     monkeypatch.setattr(DivPrune, "select", even)
     assert warm_up.warm_up(*made, torch.device("cpu"), 64) == [("divprune", 64)]
+
+
+@pytest.mark.only_v2("where kernels are interpreted")
+def test_a_request_asks_for_no_program_that_was_not_run_before(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    programs: list[tuple[str, str]] = []
+    run = InterpretedFunction.run
+
+    def spy(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        if self.fn.__module__.startswith("tokenprune."):
+            programs.append((self.fn.__name__, repr(sorted(constants.items()))))
+        return run(self, *args, grid=grid, warmup=warmup, **constants)
+
+    monkeypatch.setattr(InterpretedFunction, "run", spy)
+    monkeypatch.setenv("TOKENPRUNE_KERNELS", "triton")
+    profiles = {"tower": {"method": "visionzip"}}
+    engine = start("llava", DIVPRUNE | {"profiles": profiles})
+    before = set(programs)
+    programs.clear()
+    checkpoint = engine.checkpoint
+    for override in ({}, {"profile": "tower"}):
+        engine.generate([engine.request(checkpoint.prompt(1), checkpoint.images(1), override)])
+    assert programs and set(programs) <= before

@@ -61,10 +61,10 @@ class TowerReader:
         finally:
             self._seen, self._lengths = {}, None
 
-    def rehearse(self, method: Pruner, patches: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Read made-up queries and keys in the blocks that a method names."""
-        generator = torch.Generator().manual_seed(0)
-        self._seen = empty(self._blocks(method))
+    def rehearse(self, method: Pruner, patches: int, device: torch.device, dtype: torch.dtype) -> dict[tuple, Tensor]:
+        """Return what a method may read of a made-up image, each of whose tokens is a patch."""
+        generator, blocks = torch.Generator().manual_seed(0), self._blocks(method)
+        self._seen = seen = empty(blocks)
         try:
             for index, attention in enumerate(self._attentions):
                 widths = [number * attention.head_size for number in (attention.num_heads, attention.num_kv_heads)]
@@ -72,6 +72,7 @@ class TowerReader:
                 self._look(index, attention, tuple(one.to(device, dtype) for one in made), {})
         finally:
             self._seen = {}
+        return {key: torch.cat(seen[key[0], block])[0] for key, block in blocks.items()}
 
     def encoded(
         self, method: Pruner, seen: Seen, index: int, outputs: Sequence[Tensor],

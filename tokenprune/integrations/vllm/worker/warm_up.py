@@ -104,10 +104,11 @@ def _run(
         places = [list(range(_TEXT, _TEXT + count))]
         inside.rehearse(method, places, keep, hidden, heads, reducer.decoder.norm)
         return
+    encoded = None
     if reads_tower(method):
-        model.tokenprune_tower.rehearse(method, count, device, dtype)
+        encoded = before_llm.in_rows(model.tokenprune_tower.rehearse(method, count, device, dtype), [count])
     rows = torch.randn(count, width, generator=generator).to(device, dtype)
-    before_llm.rehearse(method, rows, [count], keep, grid_of(count), model.tokenprune_norm)
+    before_llm.rehearse(method, rows, [count], keep, grid_of(count), model.tokenprune_norm, encoded)
 
 
 def before_ready(worker: Any) -> None:
