@@ -63,6 +63,11 @@ def has_triton() -> bool:
     return True
 
 
+def compiles(device: torch.device) -> bool:
+    """Return whether kernels run, and are compiled at first, for tensors on a device."""
+    return choice() == "triton" or (choice() == "auto" and device.type == "cuda" and has_triton())
+
+
 @functools.cache
 def _is_old(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) < (8, 0)

@@ -121,6 +121,8 @@ WORKER_HOOKS = {
     "vllm.model_executor.models.qwen3_vl:Qwen3_VisionTransformer.prepare_encoder_metadata": "self",
     "vllm.model_executor.models.utils:StageMissingLayer": "",
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner._gather_mm_embeddings": "self",
+    "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model": "self",
+    "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": "self",
     "vllm.v1.worker.gpu_model_runner:group_and_batch_mm_kwargs": "mm_kwargs",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._gather_mm_embeddings": "self",
     "vllm.v1.worker.gpu.mm.encoder_runner:group_and_batch_mm_kwargs": "mm_kwargs",

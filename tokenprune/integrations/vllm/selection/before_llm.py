@@ -153,23 +153,36 @@ def probe(method: Pruner) -> None:
     for counts, share in (([16], 0.25), ([9, 5], 0.6)):
         rows = normal(sum(counts), 8, generator=generator)
         keep = [min(n, max(1, method.budget(n, max(1, round(n * share))))) for n in counts]
-        frames: list[list[int] | None] = [
-            [n // 2] * 2 for n in counts
-        ]  # what an odd number leaves over is behind the last one
-        modality = "video" if compares_frames(method) else "image"
-        segments = segments_of(counts, None, modality, rows.device, frames=frames)
-        choose(method, rows, 8, segments, keep, encoded=_made_up(method, counts))
+        rehearse(method, rows, counts, keep, encoded=_made_up(method, counts))
+
+
+def rehearse(
+    method: Pruner, rows: Tensor, counts: list[int], keep: list[int], grid: Grid | None = None,
+    norm: Norm | None = None, encoded: Encoded | None = None,
+) -> None:  # fmt: skip
+    """Let `method` choose among made-up `rows` `[sum(counts), D]`. encoded: of a vision tower, if it reads one."""
+    # What an odd number leaves over is behind the last frame.
+    frames: list[list[int] | None] = [[n // 2] * 2 for n in counts]
+    modality = "video" if compares_frames(method) else "image"
+    segments = segments_of(counts, grid, modality, rows.device, frames=frames)
+    choose(method, rows, rows.shape[1], segments, keep, norm, encoded)
 
 
 def _made_up(method: Pruner, counts: list[int]) -> Encoded:
     """Return made-up output of a tower in which each segment is a tile of one row."""
-    cells = [[tile, 0, column, 1, count, 1] for tile, count in enumerate(counts) for column in range(count)]
     generator = torch.Generator("cpu").manual_seed(1)
-    sizes = Sizes((len(cells),))
+    sizes = Sizes((sum(counts),))
     values = {}
     for one in observables_of(method.needs, ObservedAt.TOWER_BLOCK):
         for layer in method.encoder_layers:
             example = one.example(sizes, generator)[0]
             values[one.name, layer] = example.T if isinstance(one, TowerScores) else example
-    places = torch.tensor(cells, device="cpu")
-    return Encoded(values, Placed(normal(len(cells), 0, generator=generator), places, len(counts)))
+    return in_rows(values, counts)
+
+
+def in_rows(values: dict[tuple, Tensor], counts: list[int]) -> Encoded:
+    """Return values of a tower in which each segment is a tile of one row."""
+    cells = [[tile, 0, column, 1, count, 1] for tile, count in enumerate(counts) for column in range(count)]
+    device = next((one.device for one in values.values()), torch.device("cpu"))
+    place = torch.tensor(cells, device=device)
+    return Encoded(values, Placed(torch.empty(len(cells), 0, dtype=torch.float32, device=device), place, len(counts)))

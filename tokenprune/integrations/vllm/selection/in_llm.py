@@ -115,13 +115,28 @@ def probe(method: Pruner) -> None:
     if absent := not_served(method.needs, Backend.VLLM_IN_LLM):
         there = ", ".join(served_by(Backend.VLLM_IN_LLM))
         raise TokenPruneError(f"it needs {', '.join(absent)}, and vLLM's layers give {there}")
-    generator = torch.Generator("cpu").manual_seed(0)
-    query, key, value = (normal(1, heads, 40, 8, generator=generator) for heads in (2, 1, 1))
-    observed = Observation(query, key, None, 8**-0.5, value=value)
-    hidden = normal(1, 40, 16, generator=generator)
     places = [list(range(2, 18)), list(range(20, 29))]
-    norm, visual = torch.nn.functional.normalize, places[0] + places[1]
-    entered = LayerInput(normal(1, 40, 16, generator=generator))
+    rehearse(method, places, [5, 4], normal(1, 40, 16, generator=torch.Generator("cpu").manual_seed(0)), (2, 1, 8))
+
+
+def rehearse(
+    method: Pruner, places: list[list[int]], keep: list[int], hidden: Tensor, heads: tuple[int, int, int],
+    norm: Norm = torch.nn.functional.normalize,
+) -> None:  # fmt: skip
+    """Let `method` choose among images at `places` of a made-up prompt.
+
+    hidden: `[1, W, D]`, its tokens at the cut. heads: number of query heads, of key heads, and their width.
+    """
+    generator = torch.Generator("cpu").manual_seed(1)
+
+    def like(*shape: int) -> Tensor:
+        return normal(*shape, generator=generator).to(hidden)
+
+    query, key, value = (like(1, number, hidden.shape[1], heads[2]) for number in (heads[0], heads[1], heads[1]))
+    observed = Observation(query, key, None, heads[2] ** -0.5, value=value)
+    visual = [place for own in places for place in own]
+    entered = LayerInput(like(*hidden.shape))
     seen = RequestSource(hidden, method.needs, norm, observed, method.query_aware, visual, entered)
-    segments = segments_of(places, [0, 1], ["image", "image"], [None, None], hidden.device)
-    choose(method, segments, [5, 4], seen)
+    ordinals = list(range(len(places)))
+    segments = segments_of(places, ordinals, ["image"] * len(places), [None] * len(places), hidden.device)
+    choose(method, segments, keep, seen)

@@ -118,9 +118,8 @@ class ReducingModel(_Model):
                     plan.counts, self._grid(item, modality), modality, rows.device, self._image_grid,
                     plan.frame_sizes(self.tokenprune_family.after_frames),
                 )  # fmt: skip
-                decoder = self.get_language_model()
-                norm = getattr(getattr(decoder, "model", decoder), "norm", None)
-                kept, rows = choose(method, rows, self.tokenprune_width, segments, plan.keep, norm, result.encoded)
+                norm, width = self.tokenprune_norm, self.tokenprune_width
+                kept, rows = choose(method, rows, width, segments, plan.keep, norm, result.encoded)
             first, end = plan.span
             within = torch.arange(len(plan.tokens), device=rows.device)
             text = ~stays & (within >= first) & (within < end) if plan.between else torch.zeros_like(stays)
@@ -136,6 +135,12 @@ class ReducingModel(_Model):
         if rows.shape[0] != plan.rows:
             raise PlaceholderMismatchError(f"{rows.shape[0]} rows for an item whose prompt has {plan.rows} places")
         return self._placed(plan, rows, places, modality, item)
+
+    @property
+    def tokenprune_norm(self) -> Any:
+        """The last norm of the language model, if it has one."""
+        decoder = self.get_language_model()
+        return getattr(getattr(decoder, "model", decoder), "norm", None)
 
     def _with_text(self, plan: Plan, rows: Tensor, is_text: Tensor, places: Tensor) -> Tensor:
         """Put the embeddings of text that stands within an item among its rows; deeper layers get zeros there."""

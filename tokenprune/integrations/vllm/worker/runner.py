@@ -10,14 +10,17 @@ from typing import Any
 
 from tokenprune.integrations.vllm.compat import WORKER_HOOKS, missing_hooks, require_hooks
 from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.worker.warm_up import before_ready
 
 # Model Runner V1's module, and V2's for the encoder.
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.mm.encoder_runner")
 _CPU = "vllm.v1.worker.cpu_model_runner"
+_WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
 
 
 def prepare_runner(vllm_config: Any) -> None:
-    """Bound the encoder's batches, and make V1's CPU runner heed the switch that the others read.
+    """Bound the encoder's batches, make V1's CPU runner heed the switch that the others read, and have workers warm up
+    the choice.
 
     Raises UnsupportedSetupError where this vLLM's runners are not what this package knows.
     """
@@ -32,6 +35,9 @@ def prepare_runner(vllm_config: Any) -> None:
             module.group_and_batch_mm_kwargs = in_small_batches(original, limit)
     if (module := sys.modules.get(_CPU)) is not None:
         _heed_switch(module.CPUModelRunner)
+    for name, worker in _WORKERS.items():
+        if (module := sys.modules.get(name)) is not None:
+            before_ready(getattr(module, worker))
 
 
 def in_small_batches(group_and_batch: Callable[..., Iterator], limit: int) -> Callable[..., Iterator]:

@@ -42,7 +42,8 @@ class TowerReader:
         self.heads = heads_of(vision)
         self._seen: Seen = {}  # of the call that runs
         self._lengths: list[int] | None = None
-        for index, attention in enumerate(attentions_of(model)):
+        self._attentions = attentions_of(model)
+        for index, attention in enumerate(self._attentions):
             attention.register_forward_pre_hook(partial(self._look, index), with_kwargs=True)
 
     @contextmanager
@@ -59,6 +60,19 @@ class TowerReader:
             yield seen
         finally:
             self._seen, self._lengths = {}, None
+
+    def rehearse(self, method: Pruner, patches: int, device: torch.device, dtype: torch.dtype) -> dict[tuple, Tensor]:
+        """Return what a method may read of a made-up image, each of whose tokens is a patch."""
+        generator, blocks = torch.Generator().manual_seed(0), self._blocks(method)
+        self._seen = seen = empty(blocks)
+        try:
+            for index, attention in enumerate(self._attentions):
+                widths = [number * attention.head_size for number in (attention.num_heads, attention.num_kv_heads)]
+                made = (torch.randn(1, self.protected + patches, width, generator=generator) for width in widths)
+                self._look(index, attention, tuple(one.to(device, dtype) for one in made), {})
+        finally:
+            self._seen = {}
+        return {key: torch.cat(seen[key[0], block])[0] for key, block in blocks.items()}
 
     def encoded(
         self, method: Pruner, seen: Seen, index: int, outputs: Sequence[Tensor],

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice is run on made-up tokens while a server loads, where kernels are compiled. Here they are not, so that what
+would be compiled is counted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import DIVPRUNE, Engine
+from runner import IN_LLM
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.worker import warm_up
+from tokenprune.methods.pre_llm.divprune import DivPrune
+
+PROFILES = {
+    "sharp": {"keep": 0.5}, "again": {"keep": 0.5}, "tower": {"method": "visionzip"}, "off": {"off": True},
+    "whole": {"keep": 1.0}, "merged": {"method": "tome", "keep": 0.5},
+}  # fmt: skip
+
+
+def kind(count: int) -> tuple[int, bool]:
+    """What Triton compiles a kernel anew for."""
+    return (count - 1).bit_length(), count % 16 == 0
+
+
+@pytest.mark.parametrize("largest", [64, 65, 255, 256, 257, 513, 530, 576, 729, 1024, 2880])
+def test_each_kind_of_length_up_to_the_largest_is_run(largest: int) -> None:
+    runs = list(warm_up.lengths(largest))
+    assert {kind(count) for count in range(33, largest + 1)} == {kind(count) for count in runs if count > 32}
+    assert max(runs) == largest and len(runs) <= 2 * largest.bit_length()
+
+
+def test_lengths_of_small_and_of_no_images() -> None:
+    assert list(warm_up.lengths(0)) == [] and max(warm_up.lengths(5)) == 5
+    assert warm_up.grid_of(576) == (1, 24, 24) and warm_up.grid_of(63) == (1, 7, 9) and warm_up.grid_of(7) == (1, 1, 7)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServedSetting, int]]:
+    """Settings and numbers of tokens that were run, as if kernels were compiled here."""
+    found: list[tuple[ServedSetting, int]] = []
+    run = warm_up._run
+
+    def spy(model: Any, vllm_config: Any, device: torch.device, setting: ServedSetting, *rest: Any) -> None:
+        found.append((setting, rest[-1]))
+        run(model, vllm_config, device, setting, *rest)
+
+    monkeypatch.setattr(warm_up, "compiles", lambda device: True)
+    monkeypatch.setattr(warm_up, "_run", spy)
+    return found
+
+
+def test_a_server_runs_its_setting_and_each_profile_up_to_its_largest_image(
+    start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]
+) -> None:
+    engine = start("llava", DIVPRUNE | {"profiles": PROFILES})
+    ran = [(setting.label(), count) for setting, count in runs]
+    largest = 36  # of this model's images, each a square
+    labels = [("divprune", "0.25"), ("divprune", "0.5"), ("visionzip", "0.25")]
+    assert ran == [(label, count) for label in labels for count in warm_up.lengths(largest)]
+    checkpoint = engine.checkpoint
+    engine.generate([engine.request(checkpoint.prompt(1), checkpoint.images(1))])
+    assert len(runs) == len(ran)  # before it was ready, and then no more
+
+
+def test_images_of_any_shape(start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]) -> None:
+    start("qwen2_5_vl", {"method": "vscan", "stage2": False, "keep": 0.5})
+    assert len(runs) == len(set(runs)) > 2
+
+
+@IN_LLM
+def test_a_choice_within_the_language_model(
+    start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]
+) -> None:
+    start("llava", {"method": "fastv", "keep": 0.5, "layer": 1, "experimental_in_llm": True},
+          disable_chunked_mm_input=True, enable_prefix_caching=False, enable_chunked_prefill=False)  # fmt: skip
+    assert [count for _, count in runs] == list(warm_up.lengths(36))
+
+
+def test_where_nothing_is_compiled_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker: Any = type("Worker", (), {"compile_or_warm_up_model": lambda self: "done"})
+    warm_up.before_ready(worker)
+    wrapped = worker.compile_or_warm_up_model
+    warm_up.before_ready(worker)
+    assert worker.compile_or_warm_up_model is wrapped
+    one = worker()
+    one.device = torch.device("cpu")
+    monkeypatch.setattr(warm_up, "warm_up", None)  # would raise
+    for active in (False, True):
+        one.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(tokenprune_active=active))  # noqa: B023
+        assert one.compile_or_warm_up_model() == "done"
+
+
+@pytest.fixture
+def made() -> tuple[Any, Any]:
+    """A model and its configuration, as far as they are read."""
+    offer = SimpleNamespace(profiles={"default": DIVPRUNE})
+    multimodal = SimpleNamespace(tokenprune=DIVPRUNE, tokenprune_offer=offer)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=multimodal, dtype=torch.bfloat16, max_model_len=40)
+    )
+    return SimpleNamespace(tokenprune_width=32, tokenprune_norm=None), config
+
+
+def test_a_choice_that_fails_is_an_error_at_load(
+    made: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def select(self: Any, tokens: Any) -> Any:
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(DivPrune, "select", select)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(ServedSetting, "of", lambda *layers: ServedSetting(DivPrune(), 0.25))  # which tries it, too
+    with pytest.raises(UnsupportedSetupError, match=r"divprune failed on .* 48 tokens .*out of registers"):
+        warm_up.warm_up(*made, torch.device("cpu"), 50)
+    assert "divprune failed on a made-up image of 48 tokens" in caplog.text
+
+
+def test_a_size_that_a_method_refuses_is_left_out(
+    made: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    select = DivPrune.select
+
+    def even(self: Any, tokens: Any) -> Any:
+        if tokens.segments.counts[0] % 2:
+            raise OptionError("odd")
+        return select(self, tokens)
+
+    ServedSetting.of(DIVPRUNE)  # tried before
+    monkeypatch.setattr(DivPrune, "select", even)
+    assert warm_up.warm_up(*made, torch.device("cpu"), 64) == [("divprune", 64)]
+
+
+@pytest.mark.only_v2("where kernels are interpreted")
+def test_a_request_asks_for_no_program_that_was_not_run_before(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    programs: list[tuple[str, str]] = []
+    run = InterpretedFunction.run
+
+    def spy(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        if self.fn.__module__.startswith("tokenprune."):
+            programs.append((self.fn.__name__, repr(sorted(constants.items()))))
+        return run(self, *args, grid=grid, warmup=warmup, **constants)
+
+    monkeypatch.setattr(InterpretedFunction, "run", spy)
+    monkeypatch.setenv("TOKENPRUNE_KERNELS", "triton")
+    profiles = {"tower": {"method": "visionzip"}}
+    engine = start("llava", DIVPRUNE | {"profiles": profiles})
+    before = set(programs)
+    programs.clear()
+    checkpoint = engine.checkpoint
+    for override in ({}, {"profile": "tower"}):
+        engine.generate([engine.request(checkpoint.prompt(1), checkpoint.images(1), override)])
+    assert programs and set(programs) <= before
