@@ -22,6 +22,7 @@ from tokenprune_bench.significance import is_better, pooled_interval
 SCHEMA = 1
 RESULTS = "results.jsonl"  # in the folder of a run
 MARKS = {"random": "≤rnd", "downsample": "≤down"}
+OWN_SET = "drawn "  # how the names of tokenprune-demo's own sets of questions begin
 COLLAPSE = 0.20  # a kind that loses more than this against the unpatched model is shown as lost
 
 

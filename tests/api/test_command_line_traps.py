@@ -146,14 +146,22 @@ def test_the_verdict_and_the_table_show_a_loss_beyond_the_bound(monkeypatch: pyt
 
 def test_nothing_is_best_where_nothing_can_be_said() -> None:
     none = [result("unpatched", 1.0, 0, 0), result("some", 0.25, 0, 0)]
-    for one in find_verdicts(summarise([header(), *none])):
-        assert one.row is None and one.answer.startswith("nothing can be said: the unpatched model scores 0 on all 200")
+    (one,) = find_verdicts(summarise([header(), *none]))
+    assert one.row is None and one.line.startswith("Nothing is shown: the unpatched model scores 0 on 200 questions")
+    little = [
+        result("unpatched", 1.0, 20, 19),
+        result("some", 0.25, 20, 19),
+    ]  # 19.5 % right: a loss of 20 points cannot be
+    (one,) = find_verdicts(summarise([header(), *little]))
+    assert one.row is None and "scores 19.5 on 200 questions, too little for a loss to show" in one.answer
+    enough = [result("unpatched", 1.0, 20, 20), result("some", 0.25, 20, 20)]
+    assert len(find_verdicts(summarise([header(), *enough]))) == 2
     few = [
         one | {"right": [text[: FEWEST - 1] for text in one["right"]], "questions": FEWEST - 1}
         for one in (result("unpatched", 1.0, 100, 100), result("some", 0.25, 100, 100))
     ]
-    for one in find_verdicts(summarise([header(kind_of_question="010"), *few])):
-        assert one.row is None and one.answer == "nothing can be said: 3 questions were asked, and it takes 4"
+    (one,) = find_verdicts(summarise([header(kind_of_question="010"), *few]))
+    assert one.row is None and one.line == "Nothing is shown: 3 questions were asked, and it takes 4"
     assert find_verdicts(made("", result("some", 0.25, 100, 100)).results)[0].row is not None
 
 

@@ -12,9 +12,12 @@ import pytest
 from report_runs import BASE, GOOD, QUESTIONS, RIVALS, header, made, result, timing
 from tests.api.test_cli import call, refused
 from tokenprune import TokenPruneError
+from tokenprune.shapes.model_config import known_images
 from tokenprune_bench import results
 from tokenprune_bench.report import compare, warnings
-from tokenprune_bench.report.runs import read_runs
+from tokenprune_bench.report.page import make_page
+from tokenprune_bench.report.runs import Run, read_runs
+from tokenprune_demo.drawn_sets import drawn_set
 
 
 def codes(*records: dict[str, Any], **changes: Any) -> list[str]:
@@ -105,6 +108,25 @@ def test_what_is_missing_is_named() -> None:
     plan = dict(seeds=[0], methods=["random", "downsample", "good"], keeps=[0.25])
     assert codes(*RIVALS, GOOD, plan=plan) == []
     assert "3 of 4 results" in one_warning("unfinished", *RIVALS, plan=plan).text
+
+
+def test_the_page_says_of_a_shipped_model_what_the_command_says() -> None:
+    shipped = {"model": "demo_vlm (shipped)", "weights": "abc"}
+    said = "demo_vlm (shipped) knows drawn scenes only: what it answers about other images says nothing of a method"
+    for name, weights in (("photos.jsonl", "abc"), ("photos.jsonl", None), (f"{results.OWN_SET}documents", "abc")):
+        run = made("", environment=shipped | {"weights": weights}, data={"name": name, "skipped": []})
+        known = name != "photos.jsonl" or weights is None
+        assert (said in make_page([run])) is not known
+        assert any(said in line for line in warnings.lines(run.results)) is not known
+    assert "photographs and pages with things drawn on them, only" in known_images("demo_smol (shipped)")
+    assert drawn_set("documents", 1).about()["name"].startswith(results.OWN_SET)
+
+
+def test_a_page_without_a_winner_shows_no_card_of_one() -> None:
+    low = [result("unpatched", 1.0, 19, 19), result("some", 0.25, 19, 19)]
+    page = make_page([Run("run", results.summarise([header(), *low]))])
+    assert "Nothing is shown" in page and "Best at" not in page and "Taken is what has the fewest" not in page
+    assert "Best at" in make_page([made()]) and "Taken is what has the fewest" in make_page([made()])
 
 
 def test_the_worst_comes_first_and_lines_are_short() -> None:

@@ -155,10 +155,10 @@ def test_without_a_tokenizer_images_alone_are_looked_at(subject: Model) -> None:
 
 def test_composed_methods_leave_each_other_enough(subject: Model) -> None:
     """Each cut leaves what its method needs of the whole image, not of what arrives."""
-    options = dict(method=["divprune", "fastv"], keep=0.2, processor=subject.processor)
-    inputs = asked(subject, questions=QUESTIONS[3:])  # text: divprune needs 0.25, fastv 0.11
+    options = dict(method=["random", "fastv"], keep=0.2, processor=subject.processor)
+    inputs = asked(subject, questions=QUESTIONS[3:])  # text: random needs all, fastv 0.5
     _, stats = run(subject, inputs, guard="auto", **options)
-    assert stats.visual_tokens_per_layer == [64, 64, 28, 28, 28, 28]
+    assert stats.visual_tokens_per_layer == [256, 256, 128, 128, 128, 128]
     _, stats = run(subject, inputs, guard="off", method=options["method"], keep=0.2)
     assert stats.visual_tokens_per_layer == [51, 51, 10, 10, 10, 10]
     assert stats.guard is None
@@ -194,8 +194,20 @@ def test_each_reason_is_said_once(subject: Model, caplog: pytest.LogCaptureFixtu
         text = caplog.text
         for part in ("looks like text", "asks to read", "asks where", "asks to count"):
             assert text.count(part) == 1
-        assert "random keeps 20%" in text and "at keep=0.25 it lost 41 points" in text and "(98 to 57 % right)" in text
-        assert 'guard="auto"' in text and 'guard="off"' in text and "keep=0.5;" in text and "fastv" in text
+        assert "random keeps 20%" in text and "at keep=0.25 it lost 69 points" in text
+        assert "questions with demo_smol (94 to 25 % right)" in text and "questions with demo_vlm (92 to 43 %" in text
+        assert 'guard="auto"' in text and 'guard="off"' in text and "keep=0.5;" in text
+
+
+def test_at_the_default_setting_reading_and_places_are_warned_of(
+    subject: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tokenprune.patched(subject.model, processor=subject.processor):
+        subject.model.generate(**asked(subject, questions=QUESTIONS[2:]), max_new_tokens=2)
+        assert [row.risks for row in tokenprune.stats(subject.model).guard] == [("grounding",), ("text",)]
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 2 and all("What helps: keep=0.5; guard=" in one for one in said)
+    assert all("at this keep one of pool" in one for one in said)
 
 
 def test_nothing_is_said_in_vain(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
@@ -203,7 +215,7 @@ def test_nothing_is_said_in_vain(subject: Model, caplog: pytest.LogCaptureFixtur
     run(subject, asked(subject, questions=QUESTIONS[:1]), method="random", keep=0.2, processor=subject.processor)
     run(subject, inputs, method="random", keep=0.2, guard="off")
     run(subject, inputs, method="random", keep=0.2, guard="auto", processor=subject.processor)
-    run(subject, inputs, method="fastv", keep=0.5, processor=subject.processor)
+    run(subject, asked(subject, questions=QUESTIONS[2:]), method="pool", keep=0.25, processor=subject.processor)
     assert not [record for record in caplog.records if record.name == "tokenprune"]
 
 
@@ -287,11 +299,16 @@ def test_a_processor_turns_it_on_and_one_line_says_what_it_does(
     cases = (
         (dict(), None), (dict(processor=processor, guard="off"), None), (dict(processor=processor, keep=1.0), None),
         (dict(processor=processor), 'guard="warn" looks at prompts and images, and logs one warning for each reason '
-         "where random may keep too few tokens"),
+         "where random (text below 1, grounding below 0.5, counting below 1) may keep too few tokens"),
         (dict(guard="warn"), 'guard="warn" looks at images (prompts need processor=), and logs one warning for each '
-         "reason where random may keep too few tokens"),
+         "reason where random (text below 1, grounding below 0.5, counting below 1) may keep too few tokens"),
+        (dict(processor=processor, method="pool"), 'guard="warn" looks at prompts and images, and logs one warning for '
+         "each reason where pool (text below 0.25, grounding below 0.25, counting below 1) may keep too few tokens"),
+        (dict(processor=processor, method="pool", keep=0.25), 'guard="warn" looks at prompts and images, and logs one '
+         "warning for each reason where pool (counting below 1) may keep too few tokens"),
         (dict(processor=processor, guard="auto", method=["divprune", "fastv"]), 'guard="auto" looks at prompts and '
-         "images, and keeps more tokens where divprune + fastv may keep too few tokens"),
+         "images, and keeps more tokens where divprune (text below 0.5, grounding below 0.5, counting below 1) + fastv "
+         "(text below 0.5, grounding below 1, counting below 1) may keep too few tokens"),
     )  # fmt: skip
     for options, line in cases:
         caplog.clear()

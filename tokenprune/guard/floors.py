@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured losses of each method by share of the tokens: assets/guard.json, which dev/guard.py makes of the shipped
-benchmark's records."""
+"""Measured losses of each method by share of the tokens: assets/guard.json, which dev/guard.py makes of records of
+two shipped models."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ FILE = Path(__file__).resolve().parent.parent / "assets" / "guard.json"
 @dataclass(frozen=True)
 class Loss:
     """The loss of one method at one keep on a kind's worst questions: shares right, `low` and `high` its 95 %
-    interval."""
+    interval. model: the shipped model that lost most."""
 
     keep: float
     share: float
     low: float
     high: float
     unpatched: float
+    model: str
 
     @property
     def points(self) -> float:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from tokenprune.guard.floors import Floors
 from tokenprune.guard.settings import Guard, is_tokens
 
@@ -14,11 +16,15 @@ _SEEN = {
 }
 
 
-def statement(settings: Guard, names: list[str], reads_text: bool) -> str:
-    """Return the line that says what the guard of a patch does. names: of the methods that it watches."""
+def statement(settings: Guard, watched: Sequence[tuple[str, Mapping[str, float]]], reads_text: bool) -> str:
+    """Return the line that says what the guard of a patch does. watched: the methods that it watches, each with the
+    kinds of questions that may be left too few tokens, and what is enough for each."""
     seen = "prompts and images" if reads_text else "images (prompts need processor=)"
     does = "keeps more tokens" if settings.mode == "auto" else "logs one warning for each reason"
-    return f'guard="{settings.mode}" looks at {seen}, and {does} where {" + ".join(names)} may keep too few tokens'
+    at_risk = [
+        f"{name} ({', '.join(f'{kind} below {floor:g}' for kind, floor in floors.items())})" for name, floors in watched
+    ]
+    return f'guard="{settings.mode}" looks at {seen}, and {does} where {" + ".join(at_risk)} may keep too few tokens'
 
 
 def warning(source: str, kind: str, name: str, share: float, floor: float, raisable: bool, table: Floors) -> str:
@@ -29,7 +35,7 @@ def warning(source: str, kind: str, name: str, share: float, floor: float, raisa
     measured = "it was not measured on such questions"
     if loss is not None:
         measured = (
-            f"at keep={loss.keep:g} it lost {loss.points:.0f} points of such questions on the shipped benchmark "
+            f"at keep={loss.keep:g} it lost {loss.points:.0f} points of such questions with {loss.model} "
             f"({100 * loss.unpatched:.0f} to {100 * loss.share:.0f} % right)"
         )
     enough = f"keep={floor}" if is_tokens(floor) else f"keep={floor:g}"

@@ -23,15 +23,18 @@ from tokenprune.errors import DataError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.profiling.media import BadRow, check_sizes
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.shapes.model_config import SHIPPED, check_source, sentence_tokens, shipped_checkpoint, shipped_folder
+from tokenprune.shapes.model_config import (
+    SHIPPED,
+    check_source,
+    known_images,
+    sentence_tokens,
+    shipped_checkpoint,
+    shipped_folder,
+)
 from tokenprune.startup import require
 
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.
 SHORT = "\nAnswer the question using a single word or phrase."
-
-DRAWINGS_ONLY = (
-    "knows drawn scenes only: what it answers about other images says nothing of a method; name a model with --model"
-)
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Model:
         files = [file.resolve() for file in files]
         if self.weights is None or (files and all(self.heldout in file.parents for file in files)):
             return ""
-        return f"{self.name} {DRAWINGS_ONLY}"
+        return f"{self.name} {known_images(self.name)}"
 
     @cached_property
     def adapter(self) -> Adapter:

@@ -15,6 +15,13 @@ SHIPPED = ("demo_vlm", "demo_qwen", "demo_video", "demo_smol")
 _PATIENCE = 10  # seconds for the hub to say whether it has a model
 
 
+def known_images(model: str) -> str:
+    """Return what has to be known of the answers of a model that ships, as "demo_vlm" or "demo_vlm (shipped)"."""
+    smol = model.startswith(SHIPPED[-1])
+    known = "drawn scenes, and photographs and pages with things drawn on them," if smol else "drawn scenes"
+    return f"knows {known} only: what it answers about other images says nothing of a method; name a model with --model"
+
+
 def shipped_folder(model: str | Path) -> Path | None:
     """Return the folder with the config of a model that tokenprune-demo brings, None for any other.
 

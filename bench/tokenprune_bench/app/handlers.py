@@ -48,7 +48,7 @@ class Handlers:
             subject = self.loading.get()
         except TokenPruneError as error:
             return [title(str(error)), *[gr.skip()] * 6]
-        from tokenprune.profiling.model import DRAWINGS_ONLY
+        from tokenprune.shapes.model_config import known_images
         from tokenprune.show import contact_sheet
         from tokenprune_bench.app.comparison import checked
 
@@ -65,7 +65,7 @@ class Handlers:
         if shown:
             one = shown[(said.example or 1) - 1]
             file, question = str(one.file), one.question if said.question is None else said.question
-        names, known = drawable(video), f", which {DRAWINGS_ONLY}" if subject.limits() else ""
+        names, known = drawable(video), f", which {known_images(subject.name)}" if subject.limits() else ""
         return [
             title(f"`{subject.name}`{known}."), file, question,
             gr.Dropdown(choices=names, value=FIRST if said.first is None else said.first),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tokenprune_bench.lost import POINTS, decimals, signed
 from tokenprune_bench.metrics import METRICS
 from tokenprune_bench.paired import versus
-from tokenprune_bench.results import MARKS, UNPATCHED, Results, Row, busy_load
+from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, busy_load
 
 ALIKE = 0.01  # of the unpatched model's tokens: settings that differ by no more cost the same
 FEWEST = 4  # questions: with fewer, one answer is worth more than a quarter of the score
@@ -42,14 +42,19 @@ class RunVerdict:
 
 
 def find_verdicts(results: Results) -> list[RunVerdict]:
-    """Return what to take where one point may be lost, and where three may; none where nothing was scored.
+    """Return what to take where one point may be lost, and where three may; none where nothing was scored, and one that
+    says why where the answers show nothing.
 
     The cheapest setting has the fewest visual tokens, averaged over the decoder's layers; of those within a hundredth
     of the unpatched model's tokens from it, the one that scores highest is taken. Baselines take part.
     """
     base = results.baseline
     rows = [row for row in results.rows if row.method != UNPATCHED and row.tokens_average < base.tokens_average]
-    return [] if results.evidence_only else [_verdict(results, rows, points) for points in POINTS]
+    if results.evidence_only:
+        return []
+    if rows and (unknown := _nothing_to_say(base)):
+        return [RunVerdict(0, None, "Nothing is shown", unknown)]
+    return [_verdict(results, rows, points) for points in POINTS]
 
 
 def _verdict(results: Results, rows: list[Row], points: int) -> RunVerdict:
@@ -57,8 +62,6 @@ def _verdict(results: Results, rows: list[Row], points: int) -> RunVerdict:
     title = f"Best at ≤ {allowed} lost"
     if not rows:
         return RunVerdict(points, None, title, "nothing was run that leaves out visual tokens")
-    if unknown := _nothing_to_say(results.baseline):
-        return RunVerdict(points, None, title, f"nothing can be said: {unknown}")
     within = [row for row in rows if _lost(row) <= points / 100 + _EPSILON]
     if not within:
         least = min(rows, key=lambda row: (round(_lost(row), 9), row.tokens_average))
@@ -79,8 +82,11 @@ def _nothing_to_say(base: Row) -> str:
     """Return why no setting can be called the best, "" where one can be."""
     if base.questions < FEWEST:
         return f"{base.questions} question{'s were' if base.questions > 1 else ' was'} asked, and it takes {FEWEST}"
-    if base.overall.value <= 0:
-        return f"the unpatched model scores 0 on all {base.questions} questions, so that nothing can be lost"
+    if base.overall.value < COLLAPSE:
+        return (
+            f"the unpatched model scores {100 * base.overall.value:.3g} on {base.questions} questions, too little for "
+            "a loss to show: take questions that it can answer, or another model"
+        )
     return ""
 
 

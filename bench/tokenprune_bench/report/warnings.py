@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, busy_load
+from tokenprune.shapes.model_config import known_images
+from tokenprune_bench.results import COLLAPSE, MARKS, OWN_SET, UNPATCHED, Results, Row, busy_load
 
 WIDE = 0.10  # an interval of the overall score wider than this is called wide
 _READING = re.compile(r"\b(ocr|digits?|numbers?|words?|texts?|reading|doc(ument)?s?|charts?|infographics?)\b", re.I)
@@ -54,6 +55,7 @@ def find_warnings(results: Results) -> list[RunWarning]:
         return [*_unfinished(results), *_left_out(results)]
     found = [
         *_controls(results),
+        *_unknown_images(results),
         *_unfinished(results),
         *_against_baselines(results, rows),
         *_collapsed(results.baseline, rows),
@@ -81,6 +83,14 @@ def _controls(results: Results) -> Iterator[RunWarning]:
             "method lets it see. Do not rank methods by them."
         )
         yield RunWarning("control-passed", Level.BAD, "A control does not fail", text, tuple(items))
+
+
+def _unknown_images(results: Results) -> Iterator[RunWarning]:
+    """Yield what `bench` says when a shipped model is asked about images of others."""
+    env, data = results.header["environment"], results.header.get("data")
+    if env.get("weights") and data and not data["name"].startswith(OWN_SET):
+        text = f"{env['model']} {known_images(env['model'])}."
+        yield RunWarning("unknown-images", Level.BAD, "The model does not know such images", text)
 
 
 def _unfinished(results: Results) -> Iterator[RunWarning]:

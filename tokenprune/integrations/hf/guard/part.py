@@ -106,7 +106,8 @@ class GuardPart(Part):
         self.adapter, self.settings, self.table = adapter, settings, table
         self.tokenizer, self.reader = tokenizer, KindReader(settings.patterns)
         self.reads_text = tokenizer is not None
-        self.line = statement(settings, [one.method.name for one in watched], self.reads_text)
+        floors = [(one.method.name, one.at_risk() if len(watched) == 1 else one.floors) for one in watched]
+        self.line = statement(settings, floors, self.reads_text)
         # What makes no cut at the decoder; and of the others, which cuts are theirs.
         ahead = {Site.PRE_ENCODER, Site.IN_ENCODER}
         elsewhere = [one for one in watched if ahead & set(_sites(one.method, one.budget, adapter))]

@@ -50,6 +50,11 @@ class Watched:
         floor = self.floors[kind]
         return min(1.0, floor / count) if is_tokens(floor) else floor
 
+    def at_risk(self) -> dict[str, float]:
+        """Return the floors of the kinds that may be left too few tokens; all of them where only the image tells."""
+        share = share_of(self.budget) or 0.0
+        return {kind: floor for kind, floor in self.floors.items() if share < floor} or self.floors
+
     def enough(self, kind: str, layer: int, count: int, shape: DecoderShape) -> int:
         """Return how many of an image's `count` tokens are left behind `layer` when the method is patched with its
         floor."""

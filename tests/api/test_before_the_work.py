@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a command refuses before it loads a model: outputs, numbers, names and images that cannot be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants, errors
+
+from tests.api.test_cli import IMAGE, refused
+from tokenprune.errors import OptionError, RegistrationError, TokenPruneError
+from tokenprune.files import check_output, check_output_folder
+from tokenprune.profiling import model as models
+from tokenprune.registry import method_class, register
+from tokenprune.shapes.model_config import check_source, read_model_config
+
+LONG = "9" * 23
+TUNE = ("tune", "--methods", "divprune", "--max-drop", "50%")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(models, "load", load)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench", "--html"), ("bench", "--json"), ("bench", "--plot"), ("profile", "--html"), ("profile", "--json"),
+        (*TUNE, "--out"), ("report", "run", "--html"), ("report", "run", "--plot"), ("recommend", "demo_vlm", "--out"),
+        ("capacity", "--json"), ("show", IMAGE, "--out"), ("fit", "dyrate", "--out"),
+    ],
+)  # fmt: skip
+def test_an_output_that_cannot_be_written_is_refused_first(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a folder.png").mkdir()
+    assert "there is no folder no where" in refused(*command, "no where/out.png")
+    assert "a folder.png: it is a folder, name a file in it" in refused(*command, "a folder.png")
+    assert "cannot write" in refused(*command, f"{'x' * 300}.png")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    assert "cannot write out.png: you may not write there" in refused(*command, "out.png")
+
+
+def test_a_folder_of_a_run_that_cannot_be_made_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for command in (("bench",), TUNE):
+        assert "file is a file" in refused(*command, "--run", tmp_path / "file" / "run")
+    check_output_folder(tmp_path / "new" / "and new")
+    check_output(None, tmp_path / "file")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    with pytest.raises(OptionError, match="you may not write there"):
+        check_output_folder(tmp_path / "new")
+
+
+def test_an_image_is_written_under_the_name_of_one() -> None:
+    assert "called like no image: give it a name that ends in .png" in refused("show", IMAGE, "--out", "kept.xyz")
+    assert "called like no image" in refused("show", IMAGE, "--out", "kept.pcd")  # Pillow reads it alone
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bench", "--limit", LONG), ("show", IMAGE, "--frames", LONG), ("tune", "--seed", LONG),
+        ("profile", "--config-only", "--tokens", LONG), ("capacity", "--gpus", f"-{LONG}"), ("draft", "--tokens", LONG),
+        ("fit", "dyrate", "--limit", LONG), ("demo", "--threads", LONG),
+    ],
+)  # fmt: skip
+def test_a_number_that_no_code_below_takes_is_refused(arguments: tuple[str, ...]) -> None:
+    from typer.testing import CliRunner
+
+    from tokenprune.cli import app
+
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(one) for one in arguments])
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert "too large: use 2147483647 at most" in result.output or "1024" in result.output
+
+
+# -- names of models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hub, which raises what the test puts into the list of errors; nothing is cached."""
+    raised: list[Any] = []
+
+    def answer(self: Any, name: str, timeout: float) -> None:
+        assert timeout <= 10
+        if raised:
+            raise raised[0]
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", answer)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return raised
+
+
+def of_hub(kind: type[Exception]) -> Exception:
+    error = kind.__new__(kind)
+    Exception.__init__(error, "said by the hub")
+    return error
+
+
+def test_a_model_that_is_nowhere_is_said_at_once(hub: list[Any], tmp_path: Path) -> None:
+    for error, said in (
+        (of_hub(errors.RepositoryNotFoundError), "the hub has none, or shows it to its owner alone"),
+        (ConnectionError("no route"), r"the hub cannot be reached \(no route\): download it"),
+        (TimeoutError(), r"the hub cannot be reached \(TimeoutError\)"),
+        (errors.HFValidationError("bad"), "no name of a model on the hub either"),
+    ):
+        hub[:] = [error]
+        with pytest.raises(TokenPruneError, match=f"no model 'some/model': .*{said}"):
+            read_model_config("some/model")
+    with pytest.raises(TokenPruneError, match=r"did you mean demo_vlm\?"):
+        check_source("demo_vl")
+    (tmp_path / "a file").touch()
+    for name, said in ((tmp_path / "a file", "is a file: name the folder"), ("./gone", "there is no folder ./gone"),
+                       (tmp_path / "gone", "there is no folder"), ("a/b/c", "there is no folder a/b/c")):  # fmt: skip
+        with pytest.raises(TokenPruneError, match=said):
+            check_source(name)
+
+
+def test_a_model_of_the_hub_is_left_to_the_hub(hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_source("some/model")  # it is there
+    for kind in (errors.GatedRepoError, errors.HfHubHTTPError):  # transformers says what to do, or asks again
+        hub[:] = [of_hub(kind)]
+        check_source("some/model")
+    hub[:] = [AssertionError("it was asked")]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(TokenPruneError, match="cache lacks it, which is all there is while HF_HUB_OFFLINE is set"):
+        check_source("some/model")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    check_source("some/model")
+    check_source(tmp_path)
+
+
+# -- images and names of methods ---------------------------------------------------------------------------------------
+
+
+def test_an_empty_file_and_a_folder_are_called_so(tmp_path: Path) -> None:
+    empty, folder = tmp_path / "an empty.jpg", tmp_path / "folder.jpg"
+    empty.touch(), folder.mkdir()
+    rows = {name: tmp_path / f"{name}.jsonl" for name in ("image", "video")}
+    for name, path in rows.items():
+        path.write_text(f'{{"{name}": "an empty.jpg", "question": "q", "answer": "a"}}')
+        assert "the file is empty" in refused("bench", "--data", path)
+    for command in (("show", empty), ("profile", "--image", empty)):
+        assert "the file is empty" in refused(*command)
+    assert "it is a folder: name a file in it" in refused("profile", "--image", folder)
+    rows["image"].write_text('{"image": "folder.jpg", "question": "q", "answer": "a"}')
+    assert "it is a folder: name a file in it" in refused("bench", "--data", rows["image"])
+
+
+def test_a_word_of_python_names_no_method() -> None:
+    assert "'class' is a word of Python's own: choose another name, such as class_method" in refused(
+        "new-method", "class"
+    )
+    with pytest.raises(RegistrationError, match="no word of Python's own"):
+        register("lambda", site="PRE_LLM", paper="none")(method_class("divprune"))
