@@ -26,6 +26,8 @@ _REASONS = {
     "no test covers it yet: a router decides how many tokens each of its tiles has, and features of several depths are "
     "added inside its decoder": "granite_docling",
     "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
+    "it returns a vector for each token of the prompt, and its mask would keep those of dropped ones, which are 0/0: merge "
+    "the vectors instead": "colpali colqwen2 colmodernvbert",
     "it takes no images in transformers, text alone": "mistral4",
     "it is the vision tower of other models, which have a type of their own (llava, mistral3)": "pixtral",
 }

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
@@ -19,6 +20,13 @@ from transformers import (
     VisionEncoderDecoderModel,
     ViTConfig,
 )
+
+# In no mapping of models that answer.
+_RETRIEVAL = {
+    "colmodernvbert": "ColModernVBertForRetrieval",
+    "colpali": "ColPaliForRetrieval",
+    "colqwen2": "ColQwen2ForRetrieval",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +43,13 @@ class Refused:
             if self.kind == "vision-encoder-decoder":
                 parts = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(), GPT2Config())
                 return VisionEncoderDecoderModel(parts)
+            if self.kind in _RETRIEVAL:
+                return getattr(transformers, _RETRIEVAL[self.kind])(CONFIG_MAPPING[self.kind]())
             return AutoModelForImageTextToText.from_config(CONFIG_MAPPING[self.kind](**copy.deepcopy(self.config)))
 
 
 _ALL_REFUSED = [
-    Refused("blip"), Refused("dots3_note"), Refused("granite_docling"), Refused("inkling2"),
+    Refused("blip"), *map(Refused, _RETRIEVAL), Refused("dots3_note"), Refused("granite_docling"), Refused("inkling2"),
     Refused("mistral_large4"), Refused("molmo2"),
     Refused("unlimited_ocr"),
     Refused("diffusion_gemma", dict(text_config=dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
