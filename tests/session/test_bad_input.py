@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def unchanged(session: tokenprune.Session, before: tuple) -> bool:
         ({"memory": "9" * 400 + "GiB"}, BudgetError, "must be"),
         ({"memory": "0.5KiB"}, BudgetError, "is 512 bytes: one token takes 1024 of this model's cache$"),
         ({"memory": "50KiB"}, BudgetError, "room for 50 visual tokens, of which a compression leaves 37"),
-        ({"memory": 50}, BudgetError, "leaves 37, and the policy pins 64: nothing new would stay"),
+        ({"memory": 50}, BudgetError, "pins 64: nothing new would stay. Raise memory= to 87 "),
         ({"memory": 100, "target": 0}, BudgetError, "target=0"),
         ({"memory": 100, "target": 1.1}, BudgetError, "target=1.1"),
         ({"memory": 100, "target": float("nan")}, BudgetError, "target=nan"),
@@ -233,11 +234,33 @@ def test_a_model_that_changed_since_is_refused(session, build) -> None:
     session.say([5])
 
 
+@pytest.mark.parametrize("target", [0.75, 0.7, 1.0])
+@pytest.mark.parametrize("name", tokenprune.available_policies())
+def test_the_least_memory_is_what_the_error_and_the_page_say(name: str, target: float, build) -> None:
+    """A block's tokens, and more than a policy pins after a compression."""
+    policy = tokenprune.policy(name, **({"proxy": [20]} if name == "streammem" else {}))
+    block_tokens = len(block(1)["input_ids"])
+
+    def fits(memory: int) -> bool:
+        try:
+            tokenprune.session(build(LLAVA), memory=memory, policy=policy, target=target).see(**block(1))
+        except BudgetError as error:
+            assert memory < block_tokens or f"Raise memory= to {least} visual tokens" in str(error)
+            return False
+        return True
+
+    least = next(memory for memory in range(1, 200) if max(1, int(memory * target)) > policy.pinned)
+    if policy.pinned and target == 0.75:
+        page = (Path(__file__).parents[2] / "docs/sessions.md").read_text()
+        assert f"with `{name}` {least} (more than `sink / target`)" in page
+    assert [fits(max(least, block_tokens) + more) for more in (-1, 0)] == [False, True]
+
+
 def test_a_position_past_the_horizon_is_refused(build) -> None:
-    session = tokenprune.session(build(LLAVA), memory=100, horizon=90)
+    session = tokenprune.session(build(LLAVA), memory=100, horizon=90, reanchor=False)
     session.say([1, 20]).see(**block(2))
     before = state(session)
-    with pytest.raises(UnsupportedSetupError, match=r"position 109, and the model's last one is 90.*reset\(\)"):
+    with pytest.raises(UnsupportedSetupError, match=r"position 109, the model's last one is 90.*reset\(\)"):
         session.see(**block(1))
     with pytest.raises(UnsupportedSetupError, match="horizon"):
         session.ask([30], max_new_tokens=64, return_dict=True)
@@ -247,7 +270,7 @@ def test_a_position_past_the_horizon_is_refused(build) -> None:
 
 
 def test_the_horizon_is_that_of_the_config(build) -> None:
-    session = tokenprune.session(build(LLAVA), memory=100)
+    session = tokenprune.session(build(LLAVA), memory=100, reanchor=False)
     for _ in range(7):
         session.see(**block(2))
     with pytest.raises(UnsupportedSetupError, match="last one is 511"):

@@ -7,8 +7,10 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import AutoProcessor
 
 import tokenprune
+from processors import DEMO, demo_model, photo
 from session_oracle import Recorded, close, images_of, recorded
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from zoo import FAMILIES
@@ -170,20 +172,99 @@ def test_a_moved_session_is_saved_and_forked(build, tmp_path) -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_a_memory_that_fills_the_horizon_is_refused_with_the_session_as_it_was(build) -> None:
+def test_text_that_fills_the_horizon_is_refused_with_the_session_as_it_was(build) -> None:
     made = recorded(FAMILIES["llava"], build(FAMILIES["llava"]), horizon=100, reanchor=True, policy="uniform")
-    image = images_of(FAMILIES["llava"], 1)
-    for _ in range(2):
-        made.see(image)
+    made.session.say([5] * 80)
     before = made.session.stats
-    with pytest.raises(UnsupportedSetupError, match=r"position 107, .*begin anew with reset\(\)"):
-        made.see(image)
+    with pytest.raises(
+        UnsupportedSetupError, match=r"position 115, .*leaves no room \(memory=\): begin anew with reset"
+    ):
+        made.see(images_of(FAMILIES["llava"], 1))
     assert made.session.stats == before
+    made.session.say([5] * 15)
 
 
-def test_without_it_the_error_names_it(build) -> None:
-    session = tokenprune.session(build(FAMILIES["llava"]), memory=100, horizon=20)
-    with pytest.raises(UnsupportedSetupError, match="begin the session with reanchor=True"):
+@pytest.mark.parametrize("policy", ["window", "uniform", "infinipot_v"])
+@pytest.mark.parametrize("name", TURNING)
+def test_of_a_memory_larger_than_the_positions_what_came_first_leaves(name: str, policy: str, build) -> None:
+    """But for what the policy pins; text stays."""
+    family, chosen = FAMILIES[name], tokenprune.policy("window", sink=7) if policy == "window" else policy
+    horizon = 5 * span(name)
+    made = recorded(family, build(family), horizon=horizon, memory=10**6, policy=chosen)
+    made.session.say([1, 20, 21])
+    for image in images_of(family, 14):
+        made.see([image])
+        assert made.session.stats.next_position <= horizon + 1
+    made.session.ask([30], max_new_tokens=2, return_dict=True)
+    stats = made.session.stats
+    assert stats.text == 3 and stats.reanchored >= 3 and stats.compressions >= 3
+    for held in made.session.held:
+        visual = held.frame[held.frame >= 0].view(len(held.frame), -1)
+        late = visual[:, 7:] if policy == "window" else visual
+        assert late.min() >= 8 and late.max() == 13
+        if policy == "window":
+            assert torch.equal(held.index[:, 3:10], torch.arange(3, 10).expand(len(visual), -1))
+
+
+def shortened(name: str, positions: int):
+    model = FAMILIES[name].build()
+    model.config.text_config.max_position_embeddings = positions
+    return model
+
+
+@pytest.mark.parametrize("name", TURNING)
+def test_a_session_goes_on_past_the_last_position_by_itself(name: str) -> None:
+    """Over more images than the model has positions; what it answers is what an explicit reanchor=True does."""
+    family, model = FAMILIES[name], shortened(name, 6 * span(name))
+    options = {"memory": memory_of(name, 3.3), "policy": tokenprune.policy("window", sink=7)}
+    answers = []
+    for reanchor in ({}, {"reanchor": True}):
+        session = tokenprune.session(model, **options, **reanchor).say([1, 20, 21])
+        for number, image in enumerate(images_of(family, 20)):
+            session.see(input_ids=image.ids, **family.collate([[image]]))
+            if number in (3, 9, 19):
+                answers.append(session.ask([30, 31], max_new_tokens=2, return_dict=True))
+        assert session.stats.frames_seen == 20 and session.stats.reanchored >= 3
+        assert session.stats.next_position <= 6 * span(name)
+    for one, other in zip(answers[:3], answers[3:], strict=True):
+        assert torch.equal(one.logits, other.logits) and torch.equal(one.ids, other.ids)
+    kept = tokenprune.session(model, **options, reanchor=False)
+    with pytest.raises(UnsupportedSetupError, match=r"nothing moves down \(reanchor=False\): begin anew with reset"):
+        for image in images_of(family, 20):
+            kept.see(input_ids=image.ids, **family.collate([[image]]))
+
+
+@torch.no_grad()
+def test_a_shipped_model_sees_more_images_than_it_has_positions() -> None:
+    """Each of 256 tokens, of 2,048 positions; also where the memory is as large as that."""
+    model, processor, images = (
+        demo_model(),
+        AutoProcessor.from_pretrained(DEMO),
+        [photo(64, 64, seed) for seed in range(10)],
+    )
+    found = []
+    for reanchor in (None, True):
+        session = tokenprune.session(model, processor, memory=2048, policy="infinipot_v", reanchor=reanchor).see(images)
+        assert (
+            session.stats.tokens_seen > model.config.text_config.max_position_embeddings > session.stats.next_position
+        )
+        found.append(session.ask("what color is the circle?", max_new_tokens=3, return_dict=True))
+    assert found[0].text == found[1].text != "" and torch.equal(found[0].logits, found[1].logits)
+
+
+def test_where_positions_cannot_move_the_last_one_is_an_error() -> None:
+    """And by default no more than that: the session itself begins."""
+    family, model = FAMILIES["gemma3"], shortened("gemma3", 100)
+    session = tokenprune.session(model, memory=60, policy="uniform")
+    with pytest.raises(UnsupportedSetupError, match="positions of 'gemma3' cannot be moved down"):
+        for image in images_of(family, 20):
+            session.see(input_ids=image.ids, **family.collate([[image]]))
+    assert 0 < session.stats.frames_seen < 20
+
+
+def test_without_it_the_error_says_so(build) -> None:
+    session = tokenprune.session(build(FAMILIES["llava"]), memory=100, horizon=20, reanchor=False)
+    with pytest.raises(UnsupportedSetupError, match="reanchor=False"):
         session.say([5] * 30)
     with pytest.raises(OptionError, match="reanchor=1 must be True or False"):
         tokenprune.session(build(FAMILIES["llava"]), memory=100, reanchor=1)
@@ -197,7 +278,7 @@ def test_positions_that_cannot_be_moved_are_refused_by_name(build) -> None:
     for name, value in (("attention_scaling", 1.2), ("rope_type", "dynamic"), ("inv_freq", rotary.inv_freq[:2])):
         old = getattr(rotary, name)
         setattr(rotary, name, value)
-        with pytest.raises(UnsupportedModelError, match="leave reanchor=False"):
+        with pytest.raises(UnsupportedModelError, match="leave out reanchor=True"):
             tokenprune.session(model, memory=100, reanchor=True)
         setattr(rotary, name, old)
     tokenprune.session(model, memory=100, reanchor=True)

@@ -5,29 +5,32 @@ from __future__ import annotations
 
 # Model types of transformers. Cutting would be without meaning, or silently wrong.
 _REASONS = {
-    "its images enter through cross-attention, not through the sequence: no layer but those would get faster, and "
-    "their keys are not of the prompt": "mllama idefics evolla blip",
-    "its images are in an encoder that the decoder reads by cross-attention": (
+    "its images enter through cross-attention, not through the sequence: no other layer would get faster": (
+        "mllama idefics evolla blip"
+    ),
+    "its decoder reads its images by cross-attention": (
         "florence2 t5gemma2 udop pix2struct pp_formulanet vision-encoder-decoder"
     ),
     "it puts its images before the text inside its own layers, without placeholders in the prompt": "git",
     "its decoder takes images by places of its own and counts positions itself, and generate() calls it past the "
     "model's own forward": "kosmos-2 kosmos-2.5",
-    "some of its layers choose for themselves which blocks of keys they look at, by slots of the cache: with tokens "
-    "gone the blocks would hold others": "minimax_m3_vl qwen4_exp glm5_next",
+    "some layers choose which blocks of keys they look at, by slots of the cache: with tokens gone the blocks would "
+    "hold others": "minimax_m3_vl qwen4_exp glm5_next",
     "its attention measures distances between slots, and every layer convolves neighbours": "inkling_mm_model inkling2",
-    "an indexer of its own chooses which keys its layers look at, by keys that the cache holds beside the others: a "
-    "cut would not reach those": "mistral_large4 dots3_note",
-    "its cache keeps the keys of as many tokens as the prompt had when it came, and a window of the others: with "
-    "tokens gone it would take the first ones of the answer for the prompt": "unlimited_ocr",
+    "an indexer chooses which keys its layers look at, by keys held beside the others, which a cut would not reach": (
+        "mistral_large4 dots3_note"
+    ),
+    "its cache keeps as many keys as the prompt had tokens, and a window of the others: after a cut it would take the "
+    "first of the answer for the prompt": "unlimited_ocr",
     "it writes blocks of text by diffusion, and does not keep what it read of the prompt": "diffusion_gemma",
     "no test covers it yet: its features are added to the embeddings of placeholders that its config names in its own "
     "way": "molmo2",
     "no test covers it yet: a router decides how many tokens each of its tiles has, and features of several depths are "
     "added inside its decoder": "granite_docling",
     "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
-    "it returns a vector for each token of the prompt, and its mask would keep those of dropped ones, which are 0/0: merge "
-    "the vectors instead": "colpali colqwen2 colmodernvbert",
+    "it returns a vector for each token, those of dropped ones would be 0/0, and its mask keeps them: merge vectors": (
+        "colpali colqwen2 colmodernvbert"
+    ),
     "it takes no images in transformers, text alone": "mistral4",
     "it is the vision tower of other models, which have a type of their own (llava, mistral3)": "pixtral",
 }

@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le
 from tokenprune.api import attachment_of, is_patched
 from tokenprune.errors import BudgetError, ConfigError, OptionError, SessionError, UnsupportedSetupError
 from tokenprune.integrations.hf.session import storage
-from tokenprune.integrations.hf.session.anchors import check_turning
+from tokenprune.integrations.hf.session.anchors import why_fixed
 from tokenprune.integrations.hf.session.blocks import blocks_of
 from tokenprune.integrations.hf.session.checks import adapter_of, check_patch, check_window, place_of
 from tokenprune.integrations.hf.session.limits import Limits, entries_of
@@ -247,7 +247,7 @@ def session(
     target: float = 0.75,
     block: int | None = None,
     horizon: int | None = None,
-    reanchor: bool = False,
+    reanchor: bool | None = None,
     seed: int = 0,
 ) -> Session:
     """Begin a session: `see` frames for hours, `ask` about them now and then, with a visual memory of one size.
@@ -259,8 +259,8 @@ def session(
     (`available_policies()`) or a configured `Policy`. target: share of the memory that a compression leaves, in (0, 1];
     1: one at each block. block: frames in one forward; None: as many as fill what a compression frees. horizon: the
     greatest position that the model may see; None: its config's `max_position_embeddings`. reanchor: at the horizon,
-    positions of all that is held move down, which closes gaps: an approximation. False: an error. seed: of policies
-    that draw.
+    positions of all that is held move down, which closes gaps: an approximation. None: where the model's can; False: an
+    error there. seed: of policies that draw.
     Raises BudgetError, OptionError, UnknownPolicyError, SessionError, UnsupportedModelError or UnsupportedSetupError.
     """
     chosen = policy_of(policy)
@@ -269,16 +269,15 @@ def session(
     for name, value in (("block", block), ("horizon", horizon)):
         if not fits(value, Annotated[int, Ge(1)] | None):
             raise OptionError(f"{name}={value!r} must be an int >= 1, or None")
-    for name, value, kind in (("seed", seed, int), ("reanchor", reanchor, bool)):
+    for name, value, kind in (("seed", seed, int), ("reanchor", reanchor, bool | None)):
         if not fits(value, kind):
             raise OptionError(f"{name}={value!r} must be {in_words(kind)}")
     adapter = adapter_of(model)
     if is_patched(model):
         check_patch(attachment_of(model), adapter)
     horizon = horizon or adapter.text_config.max_position_embeddings - 1
-    limits = Limits(memory, entries_of(memory, adapter, place_of(model)[1]), target, horizon, reanchor)
-    if reanchor:
-        check_turning(adapter)
+    entries = entries_of(memory, adapter, place_of(model)[1])
+    limits = Limits(memory, entries, target, horizon, why_fixed(adapter, reanchor))
     limits.check(0, chosen.pinned)
     check_window(
         adapter,

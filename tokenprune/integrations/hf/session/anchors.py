@@ -20,8 +20,22 @@ from tokenprune.integrations.hf.session.memory import FRAME, POSITION, Memory
 _KINDS = ("default", "linear", "llama3")  # angles that are in proportion to the position, whatever the length
 
 
-def check_turning(adapter: Adapter) -> None:
-    """Raise UnsupportedModelError for a model whose cached keys cannot be turned to other positions."""
+def why_fixed(adapter: Adapter, wanted: bool | None) -> str | None:
+    """Return why positions of a model stay at the horizon, in words; None where they move down.
+
+    wanted: as a caller says it; None: where its cached keys can be turned. Raises UnsupportedModelError where they
+    cannot, and must.
+    """
+    if wanted is False:
+        return "reanchor=False"
+    reason = _unturned(adapter)
+    if reason is not None and wanted:
+        raise UnsupportedModelError(f"{reason}: leave out reanchor=True, and call reset() at the last position")
+    return reason
+
+
+def _unturned(adapter: Adapter) -> str | None:
+    """Return why the cached keys of a model cannot be turned to other positions, in words; None if they can."""
     decoder, config = adapter.decoder, adapter.text_config
     rotary: Any = getattr(decoder, "rotary_emb", None)
     half = getattr(sys.modules.get(type(decoder).__module__), "rotate_half", None)
@@ -32,11 +46,8 @@ def check_turning(adapter: Adapter) -> None:
     elif 2 * rotary.inv_freq.numel() != width:
         reason = "they turn a part of each key alone"
     else:
-        return
-    raise UnsupportedModelError(
-        f"positions of {adapter.config.model_type!r} cannot be moved down ({reason}): leave reanchor=False, and call "
-        "reset() at the last position"
-    )
+        return None
+    return f"positions of {adapter.config.model_type!r} cannot be moved down: {reason}"
 
 
 def _halves(half: Any, width: int) -> bool:
@@ -56,8 +67,10 @@ def reanchor(memory: Memory, adapter: Adapter) -> int:
     Entries of one frame move together, and the newest of each head by as much as the next position. In the head with
     the widest span no gap between frames is left; other heads keep gaps behind their oldest frames.
     """
+    if not memory.held:
+        return 0
     closed: dict[int, Tensor] = {id(table): _closed(table) for table in memory.tables}
-    down = min(int(gaps[..., -1].min()) for gaps in closed.values()) if memory.held else 0
+    down = min(int(gaps[..., -1].min()) for gaps in closed.values())
     if down == 0:
         return 0
     tables: dict[int, Tensor] = {}

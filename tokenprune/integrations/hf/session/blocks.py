@@ -36,7 +36,7 @@ def blocks_of(
         if few == len(frames) and tokens <= room:
             yield probe
             return
-        block = max(1, (room - stream.limits.target(stream.text)) * few // tokens)
+        block = max(1, stream.limits.freed(stream.text) * few // tokens)
     units = -(-len(frames) // step)
     count = -(-units // max(1, block // step))
     starts = [number * units // count * step for number in range(count)]

@@ -25,14 +25,19 @@ class Limits:
 
     given: the memory as the caller wrote it. entries: how many of them that is in each layer with full attention; of a
     memory in bytes, text is among them. share: of the visual entries' room, what a compression leaves. horizon: the
-    greatest position; reanchor: positions move down at it.
+    greatest position; fixed: why positions do not move down at it, in words, None where they do.
     """
 
     given: int | str
     entries: int
     share: float
     horizon: int
-    reanchor: bool = False
+    fixed: str | None = None
+
+    @property
+    def reanchor(self) -> bool:
+        """True if positions move down at the horizon."""
+        return self.fixed is None
 
     def room(self, text: int) -> int:
         """Return how many visual entries may be held beside so many of text."""
@@ -42,27 +47,37 @@ class Limits:
         """Return how many visual entries a compression leaves beside so many of text."""
         return max(1, int(self.room(text) * self.share))
 
+    def freed(self, text: int) -> int:
+        """Return how many visual entries a compression takes out beside so many of text, where their positions fit."""
+        room = min(self.room(text), self.horizon + 1)
+        return room - max(1, int(room * self.share))
+
+    def least(self, pinned: int) -> int:
+        """Return the smallest number of entries of which a compression leaves more than a policy pins."""
+        least = max(1, int(pinned / self.share))
+        while max(1, int(least * self.share)) <= pinned:
+            least += 1
+        return least
+
     def check(self, text: int, pinned: int) -> None:
         """Raise BudgetError where nothing new would stay beside so many entries of text."""
         if self.room(text) < 1 or pinned >= self.target(text):
             beside = f" beside {text} tokens of text" if text and isinstance(self.given, str) else ""
             raise BudgetError(
                 f"memory={self.given!r} has room for {self.room(text)} visual tokens{beside}, of which a compression "
-                f"leaves {self.target(text)}, and the policy pins {pinned}: nothing new would stay. Raise memory=, or "
-                "have the policy pin fewer, as tokenprune.policy('window', sink=0) does"
+                f"leaves {self.target(text)}, and the policy pins {pinned}: nothing new would stay. Raise memory= to "
+                f"{self.least(pinned)} visual tokens at least, or have the policy pin fewer, as "
+                "tokenprune.policy('window', sink=0) does"
             )
 
     def check_position(self, last: int) -> None:
         """Raise UnsupportedSetupError where a position is past the greatest that the model may see."""
         if last <= self.horizon:
             return
-        do = "raise horizon= if the model was trained for it" if self.reanchor else (
-            "begin the session with reanchor=True, which moves what is held to lower positions, or with a greater "
-            "horizon= if the model was trained for it"
-        )  # fmt: skip
+        moved = "what is held leaves no room (memory=)" if self.reanchor else f"nothing moves down ({self.fixed})"
         raise UnsupportedSetupError(
-            f"the stream would reach position {last}, and the model's last one is {self.horizon} (horizon=): begin "
-            f"anew with reset(), see fewer or smaller frames, or {do}"
+            f"the stream would reach position {last}, the model's last one is {self.horizon} (horizon=), and {moved}: "
+            "begin anew with reset(), see fewer or smaller frames, or raise horizon= if the model was trained for it"
         )
 
 

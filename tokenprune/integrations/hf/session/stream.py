@@ -29,6 +29,7 @@ from tokenprune.integrations.hf.session.positions import (
 )
 from tokenprune.integrations.hf.session.proxy import attention_of_proxy
 from tokenprune.policies.base import Policy
+from tokenprune.policies.window import WindowPolicy
 
 # What a processor makes beside an encoder's arguments; a session finds them itself.
 _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "position_ids")
@@ -138,14 +139,18 @@ class Stream:
     def _compress(self) -> None:
         """Have the policy choose what stays, where the memory is over."""
         if self.memory.visual > self.room:
-            step, rows = self.progress.compressions, None
+            rows = None
             if self.proxy is not None:
                 positions = text_positions(self.adapter, self.progress.next, self.proxy.shape[1], self.place[0])
                 ask = partial(self._run, self.proxy.to(self.place[0]), positions)
                 rows, size = attention_of_proxy(self.memory, self.adapter, ask)
                 self.progress = replace(self.progress, peak=max(self.progress.peak, size))
-            self.memory.compress(self.policy, self.limits.target(self.text), step, self.seed, rows)
-            self.progress = replace(self.progress, compressions=step + 1)
+            self._leave(self.policy, self.limits.target(self.text), rows)
+
+    def _leave(self, policy: Policy, keep: int, rows: list[Tensor] | None = None) -> None:
+        step = self.progress.compressions
+        self.memory.compress(policy, keep, step, self.seed, rows)
+        self.progress = replace(self.progress, compressions=step + 1)
 
     def _forward(self, ids: Tensor, inputs: Mapping[str, Any], of_frames: Tensor) -> Tensor:
         ids = ids.to(self.place[0])
@@ -174,10 +179,20 @@ class Stream:
         return max(int(positions.max()), behind - 1 + (0 if self.proxy is None else self.proxy.shape[1]))
 
     def _past(self, last: int) -> bool:
-        """Return whether a position is past the horizon, and positions have moved down for it."""
+        """Return whether a position is past the horizon, and positions have moved down for it.
+
+        Where a memory holds more than there are positions for, what came first leaves, as in a window.
+        """
         if last <= self.limits.horizon or not self.limits.reanchor:
             return False
         down = reanchor(self.memory, self.adapter)
+        while (over := last - down - self.limits.horizon) > 0:
+            visual, pinned = self.memory.visual, self.policy.pinned
+            keep = min(int(visual * self.limits.share), visual - over)
+            if keep <= pinned:
+                break
+            self._leave(WindowPolicy(sink=pinned), keep)
+            down += reanchor(self.memory, self.adapter)
         number = self.progress.reanchored + (down > 0)
         self.progress = replace(self.progress, next=self.progress.next - down, reanchored=number)
         return down > 0
