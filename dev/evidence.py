@@ -38,6 +38,7 @@ RUNS = {
     "bench_videos.jsonl": {"video": ()},
 }
 UNPRUNED = 576
+SMALLER = "downsample"  # what `recommend` shows beside each row
 # The published numbers behind each kind of evidence: the mean that a source prints, or one benchmark.
 PUBLISHED = {"general": None, "reading": "textvqa"}
 NEAR = 2.0  # points within which two papers print the same
@@ -46,10 +47,10 @@ Entry = dict[str, Any]
 
 
 def entries() -> Iterator[Entry]:
-    """Yield the entries of the file, those of the advised methods alone."""
+    """Yield the entries of the file, those of the advised methods and of a smaller image alone."""
     from tokenprune_bench.recommend.advice import advice
 
-    advised = {one.method for one in advice().values()}
+    advised = {one.method for one in advice().values()} | {SMALLER}
     for made in (published(), accuracy(), published_speed(), measured_speed()):
         yield from (one for one in made if one["method"] in advised)
 

@@ -8,8 +8,8 @@ A keep is enough for a kind of question if, for each of the benchmarks' kinds th
 share of right answers is at most LIMIT below that of the unpatched model; and, where fifty questions of a kind were
 asked, the lower end of its 95 % interval (Wilson) at most COLLAPSE below: they cannot tell small differences, but they
 rule a collapse out, as fewer cannot. A method's floor is the lowest keep that is enough, as are all above it that were
-measured in demo_vlm; 1.0 if there is none. The records of demo_smol are at equal cost: a method inside the decoder kept a
-smaller share there than the keep that it speaks for, so that it errs on the strict side.
+measured in demo_vlm; 1.0 if there is none. The records of demo_smol are at equal cost: a method inside the decoder kept
+a smaller share there than the keep that it speaks for, so that it errs on the strict side.
 """
 
 from __future__ import annotations

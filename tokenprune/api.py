@@ -67,8 +67,8 @@ def patch(
     processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes,
     and by the guard, to read prompts; ignored where neither needs it.
     guard:     "warn": log a warning where a prompt asks, or an image holds, what this method was measured to lose at
-               this budget (text, places, numbers); "auto": keep more tokens there; "off"; or a `Guard`. None: "warn"
-               with a processor, "off" without. `print(model)` says in one line what it does.
+               this budget (text, places, numbers); "auto": keep more tokens there; "off"; or a `Guard`. None: what
+               `config` says, else "warn" with a processor, "off" without. `print(model)` says in one line what it does.
     config:    a file that `tokenprune tune` wrote, or its content, or a setting alone, as a file or a dict such as
     {"method": "fastv", "keep": {"average_tokens": 192}}, in place of method, keep and options. On another model than it
     was tuned on, a warning is logged.
@@ -81,7 +81,6 @@ def patch(
     Raises UnknownMethodError, OptionError, BudgetError, ConfigError, UnsupportedModelError, UnsupportedSetupError or
     AlreadyPatchedError; the model is then as it was before.
     """
-    guard = Guard.of(guard, processor)
     if not fits(feature_cache, _BYTES):
         raise OptionError(f"feature_cache={feature_cache!r} must be a number of bytes, {in_words(_BYTES)}")
     if config is not None:
@@ -90,6 +89,12 @@ def patch(
         read = read_config(config)
         read.check_model(model)
         method, keep = read.steps()
+        if guard is None and read.guard == "auto" and processor is None:
+            raise OptionError(
+                f'{read.name} is meant with guard="auto", which reads prompts: pass processor=, or guard="off"'
+            )
+        guard = read.guard if guard is None else guard
+    guard = Guard.of(guard, processor)
     alone = max_visual_tokens is not None and method is None and keep is None and not options
     methods = [] if alone else _methods(DEFAULT_METHOD if method is None else method, options)
     methods, budgets = limited(methods, _budgets(keep, methods), max_visual_tokens)

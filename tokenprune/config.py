@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tokenprune.json`: the setting that `tokenprune tune` found, and what is promised of it.
 
-{"schema": 1, "setting": {"method": ..., "keep": ..., option: ...}, "tuned": {...}}, or the setting alone. The setting
-has the shape that the vLLM plugin takes, see setting.py.
+{"schema": 1, "setting": {"method": ..., "keep": ..., option: ...}, "tuned": {...}, "guard": "auto"}, or the setting
+alone, with a guard beside its method. The setting has the shape that the vLLM plugin takes, see setting.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tokenprune.spelling import short
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
+_GUARDS = ("warn", "auto", "off")
 _LARGEST = 2**20  # bytes of a file
 _SHAPE = f'{{"method": "divprune", "keep": 0.25}}, or {{"schema": {SCHEMA}, "setting": {{...}}, "tuned": {{...}}}}'
 
@@ -34,12 +35,13 @@ class Config:
     """The content of a file. It adds to a `Setting` what was measured of it, which a file alone holds.
 
     setting: what to patch with, as JSON holds it. tuned: what is promised of it, and of which model; {} if nothing is.
-    name: of the file, for messages.
+    name: of the file, for messages. guard: of `patch`, where the setting is meant with one: "warn", "auto" or "off".
     """
 
     setting: dict[str, Any]
     tuned: dict[str, Any] = field(default_factory=dict)
     name: str = "config"
+    guard: str | None = None
 
     @cached_property
     def parsed(self) -> Setting:
@@ -95,7 +97,8 @@ def _checked(content: Any, name: str) -> Config:
     if not isinstance(content, Mapping):
         raise ConfigError(f"{name} is no configuration: it needs {_SHAPE}")
     if "method" in content or "off" in content:  # a setting alone
-        content = {"schema": SCHEMA, "setting": content}
+        alone = {key: value for key, value in content.items() if key != "guard"}
+        content = {"schema": SCHEMA, "setting": alone, **{key: content[key] for key in content if key == "guard"}}
     if "schema" not in content:
         raise ConfigError(f"{name} is no configuration: it needs {_SHAPE}")
     schema = content["schema"]
@@ -107,7 +110,7 @@ def _checked(content: Any, name: str) -> Config:
     setting, tuned = content.get("setting"), content.get("tuned", {})
     if not isinstance(setting, Mapping) or not isinstance(tuned, Mapping):
         raise ConfigError(f"{name} is damaged: setting and tuned must be objects")
-    if unknown := sorted(map(str, set(content) - {"schema", "setting", "tuned"})):
+    if unknown := sorted(map(str, set(content) - {"schema", "setting", "tuned", "guard"})):
         raise ConfigError(f"{name} has unknown entries {', '.join(unknown)}: options go into setting")
     model = tuned.get("model") or {}
     if not isinstance(model, Mapping):
@@ -115,7 +118,10 @@ def _checked(content: Any, name: str) -> Config:
     for key in ("fingerprint", "type", "name"):
         if not isinstance(model.get(key, ""), str):
             raise ConfigError(f"{name} is damaged: {key} of the model must be a text, not {short(model[key])}")
-    config = Config(dict(setting), dict(tuned), name)
+    guard = content.get("guard")
+    if "guard" in content and guard not in _GUARDS:
+        raise ConfigError(f"{name}: guard is one of {', '.join(_GUARDS)}, not {short(guard)}")
+    config = Config(dict(setting), dict(tuned), name, guard)
     if not config.setting.get("off"):
         config.steps()
     return config
@@ -125,6 +131,7 @@ def write_config(path: str | Path, config: Config) -> None:
     """Write a configuration, as a whole or not at all; raises ConfigError where that cannot be."""
     path = Path(path)
     content = {"schema": SCHEMA, "setting": config.setting} | ({"tuned": config.tuned} if config.tuned else {})
+    content |= {"guard": config.guard} if config.guard else {}
     draft = path.with_name(path.name + ".new")
     try:
         draft.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

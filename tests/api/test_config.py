@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import tokenprune
 from basics import snapshot
 from tokenprune import BudgetError, Config, ConfigError, OptionError, UnknownMethodError
 from tokenprune.api import attachment_of
+from tokenprune.integrations.vllm.setting import configuration
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.shapes.fingerprint import fingerprint
 from zoo import FAMILIES
@@ -225,3 +228,35 @@ def test_none_means_the_default_of_patch_and_of_the_method(build: Callable) -> N
         with tokenprune.patched(build(LLAVA), named, keep=None) as model:
             (method,), (budget,) = attachment_of(model).methods, attachment_of(model).budgets
             assert (method.name, budget) == (name, tokenprune.Budget(keep))
+
+
+def test_a_config_holds_the_guard_that_it_is_meant_with(build: Callable, tmp_path: Path) -> None:
+    model, path = build(LLAVA), tmp_path / "with guard.json"
+    setting = {"method": "random", "keep": 0.3}
+    tokenprune.write_config(path, Config(setting, guard="auto"))
+    assert json.loads(path.read_text()) == content(setting, guard="auto")
+    was = snapshot(model)
+    for config in (path, content(setting, guard="auto"), setting | {"guard": "auto"}):
+        assert tokenprune.read_config(config).guard == "auto" and tokenprune.read_config(config).setting == setting
+        with pytest.raises(OptionError, match='meant with guard="auto", which reads prompts: pass processor='):
+            tokenprune.patch(model, config=config)
+        assert snapshot(model) == was
+        with tokenprune.patched(model, config=config, guard="off"):  # what is said goes before
+            assert "guard" not in repr(model)
+    with tokenprune.patched(model, config=content(setting, guard="warn")):
+        assert 'guard="warn" looks at images' in repr(model)
+    for wrong in ("loud", True, None):
+        with pytest.raises(ConfigError, match="guard is one of warn, auto, off, not"):
+            tokenprune.read_config(content(setting, guard=wrong))
+
+
+def test_the_plugin_refuses_a_config_that_needs_the_guard(tmp_path: Path) -> None:
+    path, served = tmp_path / "tokenprune.json", SimpleNamespace(hf_config=SimpleNamespace(model_type="llava"))
+    for guard, refused in (("auto", True), ("warn", False), (None, False)):
+        tokenprune.write_config(path, Config({"method": "divprune", "keep": 0.3}, guard=guard))
+        with (
+            pytest.raises(OptionError, match="which the plugin has not: give a higher keep")
+            if refused
+            else nullcontext()
+        ):
+            assert configuration._read({"config": str(path)}, served) == {"method": "divprune", "keep": 0.3}

@@ -17,6 +17,7 @@ import tokenprune
 from tests.docs.test_docs import generator
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
+from tokenprune.guard.floors import shipped
 from tokenprune_bench.recommend import advice
 from tokenprune_bench.recommend.recommendation import TASKS, recommend
 
@@ -137,6 +138,39 @@ def test_the_three_forms_are_one_setting(model) -> None:
         assert repr(model) == by_config and found.method in by_config
     finally:
         tokenprune.unpatch(model)
+
+
+def test_a_guard_that_the_evidence_needs_is_in_the_config_and_a_higher_keep_in_vllm(tmp_path: Path) -> None:
+    found, out = recommend("demo_vlm", task="counting"), tmp_path / "with blanks.json"
+    row = ADVICE["counting"]
+    assert json.loads(found.config) == found.setting | {"guard": "auto"} and 'guard="auto"' in found.python
+    floor = shipped().of(row.method, "counting")
+    assert json.loads(shlex.split(found.vllm)[1]) == {"tokenprune": found.setting | {"keep": floor}}
+    assert floor > row.keep and any("vLLM has no guard" in one for one in found.notes)
+    done = CliRunner().invoke(app, ["recommend", "demo_vlm", "--task", "counting", "--out", str(out)])
+    assert done.exit_code == 0 and tokenprune.read_config(out).guard == "auto"
+    model, processor = tokenprune.demo_model(device="cpu")
+    for config in (out, json.loads(found.config)):
+        with tokenprune.patched(model, config=config, processor=processor):
+            assert 'guard="auto"' in repr(model)
+    plain = recommend("demo_vlm")
+    assert "guard" not in plain.config and json.loads(shlex.split(plain.vllm)[1]) == {"tokenprune": plain.setting}
+    # At its keep the guard has nothing to add for what a row is about.
+    for task, kind in (("documents", "text"), ("grounding", "grounding")):
+        assert ADVICE[task].keep >= shipped().of(ADVICE[task].method, kind)
+
+
+def test_the_same_budget_by_a_smaller_image_stands_beside_it() -> None:
+    found = recommend("demo_qwen", task="documents")
+    speed, accuracy, time = re.split(r"; (?=measured)", found.smaller)
+    assert "image (`downsample` at keep 0.5, or max_pixels of the processor): prefill x3." in speed
+    ours = re.search(r"prefill (x[\d.]+) as fast", found.evidence[-1].figure)[1]
+    assert speed.endswith(f"and divprune {ours}") and "questions right at keep 0.5" in accuracy
+    assert "ms from the image to the first token" in time and f"\n- {found.smaller}\n" in str(found)
+    assert "max_pixels" not in recommend("demo_vlm").smaller  # whose images have one size
+    assert "at this keep and task was not measured" in recommend("demo_qwen", task="long-prompts").smaller
+    assert recommend("demo_qwen", task="long-video").smaller == ""  # it removes nothing
+    assert "is not known" in recommend(AutoConfig.for_model("fuyu")).smaller  # its patches have no tower
 
 
 def test_a_method_that_cannot_act_gives_way_and_says_so() -> None:

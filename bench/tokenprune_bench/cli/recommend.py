@@ -43,5 +43,5 @@ def recommend(
     console = get_console()
     console.print(str(found), markup=False, soft_wrap=not console.is_terminal)
     if out is not None:
-        write_config(out, Config(found.setting))
+        write_config(out, Config(found.setting, guard=found.guard or None))
         get_console(error=True).print(f"written: {out}", markup=False, soft_wrap=True)

@@ -72,7 +72,8 @@ def read(arguments: dict[str, Any], base: str, accepted: Collection[str], anythi
             raise OptionError(_unknown(name, names, base, accepted))
     guard = {"guard": ours["guard"]} if "guard" in ours else {}
     if "config" in ours:
-        return ModelArguments(read_config(ours["config"]), rest, **guard)
+        config = read_config(ours["config"])
+        return ModelArguments(config, rest, **({"guard": config.guard} if config.guard else {}) | guard)
     if not names:
         return ModelArguments(None, rest)
     methods = [{"method": name, **options[name]} for name in names]

@@ -55,9 +55,10 @@ class Evidence:
 class Advice:
     """A row of the table.
 
-    title: what the reader has. method, keep: for `patch`; more: what else to pass, as Python. reason: one, which
-    reason_page shows. questions: the kinds of evidence that speak for it. instead: the row for families where the
-    method cannot act. note: what stands beside it. tokens, frames: of a prompt of this kind.
+    title: what the reader has. method, keep: for `patch`. guard: the kind of question for which guard="auto" goes with
+    them, "" for none. reason: one, which reason_page shows. questions: the kinds of evidence that speak for it.
+    instead: the row for families where the method cannot act. note: what stands beside it. tokens, frames: of a prompt
+    of this kind.
     """
 
     situation: str
@@ -67,11 +68,23 @@ class Advice:
     reason: str
     reason_page: str
     questions: tuple[str, ...]
-    more: str = ""
+    guard: str = ""
     instead: str = "general"
     note: str = ""
     tokens: int = 1024
     frames: int = 1
+
+    @property
+    def more(self) -> str:
+        """The rest of what `patch` takes, as Python."""
+        return 'guard="auto", processor=processor' if self.guard else ""
+
+    @property
+    def served_keep(self) -> float:
+        """The keep where there is no guard: at least what was measured to be enough for all prompts."""
+        from tokenprune.guard.floors import shipped
+
+        return max(self.keep, shipped().of(self.method, self.guard)) if self.guard else self.keep
 
     @property
     def setting(self) -> Setting:

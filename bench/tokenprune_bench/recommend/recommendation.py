@@ -5,7 +5,7 @@ the model's size, with closed forms of the model's cost."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +29,11 @@ _CANDIDATES = 3  # methods that the last line names for `tune`
 class Recommendation:
     """A setting to start from; `print` shows it on one screen.
 
-    setting: as `patch(config=...)` takes it; more: what else to pass, as Python. evidence: what speaks for it at its
-    keep and task, and against; elsewhere: what is known of the method at other keeps and tasks. notes: what is not
-    known, and what the model's shape says. candidates: methods to give to `tune`. served: whether vLLM can serve it;
-    why_not: the reason where it cannot.
+    setting: as `patch(config=...)` takes it; guard: "auto" where the evidence needs it beside; served_keep: what a vLLM
+    server, which has no guard, keeps in its place. evidence: what speaks for it at its keep and task, and against;
+    elsewhere: what is known of the method at other keeps and tasks. notes: what is not known, and what the model's
+    shape says. smaller: what a smaller image of as many tokens does instead. candidates: methods to give to `tune`.
+    served: whether vLLM can serve it; why_not: the reason where it cannot.
     """
 
     model: str
@@ -44,13 +45,20 @@ class Recommendation:
     elsewhere: tuple[Evidence, ...] = ()
     notes: tuple[str, ...] = ()
     candidates: tuple[str, ...] = ()
-    more: str = ""
+    guard: str = ""
+    served_keep: float | None = None
+    smaller: str = ""
     served: bool = False
     why_not: str = ""
 
     @property
     def method(self) -> str:
         return self.setting["method"]
+
+    @property
+    def more(self) -> str:
+        """The rest of what `patch` takes, as Python."""
+        return f'guard="{self.guard}", processor=processor' if self.guard else ""
 
     @property
     def python(self) -> str:
@@ -61,12 +69,15 @@ class Recommendation:
     @property
     def config(self) -> str:
         """The same as the content of a tokenprune.json."""
-        return json.dumps(self.setting)
+        return json.dumps(self.setting | ({"guard": self.guard} if self.guard else {}))
 
     @property
     def vllm(self) -> str | None:
         """The flag for `vllm serve`; None where vLLM cannot serve it."""
-        return f"--mm-processor-kwargs '{json.dumps({'tokenprune': self.setting})}'" if self.served else None
+        if not self.served:
+            return None
+        setting = self.setting | ({} if self.served_keep is None else {"keep": self.served_keep})
+        return f"--mm-processor-kwargs '{json.dumps({'tokenprune': setting})}'"
 
     def __str__(self) -> str:
         lines = [
@@ -77,7 +88,7 @@ class Recommendation:
             f"  vLLM    {self.vllm or f'not served: {self.why_not}'}",
             f"  config  {self.config}",
             "",
-            *(f"- {one}" for one in (*self.evidence, *self.notes)),
+            *(f"- {one}" for one in (*self.evidence, *filter(None, [self.smaller]), *self.notes)),
         ]
         if self.elsewhere:
             lines += ["", "Elsewhere (other keeps or other questions):"]
@@ -126,12 +137,49 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         row.reason,
         (*near, _closed(row, cost, load, family)),
         tuple(elsewhere),
-        (*notes, *filter(None, [row.note]), *_about(cost, load, task)),
+        (*notes, *filter(None, [row.note, _unguarded(row)]), *_about(cost, load, task)),
         tuple(dict.fromkeys(one.method for one in acting if one.keep < 1))[:_CANDIDATES],
-        row.more,
+        "auto" if row.guard else "",
+        row.served_keep if row.guard else None,
+        _smaller(row, cost, load, family),
         why_not is None,
         why_not or "",
     )
+
+
+def _unguarded(row: Advice) -> str:
+    """Return what a server does in place of the guard."""
+    if not row.guard:
+        return ""
+    kept = "all its tokens" if row.served_keep == 1 else f"{row.served_keep:g} of its tokens"
+    return (
+        f"vLLM has no guard: in its place every image keeps {kept}, the floor of {row.guard} (docs/guard.md); a "
+        f"request that asks for nothing of the kind may say keep {row.keep:g}."
+    )
+
+
+def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
+    """Return what `downsample` does at the keep of a row: its speed beside the row's, and what was measured of it."""
+    if row.keep >= 1:
+        return ""
+    other = replace(row, method="downsample")
+    (method,), _ = other.setting.steps()
+    if reason := abilities.obstacle(method, family):
+        return f"The same budget by a smaller image (`downsample`) is not to be had: {reason}"
+    any_size = cost.tower is not None and cost.tower.view is None
+    how = f"`downsample` at keep {row.keep:g}{', or max_pixels of the processor' if any_size else ''}"
+    lead = f"The same budget by a smaller image ({how})"
+    whole, ours, theirs = (
+        one.flops for one in (cost.cost(load), *(cost.predict(load, *each.setting.steps()) for each in (row, other)))
+    )
+    speed = f"prefill x{whole / theirs:.2f} as fast by FLOPs, tower included, and {row.method} x{whole / ours:.2f}"
+    if cost.tower is None:
+        speed = f"how much faster is not known, as the tower's shape is not; {row.method} x{whole / ours:.2f} by FLOPs"
+    near, _ = other.evidence(cost.decoder.weights)
+    found = {one.about: one for one in reversed(near)}
+    pieces = [str(found[about]) for about in ("accuracy", "time") if about in found]
+    unknown = [] if "accuracy" in found else ["what it answers right at this keep and task was not measured"]
+    return "; ".join([f"{lead}: {speed}", *unknown, *pieces])
 
 
 def _about(cost: CostModel, load: Load, task: str) -> list[str]:

@@ -80,6 +80,11 @@ def _read(layer: Any, model_config: Any) -> Any:
         others = ", ".join(sorted(set(layer) - {"config"}))
         raise OptionError(f"{KEY}: config names a file with a whole setting: leave out {others}")
     config = read_config(named)
+    if config.guard == "auto":
+        raise OptionError(
+            f"{named} is meant with the guard, which the plugin has not: give a higher keep in its place, as "
+            '`tokenprune recommend` prints it for vLLM, and take "guard" out'
+        )
     tuned_on, served = (config.tuned.get("model") or {}).get("type"), model_config.hf_config.model_type
     if tuned_on not in (None, served):
         logger.warning("%s was tuned on %s, not on %s: what it promises was not measured here", named, tuned_on, served)
