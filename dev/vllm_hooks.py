@@ -31,6 +31,7 @@ TABLES = (
     "compat:START_HOOKS",
     "compat:SENDER_HOOKS",
     "compat:WORKER_HOOKS",
+    "compat:REQUEST_HOOKS",
     "front.profiles:HOOKS",
     "front.answers:HEADER_HOOKS",
     "front.answers:USAGE_HOOKS",

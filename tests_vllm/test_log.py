@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from checkpoints import CHECKPOINTS
-from conftest import DIVPRUNE
+from conftest import DIVPRUNE, Engine
 from test_pixels import photos, processor
 from test_plugin import config
 from tokenprune.errors import OptionError, TokenPruneError
@@ -131,6 +131,39 @@ def test_selections(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixt
             assert found == [{"event": "selection", "method": "evs"} | item]
     (file,) = seconds.iterdir()
     assert json.loads(file.read_bytes())["evs"][1] == 1
+
+
+@pytest.mark.parametrize(
+    ("in_engine", "asked"),
+    [
+        ("chatcmpl-9ba953e5593f4a64-0a1b2c3d", "9ba953e5593f4a64"),
+        ("1_chatcmpl-mine.1-0a1b2c3d", "mine.1"),  # the second of two answers
+        ("chatcmpl-3_mine-deadbeef-0a1b2c3d", "3_mine-deadbeef"),
+        ("resp_12-0a1b2c3d", "resp_12"),
+        ("chatcmpl-my secret-0a1b2c3d", "unreadable"),
+        ("chatcmpl--0a1b2c3d", "unreadable"),
+        ("7", "7"),
+    ],
+)
+def test_a_selection_has_the_id_of_its_request(in_engine: str, asked: str) -> None:
+    assert log.asked_id(in_engine) == asked
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_onevision"])
+def test_selections_name_their_requests(
+    start: Callable[..., Engine], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Of several requests in a step, in one batch of the tower or more; none of those whose images a cache has."""
+    engine, checkpoint = start(name, DIVPRUNE | {"log": "json"}), CHECKPOINTS[name]
+    lines(caplog)
+    drawn = iter([checkpoint.images(1, seed=40 + seed)[0] for seed in range(6)])
+    images = [[next(drawn) for _ in range(count)] for count in (1, 3, 2)]
+    asked = [engine.request(checkpoint.prompt(len(some), "what? "), some) for some in images]
+    answers = engine.generate(asked, 1)
+    found = [one["request"] for one in lines(caplog) if one["event"] == "selection"]
+    assert sorted(found) == sorted(one.request_id for one, some in zip(answers, images, strict=True) for _ in some)
+    engine.generate(asked, 1)
+    assert not [one for one in lines(caplog) if one["event"] == "selection"]
 
 
 def as_unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def answer(server: Server, path: str, body: Any, **headers: str) -> tuple[str | 
 
 def logged(server: Server, request: str) -> list[dict[str, Any]]:
     lines = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
-    return [one for one in lines if one.get("request") == request]
+    return [one for one in lines if one.get("request") == request and one["event"] != "selection"]
 
 
 def test_answers_say_what_served_them(server: Server) -> None:
@@ -272,6 +272,9 @@ def test_the_log_says_what_was_counted(server: Server) -> None:
         )
         mine = [one for one in requests if one["profile"] == profile]
         assert len(mine) == count and {one["tokens_out"] for one in mine if one["images"] == 1} == {LEFT[profile]}
+    asked = {one["request"] for one in requests}
+    for one in (one["request"] for one in lines if one["event"] == "selection"):
+        assert one in asked or re.sub(r"_\d+$", "", one) in asked  # of a batch
     for event, name in (("refusal", "refusals"), ("selection", "selections")):
         assert sum(one["event"] == event for one in lines) == sum(server.counted(f"tokenprune:{name}_total").values())
     assert "profile" not in {key for one in lines if one["event"] == "refusal" for key in one}

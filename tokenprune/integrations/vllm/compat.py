@@ -130,6 +130,12 @@ WORKER_HOOKS = {
     "vllm.v1.worker.gpu.model_states.mm_pruning:MultiModalPruner.recompute": "self mm_embeds input_batch req_states",
 }
 
+# Of model runners that vLLM has loaded, for a log that names requests (worker/requests.py). Without them it names none.
+REQUEST_HOOKS = {
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._batch_mm_inputs_from_scheduler": "self scheduler_output",
+    "vllm.v1.worker.gpu.mm.encoder_runner:EncoderRunner.prepare_mm_inputs": "self scheduled_encoder_inputs",
+}
+
 
 def missing_hooks(hooks: Mapping[str, str] | None = None) -> list[str]:
     """Return a message for each hook that the installed vLLM lacks; empty if it has all of them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
@@ -16,6 +17,9 @@ NAME = "tokenprune.vllm"  # of the logger, which operators may configure
 # Of lines about the server. Below vLLM's own logger, which it configures: our others would be held back at INFO.
 SERVER = "vllm.tokenprune"
 logger = logging.getLogger(NAME)
+_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+# What vLLM's engine makes of a request's id: which of several answers it is, and eight letters that no other has.
+_IN_ENGINE = re.compile(r"(?:\d+_)?(.*)-[0-9a-f]{8}", re.DOTALL)
 
 
 def tell(event: str, **fields: Any) -> None:
@@ -33,6 +37,20 @@ def tell(event: str, **fields: Any) -> None:
     extra = {"tokenprune": line}
     record = logger.makeRecord(NAME, logging.INFO, __file__, 0, json.dumps(line), (), None, "tell", extra)
     (logger if logger.hasHandlers() else _stderr()).handle(record)
+
+
+def clean_id(given: Any) -> str | None:
+    """Return a request's id if it is one that a log may hold, of 64 letters, digits, '.', '_', ':' and '-' at most;
+    "unreadable" for others, since clients may choose theirs."""
+    if given is None:
+        return None
+    return given if isinstance(given, str) and _ID.fullmatch(given) else "unreadable"
+
+
+def asked_id(in_engine: str) -> str:
+    """Return the id by which the front end's lines know a request, of its id in the engine."""
+    found = _IN_ENGINE.fullmatch(in_engine)
+    return clean_id((found[1] if found else in_engine).removeprefix("chatcmpl-")) or "unreadable"
 
 
 @cache

@@ -30,9 +30,9 @@ from tokenprune.integrations.vllm.front.served import (
     NAME,
     Served,
     TrackedSetting,
-    clean_id,
     lot_of,
 )
+from tokenprune.integrations.vllm.log import clean_id
 from tokenprune.integrations.vllm.setting.configuration import configured, in_force, in_llm
 from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
 from tokenprune.integrations.vllm.setting.settings import KEY

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,6 @@ NAME, BY_KEY, CALLER, LOAD = "name", "key", "caller", "load"
 CHOSEN_BY = (NAME, BY_KEY, CALLER, LOAD, DEFAULT)
 ROLLOUT, FAILURE = "rollout", "failure"  # why a request is served in full, though its setting would reduce it
 KEPT, FAILED, INPUT = SHADOWS = ("kept", "failed", "input")  # what a rollout's setting would have done with a request
-_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
 @dataclass
@@ -32,7 +30,7 @@ class Served:
 
     by:       who chose the profile: "name" (the model's, in the request), "key" (the request's own), "caller" (the
               server's rule of callers), "load" (its overload policy) or "default".
-    request:  the request's id, None where there is none; see `clean_id`.
+    request:  the request's id, None where there is none; see log.py.
     lot:      a number in [0, 1) by which a rollout decides; see `lot_of`. Drawn at random for a request without an id.
     full:     `ROLLOUT` or `FAILURE` if a request is served in full, though its setting would reduce it; else None.
     profile, method, keep, images, videos, tokens_in, tokens_out: written by the processor, once it has read the
@@ -161,14 +159,6 @@ def item_setting(kwargs: Mapping[str, object], setting: ServedSetting, modality:
 def shadow_outcome(error: TokenPruneError) -> str:
     """Return one of `SHADOWS` for what the setting of a rollout would have raised."""
     return INPUT if is_of_input(error) else FAILED
-
-
-def clean_id(given: Any) -> str | None:
-    """Return a request's id if it is one that a log may hold, of 64 letters, digits, '.', '_', ':' and '-' at most;
-    "unreadable" for others, since clients may choose theirs."""
-    if given is None:
-        return None
-    return given if isinstance(given, str) and _ID.fullmatch(given) else "unreadable"
 
 
 def lot_of(given: Any) -> float:

@@ -25,6 +25,7 @@ from tokenprune.integrations.vllm.setting.position_checks import original_positi
 from tokenprune.integrations.vllm.setting.towers import is_known
 from tokenprune.integrations.vllm.worker import positions
 from tokenprune.integrations.vllm.worker.clock import Clock
+from tokenprune.integrations.vllm.worker.requests import of_batch
 from tokenprune.integrations.vllm.worker.rope import prepare_decoder
 from tokenprune.integrations.vllm.worker.runner import prepare_runner
 from tokenprune.integrations.vllm.worker.tower import TowerReader
@@ -70,16 +71,19 @@ class ReducingModel(_Model):
         if not plans and self.tokenprune_family.vllm.audio:
             return super().embed_multimodal(**kwargs)
         rows: list[Tensor] = []
+        asked = of_batch(len(plans))
         for start, end in stretches(plans):
             whole = end - start == len(plans)
             part = kwargs if whole else {n: _part(value, kwargs, modality, start, end) for n, value in kwargs.items()}
-            rows += self._embed(super().embed_multimodal, plans[start:end], part, modality)
+            rows += self._embed(super().embed_multimodal, plans[start:end], part, modality, asked[start:end])
         return tuple(rows)
 
-    def _embed(self, embed: Any, plans: list[Plan], kwargs: dict[str, Any], modality: str) -> list[Tensor]:
+    def _embed(
+        self, embed: Any, plans: list[Plan], kwargs: dict[str, Any], modality: str, asked: list[dict[str, str]]
+    ) -> list[Tensor]:
         """Return the rows for the prompt's places of items that the tower treats alike.
 
-        embed: the model's own `embed_multimodal`.
+        embed: the model's own `embed_multimodal`. asked: see `of_batch`.
         """
         tower = tower_reducer(self, plans, kwargs, modality)
         with tower.running():
@@ -93,7 +97,7 @@ class ReducingModel(_Model):
             if not plan.reduces:
                 reduced.append(self._reduce(plan, rows, modality, item, result))
                 continue
-            log = {"modality": modality, "tokens_in": sum(plan.counts), "tokens_out": sum(plan.keep)}
+            log = asked[index] | {"modality": modality, "tokens_in": sum(plan.counts), "tokens_out": sum(plan.keep)}
             name, keep = plan.setting.acting.name, plan.setting.whole_keep
             with self.tokenprune_clock.timing(name, rows.device, keep=keep, **log):
                 reduced.append(self._reduce(plan, rows, modality, item, result))

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tokenprune.integrations.vllm.compat import WORKER_HOOKS, missing_hooks, require_hooks
+from tokenprune.integrations.vllm.setting.configuration import offered
 from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.worker import requests
 from tokenprune.integrations.vllm.worker.warm_up import before_ready
 
 # Model Runner V1's module, and V2's for the encoder.
@@ -30,9 +33,10 @@ def prepare_runner(vllm_config: Any) -> None:
     for name in _RUNNERS:
         module: Any = sys.modules.get(name)
         if module is not None:
-            original = module.group_and_batch_mm_kwargs
-            original = getattr(original, "__wrapped__", original)
+            original = requests.named(inspect.unwrap(module.group_and_batch_mm_kwargs))
             module.group_and_batch_mm_kwargs = in_small_batches(original, limit)
+    if offered(vllm_config.model_config).log:
+        requests.follow()
     if (module := sys.modules.get(_CPU)) is not None:
         _heed_switch(module.CPUModelRunner)
     for name, worker in _WORKERS.items():
