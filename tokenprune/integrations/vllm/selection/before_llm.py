@@ -18,6 +18,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.patch_grid import Placed
 from tokenprune.integrations.shared.selection import checked_keep, merge_tokens
 from tokenprune.integrations.shared.tower_scores import Encoded, as_patches
+from tokenprune.ops.drawn import normal
 from tokenprune.view.observable import Backend, ObservedAt, TowerScores
 from tokenprune.view.registry import compares_frames, observables_of
 from tokenprune.view.segments import Patches, Segments, Sizes, VisualView
@@ -148,9 +149,9 @@ def exact_keep(selection: Selection, segments: Segments, method: Pruner, keep: l
 def probe(method: Pruner) -> None:
     """Run `method` on made-up features. Raise TokenPruneError if it reads an observable that is not there, or keeps
     another number of tokens than its budget."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for counts, share in (([16], 0.25), ([9, 5], 0.6)):
-        rows = torch.randn(sum(counts), 8, generator=generator)
+        rows = normal(sum(counts), 8, generator=generator)
         keep = [min(n, max(1, method.budget(n, max(1, round(n * share))))) for n in counts]
         rehearse(method, rows, counts, keep, encoded=_made_up(method, counts))
 
@@ -169,7 +170,7 @@ def rehearse(
 
 def _made_up(method: Pruner, counts: list[int]) -> Encoded:
     """Return made-up output of a tower in which each segment is a tile of one row."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     sizes = Sizes((sum(counts),))
     values = {}
     for one in observables_of(method.needs, ObservedAt.TOWER_BLOCK):
@@ -182,6 +183,6 @@ def _made_up(method: Pruner, counts: list[int]) -> Encoded:
 def in_rows(values: dict[tuple, Tensor], counts: list[int]) -> Encoded:
     """Return values of a tower in which each segment is a tile of one row."""
     cells = [[tile, 0, column, 1, count, 1] for tile, count in enumerate(counts) for column in range(count)]
-    device = next((one.device for one in values.values()), None)
-    place = torch.tensor(cells, device=device)
-    return Encoded(values, Placed(torch.empty(len(cells), 0, device=device), place, len(counts)))
+    device = next((one.device for one in values.values()), torch.device("cpu"))
+    scores = torch.zeros(len(cells), 0, dtype=torch.float32, device=device)
+    return Encoded(values, Placed(scores, torch.tensor(cells, device=device), len(counts)))

@@ -15,6 +15,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.row_ends import keep_row_ends
 from tokenprune.integrations.vllm.selection.before_llm import Grid, Norm, exact_keep
+from tokenprune.ops.drawn import normal
 from tokenprune.view.observable import Backend
 from tokenprune.view.registry import not_served, served_by
 from tokenprune.view.segments import LayerInput, SeenAttention, Segments, VisualView
@@ -63,9 +64,9 @@ class RequestSource(TokenSource):
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         self._check_whole("the text behind an image")
-        is_text = torch.ones(self.width, dtype=torch.bool)
+        is_text = torch.ones(self.width, dtype=torch.bool, device="cpu")
         is_text[self.visual] = False
-        places = torch.arange(self.width)
+        places = torch.arange(self.width, device="cpu")
         last = segments.position.masked_fill(~segments.mask, -1).amax(1).cpu()
         behind = is_text & (places > last[:, None])
         order = (~behind).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, int(behind.sum(1).max()))]
@@ -89,8 +90,8 @@ def segments_of(
     """Return the segments of one request. places: of the tokens of each, in this step. grids: None where not known."""
     counts = [len(of) for of in places]
     longest = max(counts)
-    position = torch.tensor([[*of, *[of[0]] * (longest - len(of))] for of in places])
-    mask = torch.arange(longest) < torch.tensor(counts)[:, None]
+    position = torch.tensor([[*of, *[of[0]] * (longest - len(of))] for of in places], device="cpu")
+    mask = torch.arange(longest, device="cpu") < torch.tensor(counts, device="cpu")[:, None]
     made = Segments([0] * len(counts), list(ordinals), counts, position, mask, list(grids), list(modalities))
     return made.to(device)
 
@@ -115,7 +116,7 @@ def probe(method: Pruner) -> None:
         there = ", ".join(served_by(Backend.VLLM_IN_LLM))
         raise TokenPruneError(f"it needs {', '.join(absent)}, and vLLM's layers give {there}")
     places = [list(range(2, 18)), list(range(20, 29))]
-    rehearse(method, places, [5, 4], torch.randn(1, 40, 16, generator=torch.Generator().manual_seed(0)), (2, 1, 8))
+    rehearse(method, places, [5, 4], normal(1, 40, 16, generator=torch.Generator("cpu").manual_seed(0)), (2, 1, 8))
 
 
 def rehearse(
@@ -126,10 +127,10 @@ def rehearse(
 
     hidden: `[1, W, D]`, its tokens at the cut. heads: number of query heads, of key heads, and their width.
     """
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
 
     def like(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(hidden)
+        return normal(*shape, generator=generator).to(hidden)
 
     query, key, value = (like(1, number, hidden.shape[1], heads[2]) for number in (heads[0], heads[1], heads[1]))
     observed = Observation(query, key, None, heads[2] ** -0.5, value=value)

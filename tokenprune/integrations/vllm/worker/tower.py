@@ -26,6 +26,7 @@ from tokenprune.integrations.shared.tower_scores import Blocks, Encoded, Seen, b
 from tokenprune.integrations.vllm.compat import TESTED
 from tokenprune.integrations.vllm.setting.tiles import pack
 from tokenprune.integrations.vllm.setting.towers import depth_of, heads_of
+from tokenprune.ops.drawn import normal
 
 
 class TowerReader:
@@ -63,12 +64,12 @@ class TowerReader:
 
     def rehearse(self, method: Pruner, patches: int, device: torch.device, dtype: torch.dtype) -> dict[tuple, Tensor]:
         """Return what a method may read of a made-up image, each of whose tokens is a patch."""
-        generator, blocks = torch.Generator().manual_seed(0), self._blocks(method)
+        generator, blocks = torch.Generator("cpu").manual_seed(0), self._blocks(method)
         self._seen = seen = empty(blocks)
         try:
             for index, attention in enumerate(self._attentions):
                 widths = [number * attention.head_size for number in (attention.num_heads, attention.num_kv_heads)]
-                made = (torch.randn(1, self.protected + patches, width, generator=generator) for width in widths)
+                made = (normal(1, self.protected + patches, width, generator=generator) for width in widths)
                 self._look(index, attention, tuple(one.to(device, dtype) for one in made), {})
         finally:
             self._seen = {}

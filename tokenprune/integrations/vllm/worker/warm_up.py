@@ -25,6 +25,7 @@ from tokenprune.integrations.vllm.selection import in_llm as inside
 from tokenprune.integrations.vllm.setting.configuration import offered
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 from tokenprune.kernels.dispatch import compiles
+from tokenprune.ops.drawn import normal
 
 logger = logging.getLogger(f"vllm.{KEY}")  # whose lines of INFO vLLM shows: it says why the start takes longer
 SMALLEST = 64  # tokens; there is little to choose in smaller images
@@ -94,12 +95,12 @@ def _choosing(model_config: Any) -> Iterator[ServedSetting]:
 def _run(
     model: Any, vllm_config: Any, device: torch.device, setting: ServedSetting, method: Pruner, count: int
 ) -> None:
-    generator = torch.Generator().manual_seed(count)
+    generator = torch.Generator("cpu").manual_seed(count)
     dtype, keep = vllm_config.model_config.dtype, [setting.wanted(count)]
     width = model.tokenprune_width
     if setting.in_llm:
         reducer = model.tokenprune_in_llm.reducer
-        hidden = torch.randn(1, count + 2 * _TEXT, width, generator=generator).to(device, dtype)
+        hidden = normal(1, count + 2 * _TEXT, width, generator=generator).to(device, dtype)
         heads = (reducer.attention.num_heads, reducer.attention.num_kv_heads, reducer.attention.head_size)
         places = [list(range(_TEXT, _TEXT + count))]
         inside.rehearse(method, places, keep, hidden, heads, reducer.decoder.norm)
@@ -107,7 +108,7 @@ def _run(
     encoded = None
     if reads_tower(method):
         encoded = before_llm.in_rows(model.tokenprune_tower.rehearse(method, count, device, dtype), [count])
-    rows = torch.randn(count, width, generator=generator).to(device, dtype)
+    rows = normal(count, width, generator=generator).to(device, dtype)
     before_llm.rehearse(method, rows, [count], keep, grid_of(count), model.tokenprune_norm, encoded)
 
 
