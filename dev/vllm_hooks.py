@@ -71,7 +71,7 @@ REPLACED = {
         )
         for name in ("invalidate", "clear_cache")
     },
-    "vllm.utils.cache:LRUCache._on_remove": f"{_OURS}.front.sender_cache:Held._on_remove",
+    "vllm.utils.cache:LRUCache._on_remove": f"{_OURS}.front.sender_cache:EngineAccount._on_remove",
     "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": (
         f"{_OURS}.in_llm.scheduler:WholeImages._try_schedule_encoder_inputs"
     ),

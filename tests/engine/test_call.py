@@ -21,7 +21,7 @@ from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.forward.context import _NO_SEGMENTS, Call, FeatureStates, OnHost
-from tokenprune.integrations.hf.forward.held import Held
+from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
@@ -129,7 +129,7 @@ def test_nobody_holds_a_call_that_is_over(method: str, fails: bool, build) -> No
 
 
 def test_asking_what_layers_are_handed_leaves_the_call_as_it_is():
-    call = Call({}, held=Held(_NO_SEGMENTS, layout_of([0, 2], [1, 2], length=3)))
+    call = Call({}, held=HeldTokens(_NO_SEGMENTS, layout_of([0, 2], [1, 2], length=3)))
     call.groups.append(call.group(0))
     before = list(call.groups)
     one, other = call.group(1), call.group(1)

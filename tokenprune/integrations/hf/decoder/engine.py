@@ -31,7 +31,7 @@ from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.held import Held
+from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.part import MOMENTS, Encode, Part, acting
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.sequence.layout import Layout
@@ -255,7 +255,7 @@ class Engine(Attachable):
             arguments = inputs.arguments()
             extras = self.adapter.take_extras(arguments, layout)
             inputs = DecoderInputs.of(arguments)
-        call.held = Held(call.held.segments, layout, extras, call.held.carries)
+        call.held = HeldTokens(call.held.segments, layout, extras, call.held.carries)
         if call.cuts_at(0) or call.state.get(Merged) is not None:
             inputs = cut_entry(call, inputs, self.steps.get(0), self.adapter)
         for part in self._at["after_entry"]:

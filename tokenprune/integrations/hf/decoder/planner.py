@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.forward.held import Held
+from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Merged, Step, plan_cuts
 from tokenprune.integrations.hf.forward.report import Report
@@ -40,7 +40,7 @@ class Planner:
         tempo = Tempo(self.adapter.seconds_per_frame(call.arguments), self.adapter.joined) if self._of_videos else None
         found = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind, tempo)
         if found is not None:
-            call.has_images, call.held = True, Held(found, call.held.layout)
+            call.has_images, call.held = True, HeldTokens(found, call.held.layout)
             call.report = Report(self.shape, call.held.segments, call.host.tokens_per_row, embeds.shape[1], self.record)
             call.report.stats.notes = call.notes
             if self._of_videos:

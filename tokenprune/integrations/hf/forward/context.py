@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.view import CacheView, view_of
-from tokenprune.integrations.hf.forward.held import Held
+from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
@@ -96,7 +96,7 @@ _NOT_READ = OnHost({}, None, None)
 _NOTHING = torch.empty(0, 0, dtype=torch.long, device="cpu")
 _NO_LAYOUT = Layout(_NOTHING, None, 0, [])
 _NO_SEGMENTS = Segments([], [], [], _NOTHING, _NOTHING.bool(), [], [])
-_NOTHING_HELD = Held(_NO_SEGMENTS, _NO_LAYOUT)
+_NOTHING_HELD = HeldTokens(_NO_SEGMENTS, _NO_LAYOUT)
 
 
 @dataclass(eq=False)
@@ -123,7 +123,7 @@ class Call:
     state: FeatureStates = field(default_factory=FeatureStates)
 
     cached: CacheView = field(init=False)
-    held: Held = _NOTHING_HELD
+    held: HeldTokens = _NOTHING_HELD
     has_images: bool = False
     report: Report = field(init=False, repr=False)
     plan: Plan = field(init=False, repr=False)

@@ -21,7 +21,7 @@ CutExtras = Callable[[Any, Tensor, Layout], Any]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTokens:
     """All that follows a cut, as one value: a cut is one assignment.
 
     segments: the visual tokens that are left. layout: all tokens. extras: what the adapter takes along with them.
@@ -33,12 +33,12 @@ class Held:
     extras: Any = None
     carries: Carries = field(default_factory=Carries)
 
-    def to(self, device: torch.device) -> Held:
+    def to(self, device: torch.device) -> HeldTokens:
         """Return it with segments and layout on `device`: a model may be spread over several."""
         segments, layout = self.segments.to(device), self.layout.to(device)
         if segments is self.segments and layout is self.layout:
             return self
-        return Held(segments, layout, self.extras, self.carries)
+        return HeldTokens(segments, layout, self.extras, self.carries)
 
     def places(self) -> Tensor:
         """long `[S, N]`: places of the visual tokens in the flattened `[B * W]`."""
@@ -47,7 +47,7 @@ class Held:
 
     def cut(
         self, keep: Tensor, counts: list[int], places: Tensor, padding: Tensor | None, cut_extras: CutExtras
-    ) -> tuple[Held, Tensor]:
+    ) -> tuple[HeldTokens, Tensor]:
         """Return what is held after a cut, and the slots (long `[B, W']`) of this layout that make it up.
 
         keep: bool `[S, N]`, the visual tokens that stay; counts: its row sums, known on the host. places: see `places`.
@@ -70,4 +70,4 @@ class Held:
         extras = cut_extras(self.extras, taken, after)
         left = Kept.of(keep, counts)
         self.carries.follow(left)
-        return Held(keep_segments(segments, left, counts), after, extras, self.carries), taken
+        return HeldTokens(keep_segments(segments, left, counts), after, extras, self.carries), taken

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Items = Mapping[str, list[Any]]  # of a request, by modality
 
 
-class Held(LRUCache):
+class EngineAccount(LRUCache):
     """Account of the engine's cache: bytes of each item, by its hash, in the same order of eviction.
 
     certain: hashes of the items that are there. Others of the account may be, and count as far as room goes.
@@ -94,7 +94,7 @@ class PromisedItem(MultiModalKwargsItem):
 class SenderCache(LruKeyReplicatedSenderCache):
     """Mixed into vLLM's cache, which goes by the order in which requests are processed. `_held`: the account."""
 
-    _held: Held
+    _held: EngineAccount
 
     def promise(self, items: Any, process: Callable[[], Items]) -> None:
         """Put a promise in place of each item of a request that would be sent by its hash alone. process: returns all
@@ -167,7 +167,7 @@ def _follow(cache: Any, client: Any, executor: Executor | None = None) -> None:
     if type(cache) is not LruKeyReplicatedSenderCache:
         return
     swap_class(cache, SenderCache)
-    cache._held = Held(cache._cache.maxsize)
+    cache._held = EngineAccount(cache._cache.maxsize)
     send, send_async = client.add_request, client.add_request_async
 
     @functools.wraps(send)

@@ -184,5 +184,5 @@ def in_rows(values: dict[tuple, Tensor], counts: list[int]) -> Encoded:
     """Return values of a tower in which each segment is a tile of one row."""
     cells = [[tile, 0, column, 1, count, 1] for tile, count in enumerate(counts) for column in range(count)]
     device = next((one.device for one in values.values()), torch.device("cpu"))
-    place = torch.tensor(cells, device=device)
-    return Encoded(values, Placed(torch.empty(len(cells), 0, dtype=torch.float32, device=device), place, len(counts)))
+    scores = torch.zeros(len(cells), 0, dtype=torch.float32, device=device)
+    return Encoded(values, Placed(scores, torch.tensor(cells, device=device), len(counts)))
