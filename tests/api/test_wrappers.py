@@ -13,7 +13,7 @@ from torch import nn
 
 import tokenprune
 from basics import snapshot
-from tokenprune import AlreadyPatchedError, NotPatchedError, OptionError
+from tokenprune import AlreadyPatchedError, NotPatchedError, OptionError, UnsupportedSetupError
 from zoo import FAMILIES
 
 peft = pytest.importorskip("peft")
@@ -86,6 +86,20 @@ def test_all_that_hold_the_model_speak_of_one_patch(name: str) -> None:
         assert not any(tokenprune.is_patched(other) for other in every)
         tokenprune.patch(one, "divprune", keep=0.5)
     tokenprune.unpatch(model)
+
+
+def test_an_adapter_of_the_tower_that_was_merged_is_named() -> None:
+    """What was watched of the tower went with it; patched again, the model is pruned as any other."""
+    family = FAMILIES["qwen2_5_vl"]
+    inputs, config = family.make_inputs(), peft.LoraConfig(target_modules=r".*visual.*qkv", init_lora_weights=False)
+    wrapper = tokenprune.patch(peft.get_peft_model(family.build(), config).eval(), "tome", keep=0.3)
+    end(wrapper, inputs)
+    merged = wrapper.merge_and_unload()
+    with pytest.raises(UnsupportedSetupError, match="patch again"):
+        end(merged, inputs)
+    tokenprune.patch(merged, "tome", keep=0.3, replace=True)
+    end(merged, inputs)
+    assert tokenprune.stats(merged).keep_ratio < 0.4
 
 
 def test_a_merge_inside_of_a_with_block() -> None:

@@ -157,8 +157,13 @@ class PackedTowerPatch(TowerPatch):
 
     def _merge(self, index: int, module: nn.Module, args: tuple) -> tuple | None:
         state = self.packed()
-        if state is None or state.keys is None:
+        if state is None or not state.merges_in(index):
             return None
+        if state.keys is None:
+            raise UnsupportedSetupError(
+                f"{self.method.name}: block {index} of the tower showed no keys: its projections were replaced since "
+                "the patch, as an adapter is when it is merged; unpatch, and patch again"
+            )
         state.merged = state.merge(index, args[0])
         return None if state.merged is None else (state.merged, *args[1:])
 
