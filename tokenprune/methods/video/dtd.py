@@ -68,7 +68,7 @@ class DTD(Pruner):
         `_ALONE` where there is none. mask: bool `[V, F, P]`."""
         if self.against == "before":
             return same_place(x, mask).masked_fill(~(mask[:, 1:] & mask[:, :-1]), _ALONE)
-        alike = torch.full(mask[:, 1:].shape, _ALONE, dtype=torch.long, device=x.device)
+        alike = torch.full(mask[:, 1:].shape, _ALONE, dtype=torch.float32, device=x.device)
         last, seen = x[:, 0], mask[:, 0]
         for frame in range(1, x.shape[1]):
             real = mask[:, frame]
