@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,8 +30,10 @@ class HeadMaxima(AttentionOfText):
         return source.before
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        both = (segments.position, segments.mask), source.text_after(segments)
-        found = torch.stack([self._mean(source, segments, *one) for one in both], dim=1)
+        own = self._mean(self._rows(source, segments, segments.position), segments.mask)
+        position, mask = source.text_after(segments)
+        by_text = self._mean(self._text_rows(source, segments, position, segments.position), mask)
+        found = torch.stack([own.gather(1, source.slots(segments.position, segments)), by_text], dim=1)
         return found.masked_fill(~segments.mask[:, None], 0)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
@@ -39,8 +42,8 @@ class HeadMaxima(AttentionOfText):
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> None:
         return None
 
-    def _mean(self, source: TokenSource, segments: Segments, position: Tensor, mask: Tensor) -> Tensor:
-        parts = self._rows(source, segments, position)
+    @staticmethod
+    def _mean(parts: Iterable[tuple[Tensor, slice]], mask: Tensor) -> Tensor:
+        """Return `[S, K]`, of the rows that are there, `mask` `[S, M]`, the mean of the most of any head."""
         total = add_up(rows.amax(1).mul_(mask[:, part, None]).sum(1) for rows, part in parts)
-        slots = source.slots(segments.position, segments)
-        return total.gather(1, slots) / mask.sum(1, keepdim=True).clamp(min=1)
+        return total / mask.sum(1, keepdim=True).clamp(min=1)

@@ -31,14 +31,13 @@ class TextSumAndMax(AttentionOfText):
         position, mask = source.text_after(segments)
         total: Tensor | None = None
         most: Tensor | None = None
-        for rows, part in self._rows(source, segments, position):
+        for rows, part in self._text_rows(source, segments, position, segments.position):
             mean = rows.mean(1).mul_(mask[:, part, None])  # padding is among the rows
             total = mean.sum(1) if total is None else total + mean.sum(1)
             most = mean.amax(1) if most is None else torch.maximum(most, mean.amax(1))
-        slots = source.slots(segments.position, segments)
         if total is None or most is None:  # no text behind any image
-            return torch.zeros(len(slots), 2, slots.shape[1], dtype=torch.float32, device=slots.device)
-        found = torch.stack([total.gather(1, slots), most.gather(1, slots)], dim=1)
+            return torch.zeros(len(mask), 2, segments.mask.shape[1], dtype=torch.float32, device=mask.device)
+        found = torch.stack([total, most], dim=1)
         return found.masked_fill(~segments.mask[:, None], 0)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:

@@ -178,23 +178,21 @@ class AttentionOfText(Observable):
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         position, mask = source.text_after(segments)
-        found = self._to(source, segments, position, source.slots(segments.position, segments))
+        found = self._to(source, segments, position, segments.position)
         return found.mul_((mask[:, None, :, None] & segments.mask[:, None, None, :]).float())
 
     def of_text(self, source: TokenSource, text: TextView) -> Tensor:
         """float32 `[S, H, M, M]`, 0 at padding."""
-        found = self._to(source, text.segments, text.position, source.slots(text.position, text.segments))
+        found = self._to(source, text.segments, text.position, text.position)
         return found.mul_((text.mask[:, None, :, None] & text.mask[:, None, None, :]).float())
 
     def weighted(self, source: TokenSource, text: TextView, weights: Tensor) -> Tensor:
         """Return float32 `[S, H, N]`, the sum of the text's rows. weights: `[S, M]` or `[S, H, M]`, of each row."""
         weights = weights.float().masked_fill(~(text.mask if weights.ndim == 2 else text.mask[:, None]), 0)
         weights = weights.unsqueeze(1) if weights.ndim == 2 else weights
-        slots = source.slots(text.segments.position, text.segments)
-        parts = self._text_rows(source, text.segments, text.position)
+        parts = self._text_rows(source, text.segments, text.position, text.segments.position)
         total = add_up((rows * weights[..., part, None]).sum(2) for rows, part in parts)
-        found = total.gather(2, slots[:, None].expand(-1, total.shape[1], -1))
-        return found.masked_fill(~text.segments.mask[:, None], 0)
+        return total.masked_fill(~text.segments.mask[:, None], 0)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return uniform(sizes.segments, sizes.heads, sizes.text, sizes.tokens, generator=generator)
@@ -202,26 +200,37 @@ class AttentionOfText(Observable):
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Any:
         return uniform(sizes.segments, sizes.heads, sizes.text, sizes.text, generator=generator)
 
-    def _to(self, source: TokenSource, segments: Segments, position: Tensor, slots: Tensor) -> Tensor:
-        """Return `[S, H, M, K]`, the attention of the tokens at `position`, `[S, M]`, to those in `slots`, `[S, K]`."""
-        return torch.cat(
-            [
-                rows.gather(3, slots[:, None, None].expand(*rows.shape[:3], -1))
-                for rows, _ in self._text_rows(source, segments, position)
-            ],
-            dim=2,
-        )
+    def _to(self, source: TokenSource, segments: Segments, position: Tensor, to: Tensor) -> Tensor:
+        """Return `[S, H, M, K]`, the attention of the text at `position`, `[S, M]`, to the tokens at `to`, `[S, K]`."""
+        return torch.cat([rows for rows, _ in self._text_rows(source, segments, position, to)], dim=2)
 
-    def _text_rows(self, source: TokenSource, segments: Segments, position: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Yield `_rows` of the text behind each image, `position` `[S, M]`; those that are made in one go once for all
-        who read them."""
-        if (held := source.text_rows.get(self.name)) is not None:
-            yield held, slice(None)
-            return
-        for rows, part in self._rows(source, segments, position):
-            if rows.shape[2] == position.shape[1]:
-                source.text_rows[self.name] = rows
-            yield rows, part
+    def _text_rows(
+        self, source: TokenSource, segments: Segments, position: Tensor, to: Tensor
+    ) -> Iterator[tuple[Tensor, slice]]:
+        """Yield `[S, H, R, K]`, the attention of R of the text tokens at `position` (`[S, M]`, see `text_after`) to the
+        tokens at `to` (`[S, K]`), and which R they are.
+
+        Images of a row share its text: each token's row is made once, and of it each image takes its own columns. Rows
+        that are made in one go are kept for all who read them.
+        """
+        seen, device = self.observed(source), position.device
+        batch, heads, width, most = seen.query.shape[0], seen.query.shape[1], source.width, max(segments.ordinal) + 1
+        row, place = to_device(segments.row, device), to_device(segments.ordinal, device)
+        firsts = to_device([place for place, ordinal in enumerate(segments.ordinal) if ordinal == 0], device)
+        asked = source.slots(position, segments)
+        asked = asked.new_zeros(batch, asked.shape[1]).index_copy(0, row[firsts], asked[firsts])
+        columns = source.slots(to, segments)
+        columns = columns.new_zeros(batch, most, columns.shape[1]).index_put((row, place), columns).flatten(1)
+        step = max(1, _ELEMENTS // max(1, batch * heads * max(width, columns.shape[1])))
+        for start in range(0, asked.shape[1], step):
+            part = slice(start, start + step)
+            rows = source.text_rows.get(self.name)
+            if rows is None:
+                rows = seen.rows(asked[:, part])[..., -width:]
+                if step >= asked.shape[1]:
+                    source.text_rows[self.name] = rows
+            found = rows.gather(3, columns[:, None, None].expand(*rows.shape[:3], -1))
+            yield found.unflatten(3, (most, -1))[row, :, :, place], part
 
     def _rows(self, source: TokenSource, segments: Segments, position: Tensor) -> Iterator[tuple[Tensor, slice]]:
         """Yield `[S, H, R, W]`, the attention of R of the tokens at `position` to all slots, and which R they are."""

@@ -124,7 +124,8 @@ class TokenSource:
         raise _refused("which tokens are padding")
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Return positions, long `[S, M]`, and mask, bool `[S, M]`, of the text tokens behind each segment."""
+        """Return positions, long `[S, M]`, and mask, bool `[S, M]`, of the text tokens behind each segment: the same
+        positions for all segments of a row, of which the mask leaves out those before a segment."""
         raise _refused("the text")
 
     def final_norm(self, hidden: Tensor) -> Tensor:

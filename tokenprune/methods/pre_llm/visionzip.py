@@ -78,9 +78,9 @@ class VisionZip(Pruner):
         """float32 `[S, N]`: weight of each token in the mean that it goes into."""
         if self.centre is None:
             return None
-        members = torch.zeros_like(into).scatter_add(1, into, joins.long())
+        members = torch.zeros_like(into, dtype=torch.float32).scatter_add(1, into, joins.float())
         own = (members == 0).float().clamp(min=self.centre)
-        return torch.where(joins, (1 - self.centre) / members.gather(1, into).clamp(min=1).float(), own)
+        return torch.where(joins, (1 - self.centre) / members.gather(1, into).clamp(min=1), own)
 
 
 def _every(tiles: Tiles, rest: Tensor, number: Tensor) -> Tensor:

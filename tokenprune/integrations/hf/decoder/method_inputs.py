@@ -121,18 +121,17 @@ class Sources(TokenSource):
         return real if layout.valid is None else real & layout.valid
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        text = ~self.call.visual(self.hidden.device)
+        # The same for all images of a row, as many as the host can tell: all text behind the row's first placeholder.
+        visual, on_host = self.call.visual(self.hidden.device), self.call.host.visual
+        width = max(1, int(((on_host.cumsum(1) > 0) & ~on_host).sum(1).max()))
+        text = (visual.cumsum(1) > 0) & ~visual
         padding = self._padding()
         if padding is not None:
             text = text & ~padding
-        text = text[segments.row_index.squeeze(1)]
+        order, row = partition(text)[:, :width], segments.row_index.squeeze(1)
         last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
-        behind = text & (torch.arange(text.shape[1], device=text.device) > last)
-        # As many as the host can tell: all text behind the first placeholder of a row.
-        visual = self.call.host.visual
-        width = max(1, int(((visual.cumsum(1) > 0) & ~visual).sum(1).max()))
-        order = partition(behind)[:, :width]
-        mask = behind.gather(1, order)
+        order, mask = order[row], text.gather(1, order)[row]
+        mask = mask & (order > last)
         # Removed visual tokens have no slot; point the padding at a token that is certainly there.
         return torch.where(mask, order, segments.position[:, :1]), mask
 

@@ -69,7 +69,9 @@ class RequestSource(TokenSource):
         places = torch.arange(self.width, device="cpu")
         last = segments.position.masked_fill(~segments.mask, -1).amax(1).cpu()
         behind = is_text & (places > last[:, None])
-        order = (~behind).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, int(behind.sum(1).max()))]
+        # The same for all images: what is behind any.
+        any_of = behind.any(0)
+        order = (~any_of).to(torch.uint8).argsort(stable=True)[: max(1, int(any_of.sum()))].expand(len(behind), -1)
         return order.to(self.hidden.device), behind.gather(1, order).to(self.hidden.device)
 
     def _check_whole(self, what: str) -> None:
