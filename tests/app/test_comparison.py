@@ -6,10 +6,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import sys
 import threading
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -20,7 +23,7 @@ from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.profiling.model import Model, load
 from tokenprune.setting import Setting
 from tokenprune.show import side_by_side
-from tokenprune_bench.app import snippets
+from tokenprune_bench.app import render, snippets
 from tokenprune_bench.app.comparison import PagePrompt, checked, kept, stages
 from tokenprune_bench.app.loading import Loading, own_folder
 from tokenprune_bench.app.session import AppSession, Superseded
@@ -52,6 +55,25 @@ def test_what_is_kept_is_known_first_then_answers_then_times(subject: Model) -> 
     assert [one.drawing for one in alone.asked] == [one.drawing for one in drawn.asked]  # what the slider shows
     with Image.open(io.BytesIO(two.drawing)) as image, Image.open(io.BytesIO(whole.original)) as original:
         assert image.size == original.size  # the same scale
+
+
+def test_ratios_of_a_table_are_of_one_time(subject: Model) -> None:
+    """Each method was timed in turn with the unpatched model, which took another time each time."""
+
+    def timed(ours: float, unpatched: float) -> dict[str, Any]:
+        return {
+            "load": 0.0, "ttft_ms": {"p50": ours}, "ttft_ms_unpatched": {"p50": unpatched},
+            "ttft_ratio": {"p20": ours / unpatched, "p50": ours / unpatched, "p80": ours / unpatched},
+        }  # fmt: skip
+
+    asked = load_heldout(folder=subject.heldout, limit=1)[0]
+    prompt = PagePrompt([asked.image], asked.question, ("divprune", "random"))
+    found = kept(subject, prompt, [Setting.from_spec(name, 0.5) for name in prompt.methods])
+    pairs = zip(found.asked, (timed(50, 100), timed(120, 200)), strict=True)
+    found = replace(found, before="red", asked=tuple(replace(one, answer="red", ttft=ttft) for one, ttft in pairs))
+    cells = re.findall(r"(\d+) ms(?:, ×([\d.]+))?</td>", render.details(found))
+    assert cells == [("150", ""), ("75", "2.00"), ("90", "1.67")]  # each is 150 by its ratio
+    assert "first token 90 ms, unpatched 150 ms" in render.panels(found)
 
 
 def test_a_video_is_a_video(subject: Model) -> None:

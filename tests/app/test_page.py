@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,9 +99,28 @@ def test_the_page_is_there_before_the_model(browser: Any, subject: Model) -> Non
         page.get_by_text("the model is loading").wait_for(timeout=PATIENCE)
         loading.give(subject)
         page.get_by_text("demo_qwen (shipped)").wait_for(timeout=PATIENCE)
-        page.get_by_text("there is no image").wait_for(timeout=PATIENCE)
+        page.get_by_text("there is no image").first.wait_for(timeout=PATIENCE)
         page.get_by_text("what color was the").first.wait_for(timeout=PATIENCE)
+        assert page.get_by_label("Question").input_value() == "what?"  # what was typed meanwhile
         page.close()
+
+
+def test_what_the_visitor_did_while_it_loaded_stays(subject: Model, tmp_path: Path) -> None:
+    loading, skipped = Loading("demo_qwen"), gr.skip()
+    loading.give(subject)
+    do = Handlers(loading, Examples.of("demo_qwen", tmp_path))
+    plain, said = (SimpleNamespace(query_params=one) for one in ({}, {"keep": "0.5", "first": "dart"}))
+
+    def shown(*held: Any, request: Any = plain) -> list[Any]:
+        file, question, first, second, keep, _ = do.loaded(*held, request)
+        return [file, question, getattr(first, "value", None), getattr(second, "value", None), keep]
+
+    file, question, *_, keep = shown(None, "", "divprune", "fastv", 0.25)
+    assert Path(file).is_file() and question and keep == skipped
+    for held in (("my photo.png", ""), (None, "mine?"), ("my photo.png", "mine?")):
+        assert shown(*held, "divprune", "fastv", 0.25)[:2] == [skipped, skipped]
+    assert shown(None, "", "divprune", "fastv", 0.25, request=said)[4] == 0.5
+    assert shown(None, "", "divprune", "fastv", 0.75, request=said)[4] == skipped
 
 
 def test_the_page_imports_no_transformers_before_the_model_is_there() -> None:
@@ -120,7 +140,7 @@ def test_the_page_imports_no_transformers_before_the_model_is_there() -> None:
                 raise TokenPruneError("no model")
 
         do = page.Handlers(Watched("some"), Examples())
-        do.loaded(None)
+        do.wait()
         try:
             list(do.compare(AppSession(), None, "what?", "divprune", None, 0.5))
         except gr.Error:

@@ -42,13 +42,26 @@ class Handlers:
     def __init__(self, loading: Loading, examples: Examples) -> None:
         self.loading, self.examples = loading, examples
 
-    def loaded(self, request: gr.Request) -> list[Any]:
-        """Wait for the model, and return what the page shows of it: the first example, or what its address says."""
+    def wait(self) -> str:
+        """Wait for the model, and return the top of the page. What the page holds is read after that: see `loaded`."""
         try:
             subject = self.loading.get()
         except TokenPruneError as error:
-            return [title(str(error)), *[gr.skip()] * 6]
+            return title(str(error))
         from tokenprune.shapes.model_config import known_images
+
+        known = f", which {known_images(subject.name)}" if subject.limits() else ""
+        return title(f"`{subject.name}`{known}.")
+
+    def loaded(
+        self, file: str | None, question: str, first: str, second: str, keep: float, request: gr.Request
+    ) -> list[Any]:
+        """Return what the page shows of a model that is there: the first example, or what its address says. What the
+        visitor has dropped, typed or chosen meanwhile stays."""
+        try:
+            subject = self.loading.get()
+        except TokenPruneError:
+            return [gr.skip()] * 6
         from tokenprune.show import contact_sheet
         from tokenprune_bench.app.comparison import checked
 
@@ -61,16 +74,17 @@ class Handlers:
         except TokenPruneError as error:
             gr.Warning(f"The address is left aside: {html.escape(str(error))}", duration=None)
             said = link.Shared()
-        file, question = gr.skip(), said.question or ""
-        if shown:
-            one = shown[(said.example or 1) - 1]
-            file, question = str(one.file), one.question if said.question is None else said.question
-        names, known = drawable(video), f", which {known_images(subject.name)}" if subject.limits() else ""
+        asked = [gr.skip(), gr.skip()]
+        if not file and not question.strip():  # an example's question is about its own image
+            asked = [gr.skip(), said.question or ""]
+            if shown:
+                one = shown[(said.example or 1) - 1]
+                asked = [str(one.file), one.question if said.question is None else said.question]
+        names = drawable(video)
         return [
-            title(f"`{subject.name}`{known}."), file, question,
-            gr.Dropdown(choices=names, value=FIRST if said.first is None else said.first),
-            gr.Dropdown(choices=["", *names], value=SECOND if said.second is None else said.second),
-            said.keep or KEEP, gr.Dataset(samples=samples(self.examples, video)) if shown else gr.skip(),
+            *asked, _methods(names, first, FIRST, said.first), _methods(["", *names], second, SECOND, said.second),
+            gr.skip() if keep != KEEP or not said.keep else said.keep,
+            gr.Dataset(samples=samples(self.examples, video)) if shown else gr.skip(),
         ]  # fmt: skip
 
     def chosen(self, index: int) -> tuple[str, str]:
@@ -188,6 +202,11 @@ def drawable(video: bool) -> list[str]:
 def samples(examples: Examples, video: bool) -> list[list[dict[str, Any]]]:
     """Return the examples as the page lists them. video: whether the model takes videos."""
     return [[{"text": one.question, "files": [str(one.file)]}] for one in examples.shown(video)]
+
+
+def _methods(names: list[str], chosen: str | None, default: str, said: str | None) -> gr.Dropdown:
+    """Return the list of methods, with the one that the address says unless another was chosen."""
+    return gr.Dropdown(choices=names) if chosen != default or said is None else gr.Dropdown(choices=names, value=said)
 
 
 def _wanted(file: str | None, question: str, *methods: str | None) -> tuple:

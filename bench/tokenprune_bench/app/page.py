@@ -74,7 +74,9 @@ def build(loading: Loading, folder: Path) -> gr.Blocks:
         on(keep.release, do.released)
         keep.input(do.slid, inputs, [head, panels], queue=False, **private)
         on(gallery.click(do.chosen, gallery, [file, question], **private).success)
-        on(page.load(do.loaded, None, [about, file, question, first, second, keep, gallery], **private).success)
+        # In two steps: what a step is given is what the page holds when the step begins.
+        there, held = page.load(do.wait, None, about, **private), [file, question, first, second, keep]
+        on(there.success(do.loaded, held, [*held, gallery], **private).success)
     return page
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import base64
 import html
 import os
-from typing import TYPE_CHECKING, Any
+import statistics
+from typing import TYPE_CHECKING
 
 from tokenprune.profiling.machine_load import busy_note, is_busy, machine_load
 from tokenprune_bench.app import link
@@ -44,7 +45,7 @@ def panels(found: Comparison) -> str:
     cells = [_panel("original", "unpatched", found.original, f"{found.tokens} visual tokens", found.before, right, "")]
     for one in found.asked:
         kept = f"{one.tokens} → {one.kept} visual tokens"
-        time = "" if one.ttft is None else f"first token {_ms(one.ttft, '')}, unpatched {_ms(one.ttft, '_unpatched')}"
+        time = "" if one.ttft is None else f"first token {_ms(found, one)}, unpatched {_ms(found)}"
         cells.append(_panel(f"kept by {one.name}", one.name, one.drawing, kept, one.answer, right, time))
     return f"<div class='tokenprune-row{' strips' if found.strips else ''}'>{''.join(cells)}</div>"
 
@@ -73,12 +74,10 @@ def details(found: Comparison) -> str:
 
 def _table(found: Comparison) -> str:
     titles = ("", "answer", "visual tokens", "mean of the layers", "KV cache", "first token")
-    stats, ttft = found.asked[0].stats, found.asked[0].ttft
-    rows = [
-        ("unpatched", found.before, found.tokens, found.tokens, _size(stats.kv_bytes_full), _ms(ttft, "_unpatched"))
-    ]
+    stats = found.asked[0].stats
+    rows = [("unpatched", found.before, found.tokens, found.tokens, _size(stats.kv_bytes_full), _ms(found))]
     for one in found.asked:
-        average, first = round(one.stats.visual_tokens_average), f"{_ms(one.ttft, '')}, ×{_speed_up(one):.2f}"
+        average, first = round(one.stats.visual_tokens_average), f"{_ms(found, one)}, ×{_speed_up(one):.2f}"
         rows.append(
             (one.name, one.answer, f"{one.tokens} → {one.kept}", average, _size(one.stats.kv_bytes), first)
         )  # fmt: skip
@@ -131,5 +130,8 @@ def _size(number: float) -> str:
     return f"{number / 1024:.0f} KiB" if number < 10 * 2**20 else f"{number / 2**20:.0f} MiB"
 
 
-def _ms(ttft: dict[str, Any], side: str) -> str:
-    return f"{ttft[f'ttft_ms{side}']['p50']:.0f} ms"
+def _ms(found: Comparison, one: Asked | None = None) -> str:
+    """Return the time to the first token, None: of the unpatched model. That is one time for all methods, each of which
+    was timed in turn with it: the median, and a method's is its ratio of that."""
+    whole = statistics.median(each.ttft["ttft_ms_unpatched"]["p50"] for each in found.asked if each.ttft)
+    return f"{whole if one is None else whole * one.ttft['ttft_ratio']['p50']:.0f} ms"
