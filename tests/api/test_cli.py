@@ -147,7 +147,7 @@ def test_demo_says_when_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_demo_asks_four_questions_before_and_after() -> None:
     output = call("demo", "--device", "cpu").stdout
-    for text in ("unpatched", "dart 0.25", "divprune 0.25", "random 0.25", "64 of 256", "003.jpg", "100%", "1.00x"):
+    for text in ("unpatched", "pool 0.25", "divprune 0.25", "random 0.25", "64 of 256", "upper", "100%", "1.00x"):
         assert text in output
 
 

@@ -254,7 +254,7 @@ def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> 
     model = subject.model
     was = snapshot(model)
     for options, number in (
-        (dict(method="random", keep=1.0), 0), (dict(method="fastv", keep=0.6), 0), (dict(method="pevlm"), 0),
+        (dict(method="random", keep=1.0), 0), (dict(method="fastv", keep=0.6), 1), (dict(method="pevlm"), 0),
         (dict(method="fastv", keep=0.3), 1), (dict(method="fastv", keep=200), 1), (dict(method="random", keep=0.9), 1),
         (dict(method="fastv", keep=0.3, guard="off"), 0), (dict(method="fastv", keep=0.3, guard=Guard("off")), 0),
         (dict(method="random", keep=0.4, guard=Guard(floors=dict.fromkeys(KINDS, 0.3))), 0),
