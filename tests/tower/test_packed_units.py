@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 import tokenprune
 from families import FAMILIES
 from oracle import close
+from tests.tower.test_packed_encoder import order_of_windows
 from tests.tower.test_unit_dropping import DIFFERENT, UNIT, drawn, encode, kept_by, masked, tensors_of, tower_of
+from tokenprune import OptionError
+from tokenprune.abilities.declared import unserved
 from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
-from tokenprune.integrations.shared.packed import PackedRun, PackedUnits
+from tokenprune.integrations.shared.packed import PackedUnits
+from tokenprune.testing import check_method
 
 
 def rows(*values: float) -> Tensor:
@@ -46,33 +50,69 @@ def test_borders_are_those_of_the_units_that_are_left() -> None:
     assert torch.equal(left.rows(rows(*range(6))), places)
 
 
-@pytest.mark.parametrize("layer", [1, -1])
+@dataclass(frozen=True)
+class Loudest(tokenprune.UnitDropper):
+    """Keep the units whose hidden states are the largest, at the input of block `at`, from the end if negative."""
+
+    name: ClassVar[str] = "loudest"
+    sees: ClassVar[str] = "hidden"
+    at: int = 0
+
+    def block(self, depth: int) -> int:
+        return self.at if self.at >= 0 else depth + self.at
+
+    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+        norm = pixels.norm(dim=-1)
+        keep = torch.zeros(norm.numel(), dtype=torch.bool)
+        keep[norm.flatten().topk(most).indices] = True
+        return keep.view_as(norm)
+
+
+@pytest.mark.parametrize("at", [0, 1, -1])
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_units_that_leave_at_a_block_equal_the_tower_masked_from_there(
-    name: str, layer: int, build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = FAMILIES[name]
-    model, inputs = build(family), drawn(family.make_inputs(images=(2, 1)))
-    tower, start = tower_of(model), UnitDrop.start
-    layer %= len(tower.blocks)
-
-    def later(self: UnitDrop, *args: Any) -> PackedRun:
-        run = start(self, *args)
-        run.drops = {layer: run.drops[0]}
-        return run
-
-    monkeypatch.setattr(UnitDrop, "start", later)
-    kept = kept_by(tokenprune.method("pixelprune"), inputs)["image"]
+def test_units_that_leave_at_a_block_equal_the_tower_masked_from_there(name: str, at: int, build) -> None:
+    """A method that chooses by hidden states sees those of its block, in the order of rows."""
+    family, method = FAMILIES[name], Loudest(at)
+    model, inputs, seen = build(family), drawn(family.make_inputs(images=(2, 1))), []
+    tower, grids = tower_of(model), inputs["image_grid_thw"]
+    layer = method.block(len(tower.blocks))
+    handle = tower.blocks[layer].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    encode(model, inputs)
+    handle.remove()
+    entered = seen[0].view(-1, UNIT, seen[0].shape[-1])[in_rows(tower, grids)].flatten(0, 1)
+    shown = {"pixel_values": entered, "image_grid_thw": grids}
+    kept = kept_by(method, shown, lambda units: round(0.4 * units))["image"]
     units, left = sum(map(len, kept)), int(torch.cat(kept).sum())
-    with tokenprune.patched(model, "pixelprune"):
+    with tokenprune.patched(model, method, keep=0.4):
         got = encode(model, inputs)["image"]
-        out = tower(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"], output_hidden_states=True)
-    counts = [UNIT * units] * layer + [UNIT * left] * (len(tower.blocks) - layer)
-    assert record_of(got).block_tokens == counts
+        out = tower(inputs["pixel_values"], grid_thw=grids, output_hidden_states=True)
+        model(**inputs)
+        assert tokenprune.stats(model).visual_tokens_out == left
+    assert all(map(torch.equal, record_of(got).kept, kept))
+    assert record_of(got).block_tokens == [UNIT * units] * layer + [UNIT * left] * (len(tower.blocks) - layer)
     last = units if name == "glm4v" else UNIT * units  # GLM gives what its convolution makes of them
     assert [len(x) for x in out.hidden_states] == [UNIT * units] * len(tower.blocks) + [last]
-    with masked(tower, inputs["image_grid_thw"], kept, layer):
+    with masked(tower, grids, kept, layer):
         want = encode(model, inputs)["image"]
     for mine, theirs in zip(tensors_of(got), tensors_of(want), strict=True):
         close(mine[torch.cat(kept)], theirs[torch.cat(kept)])
+
+
+def in_rows(tower: Any, grids: Tensor) -> Tensor:
+    """The places of the units, in the order of rows, in the sequence of a tower."""
+    order, start = [], 0
+    for t, h, w in grids.tolist():
+        side = tower.window_size // 2 // tower.patch_size if hasattr(tower, "window_size") else max(h, w)
+        for _ in range(t):
+            order += [start + unit for unit in order_of_windows(h // 2, w // 2, side)]
+            start += h * w // UNIT
+    return torch.tensor(order).argsort()
+
+
+def test_a_method_inside_the_tower_conforms_and_what_cannot_be_is_refused(build) -> None:
+    check_method(Loudest(1))
+    with pytest.raises(OptionError, match="has 4 blocks, and no block 9"):
+        tokenprune.patch(build(FAMILIES["qwen2_vl"]), Loudest(9), keep=0.5)
+    assert "inside the vision tower" in unserved(Loudest(0))
+    assert unserved(tokenprune.method("pixelprune")) is None

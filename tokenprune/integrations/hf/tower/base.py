@@ -40,6 +40,10 @@ class InTower(Part):
     step: Step
 
 
+class ThreadKey:
+    """Under which a thread keeps what a part found out about images before their tower runs."""
+
+
 class GroupedTokens(InTower):
     """Base of those that leave in the `EncoderRecord` which features are one; of each group one token is kept at the
     decoder's entry.

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop units of patches, by their pixels, ahead of the first block of towers that pack the patches of all images into
-one sequence: how the tower runs on the others, see packed.py. Their tokens are taken out at the decoder's entry."""
+"""Drop units of patches at the input of a block, in towers that pack the patches of all images into one sequence: how
+the tower runs on the others, see packed.py. Their tokens are taken out at the decoder's entry."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.tower.base import ThreadKey
 from tokenprune.integrations.hf.tower.packed import Order, PackedTower
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.packed import PackedRun, PackedUnits
@@ -25,16 +28,14 @@ from tokenprune.ops.transfer import to_device
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.sites.units import UnitDropper
 
-
-class _Key:
-    """Under which a thread keeps the grids of the images that it encodes."""
+Grids = Sequence[tuple[int, int, int]]  # (frames, height, width) in units of each image or video
 
 
 class UnitDrop(PackedTower):
-    """Has `method` drop units ahead of the tower of `adapter`'s model, and takes their tokens out of the prompt.
+    """Has `method` drop units in the tower of `adapter`'s model, and takes their tokens out of the prompt.
 
     Raises UnsupportedSetupError for towers without packed patches, BudgetError for a budget that is not one of an image
-    by itself, OptionError where colours are needed and no processor tells them.
+    by itself, OptionError where colours are needed and no processor tells them, and for a block that there is not.
     """
 
     leaves = "kept"
@@ -43,10 +44,14 @@ class UnitDrop(PackedTower):
         super().__init__()
         self.adapter, self.method, self.budget = adapter, method, budget
         self.step = Step(method, budget)
-        self.tower, self.key = _tower_of(adapter, method.name), _Key()
+        self.tower, self.key = _tower_of(adapter, method.name), ThreadKey()  # of grids
         self.unit = self.tower.spatial_merge_size**2
+        depth = len(self.tower.blocks)
+        self.block = method.block(depth)
+        if not 0 <= self.block < depth:
+            raise OptionError(f"{method.name}: the vision tower has {depth} blocks, and no block {self.block}")
         self.shape = DecoderShape.from_config(adapter.text_config)
-        self.colours = _colours(processor)
+        self.colours = _colours(processor) if method.sees == "pixels" else None
         if self.colours is None and (why := method.reads_colours):
             raise OptionError(
                 f"{method.name}: {why}, and the model gets normalised ones: pass processor=, or leave it out"
@@ -64,33 +69,48 @@ class UnitDrop(PackedTower):
         states()[self.key] = self.adapter.grids(modality, arguments)
 
     def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> PackedRun:
-        known = states().pop(self.key, None)  # (frames, height, width) in units of each image or video
+        known = states().pop(self.key, None)
         if known is None or sum(map(math.prod, known)) * self.unit != len(pixels):
             side = self.tower.spatial_merge_size
             known = [(t, h // side, w // side) for t, h, w in grids]
         sizes = [math.prod(grid) for grid in known]
+        run = PackedRun(PackedUnits.of(sum(sizes), self.unit, device), sizes)
+        if self.method.sees == "hidden":
+            run.order = order()
+            run.drops = {self.block: partial(self._by_hidden, run, known)}
+            return run
         with torch.no_grad():
-            images = pixels.split([units * self.unit for units in sizes])
-            kept = torch.cat([self._keep(x, grid) for x, grid in zip(images, known, strict=True)]).cpu()
-        run = PackedRun(PackedUnits.of(len(kept), self.unit, device), sizes, kept=list(kept.split(sizes)))
+            kept = self._choose(run, known, pixels)
         if not bool(kept.all()):
             run.order = order()
             stays = kept if run.order is None else kept[run.order.cpu()]
-            run.drops = {0: lambda hidden: stays}
+            run.drops = {self.block: lambda hidden: stays}
         return run
 
-    def _keep(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """Return which units of an image or video stay, bool `[units]`. pixels: `[patches, P]`, unit by unit."""
-        (most,) = self.budget.resolve([math.prod(grid)], layer=0, shape=self.shape, text_tokens=0)
-        pixels = pixels.float()
-        if self.colours is not None:
-            mean, std = (to_device(one, pixels.device) for one in self.colours)
-            channels = pixels.view(len(pixels), len(std), -1)
-            pixels = torch.addcmul(mean[:, None], channels, std[:, None])
-        keep = self.method.keep_units(pixels.reshape(*grid, -1), most)
-        if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.shape != grid:
-            raise TokenPruneError(f"{self.method.name}.keep_units() must return a bool tensor {list(grid)}")
-        return keep.flatten()
+    def _by_hidden(self, run: PackedRun, grids: Grids, hidden: Tensor) -> Tensor:
+        """Return which units stay, bool `[units]`, in the tower's order. hidden: `[patches, D]`, alike."""
+        if run.order is None:
+            return self._choose(run, grids, hidden)
+        order = to_device(run.order, hidden.device)
+        rows = hidden.unflatten(0, (-1, self.unit))[order.argsort()]
+        return self._choose(run, grids, rows.flatten(0, 1))[run.order.cpu()]
+
+    def _choose(self, run: PackedRun, grids: Grids, x: Tensor) -> Tensor:
+        """Note which units of each image or video stay; return them all, bool `[units]` on the host. x: `[patches, P]`,
+        unit by unit in the order of rows."""
+        found = []
+        for one, grid in zip(x.float().split([units * self.unit for units in run.sizes]), grids, strict=True):
+            (most,) = self.budget.resolve([math.prod(grid)], layer=0, shape=self.shape, text_tokens=0)
+            if self.colours is not None:
+                mean, std = (to_device(of, one.device) for of in self.colours)
+                one = torch.addcmul(mean[:, None], one.view(len(one), len(std), -1), std[:, None])
+            keep = self.method.keep_units(one.reshape(*grid, -1), most)
+            if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.shape != grid:
+                raise TokenPruneError(f"{self.method.name}.keep_units() must return a bool tensor {list(grid)}")
+            found.append(keep.flatten())
+        kept = torch.cat(found).cpu()
+        run.kept = list(kept.split(run.sizes))
+        return kept
 
     # -- after the tower
 

@@ -21,7 +21,7 @@ from tokenprune.integrations.shared.packed import PackedRun, PackedUnits
 from tokenprune.integrations.vllm.setting.plan import Plan
 
 
-class PackedTower(Attachable):
+class WrappedTower(Attachable):
     """Has the blocks of `tower` run on the units that are left, between `attach` and `detach`. A subclass says in
     `start` which leave.
 
@@ -80,7 +80,7 @@ class PackedTower(Attachable):
         return self.run.units.full(forward(x))
 
 
-class UnitDropping(PackedTower):
+class UnitDropping(WrappedTower):
     """Drops units ahead of the first block; the front end chose them by their pixels, see front/units.py.
 
     plans: of the items of one call, in the order in which their patches stand in the tower's sequence. kept: bool, the

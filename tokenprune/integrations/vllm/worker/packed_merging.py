@@ -19,12 +19,12 @@ from tokenprune.integrations.shared.packed import PackedRun, PackedUnits
 from tokenprune.integrations.shared.packed_features import first_of_group
 from tokenprune.integrations.shared.packed_merging import PackedMatch, mean_of_groups
 from tokenprune.integrations.vllm.setting.towers import served_tower
-from tokenprune.integrations.vllm.worker.packed import PackedTower
+from tokenprune.integrations.vllm.worker.packed import WrappedTower
 from tokenprune.integrations.vllm.worker.tower import all_heads, attentions_of, heads_first
 from tokenprune.sites.encoder import EncoderMethod, Matcher
 
 
-class PackedTowerMerger(PackedTower):
+class PackedTowerMerger(WrappedTower):
     """Merges in the tower of vLLM's `model` between `attach` and `detach`. Afterwards `kept` tells what is left.
 
     kept: bool, of the units of all images and videos end to end; True for the first of each merged one. left: how
