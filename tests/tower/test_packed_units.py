@@ -18,7 +18,7 @@ from tests.tower.test_unit_dropping import DIFFERENT, UNIT, drawn, encode, kept_
 from tokenprune import OptionError
 from tokenprune.abilities.declared import unserved
 from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.integrations.shared.packed import PackedUnits
+from tokenprune.integrations.shared.packed import PackedRun, PackedUnits
 from tokenprune.testing import check_method
 
 
@@ -48,6 +48,24 @@ def test_borders_are_those_of_the_units_that_are_left() -> None:
     assert left.borders(ends).tolist() == [0, 2, 6]  # the second piece is empty
     assert left.borders(ends).dtype == ends.dtype
     assert torch.equal(left.rows(rows(*range(6))), places)
+
+
+def test_units_may_leave_at_several_blocks() -> None:
+    """And what each block returned gets a row for each patch back, zeros for the units that it did not have."""
+    stays = {1: torch.tensor([True, False, True, True]), 2: torch.tensor([True, True, False])}
+    drops = {index: lambda hidden, left=left: left for index, left in stays.items()}
+    run = PackedRun(PackedUnits.of(4, 2, torch.device("cpu")), [4], drops=drops)
+    states, given = [rows(1, 2, 3, 4)], {"cu_seqlens": torch.tensor([0, 8]), "max_seqlen": 8}
+    for index in range(3):
+        hidden = run.drop(index, states[-1]) if index in drops else states[-1]
+        changed = run.enter(index, given)
+        states.append(hidden)
+    assert run.counts == [4, 3, 2]
+    assert changed["cu_seqlens"].tolist() == [0, 4] and changed["max_seqlen"] == 4
+    none = torch.zeros(2, 1)
+    one, three = rows(1), rows(3)
+    want = [states[0], states[0], torch.cat([one, none, rows(3, 4)]), torch.cat([one, none, three, none])]
+    assert all(map(torch.equal, run.spread(states), want))
 
 
 @dataclass(frozen=True)
