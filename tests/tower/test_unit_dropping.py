@@ -85,9 +85,9 @@ def kept_by(method: Any, inputs: Any, most: Any = lambda units: 10**6) -> dict[s
 
 
 @contextmanager
-def masked(tower: Any, grids: Tensor, keep: list[Tensor]) -> Iterator[None]:
-    """Within, nothing in `tower` sees the patches of units that are not kept; they see all that they saw, and so does
-    nobody else. The pieces of each block come in the order of its sequence."""
+def masked(tower: Any, grids: Tensor, keep: list[Tensor], first: int = 0) -> Iterator[None]:
+    """Within, nothing in `tower` sees the patches of units that are not kept, from the block at `first` on; they see
+    all that they saw, and so does nobody else. The pieces of each block come in the order of its sequence."""
     side = tower.window_size // 2 // tower.patch_size if hasattr(tower, "window_size") else 10**6
     order = []
     for (t, h, w), units in zip(grids.tolist(), keep, strict=True):
@@ -96,11 +96,12 @@ def masked(tower: Any, grids: Tensor, keep: list[Tensor]) -> Iterator[None]:
             order.append(frame[window])
     seen = torch.cat(order).repeat_interleave(UNIT)
     done: dict[int, int] = {}
+    before = {id(block.attn) for block in tower.blocks[:first]}
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         start, width = done.get(id(module), 0), key.shape[2]
         done[id(module)] = (start + width) % len(seen)
-        allowed = seen[start : start + width] | torch.eye(width, dtype=torch.bool)
+        allowed = seen[start : start + width] | torch.eye(width, dtype=torch.bool) | (id(module) in before)
         logits = (query @ key.transpose(2, 3) * kwargs["scaling"]).masked_fill(~allowed, -torch.inf)
         return (logits.softmax(-1) @ value).transpose(1, 2), None
 

@@ -30,7 +30,7 @@ def refusal(method: Method, reason: str, in_llm: bool = False) -> str:
 def _uncounted(method: Method) -> str | None:
     """Return why vLLM cannot know ahead how many tokens a method leaves; None if it can."""
     if isinstance(method, UnitDropper):
-        return None  # by pixels alone, which the front end has
+        return None  # by pixels, which the front end has; others: see `_unserved`
     if method.by_content_count or not method.least:
         return "what it sees decides how many tokens stay, and vLLM has to know before; use the Hugging Face engine"
     return None
@@ -51,6 +51,8 @@ def _unserved(method: Method) -> str | None:
         if method.reads_question:
             return "with question_guard it reads the question, and an image is shared by all prompts that hold it"
         return None
+    if isinstance(method, UnitDropper) and method.sees != "pixels":
+        return "it chooses units inside the vision tower, and vLLM knows those alone that are chosen by their pixels"
     if isinstance(method, UnitDropper):
         return None
     if isinstance(method, EncoderMethod):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of methods that drop units of patches ahead of the vision tower, by their pixels alone (IN_ENCODER)."""
+"""The base of methods that drop units of patches at the input of a block of the vision tower (IN_ENCODER)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
@@ -15,14 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UnitDropper(Method):
-    """Base of the methods that drop units ahead of the vision tower's first block (IN_ENCODER).
+    """Base of the methods that drop units at the input of a block of the vision tower, the first by default
+    (IN_ENCODER).
 
-    A unit is the patches that become one visual token. A subclass implements `keep_units`: it sees the pixels of one
-    image or video and never a model. Places, attention's pieces, and what the decoder gets, are the engine's.
+    A unit is the patches that become one visual token. A subclass implements `keep_units`: it sees one image or video
+    and never a model. Places, attention's pieces, and what the decoder gets, are the engine's.
+
+    sees: what `keep_units` gets, the image's "pixels", or the "hidden" states that enter the block, which takes
+    transformers.
     """
 
     site: ClassVar[Site] = Site.IN_ENCODER
     by_content_count: ClassVar[bool] = True
+    sees: ClassVar[Literal["pixels", "hidden"]] = "pixels"
 
     @property
     def reads_colours(self) -> str | None:
@@ -34,10 +39,15 @@ class UnitDropper(Method):
         contradicts the options."""
         return budget.is_identity()
 
+    def block(self, depth: int) -> int:
+        """Return the index of the block, of a tower's `depth`, at whose input units leave."""
+        return 0
+
     def keep_units(self, pixels: Tensor, most: int) -> Tensor:
         """Return which units of one image or video stay, bool `[T, H, W]`: at least one, and at most `most`.
 
         pixels: float32 `[T, H, W, P]`, for each of T temporal patches (1 of an image) the grid of H x W units, with the
-        P values of all pixels of a unit: colours in 0..1, or normalised ones (see `reads_colours`).
+        P values of all pixels of a unit: colours in 0..1, or normalised ones (see `reads_colours`); or the P hidden
+        values of all its patches (see `sees`).
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement keep_units()")

@@ -9,8 +9,9 @@ visual token of each group is kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from tokenprune.base import Selection
@@ -26,7 +27,6 @@ from tokenprune.integrations.hf.tower.merge_map import keep_one_per_group
 from tokenprune.integrations.shared.block_merging import Block, Merger
 from tokenprune.integrations.shared.units import Units
 from tokenprune.sites.encoder import EncoderMethod, Tower
-from tokenprune.view.segments import Segments
 
 
 class InTower(Part):
@@ -40,50 +40,58 @@ class InTower(Part):
     step: Step
 
 
+class ThreadKey:
+    """Under which a thread keeps what a part found out about images before their tower runs."""
+
+
 class GroupedTokens(InTower):
     """Base of those that leave in the `EncoderRecord` which features are one; of each group one token is kept at the
     decoder's entry.
 
     modalities: of which the tower changes anything. merges: whether tokens joined others; if not, they were dropped.
+    leaves: the field of the record that tells what is left.
     """
 
     modalities: tuple[str, ...] = ("image", "video")
     merges = True
+    leaves: Literal["groups", "kept"] = "groups"
 
-    def leave_counts(self, output: Any, block_tokens: list[int]) -> None:
-        """Write to an encoder's output how many tokens entered each block of the tower."""
-        open_record(output).block_tokens = block_tokens
+    def leave_tokens(
+        self, output: Any, block_tokens: list[int], owners: Tensor | list[Tensor] | None = None,
+        kept: list[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Write to a tower's output what became of its tokens; see `EncoderRecord`."""
+        record = open_record(output)
+        record.block_tokens, record.owners, record.kept = block_tokens, owners, kept
 
     def leave_groups(self, output: Any, groups: list[Tensor] | None) -> None:
-        """Write to an encoder's output which features are one, see `EncoderRecord`; nothing for None."""
-        if groups is not None:
-            open_record(output).groups = groups
+        """Write to an encoder's output which features are one, see `EncoderRecord`."""
+        open_record(output).groups = groups
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         if not call.has_images:
             return
-        selection = self.select(call, call.held.segments.to(inputs.embeds.device))
-        call.report.stats.encoder_tokens_per_layer = self.counts(call)
-        if selection is not None:
-            call.state.put(Merged(self.step, selection))
-
-    def select(self, call: Call, segments: Segments) -> Selection | None:
-        """Return which of a call's visual tokens stay, one of each group; None where nothing was merged."""
-        groups: dict[str, list[Tensor]] = {}
+        left: dict[str, list[Tensor]] = {}
+        counts = []  # tokens that entered each block of the tower
         for modality, output in call.outputs.items():
+            record = record_of(output)
+            counts.append(record.block_tokens)
             if modality not in self.modalities:
                 continue
-            if (of_images := record_of(output).groups) is None:
+            if (of_images := getattr(record, self.leaves)) is None:
                 raise UnsupportedSetupError(
                     f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
                 )
-            groups[modality] = of_images
-        return keep_one_per_group(segments, call.host.masks, groups, merges=self.merges) if groups else None
+            left[modality] = of_images
+        selection = self.select(call, inputs.embeds.device, left) if left else None
+        call.report.stats.encoder_tokens_per_layer = [sum(block) for block in zip(*filter(None, counts), strict=True)]
+        if selection is not None:
+            call.state.put(Merged(self.step, selection))
 
-    def counts(self, call: Call) -> list[int]:
-        """Tokens that entered each of the tower's blocks, for all images of a call."""
-        counts = [record_of(output).block_tokens or [] for output in call.outputs.values()]
-        return [sum(of_block) for of_block in zip(*filter(None, counts), strict=True)]
+    def select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
+        """Return which of a call's visual tokens stay, on `device`; None where all do. left: of each modality what
+        `leaves` names."""
+        return keep_one_per_group(call.held.segments.to(device), call.host.masks, left, merges=self.merges)
 
 
 class TowerPatch(Merger, GroupedTokens):
@@ -123,11 +131,6 @@ class TowerPatch(Merger, GroupedTokens):
             f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs; load "
             f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
         )
-
-    def leave_tokens(self, output: Any, owners: Tensor | list[Tensor], block_tokens: list[int]) -> None:
-        """Write to the tower's output what became of its tokens; see `EncoderRecord`."""
-        open_record(output).owners = owners
-        self.leave_counts(output, block_tokens)
 
     def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
         self.leave_groups(output, self.groups_of(modality, arguments, output))

@@ -197,7 +197,7 @@ class FrameMerging(GroupedTokens):
         states().pop(self, None)
         if state is None:
             return
-        self.leave_counts(output, state.counts)
+        self.leave_tokens(output, state.counts)
         if not state.frames:
             return
         # On the host from here on: how many tokens stay is what it has to know.

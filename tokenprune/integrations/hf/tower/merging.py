@@ -157,7 +157,7 @@ class EncoderPatch(TowerPatch):
             output.hidden_states = tuple(restored)
         owners = state.owners[self.shape.read]
         owners = owners if self.units is None else self.units.owners(owners)
-        self.leave_tokens(output, owners, [sum(rows) for rows in state.counts])
+        self.leave_tokens(output, [sum(rows) for rows in state.counts], owners)
         return output
 
     # -- after the tower

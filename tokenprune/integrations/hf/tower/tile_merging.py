@@ -14,16 +14,13 @@ from torch import Tensor
 
 from tokenprune.budget import Budget
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.tower.base import ThreadKey
 from tokenprune.integrations.hf.tower.merging import EncoderPatch
 from tokenprune.integrations.shared.apart import Plan
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.packed_features import PackedFeatures, newline_number, numbered
 from tokenprune.integrations.shared.tile_goals import Goal, apart_of, goals_of
 from tokenprune.sites.encoder import EncoderMethod
-
-
-class _Key:
-    """Under which a thread keeps the goals of the images that it encodes."""
 
 
 class TilePatch(EncoderPatch):
@@ -37,7 +34,7 @@ class TilePatch(EncoderPatch):
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
         self.exact = method.inexact is None  # else how many tokens are left is the method's own affair
         super().__init__(adapter, method, budget)
-        self.key = _Key()
+        self.key = ThreadKey()  # of the goals of images
 
     @property
     def uneven(self) -> bool:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Front end: let a method decide by the pixels of an image or video which units of patches enter the vision tower. So
-their number is known when the prompt is written. The tower drops the others; see worker/unit_dropping.py."""
+their number is known when the prompt is written. The tower drops the others; see worker/packed.py."""
 
 from __future__ import annotations
 

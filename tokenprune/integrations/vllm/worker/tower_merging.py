@@ -27,8 +27,8 @@ from tokenprune.integrations.shared.block_merging import Block, Merger, Merging
 from tokenprune.integrations.shared.packed_features import first_of_group
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.towers import heads_of, merges_in_tower, served_tower, units_of
+from tokenprune.integrations.vllm.worker.packed import dropping
 from tokenprune.integrations.vllm.worker.tower import all_heads, attentions_of, blocks_of, heads_first
-from tokenprune.integrations.vllm.worker.unit_dropping import dropping
 from tokenprune.sites.encoder import EncoderMethod
 
 # Names in a block, where they are not those of CLIP and SigLIP: the second norm, and what scales the MLP's output.

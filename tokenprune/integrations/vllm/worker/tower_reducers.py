@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: the four ways in which the vision tower treats the items of a call: it merges, drops units, is read, or runs
-as it is."""
+"""Worker: the three ways in which the vision tower treats the items of a call: it is left with fewer tokens, merged or
+dropped, it is read, or runs as it is."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tokenprune.integrations.shared.tower_scores import Encoded
 from tokenprune.integrations.shared.tower_scores import Seen as BlockScores
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.tiles import crops
+from tokenprune.integrations.vllm.worker.packed import UnitDropping, dropping
 from tokenprune.integrations.vllm.worker.packed_merging import PackedTowerMerger
 from tokenprune.integrations.vllm.worker.tile_merging import TileTowerMerger
 from tokenprune.integrations.vllm.worker.tower import TowerReader
 from tokenprune.integrations.vllm.worker.tower_merging import TowerMerger, merging
-from tokenprune.integrations.vllm.worker.unit_dropping import UnitRestriction, dropping
 from tokenprune.sites.encoder import EncoderMethod
 
 
@@ -61,39 +61,25 @@ class PlainTower:
         return (TowerResult() for _ in self.plans)
 
 
-class MergingTower:
-    """Merges tokens in the tower. All plans have the same setting. kwargs: arguments of `embed_multimodal`."""
+@dataclass(frozen=True)
+class ReducedTower:
+    """Has tokens merge, or units leave, in the tower, as `part` does within its context."""
 
-    def __init__(self, model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any]) -> None:
-        self.plans, self._merger = plans, _merger(model, plans, kwargs)
+    plans: Sequence[Plan]
+    part: TowerMerger | PackedTowerMerger | TileTowerMerger | UnitDropping
 
     def running(self) -> AbstractContextManager[Any]:
-        return self._merger
+        return self.part
 
     def results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
         """Yield the rows that stay; raises PlaceholderMismatchError if the prompt has room for another number."""
-        kept = self._merger.kept
-        assert kept is not None  # the tower ran
+        assert self.part.kept is not None  # the tower ran
         wanted = sum(sum(plan.keep) for plan in self.plans)
-        if self._merger.left != wanted:
-            raise PlaceholderMismatchError(f"the tower left {self._merger.left} tokens where the prompt has {wanted}")
-        for piece in kept.split([rows.numel() // rows.shape[-1] for rows in features]):
-            yield TowerResult(kept=piece)
-
-
-@dataclass(frozen=True)
-class DroppingTower:
-    """Drops units of patches ahead of the tower's first block, as the plans say."""
-
-    tower: Any
-    plans: Sequence[Plan]
-
-    def running(self) -> AbstractContextManager[Any]:
-        return UnitRestriction(self.tower, self.plans)
-
-    def results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
-        for plan, rows in zip(self.plans, features, strict=False):
-            yield TowerResult(kept=plan.mask.to(rows.device))
+        if self.part.left != wanted:
+            raise PlaceholderMismatchError(f"the tower left {self.part.left} tokens where the prompt has {wanted}")
+        pieces = self.part.kept.split([rows.numel() // rows.shape[-1] for rows in features])
+        for piece, rows in zip(pieces, features, strict=True):
+            yield TowerResult(kept=piece.to(rows.device))
 
 
 class ReadTower:
@@ -125,8 +111,8 @@ class ReadTower:
 def _merger(
     model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any]
 ) -> TowerMerger | PackedTowerMerger | TileTowerMerger:
-    """Return the merger for the tower of vLLM's `model`, a context in which the model encodes. Afterwards its `kept`
-    holds the rows that stay, of all items end to end, and `left` how many these are."""
+    """Return the merger for the tower of vLLM's `model`. All plans have the same setting. Afterwards its `kept` holds
+    the rows that stay, of all items end to end, and `left` how many these are."""
     method, keep = plans[0].setting.method, plans[0].setting.keep
     assert isinstance(method, EncoderMethod)  # see `merging`
     if model.tokenprune_family.units:
@@ -151,9 +137,9 @@ def tower_reducer(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any], 
     kwargs: arguments of `embed_multimodal`.
     """
     if plans and merging(plans[0]):
-        return MergingTower(model, plans, kwargs)
+        return ReducedTower(plans, _merger(model, plans, kwargs))
     if plans and dropping(plans[0]):
-        return DroppingTower(model.visual, plans)
+        return ReducedTower(plans, UnitDropping(model.visual, plans))
     if any(_reading_method(plan) for plan in plans):
         return ReadTower(model.tokenprune_tower, plans, kwargs, modality)
     return PlainTower(plans)

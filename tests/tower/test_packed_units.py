@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units on their way through a packed tower: arithmetic by hand, and units that leave at the input of any block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from families import FAMILIES
+from oracle import close
+from tests.tower.test_packed_encoder import order_of_windows
+from tests.tower.test_unit_dropping import DIFFERENT, UNIT, drawn, encode, kept_by, masked, tensors_of, tower_of
+from tokenprune import OptionError
+from tokenprune.abilities.declared import unserved
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.shared.packed import PackedRun, PackedUnits
+from tokenprune.testing import check_method
+
+
+def rows(*values: float) -> Tensor:
+    """Two patches of each unit, and one number of each patch: its unit's, and ten more."""
+    return torch.tensor([[value + patch] for value in values for patch in (0.0, 10.0)])
+
+
+def test_units_are_dropped_and_merged_in_any_order() -> None:
+    cpu = torch.device("cpu")
+    units, hidden = PackedUnits.of(5, 2, cpu).keep(torch.tensor([True, False, True, True, True]), rows(0, 1, 2, 3, 4))
+    assert torch.equal(hidden, rows(0, 2, 3, 4)) and units.log_weight(torch.float32) is None
+    units, hidden = units.merge(torch.tensor([0, 0, 2, 0]), hidden, 2)  # of 0, 2, 3, 4 the first takes two
+    assert torch.equal(hidden, rows(2, 3))
+    assert torch.equal(units.full(hidden), torch.tensor([[2.0], [12], [0], [0], [2], [12], [3], [13], [2], [12]]))
+    assert torch.equal(units.log_weight(torch.float32), torch.tensor([3.0, 3, 1, 1]).log())
+    units, hidden = units.keep(torch.tensor([False, True]), hidden)
+    assert (units.kept.tolist(), units.owner.tolist(), units.weight.tolist()) == ([3], [-1, -1, -1, 0, -1], [1.0])
+    assert torch.equal(units.full(torch.tensor([[7.0]])), torch.tensor([[0.0], [0], [0], [7], [0]]))
+    assert torch.equal(units.full(torch.ones(10, 1)), torch.ones(10, 1))  # what has a row for each patch
+
+
+def test_borders_are_those_of_the_units_that_are_left() -> None:
+    units = PackedUnits.of(6, 2, torch.device("cpu"))
+    ends = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
+    left, places = units.keep(torch.tensor([True, False, False, True, True, False]), rows(*range(6)))
+    assert left.borders(ends).tolist() == [0, 2, 6]  # the second piece is empty
+    assert left.borders(ends).dtype == ends.dtype
+    assert torch.equal(left.rows(rows(*range(6))), places)
+
+
+def test_units_may_leave_at_several_blocks() -> None:
+    """And what each block returned gets a row for each patch back, zeros for the units that it did not have."""
+    stays = {1: torch.tensor([True, False, True, True]), 2: torch.tensor([True, True, False])}
+    drops = {index: lambda hidden, left=left: left for index, left in stays.items()}
+    run = PackedRun(PackedUnits.of(4, 2, torch.device("cpu")), [4], drops=drops)
+    states, given = [rows(1, 2, 3, 4)], {"cu_seqlens": torch.tensor([0, 8]), "max_seqlen": 8}
+    for index in range(3):
+        hidden = run.drop(index, states[-1]) if index in drops else states[-1]
+        changed = run.enter(index, given)
+        states.append(hidden)
+    assert run.counts == [4, 3, 2]
+    assert changed["cu_seqlens"].tolist() == [0, 4] and changed["max_seqlen"] == 4
+    none = torch.zeros(2, 1)
+    one, three = rows(1), rows(3)
+    want = [states[0], states[0], torch.cat([one, none, rows(3, 4)]), torch.cat([one, none, three, none])]
+    assert all(map(torch.equal, run.spread(states), want))
+
+
+@dataclass(frozen=True)
+class Loudest(tokenprune.UnitDropper):
+    """Keep the units whose hidden states are the largest, at the input of block `at`, from the end if negative."""
+
+    name: ClassVar[str] = "loudest"
+    sees: ClassVar[str] = "hidden"
+    at: int = 0
+
+    def block(self, depth: int) -> int:
+        return self.at if self.at >= 0 else depth + self.at
+
+    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+        norm = pixels.norm(dim=-1)
+        keep = torch.zeros(norm.numel(), dtype=torch.bool)
+        keep[norm.flatten().topk(most).indices] = True
+        return keep.view_as(norm)
+
+
+@pytest.mark.parametrize("at", [0, 1, -1])
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_units_that_leave_at_a_block_equal_the_tower_masked_from_there(name: str, at: int, build) -> None:
+    """A method that chooses by hidden states sees those of its block, in the order of rows."""
+    family, method = FAMILIES[name], Loudest(at)
+    model, inputs, seen = build(family), drawn(family.make_inputs(images=(2, 1))), []
+    tower, grids = tower_of(model), inputs["image_grid_thw"]
+    layer = method.block(len(tower.blocks))
+    handle = tower.blocks[layer].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    encode(model, inputs)
+    handle.remove()
+    entered = seen[0].view(-1, UNIT, seen[0].shape[-1])[in_rows(tower, grids)].flatten(0, 1)
+    shown = {"pixel_values": entered, "image_grid_thw": grids}
+    kept = kept_by(method, shown, lambda units: round(0.4 * units))["image"]
+    units, left = sum(map(len, kept)), int(torch.cat(kept).sum())
+    with tokenprune.patched(model, method, keep=0.4):
+        got = encode(model, inputs)["image"]
+        out = tower(inputs["pixel_values"], grid_thw=grids, output_hidden_states=True)
+        model(**inputs)
+        assert tokenprune.stats(model).visual_tokens_out == left
+    assert all(map(torch.equal, record_of(got).kept, kept))
+    assert record_of(got).block_tokens == [UNIT * units] * layer + [UNIT * left] * (len(tower.blocks) - layer)
+    last = units if name == "glm4v" else UNIT * units  # GLM gives what its convolution makes of them
+    assert [len(x) for x in out.hidden_states] == [UNIT * units] * len(tower.blocks) + [last]
+    with masked(tower, grids, kept, layer):
+        want = encode(model, inputs)["image"]
+    for mine, theirs in zip(tensors_of(got), tensors_of(want), strict=True):
+        close(mine[torch.cat(kept)], theirs[torch.cat(kept)])
+
+
+def in_rows(tower: Any, grids: Tensor) -> Tensor:
+    """The places of the units, in the order of rows, in the sequence of a tower."""
+    order, start = [], 0
+    for t, h, w in grids.tolist():
+        side = tower.window_size // 2 // tower.patch_size if hasattr(tower, "window_size") else max(h, w)
+        for _ in range(t):
+            order += [start + unit for unit in order_of_windows(h // 2, w // 2, side)]
+            start += h * w // UNIT
+    return torch.tensor(order).argsort()
+
+
+def test_a_method_inside_the_tower_conforms_and_what_cannot_be_is_refused(build) -> None:
+    check_method(Loudest(1))
+    with pytest.raises(OptionError, match="has 4 blocks, and no block 9"):
+        tokenprune.patch(build(FAMILIES["qwen2_vl"]), Loudest(9), keep=0.5)
+    assert "inside the vision tower" in unserved(Loudest(0))
+    assert unserved(tokenprune.method("pixelprune")) is None
