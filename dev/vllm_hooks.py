@@ -190,7 +190,8 @@ class Sources:
         return None
 
     def parameters(self, found: Found) -> list[str] | None:
-        """Names that a function or a class takes, with stars where it has them; None of what is neither."""
+        """Names that a function or a class takes, with stars where it has them; None of what is neither, and of a class
+        that leaves them to a base of another package."""
         if isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef):
             of = found.node.args
             names = [one.arg for one in [*of.posonlyargs, *of.args, *of.kwonlyargs]]
@@ -207,7 +208,7 @@ class Sources:
             for node in one.node.body
             if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation)
         ]
-        return list(dict.fromkeys(fields))
+        return list(dict.fromkeys(fields)) or (None if found.node.bases else [])
 
     def architectures(self) -> list[str]:
         """Names of all models in vLLM's registry."""
