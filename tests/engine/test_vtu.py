@@ -161,7 +161,8 @@ def test_each_token_its_own_group_is_the_model(family: Family, model) -> None:
         assert torch.equal(model(**inputs).logits, before)  # nothing to do
         encoder, seen = attachment_of(model).engine.parts[0], []
 
-        def all_for_themselves(call: Any, segments: Any) -> Selection:
+        def all_for_themselves(call: Any, device: Any, left: Any) -> Selection:
+            segments = call.held.segments.to(device)
             seen.append(segments)
             places = torch.arange(segments.mask.shape[1]).expand_as(segments.mask)
             return Selection(segments.mask, places.masked_fill(~segments.mask, -1), counts=segments.counts)

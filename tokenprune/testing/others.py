@@ -32,7 +32,9 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
     """Raise ConformanceError if the merges that a method plans break a rule: a plan for each block; rows of tokens that
     fit together; what every row merges is the same in a batch and alone; the first `protected` tokens stay; nothing
     merges where everything is to be kept; and the same twice."""
-    tower = tower or Tower(tokens=33, protected=1, blocks=4, read=3, module=nn.Identity())
+    tower = tower or Tower(
+        tokens=33, protected=1, blocks=4, read=3, module=nn.Linear(2, 2, device="cpu", dtype=torch.float32)
+    )
     with suppress(OptionError):  # that keep=1.0 contradicts its options
         whole = Budget.of(1.0)
         require(method.is_identity(whole) or not any(method.plan(whole, tower)), "with keep=1.0 it still merges tokens")
