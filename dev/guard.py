@@ -45,7 +45,7 @@ JUDGED = {
 
 
 class Records(NamedTuple):
-    """What was measured of a model. results: by method and keep. base: of the unpatched model. judged: by the guard's
+    """Measurements of a model. results: by method and keep. base: of the unpatched model. judged: by the guard's
     kind of question, the benchmark's."""
 
     header: dict[str, Any]

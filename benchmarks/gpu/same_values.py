@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a method chooses the same on the GPU and on the CPU from the same values.
+"""Compare what a method chooses on the GPU and on the CPU from the same values.
 
 Two runs of a model round otherwise, and one near tie at an early pick changes all later ones of a method that goes on
 from what it took: how many tokens differ in the end says nothing of the choice. So the CPU chooses again from what the
@@ -28,8 +28,8 @@ from tokenprune.view.tokens import VisualTokens
 
 @dataclass
 class Looked:
-    """What the methods of a forward looked at. hidden: of each cut's tokens, on the CPU; differ: the tokens that the
-    CPU chooses otherwise from the same values, of all cuts."""
+    """Values that the methods of a forward looked at. hidden: of each cut's tokens, on the CPU; differ: the tokens that
+    the CPU chooses otherwise from the same values, of all cuts."""
 
     hidden: list[Tensor] = field(default_factory=list)
     differ: int = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command refuses before it loads a model: outputs, numbers, names and images that cannot be."""
+"""Outputs, numbers, names and images that a command refuses before it loads a model."""
 
 from __future__ import annotations
 

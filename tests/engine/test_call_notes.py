@@ -24,7 +24,7 @@ def merged_by_the_caller(model: Any, family: Family, inputs: Any) -> dict[str, A
     }
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "tokenprune"]
 
 
@@ -41,14 +41,14 @@ def test_features_that_the_caller_merged_are_not_pruned(name: str, method: str, 
         assert torch.equal(model.generate(**embeds, max_new_tokens=3), answer)
         (note,) = tokenprune.stats(model).notes
         assert "nothing was pruned" in note and "pixel_values" in note
-        assert told(caplog) == [note]
+        assert logged(caplog) == [note]
         model(**family.make_inputs())  # with pixels
         model(input_ids=torch.full((1, 4), 30))  # text
         assert not tokenprune.stats(model).notes
     with tokenprune.patched(model, method, keep=1.0):  # nothing would be
         model(**embeds)
         assert not tokenprune.stats(model).notes
-    assert told(caplog) == [note]
+    assert logged(caplog) == [note]
 
 
 @torch.no_grad()
@@ -59,7 +59,7 @@ def test_embeddings_of_placeholders_beside_pixels_are_pruned(build, caplog) -> N
     with tokenprune.patched(model, "divprune", keep=0.5):
         model(**inputs)
         assert tokenprune.stats(model).keep_ratio == 0.5 and not tokenprune.stats(model).notes
-    assert not told(caplog)
+    assert not logged(caplog)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
@@ -85,4 +85,4 @@ def test_without_a_cache_each_step_chooses_anew(name: str, build, caplog) -> Non
         assert len(seen) == 4
         assert (seen[1:] == seen[:1] * 3) is (method == "divprune")
         assert [("fastv" in note and "use_cache=True" in note) for note in notes] == [True] * (method == "fastv")
-    assert told(caplog) == notes
+    assert logged(caplog) == notes

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the papers' table share: the script, and a way to call it."""
+"""Fixtures of the tests of scripts: the papers' table, with a way to call it, and what counts the house."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,3 +41,11 @@ def call(papers: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[
         return ended.value.code or 0, told.out, told.err
 
     return run
+
+
+@pytest.fixture(scope="module")
+def house() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("house", ROOT / "dev/house.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool

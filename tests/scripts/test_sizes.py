@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -17,14 +16,6 @@ from tokenprune.integrations.hf.forward.context import Call
 ROOT = Path(__file__).parents[2]
 LIMITS = tomllib.loads((ROOT / "dev/sizes.toml").read_text())
 SLACK = {"lines": 200, "width": 0}  # a room may be as much smaller than its limit
-
-
-@pytest.fixture(scope="module")
-def house() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("house", ROOT / "dev/house.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    return tool
 
 
 @pytest.mark.parametrize("kind", SLACK)
