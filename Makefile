@@ -45,7 +45,7 @@ test-oldest-quick: .venv-oldest/.setup-done ## the same with the oldest transfor
 	$(TEST_ENV) .venv-oldest/bin/python $(PYTEST) -m fast $(QUICK)
 
 test-other-processor: setup ## the fast tests of engine, methods, towers and families as on a processor without AVX2
-	$(TEST_ENV) ATEN_CPU_CAPABILITY=default .venv/bin/python $(PYTEST) -m fast tests/engine tests/methods tests/tower tests/families
+	$(TEST_ENV) ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 .venv/bin/python $(PYTEST) -m fast tests/engine tests/methods tests/tower tests/families
 
 # One process and no -n: an engine takes as many cores as there are.
 test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (constraints-vllm.txt)

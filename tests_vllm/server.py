@@ -102,8 +102,10 @@ def serve(model: Path, place: Path, *arguments: str) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def launch(command: list[str], place: Path, port: int, **environment: str) -> Iterator[Server]:
-    """Start a server by a command of one's own, which listens at `port`."""
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | environment
+    """Start a server by a command of one's own, which listens at `port`. It finds the modules of this folder."""
+    folders = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONPATH": folders}
+    environment = os.environ | ours | environment
     with (place / "log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         server = Server(process, f"http://127.0.0.1:{port}", place / "log")

@@ -20,6 +20,7 @@ from typing import Any
 import openai
 import pytest
 
+import slow_steps
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
 from server import CALL, TEMPLATE, Server, free_port, launch
@@ -153,9 +154,6 @@ def test_the_step_is_that_of_now(
     assert step() == 0 and load.profile(offered(model_config)) == "default"
 
 
-LONG = 60_000  # tokens of a stream that is dropped before it ends, however fast the machine
-
-
 def client(server: Server) -> openai.OpenAI:
     """A client with a connection of its own."""
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=CALL, max_retries=0)
@@ -181,13 +179,11 @@ def server(folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Server]:
     template.write_text(TEMPLATE)
     overload = {"in_flight": [6], "profiles": ["fast"], "rise": 0, "dwell": 0}
     setting = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}}, "overload": overload}
-    longer = {"text_config": {"max_position_embeddings": 2 * LONG}}
     command = [
         sys.executable, "-c", SERVE, "serve", str(folder(NAME)), "--served-model-name", "tiny", "--host", "127.0.0.1",
         "--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-seqs", "8",
-        "--api-server-count", "2", "--max-model-len", str(LONG + 100), "--hf-overrides", json.dumps(longer),
-        "--chat-template", str(template),
-        "--max-num-batched-tokens", "256",
+        "--api-server-count", "2", "--chat-template", str(template), "--max-num-batched-tokens", "256",
+        *slow_steps.ARGUMENTS,
         "--mm-processor-kwargs", json.dumps({"tokenprune": setting}),
     ]  # fmt: skip
     with launch(command, tmp_path, port, VLLM_CPU_KVCACHE_SPACE="1") as running:
@@ -199,7 +195,7 @@ def test_two_api_servers_follow_one_load(server: Server) -> None:
     alone = {asked(server) for _ in range(8)}
     assert len(alone) == 1, "reduced less by one of the servers"
     clients = [client(server) for _ in range(6)]  # connections of their own, which either server may take
-    more: dict[str, Any] = {"max_tokens": LONG, "extra_body": {"ignore_eos": True}}
+    more: dict[str, Any] = {"max_tokens": slow_steps.LONG, "extra_body": {"ignore_eos": True}}
     streams = [one.completions.create(model="tiny", prompt="go on ", stream=True, **more) for one in clients]
     for stream in streams:
         next(iter(stream))

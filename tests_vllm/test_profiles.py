@@ -18,6 +18,7 @@ from typing import Any
 import openai
 import pytest
 
+import slow_steps
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
 from server import CALL, Server, serve
@@ -29,7 +30,6 @@ SETTING = DIVPRUNE | {
     "profiles": PROFILES, "min_keep": 0.1, "methods": ["divprune"],
     "overload": {"in_flight": [1, 2], "profiles": ["half", "fast"], "release": 1, "rise": 0, "dwell": 0}, "log": "json",
 }  # fmt: skip
-LONG = 60_000  # tokens of a stream that is dropped before it ends, however fast the machine
 LEFT = {"default": 9, "half": 18, "fast": 4, "ocr": 35}  # tokens of an image
 
 
@@ -38,9 +38,7 @@ def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
     stop()
     arguments = ["--served-model-name", "tiny", "tiny:half", "tiny:fast", "tiny:ocr", "tiny:fsat"]
     arguments += ["--enable-prompt-tokens-details", "--mm-processor-kwargs", json.dumps({"tokenprune": SETTING})]
-    longer = {"text_config": {"max_position_embeddings": 2 * LONG}}
-    arguments += ["--max-model-len", str(LONG + 100), "--hf-overrides", json.dumps(longer)]
-    with serve(folder(NAME), tmp_path_factory.mktemp("profiles"), *arguments) as running:
+    with serve(folder(NAME), tmp_path_factory.mktemp("profiles"), *arguments, *slow_steps.ARGUMENTS) as running:
         yield running
 
 
@@ -194,7 +192,8 @@ def test_a_profile_shares_all_with_itself(server: Server) -> None:
 def test_the_profile_follows_the_load(server: Server) -> None:
     """Where a request chooses nothing; streams that are read or dropped no longer count."""
     alone = ask(server, image(1), "how many? ").usage.prompt_tokens
-    more = {"messages": [{"role": "user", "content": "go on "}], "extra_body": {"ignore_eos": True}}
+    more: dict[str, Any] = {"max_tokens": slow_steps.LONG, "extra_body": {"ignore_eos": True}}
+    more["messages"] = [{"role": "user", "content": "go on "}]
 
     def added(**how: Any) -> int:
         return ask(server, image(1), "how many? ", **how).usage.prompt_tokens - alone
@@ -202,7 +201,7 @@ def test_the_profile_follows_the_load(server: Server) -> None:
     streams = []
     step = {}
     for profile in ("half", "fast"):
-        streams.append(server.client.chat.completions.create(model="tiny", stream=True, max_tokens=LONG, **more))
+        streams.append(server.client.chat.completions.create(model="tiny", stream=True, **more))
         next(iter(streams[-1]))
         assert added() == LEFT[profile] - LEFT["default"]
         step[profile] = server.counted("tokenprune:overload_step")['model_name="tiny"']
