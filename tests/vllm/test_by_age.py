@@ -1,195 +1,275 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets by age in a server's setting: what each image of a request has. For the engine see tests_vllm/."""
+"""Budgets by age: each image of a request has the number of tokens of its place, as on the Hugging Face side."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.test_offer import offer
-from tokenprune import Budget
-from tokenprune.ages import aged
-from tokenprune.errors import BudgetError, OptionError
-from tokenprune.integrations.vllm.front import by_age
-from tokenprune.integrations.vllm.front.answers import header
-from tokenprune.integrations.vllm.front.served import Served, TrackedSetting
-from tokenprune.integrations.vllm.setting.plan import Plan
-from tokenprune.integrations.vllm.setting.rules import LimitError
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.methods.pre_llm.divprune import DivPrune
+from checkpoints import CHECKPOINTS, Checkpoint
+from conftest import DIVPRUNE, ORIGINAL, Engine, same, stop
+from server import Server, serve
+from test_metrics import TOTAL, samples
+from test_pixels import processor
+from test_profiles import answer, data_url
+from tokenprune.errors import OptionError
 
-AGE = [[0, 1.0], [1, 0.5], [3, 4]]
-KEEPS: list[dict[str, Any]] = [
-    {"keep": 1.0, "age": AGE, "step": 2},
-    {"keep": 0.3, "age": AGE},
-    {"tokens": 30, "age": AGE},
-    {"tokens": 3, "age": [[0, 1.0], [1, 2]]},
-    {"keep": 1.0, "age": [[0, 1.0], [1, 16], [2, 0.25], [3, 8]]},
-]
-
-
-def setting(keep: Any, method: str = "divprune", **more: Any) -> ServedSetting:
-    return ServedSetting.of({"method": method, "keep": keep} | more)
+BLOCK, TURNS = 32, 7
+AGE = {"keep": 1.0, "age": [[0, 1.0], [2, 0.5]], "step": 2}
+SERVER = {"method": "divprune", "keep": AGE}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "server": {},
+    "shares of a share": {"keep": {"keep": 0.7, "age": [[0, 1.0], [1, 0.5]]}},
+    "shares of a number": {"keep": {"tokens": 15, "age": [[0, 1.0], [1, 0.5], [3, 0.2]], "step": 3}},
+    "numbers of a share": {"keep": {"keep": 0.6, "age": [[0, 1.0], [1, 5], [2, 1]]}},
+    "a share, then a number": {"keep": {"keep": 0.9, "age": [[0, 1.0], [1, 0.5], [2, 3]]}},
+    "by the tower": {"method": "visionzip"},
+    "merged": {"method": "pool", "keep": {"keep": 0.8, "age": [[0, 1.0], [1, 0.3]]}},
+    "none by age": {"keep": 0.5},
+    "off": {"off": True},
+}
 
 
-@pytest.mark.parametrize("keep", KEEPS, ids=str)
-@pytest.mark.parametrize("method", ["divprune", "pool"])
-def test_an_image_keeps_what_the_budget_says(keep: dict[str, Any], method: str) -> None:
-    """As many as on the Hugging Face side, for each number of images; and the newest what it keeps alone."""
-    made, budget = setting(keep, method), Budget(**keep)
-    assert made.age == budget.age and not made.removes_nothing
-    for counts in ([36], [36, 7, 100], [1, 2, 3, 4, 5, 64, 64, 30]):
-        new = [budget.resolve_keep(count) for count in counts]
-        wanted = aged(new, budget.age or (), budget.step)
-        own = [made.of_image(number, len(counts)) for number in range(len(counts))]
-        assert [one.wanted(count) for one, count in zip(own, counts, strict=True)] == [
-            made.acting.budget(count, number) for count, number in zip(counts, wanted, strict=True)
-        ]
-        assert own[-1] == made.tiers[0] and {*own} <= {*made.tiers}
-        assert own[-1].count(36) == setting(budget.keep if made.keep != 1 else 1.0, method).count(36)
+def chat(checkpoint: Checkpoint, turns: int) -> str:
+    """A turn adds an image and words to what was said."""
+    return "".join(f"turn {turn}: {checkpoint.image} what now? " for turn in range(turns))
 
 
-def test_an_image_at_its_age_is_what_another_setting_says() -> None:
-    """So caches share it, where a single keep says the same; else its bounds tell it from others."""
-    whole = setting(KEEPS[0])
-    assert whole.tiers == [ServedSetting(DivPrune(), keep) for keep in (1.0, 0.5)] + [whole.tiers[2]]
-    assert [one.cache_key() for one in whole.tiers[:2]] == [setting(keep).cache_key() for keep in (1.0, 0.5)]
-    assert whole.tiers[2].bounds == (0.5, 4) and setting(KEEPS[3]).tiers[1] == ServedSetting(DivPrune(), 2)
-    shares = setting({"keep": 0.6, "age": [[0, 1.0], [1, 0.5]]})
-    assert shares.tiers[1] == ServedSetting(DivPrune(), 0.6, bounds=(0.5,))  # 1 token more or less than 0.3
-    keys = [str(one.cache_key()) for made in (whole, shares, setting(KEEPS[1])) for one in made.tiers]
-    assert len(set(keys)) == len(keys)
-    assert [one.label() for one in whole.tiers] == [("divprune", "1"), ("divprune", "0.5"), ("divprune", "tokens")]
-    assert shares.tiers[1].whole_keep == 0.3 and setting(KEEPS[2]).tiers[1].whole_keep == 15
+@pytest.fixture(scope="module", params=["llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "mistral3", "smolvlm"])
+def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engine:
+    # Of one family positions are as they were, and text stands within its images.
+    setting = SERVER | (ORIGINAL if request.param == "mistral3" else {})
+    return start(request.param, setting, limit_mm_per_prompt={"image": 8})
 
 
-@pytest.mark.parametrize("keep", KEEPS, ids=str)
-def test_it_survives_the_journey(keep: dict[str, Any]) -> None:
-    made = setting(keep)
-    assert ServedSetting.of(made.as_dict()) == made
-    for tier in made.tiers:
-        plan = Plan.make(tier, [9] * 36, None, False)
-        assert Plan.decode(plan.encode()) == plan and Plan.decode(plan.encode()).keep == [tier.count(36)]
+@pytest.fixture
+def checkpoint(engine: Engine) -> Checkpoint:
+    return engine.checkpoint
 
 
-def test_a_request_replaces_keep_as_a_whole() -> None:
-    made = offer({"method": "divprune", "keep": KEEPS[0]}, profiles={"chat": {"keep": KEEPS[1]}, "flat": {"keep": 0.5}})
-    assert made.setting({"profile": "chat"}) == setting(KEEPS[1]) != made.setting() == setting(KEEPS[0])
-    assert made.setting({"profile": "flat"}).age is None and made.setting({"keep": 0.25}).age is None
-    assert made.setting({"profile": "flat", "keep": KEEPS[2]}) == setting(KEEPS[2])
-    assert made.setting({"method": "pool"}) == setting(KEEPS[0], "pool") and made.setting({"off": True}).is_off
-    assert setting({"keep": 0.5, "age": [[0, 1.0]], "step": 3}) == setting(0.5)
+def expect(engine: Engine, reference: Any, output: Any, prompt: str, images: list, override: dict[str, Any]) -> None:
+    theirs, steps = reference(engine.checkpoint.name), len(output.outputs[0].token_ids)
+    setting = None if override.get("off") else SERVER | override
+    same(output, *theirs.greedy(prompt, images, steps, setting, original=engine.original))
 
 
-def test_limits_hold_for_the_oldest_image() -> None:
-    shares = {"keep": 0.8, "age": [[0, 1.0], [2, 0.5], [5, 0.25]]}
-    made = offer(min_keep=0.25, methods=["divprune", "pool"])
-    assert made.setting({"keep": shares | {"age": shares["age"][:2]}}).tiers[1].whole_keep == 0.4
-    with pytest.raises(LimitError, match=r"keep=0\.2 of an image of age 5 is less than this server allows: min_keep"):
-        made.setting({"keep": shares})
-    with pytest.raises(LimitError, match=r"so keep of an image of age 1 must be a share too, not 99 tokens"):
-        made.setting({"keep": {"keep": 1.0, "age": [[0, 1.0], [1, 99]]}})
-    with pytest.raises(LimitError, match="does not allow random"):
-        made.setting({"method": "random", "keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.5]]}})
-    with pytest.raises(OptionError, match=r"profile 'chat': .*keep=0\.2 of an image of age 5"):
-        offer(min_keep=0.25, profiles={"chat": {"keep": shares}})
+def test_a_batch_of_settings(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """With images of one request that are equal, too: each has its own age."""
+    (first, *others), prompt = checkpoint.images(4), chat(checkpoint, 5)
+    images = [first, *others, first]
+    outputs = engine.generate([engine.request(prompt, images, override) for override in SETTINGS.values()])
+    for override, output in zip(SETTINGS.values(), outputs, strict=True):
+        expect(engine, reference, output, prompt, images, override)
+    lengths = {name: len(output.prompt_token_ids) for name, output in zip(SETTINGS, outputs, strict=True)}
+    assert lengths["none by age"] < lengths["server"] < lengths["off"], lengths
+
+
+def test_requests_of_other_lengths_at_once(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """Ages are of a request, whatever is beside it."""
+    images = checkpoint.images(5, seed=20)
+    asked = [(chat(checkpoint, count), images[:count]) for count in (5, 1, 3, 2)]
+    outputs = engine.generate([engine.request(*one) for one in asked])
+    for (prompt, shown), output in zip(asked, outputs, strict=True):
+        expect(engine, reference, output, prompt, shown, {})
+
+
+def kept_of(counts: list[int]) -> list[int]:
+    """What images of so many tokens keep under `AGE`: those with two more behind them a half, counted in twos."""
+    whole = len(counts) // 2 * 2
+    return [round(count * 0.5) if number + 2 < whole else count for number, count in enumerate(counts)]
+
+
+def test_a_chat_computes_again_what_follows_an_image_that_aged(
+    engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
+) -> None:
+    """By the counts of vLLM's own prefix cache and encoder: all else stays."""
+    if checkpoint.name in ("mistral3", "smolvlm"):
+        pytest.skip("its images are several runs of placeholders, which this test does not tell apart")
+    images, theirs = checkpoint.images(TURNS, seed=40), reference(checkpoint.name)
+    token = theirs.model.config.image_token_id
+    before: list[int] = []
+    length, hits, changes = 0, 0, []
+    for turn in range(1, TURNS + 1):
+        prompt, shown = chat(checkpoint, turn), images[:turn]
+        full = "".join("i" if one == token else "t" for one in theirs.inputs(prompt, shown)["input_ids"][0].tolist())
+        kept = kept_of([len(run) for run in full.split("t") if run])
+        (output,) = engine.generate([engine.request(prompt, shown)], 2)
+        expect(engine, reference, output, prompt, shown, {})
+        ids = list(output.prompt_token_ids)
+        places = [place for place, one in enumerate(ids) if one == token]
+        assert len(places) == sum(kept)
+        changed = [number for number, (one, other) in enumerate(zip(before, kept, strict=False)) if one != other]
+        shared = places[sum(kept[: changed[0]])] if changed else length
+        assert output.num_cached_tokens == shared // BLOCK * BLOCK
+        assert sum(encoded) == len(changed) + 1, "an image that did not age is encoded again"
+        encoded.clear()
+        before, length, hits = kept, len(ids), hits + output.num_cached_tokens
+        changes.append(changed)
+    assert changes == [[], [], [], [0, 1], [], [2, 3], []] and hits > 0
+
+
+def asking(folder: Path, name: str, setting: Any, model: str) -> Callable[..., dict[str, Any]]:
+    """Return a function that has the front end process images."""
+    from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
+
+    made = processor(folder, setting, served_model_name=model, limit_mm_per_prompt={"image": 8, "video": 1})
+    cache = MultiModalProcessorOnlyCache(made.info.ctx.model_config)
+
+    def ask(images: list[Any], asked: Any = None, cached: bool = True, videos: int = 0, **kwargs: Any) -> dict:
+        checkpoint = CHECKPOINTS[name]
+        data = ({"image": images} if images else {}) | ({"video": [checkpoint.clip()]} if videos else {})
+        words = chat(checkpoint, len(images)) + (f"{checkpoint.video} and then? " if videos else "")
+        kwargs |= {} if asked is None else {"tokenprune": asked}
+        items = made.info.parse_mm_data(data)
+        return made(words, items, hf_processor_mm_kwargs=kwargs, cache=cache if cached else None)
+
+    return ask
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
+def test_an_image_is_to_caches_what_it_is_at_its_age(folder: Callable[[str], Path], name: str) -> None:
+    """What is cached changes nothing, and whoever wrote the same for all images shares them."""
+    ask = asking(folder(name), name, SERVER, f"ages-{name}")
+    images = CHECKPOINTS[name].images(5)
+    whole, half = (ask(images, {"keep": keep}, cached=False)["mm_hashes"]["image"] for keep in (1.0, 0.5))
+    assert not set(whole) & set(half)
+    for turn, aged in ((1, 0), (3, 0), (4, 2), (5, 2)):
+        for cached in (False, True, True):
+            found = ask(images[:turn], cached=cached)
+            assert found["mm_hashes"]["image"] == half[:aged] + whole[aged:turn]
+            lengths = [place.length for place in found["mm_placeholders"]["image"]]
+            assert lengths == [place.length for place in ask(images[:turn], cached=False)["mm_placeholders"]["image"]]
+    # A number of a share has bounds, and no setting of all images says the same.
+    bounded = ask(images[:2], {"keep": {"keep": 0.6, "age": [[0, 1.0], [1, 5]]}})["mm_hashes"]["image"]
+    plain = [ask(images[:2], {"keep": keep})["mm_hashes"]["image"] for keep in (0.6, 5)]
+    assert bounded[1] == plain[0][1] and bounded[0] not in (plain[0][0], plain[1][0])
+
+
+def test_images_named_by_a_client(folder: Callable[[str], Path]) -> None:
+    """By ids of their own, each under its own setting."""
+    name = "qwen2_5_vl"
+    made = processor(folder(name), SERVER, served_model_name="named", limit_mm_per_prompt={"image": 8})
+    items = made.info.parse_mm_data({"image": CHECKPOINTS[name].images(4)})
+    named = {"image": ["a", None, "c", "c"]}
+
+    def hashes(asked: Any) -> list[str]:
+        found = made(chat(CHECKPOINTS[name], 4), items, named, hf_processor_mm_kwargs={"tokenprune": asked})
+        return found["mm_hashes"]["image"]
+
+    whole, half = hashes({"keep": 1.0}), hashes({"keep": 0.5})
+    assert hashes({}) == half[:2] + whole[2:] and whole[2] == whole[3]
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("asked", "videos", "says"),
     [
-        ({"method": "fastv"}, "fastv does not make its one cut before the language model"),
-        ({"method": "dart", "experimental_in_llm": True}, "dart does not make its one cut before"),
-        ({"method": "tome"}, "tome does not make its one cut before the language model"),
-        ({"method": "dynres"}, "dynres does not make its one cut before the language model"),
-        ({"method": "cdpruner"}, "cdpruner reads the question"),
-        ({"method": "evs"}, "evs leaves images whole"),
-        ({"per": "frame"}, 'with per="image"'),
-        ({"keep": {"average_share": 0.5, "age": AGE}}, "must be a number.* alone or with age and step"),
-        ({"keep": {"keep": 0.5, "age": AGE, "steps": 2}}, "must be a number"),
-        ({"keep": {"keep": 0.5, "age": AGE, "step": True}}, "step=True must be a whole number"),
-        ({"keep": {"keep": 0.5, "age": [[0, 1.0], [1, 1.5]]}}, "must end with a share"),
-        ({"keep": {"keep": 0.5, "age": "old"}}, "must be pairs"),
-        ({"keep": {"age": AGE}}, "must be a number"),
-        ({"keep": 0.5, "age": AGE, "step": 2}, 'age and step belong to keep: write "keep": {"keep": 1.0, "age"'),
+        ({}, 1, "age= counts the images of a request, and this one has videos: ask for a profile without age="),
+        ({"method": "fastv"}, 0, "does not make its one cut before the language model"),
+        ({"method": "tome"}, 0, "does not make its one cut before the language model"),
+        ({"method": "downsample"}, 0, "does not make its one cut before the language model"),
+        ({"method": "evs"}, 0, "evs leaves images whole"),
+        ({"per": "frame"}, 0, 'with per="image"'),
+        ({"keep": {"keep": 0.5, "age": [[1, 0.5]]}}, 0, "begins with"),
+        ({"keep": {"keep": 0.1, "age": [[0, 1.0], [1, 0.5]]}}, 0, "keep=0.05 of an image of age 1 is less than"),
+        ({"keep": {"keep": 0.5, "age": [[0, 1.0], [1, 64]]}}, 0, "keep of an image of age 1 must be a share too"),
+        ({"age": [[0, 1.0], [2, 0.5]]}, 0, 'age and step belong to keep: write "keep": {"keep": 1.0'),
     ],
 )
-def test_what_has_no_age_is_refused(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(BudgetError, match=says):
-        ServedSetting.of({"method": "divprune", "keep": KEEPS[0]} | given)
+def test_what_cannot_be_is_refused(folder: Callable[[str], Path], asked: Any, videos: int, says: str) -> None:
+    ask = asking(folder("qwen2_5_vl"), "qwen2_5_vl", SERVER | {"min_keep": 0.1}, "refusing-ages")
+    with pytest.raises(ValueError) as caught:
+        ask(CHECKPOINTS["qwen2_5_vl"].images(2), asked, videos=videos)
+    assert says in str(caught.value)
+    assert ask(CHECKPOINTS["qwen2_5_vl"].images(2), {"keep": 0.5} if videos else None, videos=videos)
 
 
-def test_pixels_shrink_alike_and_ages_count_behind_them() -> None:
-    made = ServedSetting.of({"method": ["dynres", "divprune"], "keep": [0.5, KEEPS[1]]})
-    assert {one.share for one in made.tiers} == {0.5} and made.tiers[1].whole_keep == 0.075
+def test_a_prompt_may_end_with_an_image_while_none_has_aged(folder: Callable[[str], Path]) -> None:
+    """Nothing tells where the answer to a reduced prompt stands on three axes, if its end is an image."""
+    made = processor(folder("qwen2_5_vl"), SERVER, served_model_name="ending", limit_mm_per_prompt={"image": 8})
+    images = CHECKPOINTS["qwen2_5_vl"].images(4)
+
+    def ask(count: int) -> Any:
+        ends = chat(CHECKPOINTS["qwen2_5_vl"], count).rpartition("<|vision_end|>")[0]
+        return made(ends, made.info.parse_mm_data({"image": images[:count]}))
+
+    assert ask(1) and ask(3)
+    with pytest.raises(OptionError, match="the prompt ends with an image"):
+        ask(4)
 
 
-def test_places_of_items_that_are_not_cached() -> None:
-    """vLLM hands over what its cache lacks, counted anew."""
-    made = offer({"method": "divprune", "keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.5], [2, 0.25]]}})
-    asked = TrackedSetting({}, Served(), made).with_items({"image": 4, "audio": 1})
-    keeps = [0.25, 0.25, 0.5, 1.0]
-    assert [asked.of_item(made.setting(), "image", index).keep for index in range(4)] == keeps
-    rest = asked.without_cached({"image": [True, False, True, False], "audio": [False]})
-    assert [rest.of_item(made.setting(), "image", index).keep for index in range(2)] == [keeps[1], keeps[3]]
-    assert rest.of_item(made.setting(), "audio", 0) == made.setting().tiers[0]
-    assert rest.served is asked.served and rest.offer is asked.offer
+def test_images_in_crops_are_refused(folder: Callable[[str], Path]) -> None:
+    """Gemma 3 gives each crop a budget, so that ages would count crops; cached or not, and one of them too."""
+    crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 14, "pan_and_scan_min_ratio_to_activate": 1.1}
+    ask = asking(folder("gemma3"), "gemma3", SERVER, "crops")
+    images = CHECKPOINTS["gemma3"].images(2)
+    ask(images)
+    ask(images, {"keep": 1.0}, images_kwargs=crops)
+    before = samples(TOTAL, "crops")
+    for cached in (True, False):
+        with pytest.raises(
+            OptionError, match="cut into tiles or crops with a budget each: have the processor make one"
+        ):
+            ask(images, cached=cached, images_kwargs=crops)
+    assert samples(TOTAL, "crops") == before
+    ask(images)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """As vLLM's `ProcessorInputs`."""
-
-    mm_data_items: Any
-    mm_uuid_items: Any = None
-
-
-class Items(list[str]):
-    def get_item_for_hash(self, index: int) -> str:
-        return self[index]
-
-    def get_all_items_for_hash(self) -> list[str]:
-        return list(self)
-
-
-def test_each_item_is_hashed_once_under_its_own_key() -> None:
-    calls: list[Any] = []
-
-    def hash_under(part: Inputs, key: dict[str, Any]) -> dict[str, list[str]]:
-        calls.append(key)
-        named = part.mm_uuid_items or {}
-        items = {name: of.get_all_items_for_hash() for name, of in part.mm_data_items.items()}
-        return {
-            name: [f"{named.get(name, of)[index] or one}:{key['keep']}" for index, one in enumerate(of)]
-            for name, of in items.items()
-        }
-
-    inputs = Inputs({"image": Items("abca"), "audio": Items("x"), "video": Items()}, {"image": [None, "B", None, "A"]})
-    keeps = {("image", 0): 1, ("image", 1): 2, ("image", 2): 2, ("image", 3): 3, ("audio", 0): 2}
-    found = by_age.hashes(inputs, lambda *place: {"keep": keeps[place]}, hash_under)
-    assert found == {"image": ["a:1", "B:2", "c:2", "A:3"], "audio": ["x:2"], "video": []}
-    assert [key["keep"] for key in calls] == [1, 2, 3]
-    calls.clear()
-    same = by_age.hashes(replace(inputs, mm_uuid_items=None), lambda *_: {"keep": 7}, hash_under)
-    assert same["image"] == ["a:7", "b:7", "c:7", "a:7"] and len(calls) == 1
-    assert by_age.hashes(Inputs({}), lambda *_: {}, hash_under) == {}
+def test_a_rollout_counts_each_image_by_its_age(folder: Callable[[str], Path]) -> None:
+    """What it would keep, under the names of its own keep: the same that is kept where nothing holds back."""
+    name, images = "qwen2_5_vl", CHECKPOINTS["qwen2_5_vl"].images(4)
+    real, held = (
+        asking(folder(name), name, SERVER, "really"),
+        asking(folder(name), name, SERVER | {"rollout": 0.0}, "held"),
+    )
+    for count in (1, 4, 4):
+        real(images[:count])
+        assert len(held(images[:count])["prompt_token_ids"]) == len(
+            real(images[:count], {"off": True})["prompt_token_ids"]
+        )
+    found = {key: value for key, value in samples(TOTAL, "really").items() if "divprune" in key}
+    assert found == samples("tokenprune:shadow_tokens_total", "held")
+    kept = {share: found[share, "divprune", "out"] / found[share, "divprune", "in"] for share in ("1", "0.5")}
+    assert kept == {"1": 1.0, "0.5": pytest.approx(0.5, abs=0.02)}
 
 
-def test_requests_that_ages_cannot_count() -> None:
-    made = setting(KEEPS[0])
-    by_age.check_videos(made, {"image": 3, "video": 0})
-    by_age.check_videos(setting(0.5), {"video": 1})
-    by_age.check_segments(made, [1, 1])
-    by_age.check_segments(setting(0.5), [4])
-    with pytest.raises(OptionError, match="this one has videos: ask for a profile without age="):
-        by_age.check_videos(made, {"image": 0, "video": 1})
-    with pytest.raises(OptionError, match="tiles or crops with a budget each"):
-        by_age.check_segments(made, [1, 4])
+@pytest.fixture(scope="module")
+def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    stop()
+    setting = DIVPRUNE | {"profiles": {"chat": {"keep": AGE}}, "min_keep": 0.2, "log": "json"}
+    arguments = [
+        "--served-model-name",
+        "tiny",
+        "tiny:chat",
+        "--mm-processor-kwargs",
+        json.dumps({"tokenprune": setting}),
+    ]
+    limits = ["--limit-mm-per-prompt", json.dumps({"image": 8})]
+    with serve(folder("qwen2_5_vl"), tmp_path_factory.mktemp("ages"), *arguments, *limits) as running:
+        yield running
 
 
-def test_the_answer_says_how_many_aged() -> None:
-    served = Served(images=3, method="divprune", tokens_in=100, tokens_out=60, aged=2)
-    assert header(served) == "divprune;keep=1.0;profile=default;by=default;in=100;out=60;aged=2"
-    assert "aged" not in header(replace(served, aged=None))
+def test_a_profile_by_age(server: Server) -> None:
+    """Chosen by the model's name; the header says how many images aged."""
+    images = CHECKPOINTS["qwen2_5_vl"].images(4)
+    half = 'keep="0.5",method="divprune",model_name="tiny",stage="in"'
+    assert server.counted("tokenprune:visual_tokens_total")[half] == 0
+    served = []
+    for model, count in (("tiny:chat", 3), ("tiny:chat", 4), ("tiny", 4)):
+        content = [{"type": "image_url", "image_url": {"url": data_url([image])}} for image in images[:count]]
+        body = {"model": model, "messages": [{"role": "user", "content": content}]}
+        served.append(answer(server, "/v1/chat/completions", body)[0])
+    of_image = [35, 35, 36, 35]
+    by_age = sum(kept_of(of_image))
+    assert served == [
+        f"divprune;keep=1.0;profile=chat;by=name;in={sum(of_image[:3])};out={sum(of_image[:3])};aged=0",
+        f"divprune;keep=1.0;profile=chat;by=name;in={sum(of_image)};out={by_age};aged=2",
+        f"divprune;keep=0.25;profile=default;by=default;in={sum(of_image)};out=36",
+    ]
+    assert server.counted("tokenprune:visual_tokens_total")[half] == 70
+    lines = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
+    assert [one["aged"] for one in lines if one["event"] == "request" and "aged" in one] == [0, 2]
+    assert sorted(one["keep"] for one in lines if one["event"] == "selection") == [0.25] * 4 + [0.5] * 2

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budgets by age in a server's setting: what each image of a request has. For the engine see tests_vllm/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from tests.vllm.test_offer import offer
+from tokenprune import Budget
+from tokenprune.ages import aged
+from tokenprune.errors import BudgetError, OptionError
+from tokenprune.integrations.vllm.front import by_age
+from tokenprune.integrations.vllm.front.answers import header
+from tokenprune.integrations.vllm.front.served import Served, TrackedSetting
+from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.setting.rules import LimitError
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.methods.pre_llm.divprune import DivPrune
+
+AGE = [[0, 1.0], [1, 0.5], [3, 4]]
+KEEPS: list[dict[str, Any]] = [
+    {"keep": 1.0, "age": AGE, "step": 2},
+    {"keep": 0.3, "age": AGE},
+    {"tokens": 30, "age": AGE},
+    {"tokens": 3, "age": [[0, 1.0], [1, 2]]},
+    {"keep": 1.0, "age": [[0, 1.0], [1, 16], [2, 0.25], [3, 8]]},
+]
+
+
+def setting(keep: Any, method: str = "divprune", **more: Any) -> ServedSetting:
+    return ServedSetting.of({"method": method, "keep": keep} | more)
+
+
+@pytest.mark.parametrize("keep", KEEPS, ids=str)
+@pytest.mark.parametrize("method", ["divprune", "pool"])
+def test_an_image_keeps_what_the_budget_says(keep: dict[str, Any], method: str) -> None:
+    """As many as on the Hugging Face side, for each number of images; and the newest what it keeps alone."""
+    made, budget = setting(keep, method), Budget(**keep)
+    assert made.age == budget.age and not made.removes_nothing
+    for counts in ([36], [36, 7, 100], [1, 2, 3, 4, 5, 64, 64, 30]):
+        new = [budget.resolve_keep(count) for count in counts]
+        wanted = aged(new, budget.age or (), budget.step)
+        own = [made.of_image(number, len(counts)) for number in range(len(counts))]
+        assert [one.wanted(count) for one, count in zip(own, counts, strict=True)] == [
+            made.acting.budget(count, number) for count, number in zip(counts, wanted, strict=True)
+        ]
+        assert own[-1] == made.tiers[0] and {*own} <= {*made.tiers}
+        assert own[-1].count(36) == setting(budget.keep if made.keep != 1 else 1.0, method).count(36)
+
+
+def test_an_image_at_its_age_is_what_another_setting_says() -> None:
+    """So caches share it, where a single keep says the same; else its bounds tell it from others."""
+    whole = setting(KEEPS[0])
+    assert whole.tiers == [ServedSetting(DivPrune(), keep) for keep in (1.0, 0.5)] + [whole.tiers[2]]
+    assert [one.cache_key() for one in whole.tiers[:2]] == [setting(keep).cache_key() for keep in (1.0, 0.5)]
+    assert whole.tiers[2].bounds == (0.5, 4) and setting(KEEPS[3]).tiers[1] == ServedSetting(DivPrune(), 2)
+    shares = setting({"keep": 0.6, "age": [[0, 1.0], [1, 0.5]]})
+    assert shares.tiers[1] == ServedSetting(DivPrune(), 0.6, bounds=(0.5,))  # 1 token more or less than 0.3
+    keys = [str(one.cache_key()) for made in (whole, shares, setting(KEEPS[1])) for one in made.tiers]
+    assert len(set(keys)) == len(keys)
+    assert [one.label() for one in whole.tiers] == [("divprune", "1"), ("divprune", "0.5"), ("divprune", "tokens")]
+    assert shares.tiers[1].whole_keep == 0.3 and setting(KEEPS[2]).tiers[1].whole_keep == 15
+
+
+@pytest.mark.parametrize("keep", KEEPS, ids=str)
+def test_it_survives_the_journey(keep: dict[str, Any]) -> None:
+    made = setting(keep)
+    assert ServedSetting.of(made.as_dict()) == made
+    for tier in made.tiers:
+        plan = Plan.make(tier, [9] * 36, None, False)
+        assert Plan.decode(plan.encode()) == plan and Plan.decode(plan.encode()).keep == [tier.count(36)]
+
+
+def test_a_request_replaces_keep_as_a_whole() -> None:
+    made = offer({"method": "divprune", "keep": KEEPS[0]}, profiles={"chat": {"keep": KEEPS[1]}, "flat": {"keep": 0.5}})
+    assert made.setting({"profile": "chat"}) == setting(KEEPS[1]) != made.setting() == setting(KEEPS[0])
+    assert made.setting({"profile": "flat"}).age is None and made.setting({"keep": 0.25}).age is None
+    assert made.setting({"profile": "flat", "keep": KEEPS[2]}) == setting(KEEPS[2])
+    assert made.setting({"method": "pool"}) == setting(KEEPS[0], "pool") and made.setting({"off": True}).is_off
+    assert setting({"keep": 0.5, "age": [[0, 1.0]], "step": 3}) == setting(0.5)
+
+
+def test_limits_hold_for_the_oldest_image() -> None:
+    shares = {"keep": 0.8, "age": [[0, 1.0], [2, 0.5], [5, 0.25]]}
+    made = offer(min_keep=0.25, methods=["divprune", "pool"])
+    assert made.setting({"keep": shares | {"age": shares["age"][:2]}}).tiers[1].whole_keep == 0.4
+    with pytest.raises(LimitError, match=r"keep=0\.2 of an image of age 5 is less than this server allows: min_keep"):
+        made.setting({"keep": shares})
+    with pytest.raises(LimitError, match=r"so keep of an image of age 1 must be a share too, not 99 tokens"):
+        made.setting({"keep": {"keep": 1.0, "age": [[0, 1.0], [1, 99]]}})
+    with pytest.raises(LimitError, match="does not allow random"):
+        made.setting({"method": "random", "keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.5]]}})
+    with pytest.raises(OptionError, match=r"profile 'chat': .*keep=0\.2 of an image of age 5"):
+        offer(min_keep=0.25, profiles={"chat": {"keep": shares}})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"method": "fastv"}, "fastv does not make its one cut before the language model"),
+        ({"method": "dart", "experimental_in_llm": True}, "dart does not make its one cut before"),
+        ({"method": "tome"}, "tome does not make its one cut before the language model"),
+        ({"method": "dynres"}, "dynres does not make its one cut before the language model"),
+        ({"method": "cdpruner"}, "cdpruner reads the question"),
+        ({"method": "evs"}, "evs leaves images whole"),
+        ({"per": "frame"}, 'with per="image"'),
+        ({"keep": {"average_share": 0.5, "age": AGE}}, "must be a number.* alone or with age and step"),
+        ({"keep": {"keep": 0.5, "age": AGE, "steps": 2}}, "must be a number"),
+        ({"keep": {"keep": 0.5, "age": AGE, "step": True}}, "step=True must be a whole number"),
+        ({"keep": {"keep": 0.5, "age": [[0, 1.0], [1, 1.5]]}}, "must end with a share"),
+        ({"keep": {"keep": 0.5, "age": "old"}}, "must be pairs"),
+        ({"keep": {"age": AGE}}, "must be a number"),
+        ({"keep": 0.5, "age": AGE, "step": 2}, 'age and step belong to keep: write "keep": {"keep": 1.0, "age"'),
+    ],
+)
+def test_what_has_no_age_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(BudgetError, match=says):
+        ServedSetting.of({"method": "divprune", "keep": KEEPS[0]} | given)
+
+
+def test_pixels_shrink_alike_and_ages_count_behind_them() -> None:
+    made = ServedSetting.of({"method": ["dynres", "divprune"], "keep": [0.5, KEEPS[1]]})
+    assert {one.share for one in made.tiers} == {0.5} and made.tiers[1].whole_keep == 0.075
+
+
+def test_places_of_items_that_are_not_cached() -> None:
+    """vLLM hands over what its cache lacks, counted anew."""
+    made = offer({"method": "divprune", "keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.5], [2, 0.25]]}})
+    asked = TrackedSetting({}, Served(), made).with_items({"image": 4, "audio": 1})
+    keeps = [0.25, 0.25, 0.5, 1.0]
+    assert [asked.of_item(made.setting(), "image", index).keep for index in range(4)] == keeps
+    rest = asked.without_cached({"image": [True, False, True, False], "audio": [False]})
+    assert [rest.of_item(made.setting(), "image", index).keep for index in range(2)] == [keeps[1], keeps[3]]
+    assert rest.of_item(made.setting(), "audio", 0) == made.setting().tiers[0]
+    assert rest.served is asked.served and rest.offer is asked.offer
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """As vLLM's `ProcessorInputs`."""
+
+    mm_data_items: Any
+    mm_uuid_items: Any = None
+
+
+class Items(list[str]):
+    def get_item_for_hash(self, index: int) -> str:
+        return self[index]
+
+    def get_all_items_for_hash(self) -> list[str]:
+        return list(self)
+
+
+def test_each_item_is_hashed_once_under_its_own_key() -> None:
+    calls: list[Any] = []
+
+    def hash_under(part: Inputs, key: dict[str, Any]) -> dict[str, list[str]]:
+        calls.append(key)
+        named = part.mm_uuid_items or {}
+        items = {name: of.get_all_items_for_hash() for name, of in part.mm_data_items.items()}
+        return {
+            name: [f"{named.get(name, of)[index] or one}:{key['keep']}" for index, one in enumerate(of)]
+            for name, of in items.items()
+        }
+
+    inputs = Inputs({"image": Items("abca"), "audio": Items("x"), "video": Items()}, {"image": [None, "B", None, "A"]})
+    keeps = {("image", 0): 1, ("image", 1): 2, ("image", 2): 2, ("image", 3): 3, ("audio", 0): 2}
+    found = by_age.hashes(inputs, lambda *place: {"keep": keeps[place]}, hash_under)
+    assert found == {"image": ["a:1", "B:2", "c:2", "A:3"], "audio": ["x:2"], "video": []}
+    assert [key["keep"] for key in calls] == [1, 2, 3]
+    calls.clear()
+    same = by_age.hashes(replace(inputs, mm_uuid_items=None), lambda *_: {"keep": 7}, hash_under)
+    assert same["image"] == ["a:7", "b:7", "c:7", "a:7"] and len(calls) == 1
+    assert by_age.hashes(Inputs({}), lambda *_: {}, hash_under) == {}
+
+
+def test_requests_that_ages_cannot_count() -> None:
+    made = setting(KEEPS[0])
+    by_age.check_videos(made, {"image": 3, "video": 0})
+    by_age.check_videos(setting(0.5), {"video": 1})
+    by_age.check_segments(made, [1, 1])
+    by_age.check_segments(setting(0.5), [4])
+    with pytest.raises(OptionError, match="this one has videos: ask for a profile without age="):
+        by_age.check_videos(made, {"image": 0, "video": 1})
+    with pytest.raises(OptionError, match="tiles or crops with a budget each"):
+        by_age.check_segments(made, [1, 4])
+
+
+def test_the_answer_says_how_many_aged() -> None:
+    served = Served(images=3, method="divprune", tokens_in=100, tokens_out=60, aged=2)
+    assert header(served) == "divprune;keep=1.0;profile=default;by=default;in=100;out=60;aged=2"
+    assert "aged" not in header(replace(served, aged=None))
