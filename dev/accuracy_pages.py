@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "experiments"))
 import rows  # noqa: E402
 
-RESULTS = ROOT / "benchmarks/results"
+RESULTS = ROOT / "experiments/results"
 BENCH = RESULTS / "bench.jsonl"
 VIDEOS = RESULTS / "bench_videos.jsonl"
 VIEWS = RESULTS / "bench_views.jsonl"

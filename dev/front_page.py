@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "experiments"))
 import rows  # noqa: E402
 
 from tokenprune_bench.plan import BASELINES  # noqa: E402
 from tokenprune_bench.recommend import advice  # noqa: E402
 from tokenprune_bench.results import UNPATCHED, Results, Row, read_records, summarise  # noqa: E402
 
-RESULTS = ROOT / "benchmarks/results"
-HEADLINE = RESULTS / "headline.jsonl"  # by benchmarks/headline.py
+RESULTS = ROOT / "experiments/results"
+HEADLINE = RESULTS / "headline.jsonl"  # by experiments/headline.py
 ABOUT = {"demo_smol": "a LLaVA around the pretrained SmolLM2-135M, with photographs, pages, charts and drawings"}
 COMMON = ("general", "documents", "grounding", "video", "server")  # rows of the table of advice
 
@@ -30,7 +30,7 @@ def measured() -> tuple[Results, list[tuple[Row, dict[str, Any]]]]:
     found = [(row, raw[row.method, row.keep]) for row in results.rows[1:] if row.method not in BASELINES]
     quiet = [(row, one) for row, one in found if row.timing and not rows.is_loaded(one)]
     if not quiet:
-        raise ValueError(f"{HEADLINE.name} has no row of a quiet machine: run benchmarks/headline.py")
+        raise ValueError(f"{HEADLINE.name} has no row of a quiet machine: run experiments/headline.py")
     return results, quiet
 
 

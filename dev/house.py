@@ -21,6 +21,7 @@ import tokenize
 import tomllib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ ENGINE = [
 ]
 # How large the house may be; see the head of the file.
 SIZES = ROOT / "dev/sizes.toml"
-MADE = {"build", "dist", "out"}  # by make, in the root
 Imports = set[tuple[str, str]]
 
 
@@ -184,6 +184,14 @@ def layer_of(module: str, place: dict[str, tuple[int, str, bool]]) -> tuple[int,
     return None
 
 
+def _entries(root: Path) -> list[str]:
+    """Return the names in the root, but for those that .gitignore leaves out; git itself may be absent."""
+    lines = (root / ".gitignore").read_text().splitlines()
+    ignored = [".git", *(line.strip("/") for line in lines if line and not line.startswith("#"))]
+    names = (path.name for path in root.iterdir())
+    return [name for name in names if not any(fnmatch(name, pattern) for pattern in ignored)]
+
+
 def sizes(root: Path = ROOT) -> dict[str, dict[str, int]]:
     """Return the numbers of a checkout that dev/sizes.toml limits: lines of each room, and what is wide."""
     lines: defaultdict[str, int] = defaultdict(int)
@@ -206,7 +214,7 @@ def sizes(root: Path = ROOT) -> dict[str, dict[str, int]]:
         "fields of Budget": _fields(root / "tokenprune/budget.py", "Budget"),
         "fields of Call": _fields(forward / "context.py", "Call"),
         "moments of Part": _moments(forward / "part.py"),
-        "entries of the root": sum(not path.name.startswith(".") and path.name not in MADE for path in root.iterdir()),
+        "entries of the root": len(_entries(root)),
     }
     return {"lines": dict(sorted(lines.items())), "width": width}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/kernels.md, from benchmarks/results; dev/readme.py writes them."""
+"""The generated parts of docs/kernels.md, from experiments/results; dev/readme.py writes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import performance
 from performance import rows
 
-RESULTS = Path(__file__).parent.parent / "benchmarks/results"
+RESULTS = Path(__file__).parent.parent / "experiments/results"
 SHOWN = ("sm_90",)  # of the GPUs in the raw file
 
 
@@ -36,7 +36,7 @@ def compiled() -> str:
         f"{len(first['models'])} models ask for on four GPUs. Of each kernel, over them: the most registers of a "
         f"thread, the most shared memory of a block, the least occupancy, the largest program. {said}"
     )
-    path = "benchmarks/results/kernels.jsonl"
+    path = "experiments/results/kernels.jsonl"
     return "\n\n".join([note, "\n".join(lines), f"By `make kernels`; raw data: [{path}](../{path})."])
 
 
@@ -71,7 +71,7 @@ def costs() -> str:
         "prefill at the data sheet's peak, in milliseconds. One request, bfloat16, one visual token of nine stays. "
         f"Launches: {', '.join(launches)}. The raw file has {len(models)} models."
     )
-    path = "benchmarks/results/selection_cost.jsonl"
+    path = "experiments/results/selection_cost.jsonl"
     return "\n\n".join([note, "\n".join(lines), f"By `make kernels`; raw data: [{path}](../{path})."])
 
 

@@ -53,11 +53,11 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "dev/README.md": "tools.md",
     "tests/README.md": "tests.md",
-    "training/README.md": "training.md",
-    "training/qwen/README.md": "training-qwen.md",
-    "training/smol/README.md": "training-smol.md",
-    "benchmarks/gpu/plan.md": "gpu-plan.md",
-    "benchmarks/gpu/rehearsal.md": "gpu-rehearsal.md",
+    "experiments/training/README.md": "training.md",
+    "experiments/training/qwen/README.md": "training-qwen.md",
+    "experiments/training/smol/README.md": "training-smol.md",
+    "experiments/gpu/plan.md": "gpu-plan.md",
+    "experiments/gpu/rehearsal.md": "gpu-rehearsal.md",
 }
 MADE: dict[str, Callable[[], str]] = {
     "index": docs.index,
@@ -93,9 +93,8 @@ def on_files(files: Files, *, config: Any) -> Files:
     files.append(File.generated(config, FIGURE, content=figure_sites.figure(names=True)))
     pages = {source: (ROOT / source).read_text() for source in PAGES}
     pages["CHANGELOG.md"] = with_news(pages["CHANGELOG.md"])
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        pages[f"notebooks/{path.name}"] = as_markdown(path)
-        files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
+    for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
+        pages[f"docs/notebooks/{path.name}"] = as_markdown(path)
     for source, text in pages.items():
         files.append(File.generated(config, uri_of(source), content=text))
     pages |= {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "docs").rglob("*.md")}
@@ -125,12 +124,12 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
 
 def with_news(changelog: str) -> str:
-    """Return the changelog with the lines of changelog.d in front of its first version."""
-    paths = sorted(path for path in (ROOT / "changelog.d").glob("*.md") if path.name != "README.md")
+    """Return the changelog with the lines of dev/news in front of its first version."""
+    paths = sorted(path for path in (ROOT / "dev/news").glob("*.md") if path.name != "README.md")
     if not paths:
         return changelog
     head, first, rest = changelog.partition("\n## ")
-    news = "\n".join(path.read_text().strip().replace("](../", "](") for path in paths)
+    news = "\n".join(path.read_text().strip().replace("](../../", "](") for path in paths)
     return f"{head}\n## Since then\n\n{news}\n{first}{rest}"
 
 
@@ -155,9 +154,8 @@ def uri_of(source: str) -> str:
     if source in PAGES:
         return PAGES[source]
     if source.startswith("docs/"):
-        return source.removeprefix("docs/")
-    if source.startswith("notebooks/") and source.endswith(".ipynb"):
-        return source.removesuffix(".ipynb") + ".md"
+        page = source.removeprefix("docs/")
+        return page.removesuffix(".ipynb") + ".md" if page.endswith(".ipynb") else page
     return f"files/{source}"
 
 
@@ -166,7 +164,7 @@ def source_of(uri: str) -> str:
     for source, page in PAGES.items():
         if uri == page:
             return source
-    return uri.removesuffix(".md") + ".ipynb" if uri.startswith("notebooks/") else f"docs/{uri}"
+    return f"docs/{uri.removesuffix('.md')}.ipynb" if uri.startswith("notebooks/") else f"docs/{uri}"
 
 
 def as_markdown(path: Path) -> str:

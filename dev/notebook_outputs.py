@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep what the cells of a notebook print and draw, for its page on the site; the notebook itself is committed bare.
 
-python dev/notebook_outputs.py tour    # runs notebooks/tour.ipynb, and writes docs/images/tour/CELL.txt and CELL.webp
+python dev/notebook_outputs.py tour    # runs docs/notebooks/tour.ipynb, writes docs/images/tour/CELL.txt and CELL.webp
 
 The page of a notebook that has such a folder shows them (dev/mkdocs_hooks.py). Run it again when the notebook's code
 changes: a test compares it with the digest in the folder.
@@ -58,10 +58,12 @@ def main() -> None:
     import nbformat
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="a notebook of notebooks/, without its ending")
+    parser.add_argument("name", help="a notebook of docs/notebooks/, without its ending")
     name = parser.parse_args().name
-    notebook = nbformat.read(ROOT / f"notebooks/{name}.ipynb", 4)
-    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT / "notebooks")}}).execute()
+    notebook = nbformat.read(ROOT / f"docs/notebooks/{name}.ipynb", 4)
+    nbclient.NotebookClient(
+        notebook, timeout=600, resources={"metadata": {"path": str(ROOT / "docs/notebooks")}}
+    ).execute()
     folder = OUTPUTS / name
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():

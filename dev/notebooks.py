@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take outputs, counts and traces of a machine out of notebooks/, as they are committed.
+"""Take outputs, counts and traces of a machine out of docs/notebooks/, as they are committed.
 
 python dev/notebooks.py            # strip them in place (the test suite checks that there is nothing to strip)
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-FOLDER = Path(__file__).parent.parent / "notebooks"
+FOLDER = Path(__file__).parent.parent / "docs/notebooks"
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/performance.md, from benchmarks/results/<device>; dev/readme.py writes them."""
+"""The generated parts of docs/performance.md, from experiments/results/<device>; dev/readme.py writes them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks/gpu")]
+sys.path[:0] = [str(ROOT / "experiments"), str(ROOT / "experiments/gpu")]
 import rows  # noqa: E402
 import sheets  # noqa: E402
 
-RESULTS = ROOT / "benchmarks/results"
+RESULTS = ROOT / "experiments/results"
 GPU_TABLES = (
     "a_correctness", "b_llava_next", "c_memory", "d_video", "e_kernels", "f_llava15", "g_decode",
 )  # fmt: skip
-IN_PEERS = ("b_llava_next", "f_llava15")  # shown by benchmarks/peers.py
+IN_PEERS = ("b_llava_next", "f_llava15")  # shown by experiments/peers.py
 FLOOR = 0.95  # of efficiency
 OF_LIMIT = 0.97  # of what a method's own arithmetic allows, where that is less
 SHARE = 0.02  # of the unpatched prefill that choosing may take
@@ -40,8 +40,8 @@ def found(name: str, read: Any = rows.quiet) -> dict[str, tuple[dict[str, Any], 
 
 
 def source(name: str, device: str, up: str = "../") -> str:
-    path = f"benchmarks/results/{device}/{name}.jsonl"
-    return f"By `python benchmarks/{name}.py`; raw data: [{path}]({up}{path})."
+    path = f"experiments/results/{device}/{name}.jsonl"
+    return f"By `python experiments/{name}.py`; raw data: [{path}]({up}{path})."
 
 
 def where(header: dict[str, Any], records: list[dict[str, Any]] | None = None) -> str:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "experiments")]
 import accuracy_pages  # noqa: E402
 import front_page  # noqa: E402
 import kernel_page  # noqa: E402
@@ -28,12 +28,12 @@ import serving_page  # noqa: E402
 import trust_page  # noqa: E402
 import which_method  # noqa: E402
 
-ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
-LOSERS = ROOT / "benchmarks/results/losers.jsonl"
-VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
-DOCUMENTS = ROOT / "benchmarks/results/documents.jsonl"
-ATTEND = ROOT / "benchmarks/results/attend.jsonl"
-VIDEO_TOWER = ROOT / "benchmarks/results/cpu/video_tower.jsonl"
+ENCODER = ROOT / "experiments/results/encoder.jsonl"
+LOSERS = ROOT / "experiments/results/losers.jsonl"
+VIDEO = ROOT / "experiments/results/pevlm.jsonl"
+DOCUMENTS = ROOT / "experiments/results/documents.jsonl"
+ATTEND = ROOT / "experiments/results/attend.jsonl"
+VIDEO_TOWER = ROOT / "experiments/results/cpu/video_tower.jsonl"
 
 
 link = accuracy_pages.link
@@ -62,7 +62,7 @@ def encoder() -> str:
         "free. CPU time leaves out what other work on the machine took."
     )
     return "\n\n".join(
-        [setting, "\n".join(lines), f"By `python benchmarks/encoder.py`; raw data: {link(ENCODER, '../')}."]
+        [setting, "\n".join(lines), f"By `python experiments/encoder.py`; raw data: {link(ENCODER, '../')}."]
     )
 
 
@@ -79,7 +79,7 @@ def losers() -> str:
             for one in found.values()
         ]
         lines.append(f"| `{method}` | {reading} | " + " | ".join(cells) + " |")
-    source = f"By `python benchmarks/studies/losers.py`; raw data: {link(LOSERS, '../')}."
+    source = f"By `python experiments/studies/losers.py`; raw data: {link(LOSERS, '../')}."
     note = f"Percent right @ visual tokens in the decoder. {source}"
     return "\n\n".join(["\n".join(lines), note])
 
@@ -96,7 +96,7 @@ def attend() -> str:
         lines.append(f"| {words} | " + " | ".join(f"{value:.1f}" for value in values) + " |")
     note = (
         f"Percent right of {len(records[0]['right'])} questions about {header['images']} images, {header['model']}, "
-        "whose answers are sentences that end in what was asked for. By `python benchmarks/studies/attend.py`; raw "
+        "whose answers are sentences that end in what was asked for. By `python experiments/studies/attend.py`; raw "
         f"data: {link(ATTEND, '../')}."
     )
     return "\n\n".join(["\n".join(lines), note])
@@ -116,7 +116,7 @@ def video_tower() -> str:
         f"CPU time over the unpatched model's, in turn, median of rounds: a video of {header['frames']} frames of "
         f"{header['side']} pixels, keep {header['keep']}, LLaVA-OneVision-0.5B at 1/{header['widths']} of its widths, "
         f"random weights, {header['threads']} thread; unpatched the tower takes {share:.0%} of the time to the first "
-        f"token. By `python benchmarks/video_tower.py`; raw data: {link(VIDEO_TOWER, '../../')}."
+        f"token. By `python experiments/video_tower.py`; raw data: {link(VIDEO_TOWER, '../../')}."
     )
     return "\n\n".join(["\n".join(lines), note])
 
@@ -138,7 +138,9 @@ def video() -> str:
         f"block_frames={header['block_frames']} and min_frames=1, full attention beside it. Times are CPU time. The "
         "exponent is that of a power of the number of frames, fitted to all points."
     )
-    return "\n\n".join([setting, "\n".join(lines), f"By `python benchmarks/pevlm.py`; raw data: {link(VIDEO, '../')}."])
+    return "\n\n".join(
+        [setting, "\n".join(lines), f"By `python experiments/pevlm.py`; raw data: {link(VIDEO, '../')}."]
+    )
 
 
 def documents() -> str:
@@ -180,7 +182,7 @@ def documents() -> str:
         "trained on documents, nor with tokens dropped. Every other method keeps of each image as many tokens as "
         "`pixelprune`; `tower` and `decoder` are averages over images and layers. p: McNemar's exact test, one-sided."
     )
-    command = f"python benchmarks/documents.py --documents {header['documents']}"
+    command = f"python experiments/documents.py --documents {header['documents']}"
     source = f"By `{command}`; raw data: {link(DOCUMENTS, '../../')}."
     return "\n\n".join([setting, *parts, source])
 

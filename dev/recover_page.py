@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated part of docs/guide/recover.md, from the raw file of benchmarks/recover.py; dev/readme.py writes it."""
+"""The generated part of docs/guide/recover.md, from the raw file of experiments/recover.py; dev/readme.py writes it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results/recover.jsonl"
-PRUNED, CONTROL = "pruning", "nothing"  # as in benchmarks/recover.py: what a model was tuned under
+RESULTS = ROOT / "experiments/results/recover.jsonl"
+PRUNED, CONTROL = "pruning", "nothing"  # as in experiments/recover.py: what a model was tuned under
 
 
 def recover() -> str:
@@ -89,4 +89,4 @@ def _interval(found: Any) -> str:
 
 def _source() -> str:
     name = RESULTS.relative_to(ROOT).as_posix()
-    return f"By `python benchmarks/recover.py`; raw data, with the machine's load: [{name}](../../{name})."
+    return f"By `python experiments/recover.py`; raw data, with the machine's load: [{name}](../../{name})."

@@ -235,7 +235,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="empty folder for sdists and wheels; default: a temporary one")
     made.add_argument("--extras", default="", help="extras of tokenprune-bench to try behind that, with commas: app")
     made.add_argument("--tag", default="", help="of git; the wheel must have its version")
-    made.add_argument("--constraints", type=Path, help="versions for pip, such as constraints.txt")
+    made.add_argument("--constraints", type=Path, help="versions for pip, such as requirements/dev.txt")
     return made
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All methods at equal cost on a shipped model: accuracy, ranks, and how far they agree with the papers' order.
 
-    python benchmarks/all_methods.py ask --questions 16                       # go on where an earlier run stopped
-    python benchmarks/all_methods.py ask --methods fastv,divprune --questions 2 --out trial.jsonl
-    python benchmarks/all_methods.py page                                    # rewrite docs/all-methods.md
+    python experiments/all_methods.py ask --questions 16                       # go on where an earlier run stopped
+    python experiments/all_methods.py ask --methods fastv,divprune --questions 2 --out trial.jsonl
+    python experiments/all_methods.py page                                    # rewrite docs/all-methods.md
 
 Every method gets, for each target, the setting in which it spends that share of the visual tokens, averaged over the
 decoder's layers (tokenprune bench --equal-cost); one that has none is written down with the reason. Each row of the
@@ -32,7 +32,7 @@ from tokenprune_bench.significance import LEVEL, better_p, holm, interleaved, po
 from tokenprune_bench.suite import Bench, BenchPlan
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results"
+RESULTS = ROOT / "experiments/results"
 PAGE = ROOT / "docs/all-methods.md"
 BASELINES = {"random": "rnd", "uniform": "uni", "downsample": "down"}
 MODELS = ("demo_smol", "demo_qwen")  # that the page shows
@@ -104,7 +104,7 @@ def ask(
     questions: Annotated[int, typer.Option(min=0, help="Held-out images with their questions; 0: all.")] = 0,
     every: Annotated[int, typer.Option(min=1, help="Of these images, take each n-th one.")] = 1,
     targets: Annotated[str, typer.Option(help="Shares of the visual tokens, comma-separated.")] = "0.5,0.33,0.25,0.11",
-    out: Annotated[Path | None, typer.Option(help="Default: benchmarks/results/all_methods-MODEL.jsonl.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Default: experiments/results/all_methods-MODEL.jsonl.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     device: Annotated[str | None, typer.Option()] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -169,8 +169,8 @@ def section(path: Path, whole: bool = True) -> str:
     more = "".join(f" {name} {value}" for name, value in asked.items() if value not in (0, 1))
     more += "" if dtype == "float32" else f" --dtype {dtype}"
     source = (
-        f"Raw data, with accuracy by kind and each setting: [{path.name}](../benchmarks/results/{path.name}),"
-        f" by `python benchmarks/all_methods.py ask --model {path.stem.partition('-')[2]}{more}`."
+        f"Raw data, with accuracy by kind and each setting: [{path.name}](../experiments/results/{path.name}),"
+        f" by `python experiments/all_methods.py ask --model {path.stem.partition('-')[2]}{more}`."
     )
     table, missing = (_table(results, targets), _not_reached(results, targets)) if whole else ("", "")
     parts = [f"## {header['environment']['model']}", head, table, *_agreements(records, targets), missing, source]

@@ -237,7 +237,7 @@ def device_name(device: torch.device) -> str:
 
 
 def results_path(device: torch.device, name: str, tiny: bool = False) -> Path:
-    """benchmarks/results/<device>/<name>.jsonl; runs that only prove the code go to a folder of their own."""
+    """experiments/results/<device>/<name>.jsonl; runs that only prove the code go to a folder of their own."""
     folder = re.sub(r"[^A-Za-z0-9.]+", "-", device_name(device)).strip("-").lower()
     return RESULTS / (f"{folder}-tiny" if tiny else folder) / f"{name}.jsonl"
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure how well the guard tells images of text from others, at the sizes that vision towers get them in.
 
-python benchmarks/guard_images.py            # draw and look: rewrites results/guard_images.jsonl (2 minutes)
-python benchmarks/guard_images.py --roc      # print what the committed file says
+python experiments/guard_images.py            # draw and look: rewrites results/guard_images.jsonl (2 minutes)
+python experiments/guard_images.py --roc      # print what the committed file says
 
 Documents are drawn, photographs come with scikit-image, scikit-learn and matplotlib, and the shipped suite's own
 images (a word and a digit among shapes) count as no text. The limit was chosen on seed 0; seed 1 checks it, with

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers that README, the site and the report quote: one model, and each setting's cost and accuracy side by side.
 
-    python benchmarks/headline.py ask --methods divprune,scope --keeps 0.25,0.11    # goes on where it stopped
-    python benchmarks/headline.py time    # on a quiet machine; then dev/readme.py
+    python experiments/headline.py ask --methods divprune,scope --keeps 0.25,0.11    # goes on where it stopped
+    python experiments/headline.py time    # on a quiet machine; then dev/readme.py
 
 `ask` writes a row for the unpatched model and for each setting: right answers on the whole held-out set with their
 interval, visual tokens, KV bytes. `random` and `downsample` stand beside every setting. `time` adds to each row the

@@ -8,7 +8,7 @@
 A launch takes as long as the slowest of four: its bytes at the memory's peak, its FLOPs at the peak of their dtype, its
 steps that wait for one another, and what a launch takes at least. What the host does meanwhile is left out: in a
 prefill it runs ahead of the GPU, and nothing here waits for it. Caches, tiles that hang over and clocks below the data
-sheet's are left out too, so that times are what must be spent; `benchmarks/selection_cost.py --measure` tells how much
+sheet's are left out too, so that times are what must be spent; `experiments/selection_cost.py --measure` tells how much
 more is.
 """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens does vLLM compute over an agent's chat, by the counters of its own prefix cache?
 
-    .venv-vllm/bin/python benchmarks/long_chats_vllm.py --json benchmarks/results/long_chats_vllm.jsonl
+    .venv-vllm/bin/python experiments/long_chats_vllm.py --json experiments/results/long_chats_vllm.jsonl
 
-Counts, no times. The chats are those of benchmarks/long_chats.py, which says what a cache of single tokens could give;
+Counts, no times. The chats are those of experiments/long_chats.py, which says what a cache of single tokens could give;
 here an engine gets them, turn by turn. Its prefix cache holds whole blocks, and its encoder cache some of the images.
 Ages are a request's own setting; a way that drops images leaves them out of the request. The model is a Qwen2.5-VL with
 random weights, on which counts do not depend.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does it help to keep less under load? A vLLM server with an overload policy, beside fixed settings, on the same load.
 
-    .venv-vllm/bin/python benchmarks/overload.py --json benchmarks/results/overload.jsonl
+    .venv-vllm/bin/python experiments/overload.py --json experiments/results/overload.jsonl
 
 The load is open: requests come when they come (a Poisson process), whether or not the ones before are answered, first
 below what the server can answer without reduction, then above it, then below it again. One server answers all settings,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The papers' table: LLaVA-1.5-7B on GQA, MMBench, MME, POPE, ScienceQA, VQAv2 and TextVQA, at 192, 128 and 64 tokens.
 
-    python benchmarks/papers_table.py commands            # the exact commands of lmms-eval
-    python benchmarks/papers_table.py run --out results   # run them, and go on where an earlier run stopped
-    python benchmarks/papers_table.py table results       # your numbers beside the published ones
-    python benchmarks/papers_table.py page                # rewrite docs/papers.md and a part of docs/guide/budgets.md
+    python experiments/papers_table.py commands            # the exact commands of lmms-eval
+    python experiments/papers_table.py run --out results   # run them, and go on where an earlier run stopped
+    python experiments/papers_table.py table results       # your numbers beside the published ones
+    python experiments/papers_table.py page                # rewrite docs/papers.md and a part of docs/guide/budgets.md
 
 It needs weights and a GPU; docs/papers.md says what is compared with what.
 """
@@ -97,7 +97,7 @@ def run(
             raise TokenPruneError(f"cannot write to {out / one.name}: {error.strerror or error}") from error
     if failed:
         raise TokenPruneError("\n".join([f"{len(failed)} of the commands left something undone:", *failed]))
-    _say(f"all done: python benchmarks/papers_table.py table {out}")
+    _say(f"all done: python experiments/papers_table.py table {out}")
 
 
 def _run_one(

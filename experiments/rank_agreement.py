@@ -2,7 +2,7 @@
 """How far a benchmark puts methods into the order in which papers put them: Kendall's tau, with its interval.
 
 The published order is that of LLaVA-1.5-7B at 192, 128 or 64 of 576 tokens: the mean of what the sources in
-benchmarks/papers/llava15_7b.json print for a method. Ours is the share of right answers at one `keep`. The interval
+experiments/papers/llava15_7b.json print for a method. Ours is the share of right answers at one `keep`. The interval
 comes from drawing the benchmark's images anew, with all their questions; the published numbers have none, so it says
 nothing of theirs.
 """

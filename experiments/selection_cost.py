@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What choosing and removing tokens must cost on a GPU, per model and method: a prediction, and its check.
 
-    python benchmarks/selection_cost.py               # predict, into benchmarks/results/selection_cost.jsonl; no GPU
-    python benchmarks/selection_cost.py --measure     # on a GPU: predicted, measured and their ratio, line by line,
-                                                      # into benchmarks/results/<device>/selection_cost.jsonl
-    python benchmarks/selection_cost.py --measure --tiny   # proves the code on a CPU
+    python experiments/selection_cost.py               # predict, into experiments/results/selection_cost.jsonl; no GPU
+    python experiments/selection_cost.py --measure     # on a GPU: predicted, measured and their ratio, line by line,
+                                                      # into experiments/results/<device>/selection_cost.jsonl
+    python experiments/selection_cost.py --measure --tiny   # proves the code on a CPU
 
 launch_costs.py has the model of time. A method's line is one call of its `select` on bfloat16 features of one request,
 a ninth of the visual tokens stay, and the merge, where it merges. "the cut" is what the engine does behind each: the

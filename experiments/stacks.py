@@ -2,14 +2,14 @@
 """The best stack against the best single method and `downsample`: time from the image to the first token, at no more
 than so many points lost, on the native-resolution model that ships.
 
-    TOKENPRUNE_EMOJI=emoji.npz python benchmarks/stacks.py --images 70   # fresh images, 448 x 448: 784 visual tokens
-    python benchmarks/stacks.py --images 0                              # those of the held-out set that are so large
-    python benchmarks/stacks.py --retime                                # take the times of the found settings anew
-    python benchmarks/stacks.py --page                                  # write the table into docs/tune-in-full.md
+    TOKENPRUNE_EMOJI=emoji.npz python experiments/stacks.py --images 70   # fresh images, 448 x 448: 784 visual tokens
+    python experiments/stacks.py --images 0                              # those of the held-out set that are so large
+    python experiments/stacks.py --retime                                # take the times of the found settings anew
+    python experiments/stacks.py --page                                  # write the table into docs/tune-in-full.md
 
-(training/qwen/README.md says how emoji.npz is made.) The tuner searches among single methods and stacks, as `tokenprune
-tune --objective ttft` does. Then, of each group (downsample, single methods, stacks), the setting that spends least by
-the closed forms answers all questions, and the next one if it loses too much; what it lost stands beside the bound
+(experiments/training/qwen/README.md says how emoji.npz is made.) The tuner searches among single methods and stacks, as
+`tokenprune tune --objective ttft` does. Then, of each group (downsample, single methods, stacks), the setting
+that spends least by the closed forms answers all questions, and the next one if it loses too much; what it lost stands beside the bound
 that was shown, and where its time goes is profiled, processor and tower included, in turn with the unpatched model.
 """
 
@@ -46,7 +46,7 @@ METHODS = "downsample,tome,divprune,pool,vscan,fastv,dart,dyrate"
 KEEPS = "0.75,0.5,0.35,0.25,0.15"
 GROUPS = ("downsample", "single", "stack")
 PAGE = Path(__file__).parents[1] / "docs" / "tune-in-full.md"
-BEGIN, END = "<!-- stacks:begin (benchmarks/stacks.py --page) -->", "<!-- stacks:end -->"
+BEGIN, END = "<!-- stacks:begin (experiments/stacks.py --page) -->", "<!-- stacks:end -->"
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ def questions(images: int, seed: int) -> list[Any]:
     """Return questions of all kinds about images of `SIDE` x `SIDE`; images: how many to draw, 0: the held-out ones."""
     if not images:
         return [one for one in load_heldout(folder=NATIVE) if one.image.size == (SIDE, SIDE)]
-    sys.path.insert(0, str(Path(__file__).parents[1] / "training" / "qwen"))
+    sys.path.insert(0, str(Path(__file__).parent / "training" / "qwen"))
     from native_scenes import draw_native
 
     rng, made = np.random.default_rng(seed), []
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seed", type=int, default=20260303)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/stacks.jsonl")
+    parser.add_argument("--json", type=Path, help="default: experiments/results/<device>/stacks.jsonl")
     parser.add_argument("--page", action="store_true", help="write the table of --json into docs/tune-in-full.md")
     args = parser.parse_args()
     path, console = args.json or results_path(torch.device(args.device), "stacks"), Console(width=200)

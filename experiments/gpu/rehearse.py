@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rehearse the half-hour on a stand-in: an environment with exactly the machine's versions, no network, --tiny.
 
-    python benchmarks/gpu/rehearse.py --python python3.12     # makes .venv-gpu where it is missing, and wheels
+    python experiments/gpu/rehearse.py --python python3.12     # makes .venv-gpu where it is missing, and wheels
 
 Writes rehearsal.md beside this file: versions, what each file took, and how it ended. It ends with 1 where one did not
 end with 0, and where a package is there that the machine lacks.
@@ -79,7 +79,7 @@ def page(wheels: str, there: dict[str, str], out: Path, alone: bool) -> str:
     lines = [
         "# The last rehearsal",
         "",
-        f"By `python benchmarks/gpu/rehearse.py`, {platform.machine()}, {os.cpu_count()} cores and no GPU, "
+        f"By `python experiments/gpu/rehearse.py`, {platform.machine()}, {os.cpu_count()} cores and no GPU, "
         f"{'without' if alone else 'with'} a network, every file with `--tiny`. Load of the last minute: "
         f"{os.getloadavg()[0]:.1f}.",
         "",

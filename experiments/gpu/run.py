@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run files of tables one after the other, each in a process of its own and with the minutes that plan.md gives it.
 
-    python3 benchmarks/gpu/run.py a b --out OUT             # on the lent machine
-    python3 benchmarks/gpu/run.py --tiny --out OUT          # all, in seconds each, on any machine
+    python3 experiments/gpu/run.py a b --out OUT             # on the lent machine
+    python3 experiments/gpu/run.py --tiny --out OUT          # all, in seconds each, on any machine
 
 Needs nothing but Python. What the machine lacks it takes from the folder of wheels (wheels.py made it). A line of
 `log.jsonl` says of each file how long it took and how it ended; this command ends with 1 if one did not end with 0.

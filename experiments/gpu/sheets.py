@@ -78,8 +78,8 @@ def pages(names: tuple[str, ...]) -> str:
     parts = []
     for name in names:
         for path, header, rows_ in found(name):
-            source = f"benchmarks/results/{path.parent.name}/{path.name}"
-            by = f"By `python benchmarks/gpu/{name}.py`; raw data: [{source}](../{source})."
+            source = f"experiments/results/{path.parent.name}/{path.name}"
+            by = f"By `python experiments/gpu/{name}.py`; raw data: [{source}](../{source})."
             text = f"{where(header)}\n\n{markdown(header, rows_)}\n\n{by}"
             parts.append(f"<details markdown>\n<summary>{header['title']}</summary>\n\n{text}\n\n</details>")
     return "\n\n".join(parts)

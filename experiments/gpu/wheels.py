@@ -2,7 +2,7 @@
 """Make the folder of wheels that travel to a machine without a network: what the project and its tests need, less what
 is there.
 
-    python benchmarks/gpu/wheels.py --there .venv-gpu/bin/python
+    python experiments/gpu/wheels.py --there .venv-gpu/bin/python
 
 --there: a Python with the packages of that machine (rehearse.py makes one). Its pip says what it lacks; that is
 downloaded here. A wheel that is not pure Python is refused, since it would have to fit that machine's system.

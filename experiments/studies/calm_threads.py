@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let OpenMP's threads sleep while they wait, as benchmarks/calm_threads.py does; and let the studies import what the
+"""Let OpenMP's threads sleep while they wait, as experiments/calm_threads.py does; and let the studies import what the
 scripts beside them share."""
 
 import sys

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a combination of known ideas beat the best published method at equal cost, without training?
 
-    python benchmarks/studies/combinations.py    # a quarter of demo_smol's held-out images; goes on where it stopped
+    python experiments/studies/combinations.py    # a quarter of demo_smol's held-out images; goes on where it stopped
 
 Each combination is a method of a few lines, and acts where `divprune` and `scope` do, at the same cost. It is held
 against the best published method here by a one-sided McNemar test; one below .05 would have been asked about the other

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what guard="auto" gives back and costs, on images of the held-out set that the floors were not made of.
 
-python benchmarks/studies/guard_proof.py           # rewrites results/guard_proof.jsonl (about ten minutes on one core)
-python benchmarks/studies/guard_proof.py --table   # print what the committed file says
+python experiments/studies/guard_proof.py           # rewrites results/guard_proof.jsonl (about ten minutes on one core)
+python experiments/studies/guard_proof.py --table   # print what the committed file says
 
 The floors come from the first 50 images of the set; these are the 100 after them, with all eight kinds of questions.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Until which layer does demo_smol's decoder read the image? All visual tokens are withdrawn at one layer (`vtw`).
 
-    python benchmarks/studies/late_layers.py    # 15 minutes on one core; goes on where it stopped
+    python experiments/studies/late_layers.py    # 15 minutes on one core; goes on where it stopped
 
 Methods whose schedule leaves few tokens in late layers stand lower here than in papers. If the reason is that this
 decoder still reads the image there, then withdrawing it late costs answers. If it costs none, the reason is another.

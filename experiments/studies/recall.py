@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a session remember? Recall of what a stream showed once, against its age, for every policy at three memories.
 
-    python benchmarks/studies/recall.py --resume --allow-load   # about an hour of one thread; no time is measured
-    python benchmarks/studies/recall_figure.py                  # the figure and the tables of what was measured
+    python experiments/studies/recall.py --resume --allow-load   # about an hour of one thread; no time is measured
+    python experiments/studies/recall_figure.py                  # the figure and the tables of what was measured
 
 demo_video sees `drawn_streams` in clips of eight frames, as it was trained. Ages are frames that came after the event's
 clip. At each one of its three questions is asked twice: at the positions of the stream, and with the gaps that departed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw what recall.py measured, and print it as tables.
 
-python benchmarks/studies/recall_figure.py
+python experiments/studies/recall_figure.py
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 """Does the tuner keep its promise? Tune the shipped model on scenes drawn with ten seeds, and measure every choice
 again on fresh scenes of yet another seed.
 
-python benchmarks/studies/tuner_promise.py --workers 2  # two processes of one thread; goes on where it stopped
-python benchmarks/studies/tuner_promise.py --page       # write the table of results into docs/tune-in-full.md
+python experiments/studies/tuner_promise.py --workers 2  # two processes of one thread; goes on where it stopped
+python experiments/studies/tuner_promise.py --page       # write the table of results into docs/tune-in-full.md
 
 Scenes come from the distribution of the held-out set that ships: one question of each kind an image, answers evened
-out, saved as JPEG (training/make_heldout.py). Photographs that are not installed are replaced by textures.
+out, saved as JPEG (experiments/training/make_heldout.py). Photographs that are not installed are replaced by textures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from common import fill_page, header
 from PIL import Image
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from make_heldout import ANSWERS, one_of_each
 from tokenprune.profiling.model import load
 from tokenprune.setting import Setting
@@ -41,7 +41,7 @@ from tokenprune_demo.scenes import draw_scene, load_photos
 
 RESULTS = Path(__file__).parents[1] / "results/cpu/tuner_promise.jsonl"
 PAGE = Path(__file__).parents[2] / "docs/tune-in-full.md"
-BEGIN, END = "<!-- promise:begin (benchmarks/studies/tuner_promise.py --page) -->", "<!-- promise:end -->"
+BEGIN, END = "<!-- promise:begin (experiments/studies/tuner_promise.py --page) -->", "<!-- promise:end -->"
 FRESH_SEED = 990_000  # of the questions on which choices are measured again; tuning seeds begin at TUNING_SEED
 TUNING_SEED = 880_000
 CHUNK = 256

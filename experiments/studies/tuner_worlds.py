@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often does the tuner answer, and how often wrongly? Search in simulated worlds whose true losses are known.
 
-python benchmarks/studies/tuner_worlds.py --search NAME   # adds rows under this name, in place of those it has
-python benchmarks/studies/tuner_worlds.py --page        # write the table of results into docs/tune-in-full.md
+python experiments/studies/tuner_worlds.py --search NAME   # adds rows under this name, in place of those it has
+python experiments/studies/tuner_worlds.py --page        # write the table of results into docs/tune-in-full.md
 
 Answers are drawn, so that no model is needed. A question that one setting gets wrong is a hard one for the others, too.
 With PYTHONPATH the tuner of another checkout can be measured.
@@ -28,7 +28,7 @@ from tokenprune_bench.tuning import Promise, Tuner, tuner
 
 RESULTS = Path(__file__).parents[1] / "results/tuner_worlds.jsonl"
 PAGE = Path(__file__).parents[2] / "docs/tune-in-full.md"
-BEGIN, END = "<!-- worlds:begin (benchmarks/studies/tuner_worlds.py --page) -->", "<!-- worlds:end -->"
+BEGIN, END = "<!-- worlds:begin (experiments/studies/tuner_worlds.py --page) -->", "<!-- worlds:end -->"
 LIMIT, CONFIDENCE = 0.03, 0.95
 RIGHT = 0.9  # share of the questions that the unpatched model gets right
 ALIKE = 0.5  # correlation of how hard a question is for two settings

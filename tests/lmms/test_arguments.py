@@ -128,7 +128,7 @@ def test_the_recipes_lines_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     from lmms_eval.__main__ import parse_eval_args
     from lmms_eval.tasks import TaskManager
 
-    page = (Path(__file__).parents[1] / "docs/recipes/lmms-eval.md").read_text().replace("\\\n", " ")
+    page = (Path(__file__).parents[2] / "docs/recipes/lmms-eval.md").read_text().replace("\\\n", " ")
     lines = re.findall(r"^python -m (lmms_eval .*)$", page, re.MULTILINE)
     tasks = set(TaskManager().all_tasks)
     kept = []

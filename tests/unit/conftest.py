@@ -138,7 +138,7 @@ def models_stay_as_they_were() -> Iterator[None]:
 def browser() -> Iterator[Any]:
     """A Chromium, as `dev/browser.py` finds one."""
     pytest.importorskip("playwright.sync_api", reason="Playwright drives the browser: pip install playwright")
-    from tests.docs.test_docs import generator
+    from tests.unit.docs.test_docs import generator
 
     tool = generator("browser")
     try:

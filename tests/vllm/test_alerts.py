@@ -27,7 +27,7 @@ from tokenprune.integrations.vllm.front import announce, items, metrics, reload
 from tokenprune.integrations.vllm.setting.configuration import SECONDS
 from tokenprune.integrations.vllm.worker.clock import Clock
 
-FILE = Path(__file__).resolve().parent.parent / "deploy/alerts.yaml"
+FILE = Path(__file__).resolve().parents[2] / "deploy/alerts.yaml"
 RULES = [rule for group in yaml.safe_load(FILE.read_text())["groups"] for rule in group["rules"]]
 NAME, MINUTES = "qwen2_5_vl", 30
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")

@@ -22,7 +22,7 @@ from tokenprune_demo import MODELS
 from tokenprune_demo.heldout import FOLDER
 
 MODEL = MODELS["demo_qwen"]
-DOCS = Path(__file__).resolve().parent.parent / "docs/serving-in-full.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs/serving-in-full.md"
 
 
 def documented() -> tuple[dict[str, str], list[str]]:

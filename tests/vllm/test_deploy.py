@@ -25,7 +25,7 @@ from tokenprune.integrations.vllm.front.metrics import COUNTERS, GAUGES
 from tokenprune.integrations.vllm.front.of_workers import SUMS
 from tokenprune.integrations.vllm.setting.configuration import offered
 
-DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 OURS = {f"{name}_total": set(labels) for name, (_, labels) in (COUNTERS | SUMS).items()}
 OURS |= {name: set(labels) for name, (_, labels) in GAUGES.items()}
 # Of Prometheus itself, and of the package by which vLLM counts requests over HTTP.

@@ -22,7 +22,7 @@ from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.front import reload
 from tokenprune.integrations.vllm.setting.configuration import offered
 
-DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KUSTOMIZATION = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())
 MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes/server.yaml").read_text()))
 DEPLOYMENT, POLICY, SERVICE, CLAIM = MANIFESTS

@@ -87,7 +87,7 @@ def test_other_runners_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sources_tell_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The script by which other versions are read without running them sees of this one what Python sees."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "dev"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "dev"))
     import vllm
     import vllm_hooks
 

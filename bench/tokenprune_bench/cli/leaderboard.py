@@ -28,7 +28,9 @@ def add(
     model_name: Annotated[
         str, typer.Option(help="What the page calls the model; default: what the run does, if that is no folder.")
     ] = "",
-    to: Annotated[Path, typer.Option(help="The folder of entries, in a checkout.")] = Path("leaderboard/entries"),
+    to: Annotated[Path, typer.Option(help="The folder of entries, in a checkout.")] = Path(
+        "experiments/leaderboard/entries"
+    ),
 ) -> None:
     """Check a run (schema, versions, seeds, questions, the unpatched model) and write its entry, one JSON file."""
     from tokenprune_bench.leaderboard.run import add_run

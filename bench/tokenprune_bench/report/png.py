@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots as PNG by matplotlib: of a benchmark, and the parts that those of benchmarks/ are made of."""
+"""Plots as PNG by matplotlib: of a benchmark, and the parts that those of experiments/ are made of."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the checkpoint of a training state: python training/qwen/export_qwen.py [state.pt] [folder] [dtype].
+"""Write a training state's checkpoint: python experiments/training/qwen/export_qwen.py [state.pt] [folder] [dtype].
 
 dtype: that of the numbers in the file (float32, bfloat16); they are loaded as float32 either way.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write what ships of demo_smol from a training state: the tower, the projector, and the change of the decoder.
 
-python training/smol/export_smol.py --tower runs/demo_smol_tower/state.pt --state runs/demo_smol/state.pt
+python experiments/training/smol/export_smol.py --tower runs/demo_smol_tower/state.pt --state runs/demo_smol/state.pt
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what the decoder of demo_smol has lost of its language: perplexity of texts, before and after.
 
-python training/smol/perplexity_smol.py            # writes training/smol/perplexity.json
+python experiments/training/smol/perplexity_smol.py            # writes experiments/training/smol/perplexity.json
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from tokenprune_demo.smol import checkpoint, load_decoder
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TEXTS = {  # plain English of three sorts, none of them ours
     "licence": ROOT / "LICENSE",
     "manual": Path(sysconfig.get_paths()["stdlib"]) / "turtle.py",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages 2 and 3: align the projector, then train it and low-rank adapters of the pretrained decoder on questions.
 
-python training/smol/train_questions_smol.py --tower runs/demo_smol_tower/state.pt --seconds 3600 --pool 3
-python training/smol/train_questions_smol.py --resume --seconds 1200 --pool 1      # all 576 visual tokens
+python experiments/training/smol/train_questions_smol.py --tower runs/demo_smol_tower/state.pt --seconds 3600 --pool 3
+python experiments/training/smol/train_questions_smol.py --resume --seconds 1200 --pool 1      # all 576 visual tokens
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def main() -> None:
     add("--eval-seconds", type=float, default=240)
     add("--threads", type=int, default=1)
     add("--run", type=Path, default=Path("runs/demo_smol"))
-    add("--log", type=Path, default=Path("training/smol/log.jsonl"))
+    add("--log", type=Path, default=Path("experiments/training/smol/log.jsonl"))
     add("--stop", type=Path, default=Path("runs/stop"), help="a file whose presence ends the stage")
     add("--resume", action="store_true")
     args = parser.parse_args()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tokenprune
 from basics import pieces
-from tests.api.test_registry import first, registry_as_it_was  # noqa: F401 - a fixture that runs by itself
+from tests.unit.api.test_registry import first, registry_as_it_was  # noqa: F401 - a fixture that runs by itself
 from tokenprune import (
     Method,
     Selection,

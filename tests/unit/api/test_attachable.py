@@ -19,7 +19,7 @@ import tokenprune
 from basics import snapshot
 from families import FAMILIES
 from processors import llava, tokenizer
-from tests.api.test_patch import forget_rope_deltas
+from tests.unit.api.test_patch import forget_rope_deltas
 from tokenprune import Budget
 from tokenprune.guard.settings import Guard
 from tokenprune.integrations.hf.patch import hf_parts

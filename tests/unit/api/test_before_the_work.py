@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from tests.api.test_cli import IMAGE, refused
+from tests.unit.api.test_cli import IMAGE, refused
 from tokenprune.errors import OptionError, RegistrationError, TokenPruneError
 from tokenprune.files import check_output, check_output_folder
 from tokenprune.profiling import model as models

@@ -15,7 +15,7 @@ from PIL import Image
 
 import tokenprune
 from report_runs import RIVALS, header, made, result
-from tests.api.test_cli import IMAGE, call, refused
+from tests.unit.api.test_cli import IMAGE, call, refused
 from tokenprune.cli import common
 from tokenprune.profiling.kept import cuts_in_words, keep_in_words, share_left
 from tokenprune.profiling.model import Model, demo_model, load

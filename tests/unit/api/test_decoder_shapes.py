@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING
 from families import FAMILIES as EVERY_FAMILY
 from families.special import BOTH_KINDS, gemma4
 from families.special import FAMILIES as SPECIAL
-from tests.api.test_budget import SHAPE
+from tests.unit.api.test_budget import SHAPE
 from tokenprune.shapes.decoder import DecoderShape
 from zoo import FAMILIES, VOCAB, Family
 

@@ -15,7 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import tokenprune
-from tests.api.test_cli import call, refused
+from tests.unit.api.test_cli import call, refused
 from tokenprune import OptionError, Pruner, cli, registry
 from tokenprune.calibration.fitting import fit_options, fittable
 

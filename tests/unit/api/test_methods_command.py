@@ -16,7 +16,7 @@ from tokenprune.cli import app
 from tokenprune.cli.methods import _SITES, WIDE
 from tokenprune.cost.model import CostModel, Load
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def told(*arguments: str, width: int | None = 80, code: int = 0) -> str:

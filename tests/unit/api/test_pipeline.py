@@ -14,9 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
 import tokenprune
 
 # The checkpoints of the tests of the vLLM plugin, whose folder cannot be on the path beside this one.
-_spec = importlib.util.spec_from_file_location(
-    "checkpoints", Path(__file__).parents[2] / "tests_vllm" / "checkpoints.py"
-)
+_spec = importlib.util.spec_from_file_location("checkpoints", Path(__file__).parents[3] / "tests/vllm/checkpoints.py")
 checkpoints = importlib.util.module_from_spec(_spec)
 sys.modules[_spec.name] = checkpoints  # its dataclasses look themselves up there
 _spec.loader.exec_module(checkpoints)

@@ -14,14 +14,14 @@ from transformers import AutoConfig, LlavaConfig, MllamaConfig
 from typer.testing import CliRunner
 
 import tokenprune
-from tests.docs.test_docs import generator
+from tests.unit.docs.test_docs import generator
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
 from tokenprune.guard.floors import shipped
 from tokenprune_bench.recommend import advice
 from tokenprune_bench.recommend.recommendation import TASKS, recommend
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ADVICE = advice.advice()
 SIZE = 7e9
 GOOD = {"photographs": True, "asked": 500, "size": SIZE, "sure": True}

@@ -19,7 +19,7 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.shared import versions
 from zoo import FAMILIES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FAMILY = FAMILIES["llava"]
 MAJOR, MINOR = Version(compat.NEWEST).release
 NEXT = f"{MAJOR}.{MINOR + 1}"

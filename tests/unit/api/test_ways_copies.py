@@ -14,7 +14,7 @@ from torch import nn
 import tokenprune
 from oracle import close, generate_logits, reduced
 from quantized_weights import bitsandbytes, torchao
-from tests.api.test_ways import PARTS, SITES, WAYS, end, family_for, seen, takes
+from tests.unit.api.test_ways import PARTS, SITES, WAYS, end, family_for, seen, takes
 from zoo import FAMILIES
 
 pytestmark = pytest.mark.parametrize("name", WAYS)

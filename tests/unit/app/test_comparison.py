@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 import tokenprune
-from tests.api.test_cli import refused
+from tests.unit.api.test_cli import refused
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.profiling.model import Model, load
 from tokenprune.setting import Setting

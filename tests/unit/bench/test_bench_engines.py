@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark through vLLM, without vLLM: an engine that is made up, and a server that only speaks its protocol. The
-real ones are in tests_vllm/."""
+real ones are in tests/vllm/."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 
 import tokenprune
 from processors import LIMITS, demo_model, llava, photo, special_tokenizer
-from tests.api.test_cli import call, refused
+from tests.unit.api.test_cli import call, refused
 from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.profiling.media import read_frames
 from tokenprune.profiling.model import Model

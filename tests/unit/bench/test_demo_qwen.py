@@ -20,7 +20,7 @@ from tokenprune_demo import MODELS
 from tokenprune_demo.heldout import NATIVE, Example, load_heldout
 
 FOLDER = MODELS["demo_qwen"]
-TRAINING = Path(__file__).parents[2] / "training" / "qwen"
+TRAINING = Path(__file__).parents[3] / "experiments/training" / "qwen"
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_it_answers_held_out_questions(subject, small):
     for example in small:
         (answer,) = subject.generate(subject.inputs([example.image], [example.question]))
         right.append(example.is_right(answer))
-    # It is not finished: training/qwen/heldout_accuracy.json has all numbers. A model that guesses gets 2 of 10 right.
+    # It is not finished (experiments/training/qwen/heldout_accuracy.json); a model that guesses gets 2 of 10 right.
     assert sum(right) >= 0.7 * len(right), [one.question for one, good in zip(small, right, strict=True) if not good]
 
 

@@ -16,7 +16,7 @@ from tokenprune_bench.plan import DEFAULT_IMAGES
 from tokenprune_demo.backgrounds import PHOTOS
 from tokenprune_demo.heldout import FOLDER, SMOL, heldout_of, load_heldout, load_sample
 
-TRAINING = Path(__file__).parents[2] / "training"
+TRAINING = Path(__file__).parents[3] / "experiments/training"
 PILLOW = "13.0.0"  # that drew the set: other versions set letters and resize a little differently
 
 
@@ -78,7 +78,9 @@ def test_the_first_images_are_drawn_again(script):
     scenes = importlib.import_module("smol_scenes")
     native = importlib.import_module("native_scenes")
     if not native.EMOJI.exists():
-        pytest.skip(f"no drawings of things: {native.EMOJI} (training/qwen/emoji.py makes it; TOKENPRUNE_EMOJI)")
+        pytest.skip(
+            f"no drawings of things: {native.EMOJI} (experiments/training/qwen/emoji.py makes it; TOKENPRUNE_EMOJI)"
+        )
     if len(scenes.photographs("heldout")) != len(scenes.SMOL_PHOTOS["heldout"]):
         pytest.skip("not all held-out photographs are installed (TOKENPRUNE_PHOTOS)")
     if PIL.__version__ != PILLOW:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.docs.test_docs import generator
+from tests.unit.docs.test_docs import generator
 
-SCRIPT = Path(__file__).parents[2] / "docs/javascripts/leaderboard.js"
+SCRIPT = Path(__file__).parents[3] / "docs/javascripts/leaderboard.js"
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from report_runs import GOOD, RIVALS, made, result, timing
-from tests.bench.test_contact_sheet import flat
-from tests.bench.test_report import EVIL, evil_run
-from tests.bench.test_report_samples import entry, folder
+from tests.unit.bench.test_contact_sheet import flat
+from tests.unit.bench.test_report import EVIL, evil_run
+from tests.unit.bench.test_report_samples import entry, folder
 from tokenprune_bench.report.page import make_page
 from tokenprune_bench.report.runs import Run
 from tokenprune_bench.report.samples import FOLDER, read_samples

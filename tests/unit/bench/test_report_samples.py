@@ -16,9 +16,9 @@ import pytest
 from PIL import Image
 
 from report_runs import result
-from tests.api.test_cli import call, refused
-from tests.bench.test_contact_sheet import Video, flat
-from tests.bench.test_report_warnings import write_run
+from tests.unit.api.test_cli import call, refused
+from tests.unit.bench.test_contact_sheet import Video, flat
+from tests.unit.bench.test_report_warnings import write_run
 from tokenprune.errors import OptionError, RunError
 from tokenprune_bench.report import drawing
 from tokenprune_bench.report.drawing import Wanted, choose, draw_samples

@@ -11,7 +11,7 @@ import pytest
 
 import report_runs
 from report_runs import BASE, RIVALS, header, made, result, timing
-from tests.api.test_cli import call
+from tests.unit.api.test_cli import call
 from tokenprune_bench.report.page import make_page
 from tokenprune_bench.report.verdict import RunVerdict, find_verdicts
 from tokenprune_bench.results import RESULTS, summarise

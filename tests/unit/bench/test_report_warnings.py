@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from report_runs import BASE, GOOD, QUESTIONS, RIVALS, header, made, result, timing
-from tests.api.test_cli import call, refused
+from tests.unit.api.test_cli import call, refused
 from tokenprune import TokenPruneError
 from tokenprune.shapes.model_config import known_images
 from tokenprune_bench import results

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, ImageFont, ImageSequence
 
 from processors import photo
-from tests.api.test_cli import call, refused
+from tests.unit.api.test_cli import call, refused
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.profiling.model import Model, load
 from tokenprune.setting import Setting

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.test_cli import call, refused
+from tests.unit.api.test_cli import call, refused
 from tiny_video_model import write_tiny_video_model
 from tokenprune.profiling.model import Model, load
 from tokenprune_bench import results, tables
@@ -135,7 +135,7 @@ def control(right: str, chance: float = 0.25) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("right", "passed"), [("10" * 10, True), ("1000" * 5, False), ("0" * 20, False)])
 def test_a_control_that_does_not_fail_is_said(right: str, passed: bool) -> None:
-    from tests.bench.test_bench import HEADER, RECORDS
+    from tests.unit.bench.test_bench import HEADER, RECORDS
 
     summary = results.summarise([HEADER, RECORDS[1], control(right), *RECORDS[2:]])
     assert [one.passed for one in summary.controls] == [["colour"] if passed else []]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.docs.test_docs import generator
+from tests.unit.docs.test_docs import generator
 from tokenprune import Site
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
 TEXTS = [*FORMS, ROOT / ".github/PULL_REQUEST_TEMPLATE.md", ROOT / "CONTRIBUTING.md"]
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGES = ("tokenprune", "bench/tokenprune_bench", "demo/tokenprune_demo")
 
 OPENING = re.compile(r"(What|Which|Where|Whether|Who|Whoever|Whose|How|When)\b")

@@ -7,7 +7,7 @@ import re
 from xml.etree import ElementTree
 
 import tokenprune
-from tests.docs.test_docs import generator
+from tests.unit.docs.test_docs import generator
 from tokenprune.base import Site
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -14,12 +14,12 @@ import torch
 import yaml
 
 import tokenprune
-from tests.docs.test_docs import generator
+from tests.unit.docs.test_docs import generator
 from tokenprune import Site, registry
 from tokenprune_bench.recommend.advice import advice
 from zoo import FAMILIES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 ADVICE = advice()
 
@@ -99,7 +99,7 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_loaded_row_stays_out_of_the_headline(timed: Any) -> None:
-    assert timed(1.0).headline() in README.replace("benchmarks/results/headline.jsonl", "headline.jsonl")
+    assert timed(1.0).headline() in README.replace("experiments/results/headline.jsonl", "headline.jsonl")
     with pytest.raises(ValueError, match="no row of a quiet machine"):
         timed(9.0).headline()
 
@@ -132,7 +132,7 @@ def test_a_row_about_videos_runs(case: str, build) -> None:
 
 def test_the_choice_for_long_prompts_is_linear_in_the_tokens_and_the_other_is_not() -> None:
     records = (
-        json.loads(line) for line in (ROOT / "benchmarks/results/cpu/scaling.jsonl").read_text().splitlines()[1:]
+        json.loads(line) for line in (ROOT / "experiments/results/cpu/scaling.jsonl").read_text().splitlines()[1:]
     )
     slope = {one["method"]: one["seconds_exponent"] for one in records if one["what"] == "selection"}
     assert slope[ADVICE["long-prompts"].method] < 1.2 and slope["divprune"] > 1.4

@@ -10,7 +10,7 @@ import pytest
 
 from tokenprune.base import Site
 
-PAGE = (Path(__file__).parents[2] / "docs/glossary.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/glossary.md").read_text()
 ENTRIES = dict(re.findall(r"^## (.+?)\n\n(.+?)(?=\n## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
 

@@ -8,7 +8,7 @@ import re
 
 from PIL import Image
 
-from tests.docs.test_docs import ROOT, generator
+from tests.unit.docs.test_docs import ROOT, generator
 
 PAGE = (ROOT / "docs/index.md").read_text()
 gallery = generator("gallery")

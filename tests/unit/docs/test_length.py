@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 import tokenprune
-from tests.docs.test_docs import ROOT, generator
-from tests.docs.test_site import pages
+from tests.unit.docs.test_docs import ROOT, generator
+from tests.unit.docs.test_site import pages
 
 count = generator("words")
 fold = generator("fold")

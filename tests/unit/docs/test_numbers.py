@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_docs import GUIDES, ROOT, generator
+from tests.unit.docs.test_docs import GUIDES, ROOT, generator
 
 PLACEHOLDER = re.compile(
     r"not (?:\w+ )?(?:measured|compiled|predicted) yet|\bTODO\b|\bTBD\b|\bFIXME\b|coming soon", re.IGNORECASE
@@ -66,7 +66,7 @@ def test_pages_leave_out_times_of_loaded_rows(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(performance, "RESULTS", tmp_path)
     names = {"efficiency": performance.efficiency, "scaling": performance.scaling, "decode": performance.decode}
     for name, make in names.items():
-        header, records = rows.read(ROOT / f"benchmarks/results/cpu/{name}.jsonl")
+        header, records = rows.read(ROOT / f"experiments/results/cpu/{name}.jsonl")
         records = [one for one in records if one["method"] != "unpatched"][:3]
         for load in (1.0, 9.0):
             lines = [{**one, "load": load, "cpus": 2} for one in records]
@@ -82,7 +82,7 @@ def test_pages_leave_out_times_of_loaded_rows(tmp_path: Path, monkeypatch: pytes
 
 def test_a_number_about_choosing_comes_from_the_raw_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evidence = generator("evidence")
-    header, records = rows.read(ROOT / "benchmarks/results/cpu/scaling.jsonl")
+    header, records = rows.read(ROOT / "experiments/results/cpu/scaling.jsonl")
     (tmp_path / "cpu").mkdir()
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
     for load, told in ((1.0, True), (9.0, False)):

@@ -18,7 +18,7 @@ from PIL import Image
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tokenprune
-from tests.docs.test_docs import GUIDES, ROOT
+from tests.unit.docs.test_docs import GUIDES, ROOT
 from tokenprune import registry
 from tokenprune.cli import app
 from tokenprune_demo.drawn_documents import draw_document

@@ -22,9 +22,9 @@ import yaml
 import tokenprune
 from tokenprune.families import REFUSED_IN_VLLM, SERVED
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 
 
 def tool(name: str) -> Any:
@@ -167,15 +167,15 @@ def test_lines_of_users_stand_in_front_of_the_changelog(
     monkeypatch.setattr(hooks, "ROOT", tmp_path)
     log = "# Changelog\n\n## [0.1.0]\n\n- Old.\n"
     assert hooks.with_news(log) == log
-    (tmp_path / "changelog.d").mkdir()
-    for name, text in {"README": "no line", "b": "- **B** ([page](../docs/b.md)).\n", "a": "- **A**.\n"}.items():
-        (tmp_path / f"changelog.d/{name}.md").write_text(text)
+    (tmp_path / "dev/news").mkdir(parents=True)
+    for name, text in {"README": "no line", "b": "- **B** ([page](../../docs/b.md)).\n", "a": "- **A**.\n"}.items():
+        (tmp_path / f"dev/news/{name}.md").write_text(text)
     news = "## Since then\n\n- **A**.\n- **B** ([page](docs/b.md)).\n"
     assert hooks.with_news(log) == log.replace("## [0.1.0]", f"{news}\n## [0.1.0]")
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "changelog.d").glob("[!R]*.md")) or [None], ids=lambda path: path.stem if path else "none"
+    "path", sorted((ROOT / "dev/news").glob("[!R]*.md")) or [None], ids=lambda path: path.stem if path else "none"
 )
 def test_a_line_of_the_changelog_is_one_bullet(path: Path | None) -> None:
     if path is None:

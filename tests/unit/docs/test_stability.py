@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tokenprune
 
-PAGE = (Path(__file__).parents[2] / "docs/reference/stability.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/reference/stability.md").read_text()
 
 
 def named(heading: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # Pattern (case counts, unless it says otherwise), and what to use instead.
 WORDS = (
@@ -39,10 +39,10 @@ ALLOWED = {
     "lmms_eval/suite.py": (r'"picture"',),
     "docs/methods/dyrate.md": (r'"Describe this picture\."',),
     "docs/serving-in-full.md": (r"heldout/pictures/",),
-    "benchmarks/serving.py": (r"What is in the picture\?",),
-    "benchmarks/studies/guard_proof.py": (r'"pictures": \[FIRST',),
-    # The function of training/make_heldout.py.
-    "benchmarks/studies/tuner_promise.py": (r"\bone_of_each\b", r"head\['pictures'\]", r"pictures=args\.images"),
+    "experiments/serving.py": (r"What is in the picture\?",),
+    "experiments/studies/guard_proof.py": (r'"pictures": \[FIRST',),
+    # The function of experiments/training/make_heldout.py.
+    "experiments/studies/tuner_promise.py": (r"\bone_of_each\b", r"head\['pictures'\]", r"pictures=args\.images"),
 }
 
 
@@ -56,12 +56,14 @@ def old_words(text: str, allowed: tuple[str, ...] = ()) -> Iterator[tuple[int, s
                 yield number, found[0], instead
 
 
-FOLDERS = ("tokenprune", "bench", "demo", "benchmarks", "dev")
+FOLDERS = ("tokenprune", "bench", "demo", "experiments", "dev")
+TRAINING = ROOT / "experiments/training"  # its data are pictures that were drawn
 
 
 def files() -> list[Path]:
     code = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    pages = [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    code = [path for path in code if not path.is_relative_to(TRAINING)]
+    pages = [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "docs/notebooks").glob("*.ipynb"))]
     return [*code, *pages, ROOT / "README.md"]
 
 
@@ -75,7 +77,7 @@ def test_old_words_do_not_come_back() -> None:
         name = path.relative_to(ROOT).as_posix()
         for line, word, instead in old_words(path.read_text(), allowed_in(path)):
             found.append(f"{name}:{line}: {word!r}; use {instead}")
-    assert not found, "old words (tests/docs/test_words.py):\n" + "\n".join(found)
+    assert not found, "old words (tests/unit/docs/test_words.py):\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize("end", ALLOWED)

@@ -16,7 +16,7 @@ import tokenprune
 from assistants import DRAFTED, STEPS, helped, lengths_of, same, tower_runs
 from basics import snapshot
 from oracle import close, generate_logits
-from tests.engine.test_drafts import settings, skip_refused
+from tests.unit.engine.test_drafts import settings, skip_refused
 from tokenprune import NotPatchedError
 from zoo import FAMILIES
 

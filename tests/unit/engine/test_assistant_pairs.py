@@ -15,7 +15,7 @@ from transformers.generation import GenerationMixin
 import tokenprune
 from assistants import STEPS, helped, lengths_of, same, small_llava, tower_runs
 from basics import snapshot
-from tests.engine.test_drafts import draft_of
+from tests.unit.engine.test_drafts import draft_of
 from tokenprune import (
     AlreadyPatchedError,
     OptionError,

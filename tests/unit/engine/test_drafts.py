@@ -17,9 +17,9 @@ import tokenprune
 from basics import METHODS, TILE_METHODS, VIDEO_METHODS, snapshot
 from families.special import FAMILIES as SPECIAL
 from oracle import close, generate_logits
-from tests.engine.test_cache import words
-from tests.families.test_families_special import PROBES, NextProbe
-from tests.tower.test_packed_encoder import photos, small_processor
+from tests.unit.engine.test_cache import words
+from tests.unit.families.test_families_special import PROBES, NextProbe
+from tests.unit.tower.test_packed_encoder import photos, small_processor
 from tokenprune import Site
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from zoo import FAMILIES, Family

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-SUPPORT = ROOT / "tests/support"
+ROOT = Path(__file__).parents[3]
+SUPPORT = ROOT / "tests/unit/support"
 
 
 def test_two_processes_keep_the_same_tokens(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import tokenprune
 from basics import snapshot
 from oracle import close, reduced, survivors
-from tests.api.test_patch import forget_rope_deltas
+from tests.unit.api.test_patch import forget_rope_deltas
 from tokenprune import UnsupportedSetupError
 from zoo import FAMILIES, Family
 

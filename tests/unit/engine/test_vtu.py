@@ -16,8 +16,8 @@ from exact_attention import exact_attention, rotary_scores, rotate
 from merging_models import SUPPORTED, image_arguments
 from merging_towers import FORMS, Merging, naive_decoder
 from oracle import close, generate_logits
-from tests.engine.test_cache import longer, words
-from tests.tower.test_encoder import expected_sources, with_features
+from tests.unit.engine.test_cache import longer, words
+from tests.unit.tower.test_encoder import expected_sources, with_features
 from tokenprune.api import attachment_of
 from tokenprune.base import Selection
 from tokenprune.integrations.hf.parts.virtual_unmerging import Unmerged

@@ -26,7 +26,7 @@ from staged_methods import (
     oracle,
     visual_left,
 )
-from tests.engine.test_cache import longer, words
+from tests.unit.engine.test_cache import longer, words
 from tokenprune import Budget, Selection, Site, VisualTokens
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments

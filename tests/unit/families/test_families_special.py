@@ -16,7 +16,7 @@ from families import STATEFUL
 from families.special import FAMILIES
 from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
-from tests.engine.test_cache import longer, words
+from tests.unit.engine.test_cache import longer, words
 from tokenprune import OptionError, UnsupportedModelError
 from tokenprune.base import Method, Selection, Site
 from tokenprune.view.tokens import VisualTokens

@@ -14,7 +14,7 @@ import tokenprune
 from basics import snapshot
 from families.qformer import FAMILIES, QUERIES
 from oracle import close, generate_logits, reduced, survivors
-from tests.engine.test_cache import longer, words
+from tests.unit.engine.test_cache import longer, words
 from tokenprune import Budget, PlaceholderMismatchError, UnsupportedModelError, UnsupportedSetupError
 from zoo import BOS, IMAGE, VIDEO, Family
 

@@ -10,7 +10,7 @@ import pytest
 
 import tokenprune
 from guard_questions import FRESH, KNOWN, TRIED
-from tests.docs.test_site import tool
+from tests.unit.docs.test_site import tool
 from tokenprune import Guard, OptionError
 from tokenprune.guard.floors import Floors, shipped
 from tokenprune.guard.prompts import KindReader

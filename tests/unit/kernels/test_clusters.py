@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.methods.naive.flashvid import far_apart
-from tests.methods.naive.ottvid import cover
+from tests.unit.methods.naive.flashvid import far_apart
+from tests.unit.methods.naive.ottvid import cover
 from tokenprune.kernels.pairs import distances
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.ops import clusters as kernels

@@ -18,25 +18,25 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed, so there is no compiler to test with")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """script(name): a script of benchmarks/ as a module."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    """script(name): a script of experiments/ as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     before = set(sys.modules)
     yield importlib.import_module
     for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks")):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "experiments")):
             del sys.modules[name]
 
 
 def ran(script: str, *arguments: str, fails: bool = False) -> str:
-    """What a script of benchmarks/ prints, in a process that compiles kernels."""
+    """What a script of experiments/ prints, in a process that compiles kernels."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
+    command = [sys.executable, str(ROOT / "experiments" / script), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -57,7 +57,7 @@ def test_the_worst_program_of_each_kernel_compiles_within_its_budget(
 ) -> None:
     """All programs are listed, so that one that is new, or made with other block sizes, is missed in the table; of each
     kernel the one nearest to its limits is compiled and compared with its record (all with --every-combination)."""
-    table, path = ROOT / "benchmarks/results/kernels.jsonl", tmp_path / "kernels.jsonl"
+    table, path = ROOT / "experiments/results/kernels.jsonl", tmp_path / "kernels.jsonl"
     head, known = read(table)
     few = [] if request.config.getoption("--every-combination") else ["--worst", "1"]
     ran("compile_kernels.py", *few, "--gpus", *head["gpus"], "--dtypes", *head["dtypes"], "--json", str(path))
@@ -71,7 +71,7 @@ def test_the_worst_program_of_each_kernel_compiles_within_its_budget(
 def test_the_table_is_whole(script: Any) -> None:
     """Every kernel is in it for each GPU; nothing in it spills, or takes more than there is."""
     module, targets = script("compile_kernels"), script("gpu_targets")
-    head, records = read(ROOT / "benchmarks/results/kernels.jsonl")
+    head, records = read(ROOT / "experiments/results/kernels.jsonl")
     kernels = {one["kernel"] for one in records}
     assert kernels == script("launch_costs").COSTS.keys()
     assert {"sm_80", "sm_90", "sm_100", "gfx942"} == set(head["gpus"]) == targets.GPUS.keys()

@@ -11,7 +11,7 @@ import torch
 
 import tokenprune
 from several_cuts import Arrived, check_in_model, counts_of
-from tests.methods.naive.apet import of_image
+from tests.unit.methods.naive.apet import of_image
 from tokenprune import Budget, Site
 from tokenprune.methods.pre_llm.apet import approximation_error, farthest_points
 from tokenprune.testing import check_method

@@ -19,10 +19,10 @@ from families.plain import FAMILIES as OTHERS
 from made_up_thresholds import tower_shape
 from merging_models import SUPPORTED, blocks_of, tower_of
 from oracle import close
-from tests.api.test_cli import call, refused
-from tests.methods.test_dymu import InputImage, mixed, naive_groups, naive_scores
-from tests.tower.test_encoder import tiles
-from tests.tower.test_timm import build as build_timm
+from tests.unit.api.test_cli import call, refused
+from tests.unit.methods.test_dymu import InputImage, mixed, naive_groups, naive_scores
+from tests.unit.tower.test_encoder import tiles
+from tests.unit.tower.test_timm import build as build_timm
 from tokenprune import (
     AlreadyPatchedError,
     BudgetError,

@@ -11,7 +11,7 @@ import torch
 
 import tokenprune
 from greedy import alone, cosine_table, image_tokens, picked
-from tests.methods.naive.cdpruner import naive_centred, naive_relevance
+from tests.unit.methods.naive.cdpruner import naive_centred, naive_relevance
 from tokenprune.methods.centering import centred
 from tokenprune.methods.scores import stretched
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tokenprune
 from several_cuts import SHARES, Arrived, best, check_in_model, rows, view, wanted
-from tests.api.test_cli import call
+from tests.unit.api.test_cli import call
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.methods.in_llm.d2pruner import AttentionPrior, stretched
 from tokenprune.shapes.fingerprint import fingerprint

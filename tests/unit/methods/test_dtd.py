@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tokenprune
 from naive_video import Places, cosine, dtd
-from tests.methods.test_video_methods import PLACES, kept_of, moving, places, tokens_of
+from tests.unit.methods.test_video_methods import PLACES, kept_of, moving, places, tokens_of
 from tokenprune import OptionError
 from tokenprune.testing import visual_tokens
 from zoo import FAMILIES

@@ -14,7 +14,7 @@ import tokenprune
 from made_up_thresholds import TAUS, by_hand, tower_shape
 from merging_models import SUPPORTED, blocks_of, tower_of
 from oracle import close
-from tests.tower.test_encoder import tiles, tokens_in_mlps
+from tests.unit.tower.test_encoder import tiles, tokens_in_mlps
 from tokenprune import BudgetError, OptionError, Thresholds
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.ops.merging import best_partners, bipartite_match, ragged_merge, threshold_match

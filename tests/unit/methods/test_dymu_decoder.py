@@ -15,7 +15,7 @@ import tokenprune
 from made_up_thresholds import TAUS, by_hand, tower_shape
 from merging_models import SUPPORTED, image_arguments, tower_of
 from oracle import close, generate_logits, reduced, survivors
-from tests.tower.test_encoder import BATCHES, expected_sources, with_features
+from tests.unit.tower.test_encoder import BATCHES, expected_sources, with_features
 from tokenprune import Budget, BudgetError, EncoderMethod, OptionError, Thresholds, Tower, UnsupportedSetupError
 from tokenprune.files import File
 from tokenprune.integrations.hf.encoded.record import record_of

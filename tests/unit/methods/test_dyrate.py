@@ -12,7 +12,7 @@ from torch import Tensor
 import tokenprune
 from naive_dyrate import naive
 from oracle import close, generate_logits, reduced
-from tests.engine.test_modes import flash_stand_in  # registers the back end
+from tests.unit.engine.test_modes import flash_stand_in  # registers the back end
 from tokenprune import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from zoo import FAMILIES, Family

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tokenprune
 from oracle import generate_logits
-from tests.api.test_cli import call, refused
+from tests.unit.api.test_cli import call, refused
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.calibration.rate_fitting import _regress
 from tokenprune.methods.decode.rate_predictor import RatePredictor

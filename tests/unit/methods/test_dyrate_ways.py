@@ -11,8 +11,8 @@ from torch import Tensor
 
 import tokenprune
 from oracle import close, generate_logits, reduced
-from tests.engine.test_cache import longer, prefill, steps, words
-from tests.methods.test_dyrate import MODES, OFTEN, SCHEDULE, answer
+from tests.unit.engine.test_cache import longer, prefill, steps, words
+from tests.unit.methods.test_dyrate import MODES, OFTEN, SCHEDULE, answer
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from zoo import FAMILIES
 

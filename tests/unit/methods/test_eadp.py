@@ -7,7 +7,7 @@ import torch
 
 import tokenprune
 from greedy import alone, image_tokens, picked
-from tests.methods.naive.eadp import naive, naive_blur
+from tests.unit.methods.naive.eadp import naive, naive_blur
 from tokenprune.methods.pre_llm.eadp import smoothed
 
 

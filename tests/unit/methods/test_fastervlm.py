@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.methods.naive.fastervlm import naive
+from tests.unit.methods.naive.fastervlm import naive
 from tower_tokens import chosen as chosen_by
 from tower_tokens import tower_tokens
 

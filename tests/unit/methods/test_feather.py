@@ -7,7 +7,7 @@ import pytest
 
 import tokenprune
 from several_cuts import rows, view
-from tests.methods.naive.feather import naive_even
+from tests.unit.methods.naive.feather import naive_even
 
 
 @pytest.mark.parametrize("keep", [1, 20, 162, 300, 729])

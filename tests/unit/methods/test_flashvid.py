@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tokenprune
-from tests.methods.naive.flashvid import naive
-from tests.methods.test_methods import naive_divprune
+from tests.unit.methods.naive.flashvid import naive
+from tests.unit.methods.test_methods import naive_divprune
 from tokenprune import Budget
 from videos import attention_of, cos, given, mean, moving, same, select
 from videos import shares_of as groups_of

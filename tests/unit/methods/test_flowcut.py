@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import tokenprune
-from tests.methods.naive.flowcut import LAYERS, naive, naive_tile, tokens_of
-from tests.tower.test_encoder_attention import attentions_of
+from tests.unit.methods.naive.flowcut import LAYERS, naive, naive_tile, tokens_of
+from tests.unit.tower.test_encoder_attention import attentions_of
 from tokenprune.integrations.shared.tower_scores import block_index
 from tower_tokens import chosen as chosen_by
 from tower_tokens import tower_tokens

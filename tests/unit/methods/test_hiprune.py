@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 import tokenprune
-from tests.methods.naive.hiprune import LAYERS
+from tests.unit.methods.naive.hiprune import LAYERS
 from tokenprune.integrations.shared.tower_scores import block_index
 from tower_tokens import best, tower_tokens
 from tower_tokens import chosen as chosen_by

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tokenprune
 from several_cuts import COUNTS, SHARES, best, rows, view, wanted
-from tests.methods.naive.ivc_prune import naive_choice
+from tests.unit.methods.naive.ivc_prune import naive_choice
 
 
 def test_made_up_tokens() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tokenprune
-from tests.methods.naive.kitoke import crowding, intervals, naive
+from tests.unit.methods.naive.kitoke import crowding, intervals, naive
 from tokenprune.methods.video.kitoke import chances, crowd, pivotal, spread
 from videos import given, moving, select, shares_of
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from tests.methods.naive.llava_scissor import connected, naive
+from tests.unit.methods.naive.llava_scissor import connected, naive
 from tokenprune.kernels.pairs import unit
 from tokenprune.methods.video import llava_scissor as scissor
 from tokenprune.ops import clusters as kernels

@@ -12,7 +12,7 @@ from torch import Tensor
 import tokenprune
 from basics import MODEL_METHODS, pieces
 from families import FAMILIES as EVERY_FAMILY
-from tests.methods.test_methods import naive_dart, naive_divprune
+from tests.unit.methods.test_methods import naive_dart, naive_divprune
 from zoo import ANYRES, FAMILIES, Family
 
 

@@ -10,7 +10,7 @@ import torch
 
 import tokenprune
 from greedy import alone, image_tokens, picked
-from tests.methods.naive.mmtok import naive, table
+from tests.unit.methods.naive.mmtok import naive, table
 from tokenprune.kernels.pairs import Products
 from tokenprune.methods.pre_llm.mmtok import shared
 

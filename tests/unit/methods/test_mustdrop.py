@@ -13,7 +13,7 @@ import several_cuts
 import tokenprune
 from oracle import survivors
 from several_cuts import counts_of
-from tests.methods.naive.mustdrop import ties
+from tests.unit.methods.naive.mustdrop import ties
 from tokenprune import Budget, VisualTokens
 from tokenprune.testing import visual_tokens
 from tokenprune.view import observable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every row of the table in tests/methods/naive: a method against its loop, and what goes for all methods."""
+"""Every row of the table in tests/unit/methods/naive: a method against its loop, and what goes for all methods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import tokenprune
 from method_rows import CHANGES, Options
-from tests.methods.naive import TABLE
+from tests.unit.methods.naive import TABLE
 from tokenprune import OptionError
 
 COMPARED = [

@@ -10,7 +10,7 @@ import torch
 
 import tokenprune
 from greedy import alone, image_tokens, picked
-from tests.methods.naive.otprune import kernel_of
+from tests.unit.methods.naive.otprune import kernel_of
 
 
 @pytest.mark.parametrize("width", [6, 30])  # features fewer than tokens, and more

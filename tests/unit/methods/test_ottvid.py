@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.methods.naive.ottvid import cover, naive, sinkhorn
+from tests.unit.methods.naive.ottvid import cover, naive, sinkhorn
 from tokenprune.methods.video.ottvid import picks_of_frames
 from tokenprune.ops.clusters import covering
 from tokenprune.ops.transport import transport

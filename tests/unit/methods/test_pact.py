@@ -10,8 +10,8 @@ import torch
 
 import tokenprune
 from several_cuts import COUNTS, SHARES, counts_of, view, wanted
-from tests.methods.naive.pact import centres as naive_centres
-from tests.methods.naive.pact import distance, naive
+from tests.unit.methods.naive.pact import centres as naive_centres
+from tests.unit.methods.naive.pact import distance, naive
 from tokenprune import Selection, VisualTokens
 from tokenprune.kernels import farthest, pairs
 from tokenprune.methods.in_llm.pact import in_rounds

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import tests.engine.test_modes  # noqa: F401  (registers flash_stand_in)
+import tests.unit.engine.test_modes  # noqa: F401  (registers flash_stand_in)
 import tokenprune
 from block_settings import (
     BATCHES,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-import tests.engine.test_modes  # noqa: F401  (registers flash_stand_in)
+import tests.unit.engine.test_modes  # noqa: F401  (registers flash_stand_in)
 import tokenprune
 from block_settings import (
     BATCHES,

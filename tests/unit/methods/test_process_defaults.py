@@ -13,7 +13,7 @@ import torch
 import tokenprune
 from basics import METHODS, check_takes
 from process_defaults import DEFAULTS, defaulting
-from tests.methods.test_dyrate_rates import made_up
+from tests.unit.methods.test_dyrate_rates import made_up
 from tokenprune import Site, Thresholds, Tower
 from tokenprune.errors import TokenPruneError
 from zoo import FAMILIES, Family

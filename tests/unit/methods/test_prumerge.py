@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tokenprune
-from tests.methods.naive.prumerge import BOTH, naive
+from tests.unit.methods.naive.prumerge import BOTH, naive
 from tokenprune import Selection
 from tokenprune.view.tokens import VisualTokens
 from tower_tokens import LAYOUTS, kept_of, merged, tower_tokens

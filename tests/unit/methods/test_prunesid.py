@@ -8,7 +8,7 @@ import torch
 
 import tokenprune
 from greedy import alone, cosine_table, image_tokens, picked
-from tests.methods.naive.prunesid import naive_components, naive_quotas
+from tests.unit.methods.naive.prunesid import naive_components, naive_quotas
 from tokenprune.methods.pre_llm.prunesid import components, quotas
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from tests.kernels.test_temporal import naive_shares
-from tests.methods.naive.prunevid import contiguous, naive, spans_of
+from tests.unit.kernels.test_temporal import naive_shares
+from tests.unit.methods.naive.prunevid import contiguous, naive, spans_of
 from tokenprune import Budget
 from tokenprune.methods.video.prunevid import scene_ends
 from tokenprune.testing import visual_tokens

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tokenprune
 from greedy import alone, cosine_table, image_tokens, picked
-from tests.methods.naive.scope import naive
+from tests.unit.methods.naive.scope import naive
 
 
 def test_coverage_alone_is_near_the_best_there_is() -> None:

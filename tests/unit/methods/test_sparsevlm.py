@@ -8,7 +8,7 @@ import torch
 
 import tokenprune
 from several_cuts import COUNTS, SHARES, best, naive_centres, rows, view, wanted
-from tests.methods.naive.sparsevlm import naive_clusters, naive_raters
+from tests.unit.methods.naive.sparsevlm import naive_clusters, naive_raters
 from tokenprune.testing import visual_tokens
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import tokenprune
 from anyres_views import Picture
 from basics import MODEL_METHODS, TILE_METHODS, pieces
-from tests.engine.test_oracle import BATCHES, check_generate, compare_forward
+from tests.unit.engine.test_oracle import BATCHES, check_generate, compare_forward
 from tokenprune import UnsupportedSetupError, abilities
 from tokenprune.families import SUPPORTED
 from zoo import FAMILIES

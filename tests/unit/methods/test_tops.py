@@ -8,7 +8,7 @@ import torch
 
 import tokenprune
 from greedy import alone, cosine_table, image_tokens, picked
-from tests.methods.naive.tops import naive_agilepruner
+from tests.unit.methods.naive.tops import naive_agilepruner
 from tokenprune.methods.pre_llm.agilepruner import effective_rank
 
 

@@ -12,7 +12,7 @@ import torch
 import tokenprune
 from families import FAMILIES as OTHERS
 from oracle import close, generate_logits, reduced, survivors
-from tests.engine.test_oracle import compare_forward
+from tests.unit.engine.test_oracle import compare_forward
 from zoo import FAMILIES, IMAGE, VIDEO, Family
 
 # Of these the tower's attention is known, too: positions on one axis with a newline behind the video, and on three

@@ -11,8 +11,8 @@ import torch
 import tokenprune
 from basics import VIDEO_METHODS, pieces
 from naive_video import NAIVE, THINNING, spread
-from tests.methods.test_methods import naive_uniform
-from tests.methods.test_methods_in_models import kept_of, look_inside
+from tests.unit.methods.test_methods import naive_uniform
+from tests.unit.methods.test_methods_in_models import kept_of, look_inside
 from zoo import FAMILIES, IMAGE, VIDEO
 
 # Several videos in a prompt, of other lengths where the family allows it, images beside them, a row without video.

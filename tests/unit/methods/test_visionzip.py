@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tokenprune
-from tests.methods.naive.visionzip import naive
+from tests.unit.methods.naive.visionzip import naive
 from tokenprune import Selection
 from tokenprune.view.tokens import VisualTokens
 from tower_tokens import merged, tower_tokens

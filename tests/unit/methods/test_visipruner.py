@@ -10,7 +10,7 @@ import torch
 
 import tokenprune
 from several_cuts import best, rows, view
-from tests.methods.naive.visipruner import naive_parts
+from tests.unit.methods.naive.visipruner import naive_parts
 from tokenprune import Budget, BudgetError
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tokenprune
-from tests.methods.naive.vispruner import naive
+from tests.unit.methods.naive.vispruner import naive
 from tokenprune.methods.pre_llm import vispruner
 from tower_tokens import best, kept_of, tower_tokens
 from tower_tokens import chosen as chosen_by

@@ -12,8 +12,8 @@ from torch import Tensor
 import tokenprune
 from basics import pieces
 from oracle import close, generate_logits, reduced, survivors
-from tests.methods.test_methods import made_up, raster, unit
-from tests.tower.test_encoder_attention import BATCHES, CASES, naive_scores
+from tests.unit.methods.test_methods import made_up, raster, unit
+from tests.unit.tower.test_encoder_attention import BATCHES, CASES, naive_scores
 from tokenprune import Budget, BudgetError, OptionError, Selection
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.view.segments import Patches

@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 
 import tokenprune
 from processors import COUNTED, LIMITS, demo_model, llava, photo, special_tokenizer, state, tokenizer
-from tests.processor.test_view_select import CAMERAS, VIEWS
+from tests.unit.processor.test_view_select import CAMERAS, VIEWS
 from tokenprune import (
     AlreadyPatchedError,
     Budget,

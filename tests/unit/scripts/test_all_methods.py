@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/all_methods.py: all methods at equal cost, row by row, and the page made of them."""
+"""experiments/all_methods.py: all methods at equal cost, row by row, and the page made of them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 
 from tokenprune_bench.results import read_records
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        patch.syspath_prepend(str(ROOT / "experiments"))
         yield importlib.import_module("all_methods")
     for name in set(sys.modules) - before:
         if name.split(".")[0] in ("papers", "rank_agreement", "all_methods"):
@@ -157,4 +157,4 @@ def test_equals_share_the_better_rank(script: Any) -> None:
 
 def test_the_page_is_current(script: Any) -> None:
     text = script.PAGE.read_text()
-    assert script.written(text) == text, "run python benchmarks/all_methods.py page"
+    assert script.written(text) == text, "run python experiments/all_methods.py page"

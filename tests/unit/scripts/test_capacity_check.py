@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/capacity.py without a server: what it calls an error, and the share of the peak that it says fits."""
+"""experiments/capacity.py without a server: what it calls an error, and the share of the peak that it says fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT, COMPUTE = 20, 0.8
 @pytest.fixture(scope="module")
 def check() -> Any:
     pytest.importorskip("openai", reason="the script asks a server through openai")
-    folder = str(Path(__file__).parents[2] / "benchmarks")
+    folder = str(Path(__file__).parents[3] / "experiments")
     sys.path.insert(0, folder)
     try:
         return importlib.import_module("capacity")

@@ -18,18 +18,18 @@ import tokenprune
 from families import FAMILIES
 from made_up_thresholds import TAUS, by_hand, tower_shape
 from merging_models import blocks_of, tower_of
-from tests.methods.test_dymu import mixed
-from tests.tower.test_encoder import tiles
+from tests.unit.methods.test_dymu import mixed
+from tests.unit.tower.test_encoder import tiles
 from tokenprune.calibration.merge import merges_per_block
 from tokenprune.integrations.hf.encoded.record import record_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/studies"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments/studies"))
     threads = torch.get_num_threads()
     yield importlib.import_module("dymu_rules")
     torch.set_num_threads(threads)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/studies/flat.py on a few frames: what its lines say, and its slopes. No time is compared."""
+"""experiments/studies/flat.py on a few frames: what its lines say, and its slopes. No time is compared."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 
 import tokenprune
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def flat(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/studies"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments/studies"))
     threads = torch.get_num_threads()
     yield importlib.import_module("flat")
     torch.set_num_threads(threads)

@@ -21,21 +21,21 @@ import torch
 
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
-ROOT = Path(__file__).parents[2]
-KIT = ROOT / "benchmarks/gpu"
+ROOT = Path(__file__).parents[3]
+KIT = ROOT / "experiments/gpu"
 COLUMNS = {"method": "method", "ms": "ms", "bound": "bound by"}
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """script(name): a file of benchmarks/gpu, benchmarks or dev as a module."""
-    for folder in ("benchmarks", "benchmarks/gpu", "dev"):
+    """script(name): a file of experiments/gpu, experiments or dev as a module."""
+    for folder in ("experiments", "experiments/gpu", "dev"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
     threads, before = torch.get_num_threads(), set(sys.modules)
     yield importlib.import_module
     torch.set_num_threads(threads)
     for name in set(sys.modules) - before:  # `common` and the like are nobody else's names
-        if str(getattr(sys.modules[name], "__file__", "")).startswith((str(ROOT / "benchmarks"), str(ROOT / "dev"))):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith((str(ROOT / "experiments"), str(ROOT / "dev"))):
             del sys.modules[name]
 
 
@@ -345,7 +345,7 @@ def test_plan_and_rehearsal_are_of_these_files(script: Any) -> None:
     commands = re.findall(r"^\| [^|]+ \| ([\d.]+) \|", plan.read_text().partition("| file |")[0], re.M)
     assert sum(map(float, commands)) == 28 and max(map(float, commands)) < 10
     for letters, minutes in re.findall(
-        r"\| ([\d.]+) \| `python3 benchmarks/gpu/run.py ([a-g ]+?) --", plan.read_text()
+        r"\| ([\d.]+) \| `python3 experiments/gpu/run.py ([a-g ]+?) --", plan.read_text()
     ):
         assert sum(n for name, n in run.MINUTES.items() if name[0] in minutes) <= float(letters)
     ran = dict(re.findall(r"\| `(\w+)` \| (\d+) \|", rehearsal.read_text()))

@@ -11,7 +11,7 @@ import yaml
 
 import tokenprune
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 FILES = {

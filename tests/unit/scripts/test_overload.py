@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/overload.py without a server: arrivals, and a queue whose answers are known."""
+"""experiments/overload.py without a server: arrivals, and a queue whose answers are known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenprune.integrations.vllm.setting.settings import ServedSetting
 
 @pytest.fixture(scope="module")
 def overload() -> Any:
-    folder = str(Path(__file__).parents[2] / "benchmarks")
+    folder = str(Path(__file__).parents[3] / "experiments")
     sys.path.insert(0, folder)
     try:
         return importlib.import_module("overload")

@@ -20,7 +20,7 @@ import tokenprune
 from papers_results import ROOT, setting
 from tokenprune import Budget
 
-FOLDER = ROOT / "benchmarks/papers"
+FOLDER = ROOT / "experiments/papers"
 
 
 # -- the published numbers ---------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/rank_agreement.py: our order of methods beside the published one."""
+"""experiments/rank_agreement.py: our order of methods beside the published one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        patch.syspath_prepend(str(ROOT / "experiments"))
         yield importlib.import_module("rank_agreement")
     for name in set(sys.modules) - before:
         if name.split(".")[0] in ("papers", "rank_agreement"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/studies/recall.py and the streams that it draws: what is shown once, what is counted, a tiny run."""
+"""experiments/studies/recall.py and the streams that it draws: what is shown once, what is counted, a tiny run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tokenprune.workflows.session_results import HeldEntries
 from tokenprune_demo.drawn_streams import EVENT_KINDS, SEED, STREAM_CHANCE, draw_stream
 from tokenprune_demo.drawn_videos import ANSWERS, FRAMES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def recall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/studies"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments/studies"))
     threads = torch.get_num_threads()
     yield importlib.import_module("recall")
     torch.set_num_threads(threads)
@@ -81,7 +81,7 @@ def test_streams_are_none_of_those_that_training_draws(streams: list[Any], monke
     stream = draw_stream(2, 1)
     stream.clip(0), stream.clip(4)
     assert len(drawn) >= 3 and all(seed[:2] == (SEED, 2) for seed in drawn)
-    said = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "training").rglob("*.py"))
+    said = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "experiments/training").rglob("*.py"))
     assert str(SEED) not in said and "drawn_streams" not in said
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/recover.py on a few drawn questions: what it trains on, that it trains, and what it writes."""
+"""experiments/recover.py on a few drawn questions: what it trains on, that it trains, and what it writes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import tokenprune
 from tokenprune.profiling.model import load
 from tokenprune_demo.heldout import load_heldout
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 pytest.importorskip("peft")
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     monkeypatch.syspath_prepend(str(ROOT / "dev"))
     threads = torch.get_num_threads()
     yield importlib.import_module("recover")

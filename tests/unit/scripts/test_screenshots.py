@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.docs.test_docs import ROOT, generator
+from tests.unit.docs.test_docs import ROOT, generator
 
 # As wide whatever the fonts are.
 WIDE = "<table style='width: 3000px'><tr><td>a cell</table>"

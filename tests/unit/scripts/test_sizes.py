@@ -13,7 +13,7 @@ import pytest
 import tokenprune
 from tokenprune.integrations.hf.forward.context import Call
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LIMITS = tomllib.loads((ROOT / "dev/sizes.toml").read_text())
 SLACK = {"lines": 200, "width": 0}  # a room may be as much smaller than its limit
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="peak memory of a process is read where Linux tells it"
@@ -21,15 +21,15 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """script(name): a script of benchmarks/ or dev/ as a module, on a quiet machine."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    """script(name): a script of experiments/ or dev/ as a module, on a quiet machine."""
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     monkeypatch.syspath_prepend(str(ROOT / "dev"))
     threads, before = torch.get_num_threads(), set(sys.modules)
     monkeypatch.setattr(importlib.import_module("rows"), "_now", lambda: 0.5)
     yield importlib.import_module
     torch.set_num_threads(threads)
     for name in set(sys.modules) - before:  # `common` and the like are nobody else's names
-        if str(getattr(sys.modules[name], "__file__", "")).startswith((str(ROOT / "benchmarks"), str(ROOT / "dev"))):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith((str(ROOT / "experiments"), str(ROOT / "dev"))):
             del sys.modules[name]
 
 
@@ -193,7 +193,7 @@ def test_live_bytes_are_those_of_tensors(script) -> None:
 
 def test_stacks_are_put_beside_the_best_method(script, tmp_path: Path) -> None:
     """On made-up answers; where the time goes is that of a made-up profile."""
-    from tests.tuning.test_stacks import SINGLES, World, candidates
+    from tests.unit.tuning.test_stacks import SINGLES, World, candidates
     from tokenprune_bench.tuning import Promise, Tuner
 
     stacks = script("stacks")
@@ -242,4 +242,4 @@ def test_drafts_are_counted(script, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert full["words"] == 6 and full["drafted"] == full["accepted"] == 4 and full["forwards"] == 2
     assert [row[0].text for row in module.table(path).rows] == ["a copy, without us", "divprune, keep 1"]
     committed = module.to_markdown(module.table(module.results_path(CPU, "assisted")))
-    assert committed in module.PAGE.read_text(), "run python benchmarks/assisted.py --page"
+    assert committed in module.PAGE.read_text(), "run python experiments/assisted.py --page"

@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenprune
 from basics import snapshot
-from tests.engine.test_drafts import watch
+from tests.unit.engine.test_drafts import watch
 from zoo import FAMILIES, Family
 
 STEPS, DRAFTED = 11, 4

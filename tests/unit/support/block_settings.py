@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tests.engine.test_modes  # noqa: F401  (registers flash_stand_in)
+import tests.unit.engine.test_modes  # noqa: F401  (registers flash_stand_in)
 from dense_blocks import dense_mask
 from oracle import seen_before
-from tests.kernels.test_block_attention import naive_ids
+from tests.unit.kernels.test_block_attention import naive_ids
 from tokenprune.integrations.hf import compat
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL
 from tokenprune.view.frames import Visual

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count what a patch adds to a forward, without a clock: calls of the library's functions, and ATen operations.
 
-python tests/support/engine_costs.py             # print what a prefill and a step of decoding take, beside the table
-python tests/support/engine_costs.py --update    # write lower counts into the table; higher ones are left to an editor
+python tests/unit/support/engine_costs.py           # print what a prefill and a step take, beside the table
+python tests/unit/support/engine_costs.py --update  # write lower counts into the table; higher ones are an editor's
 
 A call is one of a function written in tokenprune/, without comprehensions and generators, which Python versions count
 each in a way of their own. Operations are those beyond the unpatched model's, by name: where a shorter sequence saves

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the table in tests/methods/naive: of each method its loop, options to try, and options to refuse."""
+"""Rows of the table in tests/unit/methods/naive: of each method its loop, options to try, and options to refuse."""
 
 from __future__ import annotations
 

@@ -369,5 +369,5 @@ def _families() -> list[Family]:
     ]  # fmt: skip
 
 
-# On these every method is tested; tests/families has the other model types.
+# On these every method is tested; tests/unit/families has the other model types.
 FAMILIES: dict[str, Family] = {family.name: family for family in _families()}

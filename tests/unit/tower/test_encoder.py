@@ -17,7 +17,7 @@ import tokenprune
 from basics import pieces
 from merging_models import SUPPORTED, blocks_of, image_arguments, tower_of
 from oracle import close, generate_logits, reduced, survivors
-from tests.methods.test_tome import naive
+from tests.unit.methods.test_tome import naive
 from tokenprune import Budget, Site
 from zoo import FAMILIES, Family
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tokenprune
 from families import FAMILIES
-from tests.tower.test_frame_merging import NAMES, SET, clips
+from tests.unit.tower.test_frame_merging import NAMES, SET, clips
 from tokenprune import Budget, BudgetError, FrameMerger, FrameMix, OptionError, TokenPruneError
 from tokenprune.errors import UnsupportedSetupError
 from zoo import Family

@@ -20,9 +20,9 @@ from basics import snapshot
 from families import FAMILIES as ALL
 from oracle import close, generate_logits, reduced, survivors
 from processors import photo
-from tests.methods.test_tome import naive
-from tests.tower.test_encoder import with_features
-from tests.tower.test_encoder_models import PACKED
+from tests.unit.methods.test_tome import naive
+from tests.unit.tower.test_encoder import with_features
+from tests.unit.tower.test_encoder_models import PACKED
 from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
 from zoo import FAMILIES, Family

@@ -13,8 +13,8 @@ from torch import Tensor
 import tokenprune
 from families import FAMILIES
 from oracle import close
-from tests.tower.test_packed_encoder import order_of_windows
-from tests.tower.test_unit_dropping import DIFFERENT, UNIT, drawn, encode, kept_by, masked, tensors_of, tower_of
+from tests.unit.tower.test_packed_encoder import order_of_windows
+from tests.unit.tower.test_unit_dropping import DIFFERENT, UNIT, drawn, encode, kept_by, masked, tensors_of, tower_of
 from tokenprune import OptionError
 from tokenprune.abilities.declared import unserved
 from tokenprune.integrations.hf.encoded.record import record_of

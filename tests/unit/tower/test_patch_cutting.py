@@ -17,7 +17,7 @@ import tokenprune
 from families import FAMILIES as MORE
 from merging_models import blocks_of, tower_of
 from oracle import close, reduced, survivors
-from tests.tower.test_encoder import tiles, tokens_in_mlps
+from tests.unit.tower.test_encoder import tiles, tokens_in_mlps
 from tokenprune import OptionError, Site, Tower, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.shared.observation import Observation

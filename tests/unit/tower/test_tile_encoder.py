@@ -14,7 +14,7 @@ import tokenprune
 from basics import pieces
 from merging_models import blocks_of, image_arguments, tower_of
 from oracle import close
-from tests.methods.test_tome import naive
+from tests.unit.methods.test_tome import naive
 from tokenprune import Budget, BudgetError, Tower
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.shared.apart import Apart

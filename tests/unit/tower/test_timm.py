@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tokenprune
 from basics import snapshot
-from tests.methods.test_tome import naive
+from tests.unit.methods.test_tome import naive
 from tokenprune import BudgetError, OptionError, UnsupportedModelError, UnsupportedSetupError
 
 timm = pytest.importorskip("timm")

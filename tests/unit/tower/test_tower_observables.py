@@ -17,7 +17,7 @@ import tokenprune
 from basics import snapshot
 from families import FAMILIES as EVERY_FAMILY
 from oracle import close
-from tests.tower.test_encoder_attention import BLOCKS, CLASS_TOKEN, attentions_of, made_of, projector_of, tower_of
+from tests.unit.tower.test_encoder_attention import BLOCKS, CLASS_TOKEN, attentions_of, made_of, projector_of, tower_of
 from tokenprune import OptionError, UnsupportedSetupError, registry
 from tokenprune.integrations.vllm.setting.servable import check_method as check_served
 from zoo import FAMILIES, Family

@@ -18,8 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import tokenprune
 from families import FAMILIES
 from oracle import close, generate_logits, reduced, survivors
-from tests.tower.test_encoder import with_features
-from tests.tower.test_packed_encoder import order_of_windows
+from tests.unit.tower.test_encoder import with_features
+from tests.unit.tower.test_packed_encoder import order_of_windows
 from tokenprune import OptionError, Site
 from tokenprune.families import SUPPORTED
 from tokenprune.integrations.hf.encoded.record import record_of

@@ -12,7 +12,7 @@ from torch import Tensor
 import tokenprune
 from basics import snapshot
 from families import FAMILIES
-from tests.tower.test_unit_dropping import drawn, encode, tower_of
+from tests.unit.tower.test_unit_dropping import drawn, encode, tower_of
 from tokenprune import BudgetError, OptionError, TokenPruneError, UnsupportedSetupError
 
 

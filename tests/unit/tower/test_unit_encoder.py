@@ -16,9 +16,9 @@ import tokenprune
 from families import FAMILIES as ALL
 from merging_models import UNITS, layers_of, tower_of
 from oracle import close, generate_logits, reduced, survivors
-from tests.methods.test_dymu import naive_match
-from tests.methods.test_tome import naive
-from tests.tower.test_encoder import with_features
+from tests.unit.methods.test_dymu import naive_match
+from tests.unit.methods.test_tome import naive
+from tests.unit.tower.test_encoder import with_features
 from tokenprune import BudgetError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.shared.units import Units

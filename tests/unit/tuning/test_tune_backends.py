@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pretender import pretending
-from tests.bench.test_bench_engines import CONFIG, Killed, MadeUp
+from tests.unit.bench.test_bench_engines import CONFIG, Killed, MadeUp
 from tokenprune.cli import app
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune_bench.run_folder import RunFolder, config_of

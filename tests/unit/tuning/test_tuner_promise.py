@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tuner's promise: how often it is broken in simulated worlds; and benchmarks/studies/tuner_promise.py,
+"""The tuner's promise: how often it is broken in simulated worlds; and experiments/studies/tuner_promise.py,
 which proves it on the shipped model: its arithmetic by hand, and the page that shows its results."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenprune.setting import Setting
 from tokenprune_bench.tuning import Promise, Tuner
 from tokenprune_demo.scenes import KINDS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 LIMIT, CONFIDENCE, QUESTIONS, RUNS = 0.1, 0.8, 120, 150
 
@@ -136,12 +136,12 @@ def test_where_there_is_something_to_find_it_is_found() -> None:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/studies"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments/studies"))
     before = set(sys.modules)
     yield importlib.import_module("tuner_promise")
     for name in set(sys.modules) - before:  # `common` and the like are nobody else's names
-        if str(getattr(sys.modules[name], "__file__", "")).startswith((f"{ROOT}/benchmarks", f"{ROOT}/training")):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(f"{ROOT}/experiments"):
             del sys.modules[name]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets by age in a server's setting: what each image of a request has. For the engine see tests_vllm/."""
+"""Budgets by age in a server's setting: what each image of a request has. For the engine see tests/vllm/."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.test_offer import offer
+from tests.unit.vllm.test_offer import offer
 from tokenprune import Budget
 from tokenprune.ages import aged
 from tokenprune.errors import BudgetError, OptionError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule of who is served by which profile, by itself. For requests and servers see tests_vllm/test_tenants.py."""
+"""The rule of who is served by which profile, by itself. For requests and servers see tests/vllm/test_tenants.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.test_offer import PROFILES, offer
+from tests.unit.vllm.test_offer import PROFILES, offer
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.setting.callers import CallerError, Callers
 from tokenprune.integrations.vllm.setting.offer import ProfileError

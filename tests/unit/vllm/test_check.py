@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune serve-check`, against a server of ours that answers like vLLM's; a real one is in tests_vllm/."""
+"""`tokenprune serve-check`, against a server of ours that answers like vLLM's; a real one is in tests/vllm/."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.families import SERVED
 from tokenprune.integrations.vllm import compat
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.setting.overload import Overload, StepInForce
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RULE = Overload((8, 32), ("normal", "fast"))
 FLUTTERS = Overload(RULE.steps, RULE.profiles, release=1.0, rise=0.0, dwell=0.0)  # a bare comparison
 
@@ -96,7 +96,7 @@ def test_no_load_makes_it_change_more_often(loads: list[tuple[float, int]], rele
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     return importlib.import_module("overload_shapes")
 
 
@@ -131,7 +131,7 @@ def test_ten_thousand_requests(shapes: Any, kind: str, seed: int) -> None:
 
 
 def test_the_raw_file_is_what_the_script_draws(shapes: Any) -> None:
-    rows = [json.loads(line) for line in (ROOT / "benchmarks/results/overload_shapes.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (ROOT / "experiments/results/overload_shapes.jsonl").read_text().splitlines()]
     assert [(one["arrivals"], one["setting"]) for one in rows] == [
         (kind, setting) for kind in shapes.ARRIVALS for setting in shapes.settings()
     ]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that a rollout, or a failure, has served in full. For what is counted see tests_vllm/test_rollout_counts.py
-and tests_vllm/test_on_error.py."""
+"""Requests that a rollout, or a failure, has served in full. For what is counted see tests/vllm/test_rollout_counts.py
+and tests/vllm/test_on_error.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.test_offer import offer
+from tests.unit.vllm.test_offer import offer
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.front.served import Served, TrackedSetting, followed, lot_of
 from tokenprune.integrations.vllm.setting.offer import Offer

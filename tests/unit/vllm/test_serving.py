@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the vLLM plugin that need no vLLM: settings, plans, choosing rows. For the engine see tests_vllm/."""
+"""The parts of the vLLM plugin that need no vLLM: settings, plans, choosing rows. For the engine see tests/vllm/."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tokenprune.integrations.vllm.setting.towers import is_known
 from tokenprune.registry import build, method_class
 from tokenprune.view.observable import Backend
 
-PAGE = (Path(__file__).parents[2] / "docs/serving-in-full.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/serving-in-full.md").read_text()
 
 
 def section(title: str) -> list[list[str]]:
@@ -38,7 +38,7 @@ def made(kind: str) -> PretrainedConfig:
 def test_whose_tower_is_read() -> None:
     types = list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items())
     kinds = {architecture: kind for kind, architecture in reversed(types)}  # the first, of variants
-    theirs = {name: row for name, row in SERVED.items() if row.in_transformers}  # else see tests_vllm
+    theirs = {name: row for name, row in SERVED.items() if row.in_transformers}  # else see tests/vllm
     known = {name: name in kinds and is_known(made(kinds[name])) for name in theirs}
     assert known == {name: row.patches is not None for name, row in theirs.items()}
     assert 16 <= sum(known.values()) < len(known)

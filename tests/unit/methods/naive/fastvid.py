@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from method_rows import Video
-from tests.kernels.test_temporal import naive_peaks, naive_segments, naive_shares
+from tests.unit.kernels.test_temporal import naive_peaks, naive_segments, naive_shares
 from videos import best, cos, mean
 
 DEFAULTS: dict[str, Any] = {"segments": 8, "threshold": 0.9, "context": 0.4, "step": 4, "centre": 0.6}

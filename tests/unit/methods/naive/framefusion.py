@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from method_rows import Video
-from tests.methods.test_methods import naive_uniform
+from tests.unit.methods.test_methods import naive_uniform
 from videos import best, cos
 
 

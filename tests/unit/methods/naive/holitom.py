@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from method_rows import Video
-from tests.kernels.test_temporal import naive_shares
+from tests.unit.kernels.test_temporal import naive_shares
 from videos import (
     best,
     clusters,

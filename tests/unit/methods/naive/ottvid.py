@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from method_rows import Video
-from tests.kernels.test_temporal import naive_shares
+from tests.unit.kernels.test_temporal import naive_shares
 from tokenprune.methods.video.ottvid import picks_of_frames
 from videos import best, cos
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from method_rows import Video
-from tests.kernels.test_temporal import naive_peaks, naive_shares
+from tests.unit.kernels.test_temporal import naive_peaks, naive_shares
 from videos import best, cos, mean
 
 
