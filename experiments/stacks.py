@@ -8,9 +8,10 @@ than so many points lost, on the native-resolution model that ships.
     python experiments/stacks.py --page                                  # write the table into docs/tune-in-full.md
 
 (experiments/training/qwen/README.md says how emoji.npz is made.) The tuner searches among single methods and stacks, as
-`tokenprune tune --objective ttft` does. Then, of each group (downsample, single methods, stacks), the setting
-that spends least by the closed forms answers all questions, and the next one if it loses too much; what it lost stands beside the bound
-that was shown, and where its time goes is profiled, processor and tower included, in turn with the unpatched model.
+`tokenprune tune --objective ttft` does. Then, of each group (downsample, single methods, stacks), the setting that
+spends least by the closed forms answers all questions, and the next one if it loses too much; what it lost stands
+beside the bound that was shown, and where its time goes is profiled, processor and tower included, in turn with the
+unpatched model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plot a training log: what the tower reads in each patch, then accuracy per kind of question.
 
-python experiments/training/plot_curve.py experiments/training/smol/log.jsonl   # curve.png; log_video.jsonl: curve_video.png
+python experiments/training/plot_curve.py experiments/training/smol/log.jsonl  # curve.png beside it
 """
 
 from __future__ import annotations
