@@ -167,7 +167,7 @@ def apart(one: list[set[int]], other: list[set[int]]) -> int:
 
 def marked(sheet: Sheet) -> dict[str, Any]:
     """Return the row of the tests that are marked `gpu`."""
-    files = [f"tests/{one}.py" for one in (MARKED[3:] if sheet.tiny else MARKED)]
+    files = [f"tests/unit/{one}.py" for one in (MARKED[3:] if sheet.tiny else MARKED)]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--maxfail=20", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=sheet.deadline.left)
     last = (done.stdout.strip().splitlines() or ["no output"])[-1]

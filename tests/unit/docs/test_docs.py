@@ -61,7 +61,7 @@ def test_links_lead_somewhere(guide: Path) -> None:
 def test_python_files_named_on_a_page_exist(guide: Path) -> None:
     """From the root, or from where the code lies: `base.py`, `families/base.py`; loudest.py is the reader's own."""
     for name in set(re.findall(r"`(?:python )?([\w/]+\.py)\b", guide.read_text())):
-        folders = ("dev", "tokenprune", "bench", "demo", "tests", "tests/vllm", "tests/lmms", "experiments", "training")
+        folders = ("dev", "tokenprune", "bench", "demo", "tests/unit", "tests/vllm", "tests/lmms", "experiments")
         found = (ROOT / name).is_file() or any(any((ROOT / one).rglob(name)) for one in folders)
         assert found or name.endswith("loudest.py"), name
 

@@ -152,7 +152,7 @@ def lacking(item: pytest.Item) -> list[str]:
 
 def is_fast(item: pytest.Item) -> bool:
     """Return whether a test may be one of `-m fast`: see `fast_of`."""
-    place, names = item.nodeid.partition("[")[0].removeprefix("tests/"), names_in(item)
+    place, names = item.nodeid.partition("[")[0].removeprefix("tests/unit/"), names_in(item)
     families = names & (FAMILIES.keys() | REFUSED.keys())
     methods = names & set(tokenprune.available_methods()) if families else set()
     slow = {place, place.partition("::")[0]} & SLOW
