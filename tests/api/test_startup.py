@@ -79,7 +79,7 @@ def test_a_users_own_spinning_stays() -> None:
 
 def test_every_benchmark_calms_its_threads_first() -> None:
     """Ahead of the first import that could load torch."""
-    late, light = [], ("tokenprune.cli", "tokenprune.errors")
+    late, light = [], ("tokenprune.cli", "tokenprune.errors", "tokenprune_bench.cli")
     heavy = ("torch", "transformers", "common", "asking", "serving", "tokenprune")
     for path in BENCHMARKS.rglob("*.py"):
         text = path.read_text()
