@@ -40,7 +40,7 @@ def cells() -> list[tuple[Any, str]]:
 
 def shown(subject: Any, example: Any, method: str) -> tuple[dict[str, Any], Any]:
     """Return the record of a cell, and the drawing of what is kept."""
-    from tokenprune.show import side_by_side
+    from tokenprune_bench.show import side_by_side
 
     found = side_by_side.show(subject, [example.image], example.question, [{"method": method, "keep": KEEP}])
     (seen,) = found.seen
@@ -65,7 +65,7 @@ def main() -> None:
     import transformers
     from PIL import Image
 
-    from tokenprune.profiling.model import load
+    from tokenprune_bench.profiling.model import load
 
     subject, told = load("demo_qwen"), []
     FOLDER.mkdir(exist_ok=True)

@@ -42,7 +42,7 @@ def drawn(subject: Any, images: Any, question: str, method: str) -> tuple[dict[s
     """Return what the method keeps at the first keep that it accepts, and the drawings before and after; None where it
     accepts none, or cannot be drawn."""
     from tokenprune.errors import TokenPruneError
-    from tokenprune.show import side_by_side
+    from tokenprune_bench.show import side_by_side
 
     reasons = []
     for keep in KEEPS:
@@ -67,7 +67,7 @@ def save(image: Any, name: str) -> None:
 
 def main() -> None:
     import tokenprune
-    from tokenprune.profiling.model import load
+    from tokenprune_bench.profiling.model import load
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="*", metavar="METHOD")

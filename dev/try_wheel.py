@@ -140,7 +140,7 @@ def try_lists(env: Environment) -> None:
 
 def try_alone(env: Environment) -> None:
     """Check that a missing package is named in one line."""
-    for name, package in {"bench": BENCH, "recommend": BENCH, "demo": "tokenprune-demo"}.items():
+    for name in ("bench", "recommend", "demo", "show"):
         done = subprocess.run(
             list(map(str, env.command("tokenprune", name))),
             cwd=env.folder,
@@ -150,8 +150,8 @@ def try_alone(env: Environment) -> None:
             timeout=PATIENCE,
         )
         require(
-            done.returncode == 2 and done.stderr.endswith(f"pip install {package}\n") and done.stderr.count("\n") == 1,
-            f"`tokenprune {name}` without {package} says {done.stdout + done.stderr}",
+            done.returncode == 2 and done.stderr.endswith(f"pip install {BENCH}\n") and done.stderr.count("\n") == 1,
+            f"`tokenprune {name}` without {BENCH} says {done.stdout + done.stderr}",
         )
 
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.profiling.model import Model
 from tokenprune.registry import register
+from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.significance import wilson
 from tokenprune_bench.suite import Bench
 

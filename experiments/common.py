@@ -270,6 +270,6 @@ def fill_page(page: Path, begin: str, end: str, text: str) -> None:
 
 def ladder(values: Sequence[float]) -> dict[str, float]:
     """p20, p50 and p80."""
-    from tokenprune.profiling.timing import quantiles
+    from tokenprune_bench.profiling.timing import quantiles
 
     return quantiles(values)

@@ -32,7 +32,7 @@ from rich.console import Console
 import tokenprune
 from tokenprune.base import Site
 from tokenprune.errors import TokenPruneError
-from tokenprune.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.drawn_sets import DrawnExample, drawn_set
 
 OURS, UNPATCHED = "pixelprune", "unpatched"

@@ -21,12 +21,13 @@ from all_methods import Rows
 from common import Live
 from rows import Load, read, write
 
-from tokenprune.cli.common import ErrorGroup, get_console, read_keeps, show_progress
-from tokenprune.profiling.model import Model, load
-from tokenprune.profiling.patched import UNPATCHED, patched
+from tokenprune.cli.common import ErrorGroup, get_console, read_keeps
 from tokenprune.setting import Setting
 from tokenprune.shapes.model_config import SHIPPED
 from tokenprune_bench.backend import backend_of
+from tokenprune_bench.cli.common import show_progress
+from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.patched import UNPATCHED, patched
 from tokenprune_bench.suite import Bench, BenchPlan
 
 OUT = Path(__file__).parent / "results/headline.jsonl"

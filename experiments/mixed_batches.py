@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 import tokenprune
-from tokenprune.profiling.model import Model, load
-from tokenprune.profiling.timing import compare
+from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.timing import compare
 from tokenprune_demo.heldout import load_heldout
 
 ROWS = 8

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import tokenprune
-from tokenprune.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.heldout import Example, load_heldout
 
 FILE = RESULTS / "openvino_cdpruner.jsonl"

@@ -43,7 +43,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import tokenprune
-from tokenprune.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.backgrounds import load_photos
 from tokenprune_demo.heldout import load_heldout
 from tokenprune_demo.scenes import draw_scene

@@ -30,9 +30,9 @@ from PIL import Image
 from rich.console import Console
 from rows import is_loaded
 
-from tokenprune.profiling.model import load
-from tokenprune.profiling.profile import FIRST_TOKEN, STAGES, profile_call
-from tokenprune.profiling.profile_tables import setting_name
+from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.profile import FIRST_TOKEN, STAGES, profile_call
+from tokenprune_bench.profiling.profile_tables import setting_name
 from tokenprune_bench.tables import Cell, Table, to_markdown, to_rich
 from tokenprune_bench.tuning import Evaluator, Promise, Tuner, grid
 from tokenprune_bench.tuning.betting import upper_bound

@@ -26,8 +26,8 @@ _HOMES = {
     "tokenprune.policies.registry": ("available_policies", "policy", "register_policy"),
     "tokenprune.policies.base": ("Policy", "PolicyView"),
     "tokenprune_bench.recommend.recommendation": ("recommend", "Recommendation"),
-    "tokenprune.profiling.model": ("demo_model",),
-    "tokenprune.show.side_by_side": ("plot",),
+    "tokenprune_bench.profiling.model": ("demo_model",),
+    "tokenprune_bench.show.side_by_side": ("plot",),
     "tokenprune.cost.draft": ("DraftCost",),
     "tokenprune.registry": ("available_methods", "method_info", "register", "MethodInfo"),
     "tokenprune.budget": ("Budget",),
@@ -47,7 +47,7 @@ _HOMES = {
     "tokenprune.view.observable": ("Observable",),
     "tokenprune.view.registry": ("available_observables", "register_observable"),
     "tokenprune.sites.encoder": ("EncoderMethod", "Tower"),
-    "tokenprune.calibration.run": ("calibrate",),
+    "tokenprune_bench.calibration.run": ("calibrate",),
     "tokenprune.methods.encoder.thresholds": ("Thresholds",),
     "tokenprune.view.source": ("TokenSource",),
     "tokenprune.view.tokens": ("VisualTokens",),
@@ -56,8 +56,8 @@ _HOMES = {
     "tokenprune.methods.video.base": ("VideoPruner",),
     "tokenprune.view.videos": ("Videos",),
     "tokenprune.shapes.token_counts": ("count_visual_tokens",),
-    "tokenprune.calibration.rate_fitting": ("fit_dyrate",),
-    "tokenprune.calibration.attention_fitting": ("fit_d2pruner", "fit_fitprune"),
+    "tokenprune_bench.calibration.rate_fitting": ("fit_dyrate",),
+    "tokenprune_bench.calibration.attention_fitting": ("fit_d2pruner", "fit_fitprune"),
     "tokenprune.config": ("Config", "read_config", "write_config"),
     "tokenprune.errors": (
         "TokenPruneError",
@@ -88,9 +88,6 @@ if TYPE_CHECKING:
     from tokenprune.api import feature_cache, is_patched, method, patch, patched, stats, unpatch
     from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Selection, Site
     from tokenprune.budget import Budget
-    from tokenprune.calibration.attention_fitting import fit_d2pruner, fit_fitprune
-    from tokenprune.calibration.rate_fitting import fit_dyrate
-    from tokenprune.calibration.run import calibrate
     from tokenprune.config import Config, read_config, write_config
     from tokenprune.cost.draft import DraftCost
     from tokenprune.errors import *  # noqa: F403
@@ -100,10 +97,8 @@ if TYPE_CHECKING:
     from tokenprune.methods.video.base import VideoPruner
     from tokenprune.policies.base import Policy, PolicyView
     from tokenprune.policies.registry import available_policies, policy, register_policy
-    from tokenprune.profiling.model import demo_model
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.shapes.token_counts import count_visual_tokens
-    from tokenprune.show.side_by_side import plot
     from tokenprune.sites.decode import DecodeMethod
     from tokenprune.sites.encoder import EncoderMethod, Tower
     from tokenprune.sites.frames import FrameMerger, FrameMix

@@ -10,16 +10,16 @@ from typing import Any, Protocol
 from tokenprune.base import ResizeMethod, Site
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.profiling.cost import Prefill, closed_forms, escalated, load_of, spent
-from tokenprune.profiling.model import Model
-from tokenprune.profiling.patched import escalates, methods_in, patched_by
-from tokenprune.profiling.timing import NEW_TOKENS, compare, compare_batches
 from tokenprune.setting import Setting
 from tokenprune.shapes.fingerprint import fingerprint
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.answers import Batch
 from tokenprune_bench.data import misfits, refuse, refused_images
 from tokenprune_bench.evidence import recalls
+from tokenprune_bench.profiling.cost import Prefill, closed_forms, escalated, load_of, spent
+from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.profiling.patched import escalates, methods_in, patched_by
+from tokenprune_bench.profiling.timing import NEW_TOKENS, compare, compare_batches
 
 EVIDENCE = "evidence"  # in the cost of a batch: the evidence recall of each question, or None
 _CHOOSING = (Site.IN_ENCODER, Site.PRE_LLM, Site.IN_LLM)  # where a method chooses among tokens

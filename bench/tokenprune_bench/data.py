@@ -19,7 +19,7 @@ from typing import Any
 from PIL import Image
 
 from tokenprune.errors import DataError
-from tokenprune.profiling.media import BadRow, Source, image_size, read_image, read_video, short, source_of
+from tokenprune_bench.profiling.media import BadRow, Source, image_size, read_image, read_video, short, source_of
 from tokenprune_bench.rows import read_rows
 
 COLUMNS = ("image", "images", "video", "question", "answer", "answers", "kind")

@@ -10,10 +10,10 @@ from typing import Any
 from tokenprune.base import ImageChooser, Method, ResizeMethod, Site
 from tokenprune.errors import BudgetError
 from tokenprune.options import option_types
-from tokenprune.profiling.patched import escalates
 from tokenprune.setting import Setting
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.spelling import Entry
+from tokenprune_bench.profiling.patched import escalates
 
 _INSIDE = (Site.IN_LLM, Site.DECODE)
 # An image shrinks to a whole grid of patches, and this share of the target may be as near as one comes.

@@ -18,8 +18,8 @@ import numpy as np
 from tokenprune.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
-    from tokenprune.profiling.model import Model
     from tokenprune.statistics import Cut
+    from tokenprune_bench.profiling.model import Model
     from tokenprune_demo.drawn_videos import Place
 
 Grid = tuple[int, int]
@@ -130,7 +130,7 @@ def recalls(
 
 def _grids(subject: Model, inputs: dict[str, Any], shown: Sequence[Sequence[Any]], video: bool) -> list[list[Grid]]:
     """Return the grids of each row's images, or of the frames of the one video."""
-    from tokenprune.show.grids import grids_of
+    from tokenprune_bench.show.grids import grids_of
 
     grids = iter(grids_of(subject, inputs, sum(map(len, shown)), video))
     if video:

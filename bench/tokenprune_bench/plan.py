@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import tokenprune
 from tokenprune.base import ImageChooser, Site
 from tokenprune.errors import OptionError
-from tokenprune.profiling.patched import escalates, escalating
 from tokenprune.setting import Setting
 from tokenprune.workflows.two_pass import ESCALATE
+from tokenprune_bench.profiling.patched import escalates, escalating
 from tokenprune_bench.results import MARKS, UNPATCHED
 
 BASELINES = tuple(MARKS)

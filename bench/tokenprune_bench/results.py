@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.profiling.kept import keep_in_words
-from tokenprune.profiling.machine_load import is_busy
-from tokenprune.profiling.patched import UNPATCHED
 from tokenprune_bench.lines import read_lines
 from tokenprune_bench.metrics import METRICS
 from tokenprune_bench.paired import Answers, Versus, beats, bootstrap, versus
+from tokenprune_bench.profiling.kept import keep_in_words
+from tokenprune_bench.profiling.machine_load import is_busy
+from tokenprune_bench.profiling.patched import UNPATCHED
 from tokenprune_bench.significance import is_better, pooled_interval
 
 SCHEMA = 1

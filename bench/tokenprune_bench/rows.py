@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenprune.errors import DataError
-from tokenprune.profiling.media import BadRow
+from tokenprune_bench.profiling.media import BadRow
 
 # Files that say how the `datasets` library shall read a folder.
 _SAVED, _FOLDERS = ("dataset_info.json", "dataset_dict.json"), ("metadata.jsonl", "metadata.csv", "metadata.parquet")

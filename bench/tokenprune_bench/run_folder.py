@@ -28,8 +28,8 @@ from tokenprune_bench.lines import Lines, read_lines, write_whole
 from tokenprune_bench.results import RESULTS
 
 if TYPE_CHECKING:
-    from tokenprune.profiling.model import Model
     from tokenprune_bench.backend import BenchBackend
+    from tokenprune_bench.profiling.model import Model
 
 CONFIG, PREDICTIONS, LOCK = "config.json", "predictions.jsonl", ".lock"
 SCHEMA = 2  # of the predictions

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from tokenprune.base import ImageChooser
 from tokenprune.errors import BudgetError, DataError, OptionError, RunError, TokenPruneError
-from tokenprune.profiling.cost import record as record_of
-from tokenprune.profiling.model import Model
 from tokenprune.setting import Setting
 from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import ESCALATE
@@ -32,6 +30,8 @@ from tokenprune_bench.plan import (
     BenchPlan,
     Pass,
 )
+from tokenprune_bench.profiling.cost import record as record_of
+from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.results import SCHEMA, UNPATCHED
 
 if TYPE_CHECKING:

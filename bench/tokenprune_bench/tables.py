@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tokenprune.profiling.machine_load import busy_note
-from tokenprune.profiling.table import Cell, Table, to_markdown, to_rich
+from tokenprune.cli.table import Cell, Table, to_markdown, to_rich
 from tokenprune_bench.equal_cost import in_words
 from tokenprune_bench.lost import signed
 from tokenprune_bench.metrics import METRICS, Metric
 from tokenprune_bench.paired import RESAMPLES
+from tokenprune_bench.profiling.machine_load import busy_note
 from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, ScoreShare, busy_load
 from tokenprune_bench.significance import LEVEL
 

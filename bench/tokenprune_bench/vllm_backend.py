@@ -15,8 +15,6 @@ from PIL import Image
 import tokenprune
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import RunError, UnsupportedSetupError
-from tokenprune.profiling.patched import escalates
-from tokenprune.profiling.timing import NEW_TOKENS, in_turns
 from tokenprune.registry import method_info
 from tokenprune.setting import Setting
 from tokenprune.shapes.decoder import DecoderShape
@@ -24,6 +22,8 @@ from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.backend import Answer
 from tokenprune_bench.data import refuse
+from tokenprune_bench.profiling.patched import escalates
+from tokenprune_bench.profiling.timing import NEW_TOKENS, in_turns
 
 if TYPE_CHECKING:
     from tokenprune_bench.answers import Batch

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tokenprune.kernels.dispatch import Operation, has_triton, operations
-from tokenprune.profiling.timing import quantiles
+from tokenprune_bench.profiling.timing import quantiles
 
 COMPILING = 20.0  # seconds that a case may take for it
 SECONDS, PEAK = 0.2, 3.0e12  # for each thing that is timed; bytes a second that a copy on an H100 was seen to reach

@@ -25,16 +25,17 @@ from rich.table import Table
 from torch import Tensor
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.cli.common import get_console, show_progress
+from tokenprune.cli.common import get_console
 from tokenprune.kernels.coverage import alike, cosines, cover
 from tokenprune.kernels.farthest import farthest
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.pre_llm.pool import rectangles
 from tokenprune.methods.scores import saliency, stretched
-from tokenprune.profiling.model import load
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
+from tokenprune_bench.cli.common import show_progress
+from tokenprune_bench.profiling.model import load
 from tokenprune_bench.results import read_records, summarise
 from tokenprune_bench.significance import better_p, interleaved
 from tokenprune_bench.suite import Bench, BenchPlan

@@ -23,8 +23,8 @@ import torch
 from common import fill_page
 from torch import Tensor, nn
 
-from tokenprune.calibration.merge import merges_per_block
 from tokenprune.sites.encoder import Tower
+from tokenprune_bench.calibration.merge import merges_per_block
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "dymu.md"
 BEGIN, END = "<!-- rules:begin (experiments/studies/dymu_rules.py --page) -->", "<!-- rules:end -->"
@@ -142,7 +142,7 @@ def inputs(side: int | None, class_token: bool) -> tuple[Sequence[nn.Module], li
     """The demo tower's blocks, and what enters the first one of them for each held-out image."""
     from PIL import Image
 
-    from tokenprune.profiling.model import load
+    from tokenprune_bench.profiling.model import load
     from tokenprune_demo.heldout import load_heldout
 
     subject = load(device="cpu")

@@ -18,7 +18,7 @@ from pathlib import Path
 import calm_threads  # noqa: F401
 
 import tokenprune
-from tokenprune.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.significance import wilson
 from tokenprune_demo.heldout import load_heldout
 from tokenprune_demo.scenes import KINDS

@@ -20,11 +20,11 @@ import torch
 from rich.table import Table
 
 from tokenprune.cli.common import get_console
-from tokenprune.profiling.model import load
 from tokenprune.setting import Setting
 from tokenprune_bench.backend import backend_of
 from tokenprune_bench.lines import Lines, read_lines
 from tokenprune_bench.metrics import metric_named
+from tokenprune_bench.profiling.model import load
 from tokenprune_bench.significance import wilson
 from tokenprune_demo.heldout import load_heldout
 

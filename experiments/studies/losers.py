@@ -35,7 +35,7 @@ from torch import Tensor
 
 import tokenprune
 from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.suite import Bench, BenchPlan
 
 SIDE = 16  # of the shipped model's grid of patches

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tokenprune
-from tokenprune.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.suite import Bench, BenchPlan
 
 READINGS = ("both", "after", "tower")

@@ -30,10 +30,10 @@ from torch import Tensor
 import tokenprune
 from tokenprune.methods.pre_llm.prumerge import PruMerge
 from tokenprune.methods.tiles import attended
-from tokenprune.profiling.model import load
 from tokenprune.view.observable import TowerScores
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import SeenAttention
+from tokenprune_bench.profiling.model import load
 from tokenprune_bench.suite import Bench, BenchPlan
 
 ROW = ("model", "block", "heads", "keep")

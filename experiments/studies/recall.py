@@ -33,8 +33,8 @@ from PIL import Image
 
 import tokenprune
 from tokenprune.integrations.hf.session.anchors import reanchor
-from tokenprune.profiling.model import load
 from tokenprune_bench.evidence import tokens_of
+from tokenprune_bench.profiling.model import load
 from tokenprune_demo.drawn_streams import DrawnStream, draw_stream
 from tokenprune_demo.drawn_videos import FRAMES, draw_video
 

@@ -32,9 +32,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from make_heldout import ANSWERS, one_of_each
-from tokenprune.profiling.model import load
 from tokenprune.setting import Setting
 from tokenprune_bench.lines import Lines, read_lines
+from tokenprune_bench.profiling.model import load
 from tokenprune_bench.tuning import Evaluator, Promise, Tuner, grid
 from tokenprune_bench.tuning.betting import upper_bound
 from tokenprune_demo.scenes import draw_scene, load_photos

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 import tokenprune
-from tokenprune.profiling.model import load
+from tokenprune_bench.profiling.model import load
 from tokenprune_demo.scenes import draw_scene, load_photos
 
 

@@ -15,9 +15,9 @@ from lmms_eval.models.model_utils.gen_metrics import get_logged_metrics_history
 import tokenprune
 from conftest import CPU, DEMO, answers, measured
 from tokenprune import BudgetError
-from tokenprune.profiling.model import Model, load
 from tokenprune_bench.lmms_eval import model as integration
 from tokenprune_bench.lmms_eval.measure import watched
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_demo.heldout import load_heldout
 from tokenprune_demo.scenes import KINDS

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from lmms_eval.tasks import TaskManager, get_task_dict
 
-from tokenprune.profiling.model import SHORT
 from tokenprune_bench.lmms_eval import suite, tasks_folder
 from tokenprune_bench.metrics import METRICS
+from tokenprune_bench.profiling.model import SHORT
 from tokenprune_demo.heldout import load_heldout
 from tokenprune_demo.scenes import KINDS
 

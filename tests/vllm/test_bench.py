@@ -15,11 +15,11 @@ import torch
 from conftest import stop
 from tokenprune.errors import TokenPruneError, UnknownMethodError
 from tokenprune.integrations.hf import compat
-from tokenprune.profiling.model import load
 from tokenprune.setting import Setting
 from tokenprune_bench import results, tables
 from tokenprune_bench.backend import BenchBackend, HfBackend
 from tokenprune_bench.lines import read_lines
+from tokenprune_bench.profiling.model import load
 from tokenprune_bench.run_folder import PREDICTIONS, RunFolder, config_of
 from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_bench.tuning import Evaluator, Promise, Tuner, Tuning, grid

@@ -12,12 +12,9 @@ from tokenprune.cli.capacity import capacity
 from tokenprune.cli.common import BoundedCommand, Commands
 from tokenprune.cli.draft import draft
 from tokenprune.cli.families import families
-from tokenprune.cli.fit import fit
 from tokenprune.cli.methods import methods
 from tokenprune.cli.new_method import new_method
-from tokenprune.cli.profile import profile
 from tokenprune.cli.serve_check import serve_check
-from tokenprune.cli.show import show
 from tokenprune.startup import calm_threads
 
 app = typer.Typer(
@@ -43,10 +40,8 @@ def _options(
     pass  # the version is answered by its callback
 
 
-for command in (methods, families, profile, capacity, draft, show, new_method, serve_check):
+for command in (methods, families, capacity, draft, new_method, serve_check):
     app.command(cls=BoundedCommand)(command)
-# Each method's `fit` has options of its own.
-app.command(cls=BoundedCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
 
 
 def main() -> None:

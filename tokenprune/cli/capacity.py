@@ -19,9 +19,9 @@ from tokenprune.files import check_output
 from tokenprune.startup import defer_torch
 
 if TYPE_CHECKING:
+    from tokenprune.cli.table import Table
     from tokenprune.cost.capacity import Capacity, Server
     from tokenprune.cost.model import Load
-    from tokenprune.profiling.table import Table
 
 
 def capacity(
@@ -90,7 +90,7 @@ def _holds(side: Capacity, target: float | None) -> bool | None:
 def _table(
     model: str, server: Server, load: Load, sides: list[Capacity], images: int, answer: int, target: float | None
 ) -> Table:
-    from tokenprune.profiling.table import Cell, Table
+    from tokenprune.cli.table import Cell, Table
 
     rows: list[tuple[str, list[str]]] = [
         ("visual tokens of a request", [f"{one.visual:,}" for one in sides]),

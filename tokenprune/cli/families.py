@@ -32,7 +32,7 @@ def families(
     ] = None,
 ) -> None:
     """List the model families: where methods may act in each, and which are refused, with the reason."""
-    from tokenprune.profiling.table import Cell, Table, to_rich
+    from tokenprune.cli.table import Cell, Table, to_rich
 
     console = get_console()
     for title, columns, rows in _known() if method is None else _answers(method):

@@ -10,12 +10,12 @@ from tokenprune.cli.common import get_console, say
 from tokenprune.errors import TokenPruneError
 
 if TYPE_CHECKING:
-    from tokenprune.profiling.table import Table
+    from tokenprune.cli.table import Table
 
 
 def print_table(table: Table) -> None:
     """Print a table with its notes; one that is wider than the screen in parts."""
-    from tokenprune.profiling.table import cut, to_rich
+    from tokenprune.cli.table import cut, to_rich
 
     console = get_console()
     for part in cut(table, console.width):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -14,20 +13,21 @@ from safetensors import SafetensorError
 from tokenprune.errors import OptionError
 from tokenprune.files import File, reason
 from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune.startup import require
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
 class FitAt:
-    """Stand for a method's `fit` that runs the whole model, and so lives in a module above the methods: it is imported
-    when `fit` is read."""
+    """Stand for a method's `fit` that runs the whole model, and so lives in tokenprune-bench: it is imported when `fit`
+    is read."""
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
 
     def __get__(self, method: Any, cls: type) -> Callable[..., Any]:
-        return getattr(import_module(self.module), self.name)
+        return getattr(require(self.module, "fitting"), self.name)
 
 
 @dataclass(frozen=True, eq=False)

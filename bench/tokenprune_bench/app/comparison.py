@@ -12,14 +12,14 @@ from typing import Any
 from PIL import Image
 
 from tokenprune.errors import OptionError
-from tokenprune.profiling import timing
-from tokenprune.profiling.kept import keep_in_words
-from tokenprune.profiling.model import Model
-from tokenprune.profiling.patched import patched_by
 from tokenprune.setting import Setting
-from tokenprune.show import contact_sheet, side_by_side
 from tokenprune.statistics import Stats
 from tokenprune_bench.app.snippets import LONGEST
+from tokenprune_bench.profiling import timing
+from tokenprune_bench.profiling.kept import keep_in_words
+from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.profiling.patched import patched_by
+from tokenprune_bench.show import contact_sheet, side_by_side
 
 REPEATS = 3  # timed runs of each side
 NEW_TOKENS = 4  # that a timed run makes

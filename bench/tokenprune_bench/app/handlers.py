@@ -15,17 +15,17 @@ import gradio as gr
 import tokenprune
 from tokenprune.base import ImageChooser
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.profiling.media import read_frames
-from tokenprune.profiling.pace import Pace
 from tokenprune_bench.app import link, render, snippets
 from tokenprune_bench.app.examples import Examples
 from tokenprune_bench.app.loading import Loading
 from tokenprune_bench.app.session import AppSession, Superseded
+from tokenprune_bench.profiling.media import read_frames
+from tokenprune_bench.profiling.pace import Pace
 
 # Not needed before the model is there: these import transformers' models, which takes seconds.
 if TYPE_CHECKING:
-    from tokenprune.profiling.model import Model
     from tokenprune_bench.app.comparison import Comparison, PagePrompt
+    from tokenprune_bench.profiling.model import Model
 
 FIRST, SECOND, KEEP, STEP = "divprune", "fastv", 0.25, 0.05
 FRAMES = 8  # of a video, evenly chosen
@@ -62,8 +62,8 @@ class Handlers:
             subject = self.loading.get()
         except TokenPruneError:
             return [gr.skip()] * 6
-        from tokenprune.show import contact_sheet
         from tokenprune_bench.app.comparison import checked
+        from tokenprune_bench.show import contact_sheet
 
         video = contact_sheet.takes_video(subject)
         shown = self.examples.shown(video)
@@ -136,8 +136,8 @@ class Handlers:
 
     def _prompt(self, subject: Model, file: str | None, question: str, methods: tuple[str, ...]) -> PagePrompt:
         """Return the prompt, with as many frames of a video as fit into the model's context."""
-        from tokenprune.show import contact_sheet
         from tokenprune_bench.app.comparison import PagePrompt, settings_of
+        from tokenprune_bench.show import contact_sheet
 
         read = partial(read_frames, [Path(file)] if file else [])
         frames = read(FRAMES)

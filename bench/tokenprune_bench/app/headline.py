@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tokenprune.profiling.machine_load import is_busy
 from tokenprune_bench.metrics import exact
+from tokenprune_bench.profiling.machine_load import is_busy
 
 if TYPE_CHECKING:
     from tokenprune_bench.app.comparison import Asked, Comparison

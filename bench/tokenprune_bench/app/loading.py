@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tokenprune.errors import TokenPruneError
 
 if TYPE_CHECKING:
-    from tokenprune.profiling.model import Model
+    from tokenprune_bench.profiling.model import Model
 
 
 AT_REST = 10  # seconds that the end of a page waits for the model

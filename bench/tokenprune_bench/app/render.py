@@ -9,10 +9,10 @@ import os
 import statistics
 from typing import TYPE_CHECKING
 
-from tokenprune.profiling.machine_load import busy_note, is_busy, machine_load
 from tokenprune_bench.app import link
 from tokenprune_bench.app.headline import WHY_SLOWER, headline, slower
 from tokenprune_bench.metrics import exact
+from tokenprune_bench.profiling.machine_load import busy_note, is_busy, machine_load
 
 if TYPE_CHECKING:
     from tokenprune_bench.app.comparison import Asked, Comparison

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from tokenprune.cli.common import DeviceOption, DtypeOption, ModelOption, ThreadsOption, get_console, load_model
+from tokenprune.cli.common import ModelOption, get_console
 from tokenprune.errors import TokenPruneError
+from tokenprune_bench.cli.common import DeviceOption, DtypeOption, ThreadsOption, load_model
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 

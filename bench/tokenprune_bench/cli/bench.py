@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenprune.cli.common import (
-    METHODS_HELP,
+from tokenprune.cli.common import METHODS_HELP, ModelOption, read_keeps, read_specs
+from tokenprune.cli.completion import complete_methods
+from tokenprune.errors import OptionError
+from tokenprune.files import check_output, check_output_folder
+from tokenprune_bench.cli.common import (
     BackendOption,
     BatchSizeOption,
     ColumnsOption,
@@ -20,7 +23,6 @@ from tokenprune.cli.common import (
     EngineArgsOption,
     FramesOption,
     MaxNewTokensOption,
-    ModelOption,
     ServerOption,
     SkipBadOption,
     SplitOption,
@@ -28,22 +30,17 @@ from tokenprune.cli.common import (
     ThreadsOption,
     print_limits,
     print_skipped,
-    read_keeps,
-    read_specs,
     resumable,
     show_progress,
 )
-from tokenprune.cli.completion import complete_methods
-from tokenprune.errors import OptionError
-from tokenprune.files import check_output, check_output_folder
 from tokenprune_bench.cli.report import show_runs
 from tokenprune_bench.own_questions import demo
 
 if TYPE_CHECKING:
-    from tokenprune.profiling.model import Model
     from tokenprune_bench.backend import BenchBackend
     from tokenprune_bench.data import Data
     from tokenprune_bench.group import Group
+    from tokenprune_bench.profiling.model import Model
     from tokenprune_bench.report.drawing import Wanted
     from tokenprune_bench.suite import BenchPlan
     from tokenprune_demo.drawn_sets import DrawnSet

@@ -8,15 +8,15 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokenprune.cli.common import load_model
 from tokenprune.errors import OptionError
+from tokenprune_bench.cli.common import load_model
 from tokenprune_bench.group import own_device
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from tokenprune.profiling.model import Model
     from tokenprune_bench.backend import BenchBackend
+    from tokenprune_bench.profiling.model import Model
 
 BACKENDS = ("hf", "vllm")
 
@@ -60,8 +60,8 @@ class Engines:
         """Return what answers; `stack` ends it. images: the most that a question has."""
         if self.backend == "hf":
             return load_model(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)
-        from tokenprune.profiling.model import SHORT
         from tokenprune.shapes.model_config import SHIPPED, sentence_tokens, shipped_checkpoint
+        from tokenprune_bench.profiling.model import SHORT
         from tokenprune_bench.vllm_backend import VllmBackend
 
         name = self.model or SHIPPED[0]

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenprune.cli.common import (
-    METHODS_HELP,
+from tokenprune.cli.common import METHODS_HELP, ModelOption, get_console, read_keeps, read_specs, say
+from tokenprune.cli.completion import complete_methods
+from tokenprune.cli.output import print_table
+from tokenprune.errors import OptionError
+from tokenprune.files import check_output, check_output_folder
+from tokenprune_bench.cli.common import (
     BackendOption,
     BatchSizeOption,
     ColumnsOption,
@@ -20,25 +24,16 @@ from tokenprune.cli.common import (
     EngineArgsOption,
     FramesOption,
     MaxNewTokensOption,
-    ModelOption,
     ServerOption,
     SkipBadOption,
     SplitOption,
     SuffixOption,
     ThreadsOption,
-    get_console,
     print_limits,
     print_skipped,
-    read_keeps,
-    read_specs,
     resumable,
-    say,
     show_progress,
 )
-from tokenprune.cli.completion import complete_methods
-from tokenprune.cli.output import print_table
-from tokenprune.errors import OptionError
-from tokenprune.files import check_output, check_output_folder
 
 if TYPE_CHECKING:
     from tokenprune_bench.group import Group

@@ -15,17 +15,17 @@ from PIL import Image
 
 import tokenprune
 from tokenprune.errors import OptionError, RunError, TokenPruneError, UnsupportedSetupError
-from tokenprune.profiling.patched import escalating
 from tokenprune.setting import Setting
-from tokenprune.show import contact_sheet, draw
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.lines import read_lines, write_whole
+from tokenprune_bench.profiling.patched import escalating
 from tokenprune_bench.report.samples import FILE, FOLDER, SCHEMA
 from tokenprune_bench.results import UNPATCHED, scores_of
 from tokenprune_bench.run_folder import PREDICTIONS
+from tokenprune_bench.show import contact_sheet, draw
 
 if TYPE_CHECKING:
-    from tokenprune.profiling.model import Model
+    from tokenprune_bench.profiling.model import Model
 
 COUNT = 4
 SIDE, FRAME_SIDE = 448, 160  # pixels of the longer side of an image, and of a frame of a video

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import tokenprune
-from tokenprune.profiling.profile import Profile
-from tokenprune.profiling.profile_tables import (
+from tokenprune_bench.profiling.profile import Profile
+from tokenprune_bench.profiling.profile_tables import (
     TO_FIRST_TOKEN,
     in_ms,
     limit_table,
@@ -15,7 +15,7 @@ from tokenprune.profiling.profile_tables import (
     stage_table,
     stage_times,
 )
-from tokenprune.profiling.stages import FIRST_TOKEN, STAGES
+from tokenprune_bench.profiling.stages import FIRST_TOKEN, STAGES
 from tokenprune_bench.report.page import filled
 from tokenprune_bench.report.styles import Styles
 

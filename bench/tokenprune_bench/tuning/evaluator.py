@@ -12,14 +12,14 @@ import numpy as np
 
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError, UnsupportedSetupError
-from tokenprune.profiling.cost import record
-from tokenprune.profiling.model import Model
 from tokenprune.setting import Setting
 from tokenprune.statistics import Stats
 from tokenprune_bench.asking import Asking
 from tokenprune_bench.backend import BenchBackend, backend_of
 from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.metrics import Metric, metric_named
+from tokenprune_bench.profiling.cost import record
+from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.run_folder import RunFolder
 from tokenprune_bench.tuning.objective import WORK
 

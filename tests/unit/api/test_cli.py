@@ -17,7 +17,7 @@ import tokenprune
 from tokenprune import families
 from tokenprune.cli import app
 from tokenprune.cli.completion import complete_methods, our_methods
-from tokenprune_demo import demo
+from tokenprune_bench import demo
 from tokenprune_demo.heldout import FOLDER
 
 IMAGE = FOLDER / "pictures/000.jpg"

@@ -17,9 +17,9 @@ from tokenprune import Budget, BudgetError, UnsupportedSetupError
 from tokenprune.clips import spread
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.profiling.kept import counts_after
 from tokenprune.setting import Setting
 from tokenprune.shapes.decoder import DecoderShape
+from tokenprune_bench.profiling.kept import counts_after
 from zoo import FAMILIES, IMAGE, VIDEO
 
 VIDEOS = [name for name, family in FAMILIES.items() if family.video is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,16 @@ from PIL import Image
 import tokenprune
 from report_runs import RIVALS, header, made, result
 from tests.unit.api.test_cli import IMAGE, call, refused
-from tokenprune.cli import common
-from tokenprune.profiling.kept import cuts_in_words, keep_in_words, share_left
-from tokenprune.profiling.model import Model, demo_model, load
-from tokenprune.profiling.pace import Pace
 from tokenprune.setting import Setting
-from tokenprune.show import draw, side_by_side
-from tokenprune.show.side_by_side import Panel, Shown
+from tokenprune_bench.cli.common import show_progress
 from tokenprune_bench.lost import signed
+from tokenprune_bench.profiling.kept import cuts_in_words, keep_in_words, share_left
+from tokenprune_bench.profiling.model import Model, demo_model, load
+from tokenprune_bench.profiling.pace import Pace
 from tokenprune_bench.report.verdict import FEWEST, find_verdicts
 from tokenprune_bench.results import summarise
+from tokenprune_bench.show import draw, side_by_side
+from tokenprune_bench.show.side_by_side import Panel, Shown
 from tokenprune_bench.tables import tables
 from tokenprune_bench.tuning import Promise, Trial, Tuning
 from tokenprune_bench.tuning.report import outcome, tuning_table
@@ -209,7 +209,7 @@ def test_a_line_of_the_predictions_without_an_answer_is_named(tmp_path: Path) ->
             "tokenprune_bench.tuning.Tuner.run",
             True,
         ),
-        (("demo", "--device", "cpu"), "tokenprune_demo.demo.run", False),
+        (("demo", "--device", "cpu"), "tokenprune_bench.demo.run", False),
         (("methods",), "tokenprune.available_methods", False),
     ],
     ids=lambda one: one[0] if isinstance(one, tuple) else "",
@@ -259,8 +259,8 @@ def test_the_time_left_is_told_without_a_terminal(
 ) -> None:
     """A line for each label or (commands of one step) none, and in any case one every half minute."""
     clock = Clock()
-    monkeypatch.setattr("tokenprune.profiling.pace.Pace", lambda: Pace(clock))
-    with common.show_progress(lines=lines) as step:
+    monkeypatch.setattr("tokenprune_bench.profiling.pace.Pace", lambda: Pace(clock))
+    with show_progress(lines=lines) as step:
         for done in range(8):
             step("one" if done < 4 else "two", done, 8)
             clock.now += 12
@@ -278,8 +278,7 @@ def test_commands_show_their_progress(command: str, monkeypatch: pytest.MonkeyPa
     def progress(lines: bool = True) -> Any:
         raise ZeroDivisionError
 
-    home = "tokenprune" if command == "profile" else "tokenprune_bench"
-    monkeypatch.setattr(sys.modules[f"{home}.cli.{command}"], "show_progress", progress)
+    monkeypatch.setattr(import_module(f"tokenprune_bench.cli.{command}"), "show_progress", progress)
     with pytest.raises(ZeroDivisionError):
         call(command, "--device", "cpu", *(("--max-drop", "20%", "--methods", "fastv") if command == "tune" else ()))
 

@@ -111,25 +111,23 @@ def test_the_core_imports_neither_of_the_others() -> None:
             assert not {name.partition(".")[0] for name in names} & set(ELSEWHERE), path
 
 
-COMMANDS = dict.fromkeys(("bench", "recommend", "report", "tune", "leaderboard", "app"), BENCH)
-# `fit` says so before the model is loaded.
-COMMANDS |= dict.fromkeys(("demo", "profile", "fit fitprune --model absent"), DEMO)
-NAMES = {"recommend": BENCH, "Recommendation": BENCH, "demo_model()": DEMO}
+COMMANDS = "app bench demo fit leaderboard profile recommend report show tune".split()
+NAMES = ("recommend", "Recommendation", "demo_model()", "plot", "method_info('fitprune').cls.fit")
 
 
 def test_the_core_alone_lists_methods_and_says_what_to_install() -> None:
     names = [f"import tokenprune\ntokenprune.{name}" for name in NAMES]
     methods, usage, *others = without(
-        ELSEWHERE, command("methods"), command("--help"), *(command(*one.split()) for one in COMMANDS), *names
+        ELSEWHERE, command("methods"), command("--help"), *map(command, COMMANDS), *names
     )  # fmt: skip
     assert methods.returncode == 0 and "divprune" in methods.stdout and not methods.stderr
     assert usage.returncode == 0 and "methods" in usage.stdout.split() and "tune" not in usage.stdout.split()
-    for (name, install), done in zip(COMMANDS.items(), others[: len(COMMANDS)], strict=True):
+    for name, done in zip(COMMANDS, others[: len(COMMANDS)], strict=True):
         assert done.returncode == 2 and done.stderr.startswith("error: "), (name, done)
-        assert done.stderr.endswith(f"{install}\n") and done.stderr.count("\n") == 1, (name, done)
-    for (name, install), done in zip(NAMES.items(), others[len(COMMANDS) :], strict=True):
+        assert done.stderr.endswith(f"{BENCH}\n") and done.stderr.count("\n") == 1, (name, done)
+    for name, done in zip(NAMES, others[len(COMMANDS) :], strict=True):
         last = done.stderr.splitlines()[-1]
-        assert last.startswith("tokenprune.errors.MissingPackageError: ") and last.endswith(install), (name, done)
+        assert last.startswith("tokenprune.errors.MissingPackageError: ") and last.endswith(BENCH), (name, done)
 
 
 def test_the_benchmark_without_the_demo_imports_and_asks_for_questions_before_it_loads_a_model(tmp_path: Path) -> None:
@@ -144,9 +142,13 @@ def test_the_benchmark_without_the_demo_imports_and_asks_for_questions_before_it
     bench = ("bench", "--model", "nowhere")
     tune = ("tune", "--max-drop", "1%", "--out", str(tmp_path / "x.json"))
     asked = [command(*bench), command(*bench, "--set", "views"), command(*tune)]
-    *refused, imported = without(["tokenprune_demo"], *asked, imports)
-    for done in refused:
-        assert done.returncode == 2 and done.stderr.endswith(f"--model): {DEMO}\n"), done
+    # `fit` says so before the model is loaded.
+    others = [command("demo"), command("profile"), command("fit", "fitprune", "--model", "absent")]
+    others.append("import tokenprune\ntokenprune.demo_model()")
+    *refused, imported = without(["tokenprune_demo"], *asked, *others, imports)
+    for place, done in enumerate(refused):
+        assert done.stderr.endswith(f"{'--model): ' * (place < len(asked))}{DEMO}\n"), done
+        assert done.returncode == (2 if done is not refused[-1] else 1)
     assert imported.stdout == "all of it\n", imported.stderr
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import tokenprune
 from tests.unit.api.test_cli import call, refused
 from tokenprune import OptionError, Pruner, cli, registry
-from tokenprune.calibration.fitting import fit_options, fittable
+from tokenprune_bench.calibration.fitting import fit_options, fittable
 
 seen: dict[str, Any] = {}
 

@@ -20,14 +20,14 @@ from PIL import Image
 import tokenprune
 from tests.unit.api.test_cli import refused
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
-from tokenprune.profiling.model import Model, load
 from tokenprune.setting import Setting
-from tokenprune.show import side_by_side
 from tokenprune_bench.app import render, snippets
 from tokenprune_bench.app.comparison import PagePrompt, checked, kept, stages
 from tokenprune_bench.app.loading import Loading, own_folder
 from tokenprune_bench.app.session import AppSession, Superseded
 from tokenprune_bench.app.snippets import LONGEST
+from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.show import side_by_side
 from tokenprune_demo.drawn_sets import drawn_set
 from tokenprune_demo.heldout import load_heldout
 

@@ -21,12 +21,12 @@ pytest.importorskip("gradio", reason="gradio makes the page: make test-app sets 
 import gradio as gr
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.profiling.model import Model, load
 from tokenprune_bench.app.examples import Examples
 from tokenprune_bench.app.handlers import Handlers
 from tokenprune_bench.app.loading import Loading, own_folder
 from tokenprune_bench.app.page import build, launch
 from tokenprune_bench.app.session import AppSession
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.heldout import load_heldout
 
 PATIENCE = 120_000  # milliseconds

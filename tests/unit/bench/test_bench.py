@@ -20,12 +20,12 @@ from tokenprune.errors import (
     UnsupportedModelError,
     UnsupportedSetupError,
 )
-from tokenprune.profiling.model import Model, load
-from tokenprune.profiling.patched import patched, patched_by
 from tokenprune.setting import Setting
-from tokenprune.show import draw, grids, side_by_side
 from tokenprune_bench import paired, results, suite, tables
+from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.patched import patched, patched_by
 from tokenprune_bench.report.png import plot_png
+from tokenprune_bench.show import draw, grids, side_by_side
 from tokenprune_demo.scenes import KINDS
 
 # -- marks, collapse, tables, from records made by hand ----------------------------------------------------------------
@@ -285,7 +285,7 @@ def test_models_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytes
         load(dtype="float99")
     with pytest.raises(TokenPruneError, match="cannot use device"):
         load(device="nowhere")
-    monkeypatch.setattr("tokenprune.profiling.model.adapter_for", _refuse)
+    monkeypatch.setattr("tokenprune_bench.profiling.model.adapter_for", _refuse)
     with pytest.raises(UnsupportedModelError):
         load(device="cpu")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from tokenprune.profiling import timing
 from tokenprune_bench import significance
 from tokenprune_bench.metrics import METRICS
+from tokenprune_bench.profiling import timing
 
 
 def test_wilson_by_hand() -> None:

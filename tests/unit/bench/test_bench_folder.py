@@ -18,9 +18,9 @@ import pytest
 
 import tokenprune
 from tokenprune.errors import RunError
-from tokenprune.profiling.model import load
 from tokenprune_bench.group import Group
 from tokenprune_bench.lines import Lines, read_lines, write_whole
+from tokenprune_bench.profiling.model import load
 from tokenprune_bench.run_folder import RunFolder
 from tokenprune_bench.suite import Bench, BenchPlan
 

@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 
 from tokenprune.errors import DataError, TokenPruneError
-from tokenprune.profiling import media
-from tokenprune.profiling.media import BadRow, read_frames, read_image, read_video
 from tokenprune_bench.data import load_data
+from tokenprune_bench.profiling import media
+from tokenprune_bench.profiling.media import BadRow, read_frames, read_image, read_video
 
 RED, BLUE = (250, 10, 10), (10, 10, 250)
 
@@ -139,7 +139,7 @@ def test_frames_of_several_sizes_are_a_bad_row(tmp_path: Path) -> None:
 
 def test_frames_of_several_sizes_are_no_video_for_a_model() -> None:
     from tokenprune.errors import DataError
-    from tokenprune.profiling.model import Model
+    from tokenprune_bench.profiling.model import Model
 
     subject = Model(None, None, "none")
     with pytest.raises(DataError, match=r"'what\?' is about a video, and its frames have several sizes"):

@@ -21,12 +21,12 @@ from typer.testing import CliRunner, Result
 import tokenprune
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, RunError
-from tokenprune.profiling import cost
-from tokenprune.profiling.model import Model, load
 from tokenprune.statistics import Stats
 from tokenprune_bench import results
 from tokenprune_bench.group import Group
 from tokenprune_bench.lines import Lines, read_lines
+from tokenprune_bench.profiling import cost
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.run_folder import RunFolder
 from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_demo.heldout import load_heldout

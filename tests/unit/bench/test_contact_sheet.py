@@ -19,12 +19,12 @@ import tokenprune
 from processors import LIMITS, demo_model, llava, photo, special_tokenizer
 from tests.unit.api.test_cli import call, refused
 from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError
-from tokenprune.profiling.media import read_frames
-from tokenprune.profiling.model import Model
 from tokenprune.setting import Setting
-from tokenprune.show import contact_sheet, draw, layout, side_by_side
-from tokenprune.show.contact_sheet import _GAP
-from tokenprune.show.grids import grids_of
+from tokenprune_bench.profiling.media import read_frames
+from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.show import contact_sheet, draw, layout, side_by_side
+from tokenprune_bench.show.contact_sheet import _GAP
+from tokenprune_bench.show.grids import grids_of
 from zoo import FAMILIES
 
 CELL = 16  # pixels of a patch in the drawings

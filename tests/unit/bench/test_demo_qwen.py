@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tokenprune
 from tokenprune.errors import TokenPruneError
-from tokenprune.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo import MODELS
 from tokenprune_demo.heldout import NATIVE, Example, load_heldout
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import tokenprune
 from tokenprune.cli import app
-from tokenprune.profiling.model import load
 from tokenprune_bench.metrics import exact
 from tokenprune_bench.own_questions import set_of
+from tokenprune_bench.profiling.model import load
 from tokenprune_demo import MODELS
 from tokenprune_demo.drawn_sets import drawn_set
 

@@ -18,11 +18,11 @@ from tokenprune import Budget
 from tokenprune.cli import app
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.profiling.model import load
-from tokenprune.profiling.patched import escalating
 from tokenprune.setting import Setting
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune_bench.equal_cost import in_words, missed, setting_for
+from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.patched import escalating
 from tokenprune_bench.report.compare import same_questions
 from tokenprune_bench.report.drawing import FILE, FOLDER
 from tokenprune_bench.report.runs import Run

@@ -12,11 +12,11 @@ from PIL import Image
 
 import tokenprune
 from tokenprune.base import Site
-from tokenprune.profiling.model import Model, load
 from tokenprune.setting import Setting
 from tokenprune.statistics import Cut
 from tokenprune_bench.backend import EVIDENCE, HfBackend
 from tokenprune_bench.evidence import outcome, recall, tokens_of
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.drawn_sets import drawn_set, first_frame, shuffled
 from tokenprune_demo.heldout import load_heldout
 

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from report_runs import GOOD, RIVALS, made
 from tokenprune.cli import common
-from tokenprune.profiling.model import load
-from tokenprune.profiling.table import Cell, Table, cut, to_rich
+from tokenprune.cli.table import Cell, Table, cut, to_rich
+from tokenprune_bench import demo
+from tokenprune_bench.profiling.model import load
 from tokenprune_bench.tables import tables
-from tokenprune_demo import demo
 
 
 def drawn(table: Table, width: int) -> list[str]:

@@ -20,11 +20,11 @@ from tokenprune.cli import app
 from tokenprune.config import Config
 from tokenprune.cost.model import CostModel, Load, decode_limit, site_limits
 from tokenprune.errors import OptionError, UnsupportedModelError
-from tokenprune.profiling.model import Model, load
-from tokenprune.profiling.profile import Profile, Side, profile_call
-from tokenprune.profiling.profile_tables import TO_FIRST_TOKEN, limit_table, stage_table
-from tokenprune.profiling.stages import FIRST_TOKEN, STAGES
 from tokenprune.setting import Setting
+from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.profile import Profile, Side, profile_call
+from tokenprune_bench.profiling.profile_tables import TO_FIRST_TOKEN, limit_table, stage_table
+from tokenprune_bench.profiling.stages import FIRST_TOKEN, STAGES
 from tokenprune_bench.report.flame import flames, profile_page
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES
@@ -78,8 +78,8 @@ def test_a_profile_leaves_the_model_as_it_was(made: Profile, subject: Model) -> 
 
 def test_stages_add_up_to_what_a_call_takes(subject: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that ticks once a look: what a stage takes is known, whatever the machine does."""
-    import tokenprune.profiling.profile as profiling
-    import tokenprune.profiling.timing as timing
+    import tokenprune_bench.profiling.profile as profiling
+    import tokenprune_bench.profiling.timing as timing
 
     ticks = iter(range(10**6))
     monkeypatch.setattr(profiling.time, "perf_counter", lambda: next(ticks) / 1000)

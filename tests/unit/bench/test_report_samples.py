@@ -225,7 +225,7 @@ def test_a_video_is_drawn_frame_by_frame_and_pixels_are_not(tmp_path: Path, buil
 def test_every_drawing_of_a_question_has_the_same_size(tmp_path: Path) -> None:
     """Also where a method leaves the model another grid: of 5 x 3 tokens, and of what is left of them."""
     from processors import photo
-    from tokenprune.profiling.model import load
+    from tokenprune_bench.profiling.model import load
 
     question = asked(images=(photo(280, 170, 0),), question="is there a star?")
     methods = ("downsample", "divprune", "pool")
@@ -240,7 +240,7 @@ def test_every_drawing_of_a_question_has_the_same_size(tmp_path: Path) -> None:
 
 def test_several_images_are_drawn_side_by_side(tmp_path: Path) -> None:
     from processors import demo_model, llava, photo
-    from tokenprune.profiling.model import Model
+    from tokenprune_bench.profiling.model import Model
 
     images = (photo(90, 120, 0), photo(90, 120, 1))
     question = asked(images=images, question="is there a star?")
@@ -253,7 +253,7 @@ def test_several_images_are_drawn_side_by_side(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from processors import demo_model, llava, photo
-    from tokenprune.profiling.model import Model
+    from tokenprune_bench.profiling.model import Model
 
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")

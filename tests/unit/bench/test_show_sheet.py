@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from PIL import Image, ImageFont, ImageSequence
 from processors import photo
 from tests.unit.api.test_cli import call, refused
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.profiling.model import Model, load
 from tokenprune.setting import Setting
-from tokenprune.show import animation, draw, layout, side_by_side
-from tokenprune.show.layout import Panel
+from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.show import animation, draw, layout, side_by_side
+from tokenprune_bench.show.layout import Panel
 
 LONG = "divprune+dart:pivot_text=0,layer=3+fastv:layer=5, keep 0.5 each, 12.5 % in all"
 PHONE = 800  # pixels to which a phone scales a sheet
@@ -191,7 +190,7 @@ def test_what_makes_no_sense_is_said_before_a_model_is_loaded(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(sys.modules["tokenprune.cli.show"], "load_model", never)
+    monkeypatch.setattr("tokenprune_bench.cli.show.load_model", never)
     image = tmp_path / "image.png"
     photo(40, 40, 0).save(image)
     assert said in refused("show", image, *arguments)

@@ -9,9 +9,9 @@ from PIL import Image
 
 import tokenprune
 from tokenprune.errors import AlreadyPatchedError, OptionError
-from tokenprune.profiling.model import Model, load
 from tokenprune.setting import Setting
-from tokenprune.show import draw, layout, side_by_side
+from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.show import draw, layout, side_by_side
 
 QUESTION = "is there a star?"
 

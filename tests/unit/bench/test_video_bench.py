@@ -11,9 +11,9 @@ import pytest
 
 from tests.unit.api.test_cli import call, refused
 from tiny_video_model import write_tiny_video_model
-from tokenprune.profiling.model import Model, load
 from tokenprune_bench import results, tables
 from tokenprune_bench.plan import BenchPlan, Pass
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.report.warnings import find_warnings
 from tokenprune_bench.run_folder import RunFolder, config_of
 from tokenprune_bench.suite import Bench

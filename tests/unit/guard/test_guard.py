@@ -23,7 +23,7 @@ from tokenprune.guard.images import AsyncValues, blocks_of
 from tokenprune.guard.settings import KINDS, TEXT_LIMIT
 from tokenprune.integrations.hf.guard import pixels as guard_pixels
 from tokenprune.integrations.hf.guard.part import GuardPart
-from tokenprune.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES
 

@@ -32,9 +32,9 @@ from tokenprune import (
     Tower,
     UnsupportedSetupError,
 )
-from tokenprune.calibration.merge import merges_per_block
 from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.profiling.model import load
+from tokenprune_bench.calibration.merge import merges_per_block
+from tokenprune_bench.profiling.model import load
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES, Family
 

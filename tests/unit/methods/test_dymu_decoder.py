@@ -20,8 +20,8 @@ from tokenprune import Budget, BudgetError, EncoderMethod, OptionError, Threshol
 from tokenprune.files import File
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.ops.merging import most
-from tokenprune.profiling.model import load
 from tokenprune.shapes.fingerprint import Fingerprint
+from tokenprune_bench.profiling.model import load
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES, Family
 

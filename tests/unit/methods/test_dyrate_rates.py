@@ -11,9 +11,9 @@ import tokenprune
 from oracle import generate_logits
 from tests.unit.api.test_cli import call, refused
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
-from tokenprune.calibration.rate_fitting import _regress
 from tokenprune.methods.decode.rate_predictor import RatePredictor
 from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune_bench.calibration.rate_fitting import _regress
 from zoo import FAMILIES
 
 

@@ -13,9 +13,9 @@ import torch
 import tokenprune
 from several_cuts import counts_of
 from tokenprune import Budget, BudgetError, OptionError
-from tokenprune.calibration.attention_fitting import left_over
 from tokenprune.methods.in_llm.fitprune import Recipe, shares
 from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune_bench.calibration.attention_fitting import left_over
 from zoo import FAMILIES
 
 ROWS = [(1.0, 1.0, 1.0, 1.0), (1.0, 0.8, 0.4, 0.4), (1.0, 0.5, 0.1, 0.0)]

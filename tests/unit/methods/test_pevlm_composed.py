@@ -305,7 +305,7 @@ def test_sliding_windows() -> None:
 
 
 def test_the_benchmark_of_images_leaves_it_out() -> None:
-    from tokenprune.profiling.patched import patched
+    from tokenprune_bench.profiling.patched import patched
 
     with pytest.raises(UnsupportedSetupError, match="acts on videos"):
         patched(None, "pevlm", 1.0)

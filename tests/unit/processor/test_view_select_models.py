@@ -28,7 +28,7 @@ from tokenprune import (
     patch_processor,
     unpatch_processor,
 )
-from tokenprune.profiling.model import load
+from tokenprune_bench.profiling.model import load
 from tokenprune_bench.suite import Bench, BenchPlan
 from zoo import FAMILIES, FIRST_TEXT_ID, IMAGE, START
 

@@ -20,8 +20,8 @@ from made_up_thresholds import TAUS, by_hand, tower_shape
 from merging_models import blocks_of, tower_of
 from tests.unit.methods.test_dymu import mixed
 from tests.unit.tower.test_encoder import tiles
-from tokenprune.calibration.merge import merges_per_block
 from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune_bench.calibration.merge import merges_per_block
 
 ROOT = Path(__file__).parents[3]
 

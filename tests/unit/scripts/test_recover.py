@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tokenprune
-from tokenprune.profiling.model import load
+from tokenprune_bench.profiling.model import load
 from tokenprune_demo.heldout import load_heldout
 
 ROOT = Path(__file__).parents[3]

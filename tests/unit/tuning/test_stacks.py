@@ -12,9 +12,9 @@ import pytest
 
 from made_up_panels import Fake, candidates
 from tokenprune.base import Site
-from tokenprune.profiling.model import load
-from tokenprune.profiling.timing import compare, compare_batches
 from tokenprune.setting import Setting
+from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.timing import compare, compare_batches
 from tokenprune_bench.tuning import Evaluator, Promise, Tuner, grid
 from tokenprune_bench.tuning.estimate import Estimate
 from tokenprune_bench.tuning.objective import shares
@@ -173,7 +173,7 @@ def test_times_begin_with_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that ticks once a look: what the processor takes is part of the time to the first token."""
     from contextlib import nullcontext
 
-    from tokenprune.profiling import timing
+    from tokenprune_bench.profiling import timing
 
     ticks = iter(range(10**6))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks) / 1000)

@@ -20,10 +20,10 @@ from made_up_panels import Fake, candidates
 from tokenprune.api import attachment_of
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, RunError
-from tokenprune.profiling.model import Model, load
 from tokenprune.setting import Setting
 from tokenprune_bench.backend import HfBackend
 from tokenprune_bench.group import Group
+from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.run_folder import RunFolder, config_of
 from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, grid
 from tokenprune_bench.tuning.report import tuned_config
@@ -208,7 +208,9 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tokenprune.profiling.model.load", lambda *args, **options: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        "tokenprune_bench.profiling.model.load", lambda *args, **options: pytest.fail("the model was loaded")
+    )
     result = tune("--max-drop", "40%", *arguments, code=2)
     assert says in result.stderr and result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())

@@ -57,7 +57,7 @@ class DyRate(DecodeMethod):
     """
 
     default_keep: ClassVar[float] = 0.5
-    fit = FitAt("tokenprune.calibration.rate_fitting", "fit_dyrate")
+    fit = FitAt("tokenprune_bench.calibration.rate_fitting", "fit_dyrate")
     fit_limit: ClassVar[int | None] = 24
     fit_question: ClassVar[str | None] = None
 

@@ -55,7 +55,7 @@ class DyMU(EncoderMethod):
     """
 
     ragged = True
-    fit = FitAt("tokenprune.calibration.run", "fit_dymu")
+    fit = FitAt("tokenprune_bench.calibration.run", "fit_dymu")
     fit_limit: ClassVar[int | None] = None
 
     thresholds: str | Path | Thresholds | None = field(default=None, metadata={"file": True})

@@ -64,7 +64,7 @@ class D2Pruner(Pruner):
     """
 
     default_keep: ClassVar[float] = 0.25
-    fit = FitAt("tokenprune.calibration.attention_fitting", "fit_d2pruner")
+    fit = FitAt("tokenprune_bench.calibration.attention_fitting", "fit_d2pruner")
     fit_limit: ClassVar[int | None] = 200  # the authors take 1000
 
     layer: Annotated[int, Ge(1)] = 2

@@ -53,7 +53,7 @@ class FitPrune(CutsInside):
     """
 
     default_keep: ClassVar[float] = 0.4
-    fit = FitAt("tokenprune.calibration.attention_fitting", "fit_fitprune")
+    fit = FitAt("tokenprune_bench.calibration.attention_fitting", "fit_fitprune")
 
     recipe: str | Path | None = field(default=None, metadata={"file": True})
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from transformers.generation.streamers import BaseStreamer
 
-from tokenprune.profiling.machine_load import machine_load
-from tokenprune.profiling.model import Model
+from tokenprune_bench.profiling.machine_load import machine_load
+from tokenprune_bench.profiling.model import Model
 
 NEW_TOKENS = 9  # the first one, and eight of which the median is taken
 

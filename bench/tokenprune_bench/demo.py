@@ -7,13 +7,13 @@ import statistics
 import time
 from collections.abc import Callable
 
-from tokenprune.profiling.cost import record, spent
-from tokenprune.profiling.machine_load import busy_note, machine_load
-from tokenprune.profiling.model import Model
-from tokenprune.profiling.patched import UNPATCHED, patched
-from tokenprune.profiling.table import Cell, Table
+from tokenprune.cli.table import Cell, Table
+from tokenprune.startup import require
 from tokenprune.statistics import Stats
-from tokenprune_demo.heldout import load_heldout
+from tokenprune_bench.profiling.cost import record, spent
+from tokenprune_bench.profiling.machine_load import busy_note, machine_load
+from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.profiling.patched import UNPATCHED, patched
 
 KEEP = 0.25
 # Each leaves as many tokens to every layer of the decoder: at one cost the answers can be compared. The first two are
@@ -28,6 +28,7 @@ def run(subject: Model, step: Callable[[str, int, int], None] = lambda label, do
 
     step: called with a label, how many runs are done, and of how many, between the runs.
     """
+    load_heldout = require("tokenprune_demo.heldout", "held-out questions").load_heldout
     asked = load_heldout(kinds=KINDS, limit=len(KINDS), folder=subject.heldout)
     examples = [next(e for e in asked if e.number == number and e.kind == kind) for number, kind in enumerate(KINDS)]
     inputs = subject.inputs([e.image for e in examples], [e.question for e in examples])

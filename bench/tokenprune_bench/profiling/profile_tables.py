@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tokenprune.cli.table import Cell, Table
 from tokenprune.cost.model import CostModel, Load, decode_limit, site_limits
-from tokenprune.profiling.kept import cuts_in_words, percent
-from tokenprune.profiling.stages import FIRST_TOKEN, STAGES
-from tokenprune.profiling.table import Cell, Table
+from tokenprune_bench.profiling.kept import cuts_in_words, percent
+from tokenprune_bench.profiling.stages import FIRST_TOKEN, STAGES
 
 if TYPE_CHECKING:
-    from tokenprune.profiling.profile import Profile, Side
+    from tokenprune_bench.profiling.profile import Profile, Side
 
 TO_FIRST_TOKEN = "to the first token"
 

@@ -21,13 +21,13 @@ import torch
 from tokenprune import api
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import OptionError
-from tokenprune.profiling.cost import Prefill, closed_forms, load_of, spent
-from tokenprune.profiling.machine_load import machine_load
-from tokenprune.profiling.model import Model
-from tokenprune.profiling.patched import patched_by
-from tokenprune.profiling.stages import FIRST_TOKEN, STAGES
-from tokenprune.profiling.timing import NEW_TOKENS, quantiles, run_once
 from tokenprune.setting import Setting
+from tokenprune_bench.profiling.cost import Prefill, closed_forms, load_of, spent
+from tokenprune_bench.profiling.machine_load import machine_load
+from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.profiling.patched import patched_by
+from tokenprune_bench.profiling.stages import FIRST_TOKEN, STAGES
+from tokenprune_bench.profiling.timing import NEW_TOKENS, quantiles, run_once
 
 
 @dataclass

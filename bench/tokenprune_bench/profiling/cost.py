@@ -9,11 +9,11 @@ from tokenprune.api import stats
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf import compat
-from tokenprune.profiling.model import Model
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.shapes.tower import TowerShape
 from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import escalate
+from tokenprune_bench.profiling.model import Model
 
 
 def spent(subject: Model, inputs: dict[str, Any], kv_bytes: int | None = None) -> Stats:

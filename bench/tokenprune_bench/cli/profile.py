@@ -11,30 +11,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenprune.cli.common import (
-    METHODS_HELP,
-    QUESTION,
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    MostOption,
-    SuffixOption,
-    ThreadsOption,
-    load_config,
-    load_model,
-    read_keeps,
-    read_settings,
-    say,
-    show_progress,
-)
+from tokenprune.cli.common import METHODS_HELP, ModelOption, load_config, read_keeps, read_settings, say
 from tokenprune.cli.completion import complete_methods
 from tokenprune.cli.output import print_table, write_file
 from tokenprune.errors import OptionError
 from tokenprune.files import check_output
 from tokenprune.startup import defer_torch, require
+from tokenprune_bench.cli.common import (
+    QUESTION,
+    DeviceOption,
+    DtypeOption,
+    MostOption,
+    SuffixOption,
+    ThreadsOption,
+    load_model,
+    show_progress,
+)
 
 if TYPE_CHECKING:
-    from tokenprune.profiling.table import Table
+    from tokenprune.cli.table import Table
     from tokenprune.setting import Setting
 
 
@@ -102,9 +97,9 @@ def profile(
         return
     from PIL import Image
 
-    from tokenprune.calibration.images import read_image
-    from tokenprune.profiling.profile import profile_call
-    from tokenprune.profiling.profile_tables import limit_table, stage_table
+    from tokenprune_bench.calibration.images import read_image
+    from tokenprune_bench.profiling.profile import profile_call
+    from tokenprune_bench.profiling.profile_tables import limit_table, stage_table
 
     images: list[Image.Image] = [read_image(path) for path in image or ()]
     subject = load_model(model, device, threads, dtype, suffix)
@@ -152,8 +147,8 @@ def _from_config(
     text: int,
 ) -> None:
     from tokenprune.cost.model import CostModel, Load
-    from tokenprune.profiling.kept import cuts_in_words
-    from tokenprune.profiling.profile_tables import limit_table
+    from tokenprune_bench.profiling.kept import cuts_in_words
+    from tokenprune_bench.profiling.profile_tables import limit_table
 
     config = load_config(model)
     closed = CostModel.from_config(config)
@@ -176,7 +171,7 @@ def _from_config(
 def _shares(setting: Setting | None, keeps: Sequence[float | int], visual: float) -> list[float]:
     """Return what a setting leaves of an image's tokens; without one, what each keep alone would leave."""
     from tokenprune.budget import Budget
-    from tokenprune.profiling.kept import share_left
+    from tokenprune_bench.profiling.kept import share_left
 
     if setting is not None:
         return [share_left(setting.budgets, visual)]

@@ -14,13 +14,13 @@ from typing import Any, get_type_hints
 import numpy as np
 from PIL import Image
 
-from tokenprune.calibration.images import ImageFiles, read_image
 from tokenprune.errors import OptionError
 from tokenprune.options import file_options, fits, in_words
-from tokenprune.profiling.model import Model
 from tokenprune.registry import available_methods, method_class
 from tokenprune.spelling import value_of
 from tokenprune.startup import require
+from tokenprune_bench.calibration.images import ImageFiles, read_image
+from tokenprune_bench.profiling.model import Model
 
 # Other scenes than those that are held out for the benchmark.
 _SEED = 7

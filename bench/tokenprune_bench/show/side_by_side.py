@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.profiling.kept import keep_in_words
-from tokenprune.profiling.model import Model
 from tokenprune.setting import Setting
-from tokenprune.show import contact_sheet, draw, layout
-from tokenprune.show.contact_sheet import PromptView
-from tokenprune.show.layout import Panel
 from tokenprune.spelling import split_methods
 from tokenprune.startup import DEFAULT_METHOD
+from tokenprune_bench.profiling.kept import keep_in_words
+from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.show import contact_sheet, draw, layout
+from tokenprune_bench.show.contact_sheet import PromptView
+from tokenprune_bench.show.layout import Panel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -188,7 +188,7 @@ def plot(
         import matplotlib.pyplot  # noqa: F401  (with it notebooks know how to show a figure)
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise TokenPruneError("figures need matplotlib: pip install 'tokenprune-vlm[plot]'") from error
+        raise TokenPruneError("figures need matplotlib: pip install tokenprune-bench") from error
     if is_patched(model):
         raise AlreadyPatchedError("plot asks with and without methods: call tokenprune.unpatch(model) first")
     given = list(images) if isinstance(images, (list, tuple)) else [images]

@@ -14,15 +14,15 @@ import torch
 
 from tokenprune.api import is_patched
 from tokenprune.budget import Budget
-from tokenprune.calibration.images import ImageFiles, PackedPixels, Pixels
-from tokenprune.calibration.merge import SCHEDULES, Calibrator
-from tokenprune.calibration.state import State
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError
 from tokenprune.integrations.shared.block_merging import Merger
 from tokenprune.methods.encoder.thresholds import Thresholds
+from tokenprune_bench.calibration.images import ImageFiles, PackedPixels, Pixels
+from tokenprune_bench.calibration.merge import SCHEDULES, Calibrator
+from tokenprune_bench.calibration.state import State
 
 if TYPE_CHECKING:
-    from tokenprune.calibration.fitting import FitSamples
+    from tokenprune_bench.calibration.fitting import FitSamples
 
 Step = Callable[[str, int, int], None]
 

@@ -9,10 +9,10 @@ from typing import Any
 from tokenprune import api
 from tokenprune.base import Method, Site
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.profiling.model import Model
 from tokenprune.setting import Setting
 from tokenprune.spelling import Entry
 from tokenprune.workflows.two_pass import ESCALATE
+from tokenprune_bench.profiling.model import Model
 
 UNPATCHED = "unpatched"  # stands for a method in tables and records
 

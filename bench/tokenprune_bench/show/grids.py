@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.profiling.model import Model
+from tokenprune_bench.profiling.model import Model
 
 Grid = tuple[int, int]
 

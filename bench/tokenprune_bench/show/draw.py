@@ -14,11 +14,11 @@ from PIL import Image, ImageDraw
 
 from tokenprune.base import ImageChooser, Method
 from tokenprune.errors import OptionError
-from tokenprune.profiling.model import Model
-from tokenprune.profiling.patched import escalates
 from tokenprune.setting import Setting
 from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import ESCALATE
+from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.profiling.patched import escalates
 
 CELL = 32  # pixels of a patch in the drawing
 _DARK, _HATCH = 0.22, 64

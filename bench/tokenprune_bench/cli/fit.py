@@ -9,17 +9,10 @@ from typing import Annotated
 
 import typer
 
-from tokenprune.cli.common import (
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    ThreadsOption,
-    get_console,
-    load_model,
-    show_progress,
-)
+from tokenprune.cli.common import ModelOption, get_console
 from tokenprune.errors import OptionError
 from tokenprune.files import check_output
+from tokenprune_bench.cli.common import DeviceOption, DtypeOption, ThreadsOption, load_model, show_progress
 
 
 def fit(
@@ -35,7 +28,7 @@ def fit(
     dtype: DtypeOption = "auto",
 ) -> None:
     """Fit a method to a model, on images without labels. Options of the method's own follow: --keep 0.5,0.25"""
-    from tokenprune.calibration.fitting import FitSamples, Fitter, fittable, listed
+    from tokenprune_bench.calibration.fitting import FitSamples, Fitter, fittable, listed
 
     console = get_console()
     if name is None:
@@ -53,6 +46,10 @@ def fit(
         result = fitter.run(subject, FitSamples(subject, asked), out, step)
     console.print(str(result), markup=False, soft_wrap=True)
     console.print(f"written: {out}", markup=False, soft_wrap=True)
+
+
+# Each method's `fit` has options of its own.
+fit.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
 
 
 def _options(arguments: Sequence[str]) -> dict[str, str | bool]:

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.profiling import media
+from tokenprune_bench.profiling import media
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 

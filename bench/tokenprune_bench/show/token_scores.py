@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tokenprune.api import attachment_of
 from tokenprune.base import Pruner
-from tokenprune.profiling.model import Model
 from tokenprune.statistics import Stats
+from tokenprune_bench.profiling.model import Model
 
 Found = dict[str, tuple[Tensor, Tensor]]  # by method: the scores of its first choice, `[S, N]`, and the mask of tokens
 

@@ -16,13 +16,13 @@ from transformers.utils import logging
 from tokenprune.api import stats as stats_of
 from tokenprune.base import Site
 from tokenprune.errors import OptionError
-from tokenprune.profiling.model import Model
-from tokenprune.profiling.patched import patched_by
 from tokenprune.setting import Setting
-from tokenprune.show import draw
-from tokenprune.show.grids import Grid, grids_of
-from tokenprune.show.token_scores import placed_scores, watched_scores
 from tokenprune.statistics import Stats
+from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.profiling.patched import patched_by
+from tokenprune_bench.show import draw
+from tokenprune_bench.show.grids import Grid, grids_of
+from tokenprune_bench.show.token_scores import placed_scores, watched_scores
 
 _GAP = 6  # pixels between frames
 

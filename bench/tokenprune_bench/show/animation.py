@@ -9,8 +9,8 @@ from pathlib import Path
 from PIL import Image
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.show import layout
-from tokenprune.show.side_by_side import Shown
+from tokenprune_bench.show import layout
+from tokenprune_bench.show.side_by_side import Shown
 
 KEEP, FRAMES = "keep", "frames"
 KEEPS = "1.0,0.75,0.5,0.35,0.25,0.18,0.1"

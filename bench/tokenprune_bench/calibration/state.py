@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tokenprune.calibration.images import ImageFiles
 from tokenprune.errors import OptionError
 from tokenprune.files import check_output
 from tokenprune.methods.encoder.thresholds import write
 from tokenprune.sites.encoder import Tower
+from tokenprune_bench.calibration.images import ImageFiles
 
 _ENTRY = "tokenprune_calibration"
 

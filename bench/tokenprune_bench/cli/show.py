@@ -9,23 +9,12 @@ from typing import Annotated
 
 import typer
 
-from tokenprune.cli.common import (
-    METHODS_HELP,
-    QUESTION,
-    DeviceOption,
-    ModelOption,
-    ThreadsOption,
-    get_console,
-    load_model,
-    read_keeps,
-    read_specs,
-    say,
-    show_progress,
-)
+from tokenprune.cli.common import METHODS_HELP, ModelOption, get_console, read_keeps, read_specs, say
 from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.files import check_output
 from tokenprune.startup import DEFAULT_METHOD
+from tokenprune_bench.cli.common import QUESTION, DeviceOption, ThreadsOption, load_model, show_progress
 
 
 def show(
@@ -61,8 +50,8 @@ def show(
 ) -> None:
     """Draw which patches of an image, or of frames, methods keep (outlined), drop (dark, hatched) and merge (one
     colour), side by side, with the answers below."""
-    from tokenprune.profiling.media import read_frames
-    from tokenprune.show import animation, contact_sheet, side_by_side
+    from tokenprune_bench.profiling.media import read_frames
+    from tokenprune_bench.show import animation, contact_sheet, side_by_side
 
     settings = read_specs(methods)
     if not settings:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from tokenprune.cli.common import DeviceOption, ModelOption, ThreadsOption, load_model, say, show_progress
+from tokenprune.cli.common import ModelOption, say
 from tokenprune.cli.output import print_table
+from tokenprune_bench.cli.common import DeviceOption, ThreadsOption, load_model, show_progress
 
 
 def demo(model: ModelOption = None, device: DeviceOption = None, threads: ThreadsOption = None) -> None:
     """Ask four held-out questions before and after pruning."""
-    from tokenprune_demo.demo import KEEP, run
+    from tokenprune_bench.demo import KEEP, run
 
     subject = load_model(model, device, threads)
     with show_progress(lines=False) as step:

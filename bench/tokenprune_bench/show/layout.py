@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from tokenprune.show import contact_sheet
+from tokenprune_bench.show import contact_sheet
 
 WIDTH, ANIMATED = 1440, 960  # pixels of a sheet, and of one that moves
 GAP, FRAME_GAP = 24, 6  # between drawings, and between frames of one drawing

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Helpers of the commands that run a model: their options, loading it, and the progress of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenprune.cli.common import get_console, say
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tokenprune_bench.profiling.model import Model
+
+_SILENCE = 30  # seconds after which a long step says where it is
+QUESTION = "what is shown?"  # about a user's image, where none is asked
+
+DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda:1 ...; default: cuda if there is one.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, max=1024, help="CPU threads; default: torch's choice.")
+]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+MostOption = Annotated[
+    int | None,
+    typer.Option("--max-visual-tokens", min=1, help="The most tokens that an image may make, ahead of the methods."),
+]
+# Of the commands that ask the user's questions.
+ColumnsOption = Annotated[
+    str, typer.Option("--columns", help="Columns of --data to rename or drop: query=question,label=answers,id=")
+]
+SplitOption = Annotated[str | None, typer.Option("--split", help="Which split of a `datasets` folder.")]
+SkipBadOption = Annotated[bool, typer.Option("--skip-bad", help="Leave out rows of --data that cannot be asked.")]
+FramesOption = Annotated[int, typer.Option("--frames", min=1, help="Frames taken of each video.")]
+BatchSizeOption = Annotated[int, typer.Option("--batch-size", min=1, help="Questions in a batch.")]
+SuffixOption = Annotated[
+    str | None,
+    typer.Option(
+        "--suffix", help="Added to every question; default: a request for a short answer, unless the model is ours."
+    ),
+]
+BackendOption = Annotated[
+    str, typer.Option("--backend", help="hf: transformers, in this process; vllm: vLLM with our plugin.")
+]
+ServerOption = Annotated[
+    str | None,
+    typer.Option("--server", help="With --backend vllm: a server, http://host:8000/v1; default: vLLM in this process."),
+]
+EngineArgsOption = Annotated[
+    str | None, typer.Option("--engine-args", help="With --backend vllm: arguments of vllm.LLM, as a JSON object.")
+]
+MaxNewTokensOption = Annotated[
+    int | None,
+    typer.Option("--max-new-tokens", min=1, help="Length of an answer; default: 16, and 4 for our model."),
+]
+
+
+@contextmanager
+def resumable(run: Path | None) -> Iterator[None]:
+    """Have Ctrl+C say that the same command goes on, where the run is kept in a folder."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise stop if run is None else KeyboardInterrupt("stopped; the same command goes on") from None
+
+
+def load_model(
+    model: str | None, device: str | None, threads: int | None, dtype: str = "auto", suffix: str | None = None
+) -> Model:
+    import torch
+    from transformers.utils import logging
+
+    from tokenprune_bench.profiling.model import load
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if model is None:
+        logging.disable_progress_bar()
+    return load(model, device=device, dtype=dtype, suffix=suffix)
+
+
+def print_skipped(data: Any) -> None:
+    """Name the rows that --skip-bad left out."""
+    for line in data.skipped:
+        say(f"skipped: {line}", error=True)
+
+
+def print_limits(subject: Any) -> None:
+    """Say of a shipped model that it knows nothing of a user's questions."""
+    if said := getattr(subject, "limits", str)():
+        say(f"warning: {said}", error=True)
+
+
+@contextmanager
+def show_progress(lines: bool = True) -> Iterator[Any]:
+    """Yield a function that takes (label, done, total), and shows the time left: a bar on a terminal, else a line for
+    each new label (`lines`), and one every half minute."""
+    from tokenprune_bench.profiling.pace import Pace
+
+    console, pace = get_console(error=True), Pace()
+    if not console.is_terminal:
+        said, at = "" if lines else None, pace.clock()
+
+        def line(label: str, done: int, total: int) -> None:
+            nonlocal said, at
+            left, now = pace.left(done, total), pace.clock()
+            if (lines and label != said) or now - at >= _SILENCE:
+                said, at = label, now
+                console.print(f"{done:>5}/{total} {label}{left and f', {left}'}", markup=False)
+
+        yield line
+        return
+    from rich import progress as bars
+
+    columns = (
+        bars.TextColumn("{task.description:<18}", markup=False),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("{task.fields[left]}"),
+    )
+    with bars.Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", left="")
+        yield lambda label, done, total: progress.update(
+            task, description=label, completed=done, total=total, left=pace.left(done, total)
+        )
