@@ -19,8 +19,7 @@ from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, Method, OptionError, Site, Thresholds, UnsupportedSetupError
 from tokenprune.abilities.obstacle import not_on
-from tokenprune.families import SUPPORTED, TOWERS, tower_of
-from tokenprune.integrations.shared.patch_grid import PatchSource
+from tokenprune.families import SUPPORTED, TOWERS, family_of, tower_of
 from tokenprune.integrations.vllm.setting import tower_items, towers
 from tokenprune.integrations.vllm.setting.plan import MODALITIES
 from tokenprune.integrations.vllm.setting.servable import check_method
@@ -90,7 +89,7 @@ def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Call
         tower, blocks = next(filter(None, places)), towers.depth_of(model.config.vision_config)
         values = {0.5: torch.tensor([0.9, 0.5, 1.0, 0.7][:blocks])}
         path = tmp_path_factory.mktemp("thresholds") / f"{name}.safetensors"
-        unit = PatchSource(None, model.config).unit_side ** 2
+        unit = family_of(model.config.model_type).side(model.config) ** 2
         Thresholds(values, Tower(1, 0, blocks, blocks, tower, unit).fingerprint, 1).save(path)
         return path
 
@@ -228,7 +227,7 @@ def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Ch
         check(reference(checkpoint.name), output, *one)
     tokens = [token for output in outputs for token in output.prompt_token_ids]
     shown = [getattr(config, f"{kind}_token_id", None) for kind in MODALITIES]
-    side = getattr(config.vision_config, "spatial_merge_size", PatchSource(None, config).unit_side)
+    side = getattr(config.vision_config, "spatial_merge_size", family_of(config.model_type).side(config))
     assert sum(last) == side**2 * sum(map(tokens.count, shown))
     assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.modules())
 

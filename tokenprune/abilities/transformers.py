@@ -99,7 +99,7 @@ def _by_row(method: Method, row: Family, acts: bool) -> Iterator[Obstacle]:
         yield Obstacle(
             UnsupportedSetupError,
             f"{name} compares the frames of a video, and of {family!r} it is not known which tokens are a frame; use "
-            "a method that does not, such as divprune, or say so in the adapter's tells_frames",
+            "a method that does not, such as divprune, or say so in its row (videos)",
         )
     if isinstance(method, UnitDropper) and not row.units:
         yield Obstacle(
@@ -130,7 +130,7 @@ def _by_row(method: Method, row: Family, acts: bool) -> Iterator[Obstacle]:
         yield Obstacle(
             UnsupportedSetupError,
             f"{name} looks into the vision tower, but of {family!r} it is not known how its patches become visual "
-            f"tokens; {AFTER_THE_TOWER}{or_less(method)}, or say so in the adapter's patch_layout",
+            f"tokens; {AFTER_THE_TOWER}{or_less(method)}, or say so in its row (patches)",
         )
     elif unknown := not_on(method, row):
         yield Obstacle(

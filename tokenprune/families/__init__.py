@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from tokenprune.families.refused import REFUSED, REFUSED_IN_VLLM
 from tokenprune.families.row import OLDEST, Family, Vllm
 from tokenprune.families.table import FAMILIES, ROPE_DECODERS
@@ -21,6 +24,7 @@ __all__ = [
     "TowerRow",
     "Vllm",
     "family_of",
+    "family_of_config",
     "tower_kind",
     "tower_of",
 ]
@@ -33,3 +37,9 @@ SERVED = {row.vllm.architecture: row for row in FAMILIES.values() if row.vllm.ar
 def family_of(model_type: str) -> Family:
     """Return the row of a model type; one of the common contract where there is none."""
     return FAMILIES.get(model_type) or Family(model_type)
+
+
+def family_of_config(config: Any) -> Family:
+    """Return the row of a model, with the way in which the tower of its config makes visual tokens (`patches`)."""
+    row = family_of(config.model_type)
+    return replace(row, patches=row.layout(config))

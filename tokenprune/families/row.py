@@ -124,9 +124,14 @@ class Family:
         return tuple(site for site, acts in tested.items() if acts)
 
     @property
+    def tells_frames(self) -> bool:
+        """True if it is known which tokens of a video are a frame."""
+        return self.videos == "frames"
+
+    @property
     def after_frames(self) -> int | None:
         """Number of a video's tokens after its last frame; None if the tokens of a frame are not known."""
-        return self.after_video if self.videos == "frames" else None
+        return self.after_video if self.tells_frames else None
 
     def layout(self, config: Any) -> str | None:
         """Return how patches become visual tokens with the tower of a model's config; see `patches`."""

@@ -61,12 +61,16 @@ _idefics = partial(
 )
 _packs = partial(Family, units=True, videos="frames")  # a tower of the Qwen-VL make
 _qwen = partial(_packs, patches="runs", merges=True)
+_qwen_vl = partial(_qwen, sessions=True, every_method=True, apart=True)
+_mrope = partial(Vllm, budget=_OR_VIDEO, mrope=True)
 
 _stateful = partial(Family, note=_STATE, stateful=True, static_cache=False)
+_qwen3_5 = partial(_qwen, note=_STATE, since="5.13", stateful=True, static_cache=False)
 _queries = partial(
     Family,
     note="with OPT or Vicuna, not with T5; queries of a Q-Former: no grid",
     resizing=None,
+    decoder_names=("language_model.model",),
 )
 _shares_keys = partial(
     Family,
@@ -112,28 +116,9 @@ _EVERY_METHOD = (
             nested=True,
         ),
     ),
-    _qwen(
-        "qwen2_vl",
-        sessions=True,
-        every_method=True,
-        apart=True,
-        vllm=Vllm("Qwen2VLForConditionalGeneration", "Qwen2-VL", _OR_VIDEO, mrope=True, in_llm=True),
-    ),
-    _qwen(
-        "qwen2_5_vl",
-        sessions=True,
-        every_method=True,
-        apart=True,
-        vllm=Vllm("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", _OR_VIDEO, mrope=True, in_llm=True),
-    ),
-    _qwen(
-        "qwen3_vl",
-        _DEEPSTACK,
-        sessions=True,
-        every_method=True,
-        apart=True,
-        vllm=Vllm("Qwen3VLForConditionalGeneration", "Qwen3-VL", _OR_VIDEO, mrope=True, in_llm=True),
-    ),
+    _qwen_vl("qwen2_vl", vllm=_mrope("Qwen2VLForConditionalGeneration", "Qwen2-VL", in_llm=True)),
+    _qwen_vl("qwen2_5_vl", vllm=_mrope("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", in_llm=True)),
+    _qwen_vl("qwen3_vl", _DEEPSTACK, vllm=_mrope("Qwen3VLForConditionalGeneration", "Qwen3-VL", in_llm=True)),
     _tiles(
         "internvl",
         sessions=True,
@@ -177,15 +162,8 @@ _PLAIN = (
         norm_name="final_layernorm",
     ),
     _packs("glm46v", _FRAMES),
-    _packs(
-        "glm4v", _FRAMES, patches="runs", vllm=Vllm("Glm4vForConditionalGeneration", "GLM-4.1V", _OR_VIDEO, mrope=True)
-    ),
-    _packs(
-        "glm4v_moe",
-        _FRAMES,
-        patches="runs",
-        vllm=Vllm("Glm4vMoeForConditionalGeneration", "GLM-4.5V", _OR_VIDEO, mrope=True),
-    ),
+    _packs("glm4v", _FRAMES, patches="runs", vllm=_mrope("Glm4vForConditionalGeneration", "GLM-4.1V")),
+    _packs("glm4v_moe", _FRAMES, patches="runs", vllm=_mrope("Glm4vMoeForConditionalGeneration", "GLM-4.5V")),
     _packs("glm_ocr", _FRAMES, since="5.1"),
     _packs("glmga", _FRAMES, since="5.10"),
     Family("got_ocr2", square="tile"),
@@ -236,11 +214,7 @@ _PLAIN = (
         since="5.6",
         decoder_names=("language_model", "model"),
     ),
-    _qwen(
-        "qwen3_vl_moe",
-        _DEEPSTACK,
-        vllm=Vllm("Qwen3VLMoeForConditionalGeneration", "Qwen3-VL with experts", _OR_VIDEO, mrope=True),
-    ),
+    _qwen("qwen3_vl_moe", _DEEPSTACK, vllm=_mrope("Qwen3VLMoeForConditionalGeneration", "Qwen3-VL with experts")),
     Family("shieldgemma2", _BOTH_WAYS, square="always"),
     # Each frame counts as an image, with as many tokens as moved.
     Family(
@@ -254,22 +228,8 @@ _PLAIN = (
 
 # Families that hand their decoder more than the common contract.
 _SPECIAL = (
-    _qwen(
-        "qwen3_5",
-        _STATE,
-        since="5.13",
-        stateful=True,
-        static_cache=False,
-        vllm=Vllm("Qwen3_5ForConditionalGeneration", "Qwen3.5", _OR_VIDEO, mrope=True),
-    ),
-    _qwen(
-        "qwen3_5_moe",
-        _STATE,
-        since="5.13",
-        stateful=True,
-        static_cache=False,
-        vllm=Vllm("Qwen3_5MoeForConditionalGeneration", "Qwen3.5 with experts", _OR_VIDEO, mrope=True),
-    ),
+    _qwen3_5("qwen3_5", vllm=_mrope("Qwen3_5ForConditionalGeneration", "Qwen3.5")),
+    _qwen3_5("qwen3_5_moe", vllm=_mrope("Qwen3_5MoeForConditionalGeneration", "Qwen3.5 with experts")),
     _shares_keys(
         "gemma4",
         _SHARED,

@@ -26,7 +26,7 @@ def grids_of(subject: Model, inputs: dict[str, Any], images: int, video: bool) -
         found = found or [(1, side, side)] * images
     behind = 0
     if video and found is None:  # frames of one square each, and what follows the last (a newline)
-        frames, behind = sum(subject.adapter.video_frames(inputs) or []), subject.adapter.behind_video
+        frames, behind = sum(subject.adapter.video_frames(inputs) or []), subject.adapter.family.after_video
         side = math.isqrt((count - behind) // frames) if frames else 0
         found = [(frames, side, side)]
     grids = [(height, width) for times, height, width in found or [] for _ in range(times)]

@@ -88,7 +88,7 @@ def test_a_model_is_what_its_row_says(name: str, build) -> None:
     """So that an answer by name is that of the loaded model."""
     family = BUILT[name]
     adapter = adapter_for(build(family))
-    facts, row = adapter.facts, FAMILIES[family.kind]
+    facts, row = adapter.family, FAMILIES[family.kind]
     different = [key for key in ("videos", "merges", "resizing", "stateful", "static_cache", "after_frames")
                  if getattr(facts, key) != getattr(row, key)]  # fmt: skip
     assert not different

@@ -13,6 +13,7 @@ from PIL import Image
 
 import tokenprune
 from guard_drawings import measured, page, planes, scene
+from tokenprune.families import Family
 from tokenprune.guard.images import SIDE, blocks_of, text_shares
 from tokenprune.guard.settings import TEXT_LIMIT
 from tokenprune.integrations.hf.guard import pixels as guard_pixels
@@ -113,7 +114,7 @@ def test_the_measure_is_the_naive_loop() -> None:
 class Tower:
     """What the guard reads of a Qwen-VL adapter."""
 
-    patch_layout = "runs"
+    family = Family("qwen2_vl", patches="runs")
 
     class config:
         class vision_config:
@@ -145,7 +146,7 @@ def test_patches_are_looked_at_like_whole_images(monkeypatch: pytest.MonkeyPatch
 
 
 def test_tiles_frames_and_what_is_not_looked_at() -> None:
-    adapter = type("Other", (), {"patch_layout": None})
+    adapter = type("Other", (), {"family": Family("other")})
     text, noise = planes(page(336)), planes(scene("noise"))
     tiles = torch.stack([torch.stack([text, text]), torch.stack([text, noise])])
     got = guard_pixels.look(adapter, "image", {"pixel_values": tiles}).read()

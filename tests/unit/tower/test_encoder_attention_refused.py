@@ -40,7 +40,7 @@ def test_towers_that_are_not_known(build, monkeypatch: pytest.MonkeyPatch) -> No
         tokenprune.patch(model, "vscan", keep=0.3)
     assert snapshot(model) == was and not tokenprune.is_patched(model)
     monkeypatch.setitem(families.FAMILIES, "internvl", replace(families.FAMILIES["internvl"], patches=None))
-    with pytest.raises(UnsupportedSetupError, match=r"'internvl'.*patch_layout"):
+    with pytest.raises(UnsupportedSetupError, match=r"'internvl'.*its row \(patches\)"):
         tokenprune.patch(build(FAMILIES["internvl"]), "vscan", keep=0.3)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.families import Family, family_of
+from tokenprune.families import Family, family_of_config
 from tokenprune.integrations.shared.packed_features import PackedFeatures
 from tokenprune.ops.transfer import to_device
 from tokenprune.view.segments import square_grid
@@ -23,26 +22,11 @@ if TYPE_CHECKING:
 class PatchSource:
     """A model, as far as it is asked how the patches of its vision tower become visual tokens.
 
-    base: the module that joins images and text, or None where only the config is at hand. config: the model's.
+    base: the module that joins images and text. config: the model's. family: the row of its type, as its config has it.
     """
 
-    def __init__(self, base: nn.Module | None, config: Any) -> None:
-        self.base, self.config = base, config
-
-    @cached_property
-    def row(self) -> Family:
-        """The row of the model's type in the table of families."""
-        return family_of(self.config.model_type)
-
-    @property
-    def patch_layout(self) -> str | None:
-        """The way in which patches of the tower become visual tokens, see `Family.patches`; None if it is not known."""
-        return self.row.layout(self.config)
-
-    @property
-    def unit_side(self) -> int:
-        """Side of the square of patches that becomes one visual token; 1 if each patch does."""
-        return self.row.side(self.config)
+    def __init__(self, base: nn.Module, config: Any) -> None:
+        self.base, self.config, self.family = base, config, family_of_config(config)
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
         """Return (frames, height, width) in tokens of each image, from the arguments of `get_image_features` or
@@ -97,7 +81,7 @@ def place(
     features it returned. scores: `[rows of the tower, patches, C]`. packed: what `pack_image_features` did.
     Raises UnsupportedSetupError where the two do not fit together.
     """
-    layout = source.patch_layout
+    layout = source.family.patches
     if layout == "runs":
         placed = _runs(source, source.grids(modality, arguments), scores.flatten(0, 1))
     elif modality == "video":
@@ -199,7 +183,8 @@ def _runs(source: PatchSource, grids: list[tuple[int, int, int]] | None, scores:
 
 
 def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
-    side, grids = getattr(source.config, "spatial_merge_size", source.unit_side), arguments.get("image_grid_hws")
+    side = getattr(source.config, "spatial_merge_size", source.family.side(source.config))
+    grids = arguments.get("image_grid_hws")
     if grids is None:
         patch = source.config.vision_config.patch_size
         grids = [(height // patch, width // patch) for height, width in image_sizes(arguments)]

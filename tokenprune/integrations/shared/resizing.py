@@ -39,8 +39,8 @@ class Resizer:
         if self.identity:
             return
         self.rule = rule_for(processor)
-        self.resizing = self.rule.resizing if self.rule else adapter.resizing if adapter else None
-        if adapter is not None and adapter.resizing is None:
+        self.resizing = self.rule.resizing if self.rule else adapter.family.resizing if adapter else None
+        if adapter is not None and adapter.family.resizing is None:
             self.resizing = None
         self._check()
 

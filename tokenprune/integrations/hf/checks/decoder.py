@@ -49,7 +49,7 @@ def reads_next_layer(method: Method) -> bool:
 
 def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:
     """Raise an error of ours for a method that may not act on this family; see `tokenprune.abilities`."""
-    facts = adapter.facts
+    facts = adapter.family
     for step in steps:
         method, acts = step.method, step.acts
         if isinstance(method, (EncoderMethod, UnitDropper, FrameMerger)):
@@ -75,7 +75,7 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
     for method in decoding_methods:
         decoding.check(method, len(decoding_methods) - 1)
     for step in steps:
-        if step.budget.of_videos and adapter.facts.after_frames is None:
+        if step.budget.of_videos and adapter.family.after_frames is None:
             raise BudgetError(
                 f"{step.budget} goes by the frames of a video, which are not known of {adapter.config.model_type!r}: "
                 "frames that its processor hands over as images have a budget each; say keep= or tokens="
@@ -138,7 +138,7 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
 
 def check_static_call(steps: Iterable[Step], adapter: Adapter, in_blocks: bool) -> None:
     """Raise UnsupportedSetupError if a decoder with a static cache cannot be cut by `steps`."""
-    use, facts = abilities.STATIC.instead, adapter.facts
+    use, facts = abilities.STATIC.instead, adapter.family
     if compat.COUNTS_OUTSIDE:
         raise UnsupportedSetupError(
             f"cannot prune with a static cache in transformers {compat.VERSION}, whose models say by their own count "
@@ -160,7 +160,7 @@ def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
     shape = kwargs["inputs_embeds"].shape[:2]
     for name, value in kwargs.items():
         per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == shape
-        known = _PER_TOKEN | adapter.extra_arguments | adapter.entry_tokens.keys()
+        known = _PER_TOKEN | adapter.extra_arguments | adapter.family.entry_tokens.keys()
         if per_token and name not in known:
             raise UnsupportedSetupError(
                 f"the decoder of {adapter.config.model_type!r} got the per-token argument {name!r}, which its "

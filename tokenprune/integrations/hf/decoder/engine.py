@@ -75,7 +75,7 @@ class Engine(Attachable):
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
         self._stats = Stats()
-        self._reads_text = adapter.reads_prompt or any(part.reads_text for part in self.parts)
+        self._reads_text = adapter.family.runs_of_tiles or any(part.reads_text for part in self.parts)
         self._at = {moment: acting(self.parts, moment) for moment in MOMENTS}
         self._finder = (acting(self.parts, "find_features") or [Part()])[0]
         # Layers to which a cut is made or what is called with is read, and all of them.

@@ -50,7 +50,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
         embeds = apply(call, step, choose(call, step, embeds, adapter), embeds, adapter)
     index = call.held.layout.index
     extras = dict(inputs.extras)
-    for name, dim in adapter.entry_tokens.items():
+    for name, dim in adapter.family.entry_tokens.items():
         if extras.get(name) is not None:
             extras[name] = gather_tokens(extras[name], index, dim)
     if compat.COUNTS_OUTSIDE:

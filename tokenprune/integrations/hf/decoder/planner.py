@@ -32,11 +32,11 @@ class Planner:
 
     def find_segments(self, call: Call, embeds: Tensor) -> None:
         """Set `call.held.segments` and `call.report` where the call has visual tokens. embeds: `[B, L, D]`."""
-        outputs = call.outputs if self.adapter.features_per_image else {}
-        step = self.adapter.step_within_image
-        runs = self._runs_per_image(call) if self.adapter.reads_prompt else None
+        outputs = call.outputs if self.adapter.family.features_per_image else {}
+        step = self.adapter.family.step_within_image
+        runs = self._runs_per_image(call) if self.adapter.family.runs_of_tiles else None
         grid_of = self.adapter.image_grid
-        behind = self.adapter.behind_video
+        behind = self.adapter.family.after_video
         tempo = Tempo(self.adapter.seconds_per_frame(call.arguments), self.adapter.joined) if self._of_videos else None
         found = find_segments(call.host.masks, outputs, self.per, embeds.device, step, runs, grid_of, behind, tempo)
         if found is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters to model families: `base` has the common contract, `facts` what the table says, other files exceptions.
+"""Adapters to model families: `base` has the common contract, other files have exceptions.
 
 The adapters import transformers, so they load with the first use of a name below.
 """

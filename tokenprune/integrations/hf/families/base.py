@@ -7,26 +7,27 @@ into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tokenprune.errors import UnsupportedModelError
-from tokenprune.families import SUPPORTED, Family
+from tokenprune.families import FAMILIES, SUPPORTED, Family, family_of_config
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import keys_of
-from tokenprune.integrations.hf.families.facts import FamilyFacts
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.shared.patch_grid import image_grid
+from tokenprune.integrations.shared.patch_grid import PatchSource, image_grid
 from tokenprune.ops.transfer import to_device
 
 # Layers that keep a key and a value for each token.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
+_STATIC = {"full_attention", "sliding_attention"}  # those that can hold fewer tokens in a static cache
 # Layers that carry a state from token to token (linear attention, state space, convolution), or look at one token at a
 # time. Their state is built from the tokens that reach them, as if there had never been others.
 STATEFUL = {"linear_attention", "conv", "mamba"}
@@ -35,16 +36,12 @@ _POINTWISE = {"mlp", "moe"}
 _SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 
 
-class Adapter(FamilyFacts):
-    """The common contract; it serves every model type that no other adapter names in `families`."""
+class Adapter(PatchSource):
+    """The common contract; it serves every model type for which no other adapter is registered.
 
-    families: tuple[str, ...] = ()
-
-    # Per-token arguments of the decoder beyond the common ones that `take_extras` deals with.
-    extra_arguments: frozenset[str] = frozenset()
-
-    # Whether the ids of a prompt tell which runs of placeholders make up an image: see `runs_per_image`.
-    reads_prompt = False
+    Facts are in its row, `family`: that of the model's type, as this very model has it. Behaviour is in its methods,
+    which the adapter of a family that differs overrides.
+    """
 
     # Modules and configs of many classes, which share no type that has what is read of them.
     model: Any
@@ -57,6 +54,7 @@ class Adapter(FamilyFacts):
         # Wrappers (an adapter library) come and go; what is said of the patch stands in the model itself.
         self.model = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), model)
         self.config = self.model.config
+        self.family = family_of_config(self.config)
         self.base, self.decoder = self._find(self.model)
         self.text_config = self.decoder.config
         kinds = getattr(self.text_config, "layer_types", None) or ()
@@ -68,38 +66,28 @@ class Adapter(FamilyFacts):
         # Layers without keys: those that carry a state, and those that see one token at a time.
         self.stateful = frozenset(index for index, kind in enumerate(kinds) if kind not in _ATTENDING)
         self.placeholders = self._placeholder_ids()
+        row = self.family
+        videos: Any = "none" if "video" not in self.placeholders else "frames" if row.tells_frames else "whole"
+        static = row.static_cache and self._keeps_own_keys() and set(kinds) <= _STATIC
+        self.family = replace(row, videos=videos, stateful=bool(self.stateful), static_cache=static)
 
     # -- finding the parts
 
-    @property
-    def facts(self) -> Family:
-        """The row of the model's type, as this adapter and this very model have it."""
-        videos: Any = "none" if "video" not in self.placeholders else "frames" if self.tells_frames else "whole"
-        return replace(
-            self.row,
-            videos=videos,
-            after_video=self.behind_video,
-            patches=self.patch_layout,
-            merges=self.unmergeable is None,
-            resizing=self.resizing,
-            stateful=bool(self.stateful),
-            static_cache=self.static_caches,
-        )
-
     def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
         """Return the module that merges images into text, and the decoder inside it."""
+        names, norm = self.family.decoder_names, self.family.norm_name
         # Top down, so that wrappers (a causal LM head, an adapter library) are passed through.
         for base in model.modules():
-            for name in self.decoder_names:
+            for name in names:
                 try:
                     decoder = attrgetter(name)(base)
                 except AttributeError:
                     continue
-                if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, self.norm_name):
+                if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, norm):
                     return base, decoder
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no {' or '.join(self.decoder_names)} with layers and {self.norm_name} "
-            f"where it is expected. {how_to_add()}"
+            f"{type(model).__name__} has no {' or '.join(names)} with layers and {norm} where it is expected. "
+            f"{how_to_add()}"
         )
 
     def _placeholder_ids(self) -> dict[str, int]:
@@ -132,7 +120,7 @@ class Adapter(FamilyFacts):
     @property
     def norm(self) -> nn.Module:
         """The decoder's last norm."""
-        return getattr(self.decoder, self.norm_name)
+        return getattr(self.decoder, self.family.norm_name)
 
     @property
     def attention(self) -> str:
@@ -170,11 +158,11 @@ class Adapter(FamilyFacts):
     def image_grid(self, count: int) -> tuple[int, int, int] | None:
         """Return (1, height, width) of an image of `count` tokens whose shape nothing else tells; None where it is not
         known. Only an image of one square without separators is known by its number of tokens: see `Family.square`."""
-        return image_grid(self.row, count, self.config)
+        return image_grid(self.family, count, self.config)
 
     def runs_per_image(self, ids: list[int], runs: list[tuple[int, int]]) -> list[int]:
         """Return how many runs of placeholders each image of a row consists of, in their order. Asked where
-        `reads_prompt`.
+        the family has `runs_of_tiles`.
 
         ids: of the row's prompt, padding among them. runs: (first, last + 1) of each unbroken run of placeholders.
         """
@@ -229,6 +217,11 @@ class Adapter(FamilyFacts):
 
     # -- per-token arguments of the decoder beyond the common ones
 
+    @property
+    def extra_arguments(self) -> frozenset[str]:
+        """Names of those that `take_extras` deals with."""
+        return frozenset()
+
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
         """Take per-token arguments that the engine must not pass on unchanged out of the decoder's `kwargs`; what is
         returned is handed to `cut_extras` and `after_layer`. Called once per forward, before any cut."""
@@ -263,12 +256,9 @@ class Adapter(FamilyFacts):
 
     # -- layers that read the keys of other layers
 
-    @property
-    def static_caches(self) -> bool:
-        """True if tokens can be left out of a static cache: each layer must keep keys of its own."""
-        own_keys = type(self).key_count is Adapter.key_count and type(self).cached_keys is Adapter.cached_keys
-        kinds = getattr(self.text_config, "layer_types", None) or ()
-        return own_keys and not self.stateful and not any("chunked" in kind for kind in kinds)
+    def _keeps_own_keys(self) -> bool:
+        """Return True if each layer keeps the keys that it attends to."""
+        return type(self).key_count is Adapter.key_count and type(self).cached_keys is Adapter.cached_keys
 
     def key_count(self, layer: int, kwargs: dict[str, Any]) -> int | None:
         """Return how many keys a layer called with `kwargs` attends to; None if it keeps keys of its own."""
@@ -290,24 +280,33 @@ class Adapter(FamilyFacts):
         return []
 
 
-ADAPTERS: list[type[Adapter]] = []
+ADAPTERS: dict[str, type[Adapter]] = {}
+_A = TypeVar("_A", bound=Adapter)
 
 
-def register_adapter(cls: type[Adapter]) -> type[Adapter]:
-    """Register an adapter for the model types in its `families`; it is preferred over those registered before."""
-    ADAPTERS.append(cls)
-    return cls
+def register_adapter(*families: str | Family) -> Callable[[type[_A]], type[_A]]:
+    """Register an adapter for model types; it takes the place of one that was registered before.
+
+    families: names of model types, or rows for those that the table of families lacks, or has otherwise.
+    """
+
+    def register(cls: type[_A]) -> type[_A]:
+        FAMILIES.update((row.name, row) for row in families if isinstance(row, Family))
+        ADAPTERS.update((one.name if isinstance(one, Family) else one, cls) for one in families)
+        return cls
+
+    return register
 
 
 def supported_families() -> list[str]:
     """Return the model types that are known to work, sorted: those that the test suite covers (`SUPPORTED`), and those
-    that registered adapters name."""
-    return sorted({*SUPPORTED, *(family for adapter in ADAPTERS for family in adapter.families)})
+    for which adapters are registered."""
+    return sorted({*SUPPORTED, *ADAPTERS})
 
 
 def how_to_add() -> str:
     return (
         f"Supported and tested: {', '.join(supported_families())}; other models that follow the same contract work "
         "too. To add a family, derive from tokenprune.integrations.hf.families.Adapter and decorate the class with "
-        "@register_adapter"
+        "@register_adapter(Family(...))"
     )

@@ -36,9 +36,6 @@ def adapter_for(model: nn.Module) -> Adapter:
             f"model type {kind!r} can be pruned from transformers {SUPPORTED[kind].since} on, and this is transformers "
             f"{compat.VERSION}: pip install 'transformers>={SUPPORTED[kind].since}'"
         )
-    for adapter in reversed(ADAPTERS):
-        if kind in adapter.families:
-            return adapter(model)
-    if kind in REFUSED:
+    if kind in REFUSED and kind not in ADAPTERS:
         raise UnsupportedModelError(f"model type {kind!r} is not supported: {REFUSED[kind]}. {how_to_add()}")
-    return Adapter(model)
+    return ADAPTERS.get(kind, Adapter)(model)

@@ -11,17 +11,15 @@ from tokenprune.integrations.hf.families.base import Adapter, register_adapter
 from tokenprune.integrations.hf.sequence.layout import Layout
 
 
-@register_adapter
+@register_adapter("perception_lm")
 class PerceptionLMAdapter(Adapter):
     """PerceptionLM encodes its videos by `get_image_features`, too."""
-
-    families = ("perception_lm",)
 
     def modality(self, modality: str, arguments: dict[str, Any], call: dict[str, Any]) -> str:
         return "video" if arguments.get("pixel_values") is call.get("pixel_values_videos") else modality
 
 
-@register_adapter
+@register_adapter("idefics3", "smolvlm")
 class Idefics3Adapter(Adapter):
     """Idefics3 and SmolVLM: the tiles of an image are separate runs of placeholders, and the prompt of the processor
     says which belong together:
@@ -33,9 +31,6 @@ class Idefics3Adapter(Adapter):
     The whole view comes last, and <fake> closes it. The model's config has the id of `image` alone; <fake> is known by
     its place, two before each run.
     """
-
-    families = ("idefics3", "smolvlm")
-    reads_prompt = True
 
     def runs_per_image(self, ids: list[int], runs: list[tuple[int, int]]) -> list[int]:
         """Return the number of tiles, the whole view among them, of each image. Tiles whose image is not closed as
@@ -55,11 +50,9 @@ class Idefics3Adapter(Adapter):
         return images + [1] * tiles
 
 
-@register_adapter
+@register_adapter("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga")
 class GlmAdapter(Adapter):
     """GLM-4.1V and its kin mark the frames of a video with the id of images. A batch holds the one or the other."""
-
-    families = ("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga")
 
     def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
         mask = super().visual_mask(call)
@@ -69,7 +62,7 @@ class GlmAdapter(Adapter):
         return {"image": mask["video"], "video": mask["image"]}
 
 
-@register_adapter
+@register_adapter("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "cosmos3_omni", "cohere_compass")
 class DeepstackAdapter(Adapter):
     """Qwen3-VL and its kin add features of several tower layers to the visual tokens after the first decoder layers.
 
@@ -77,8 +70,9 @@ class DeepstackAdapter(Adapter):
     function of the model, after each layer.
     """
 
-    families = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "cosmos3_omni", "cohere_compass")
-    extra_arguments = frozenset({"visual_pos_masks"})
+    @property
+    def extra_arguments(self) -> frozenset[str]:
+        return frozenset({"visual_pos_masks"})
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
         mask, features = kwargs.pop("visual_pos_masks", None), kwargs.pop("deepstack_visual_embeds", None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,13 +26,9 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.shared.attachable import states
 
 
-@register_adapter
+@register_adapter("blip-2", "instructblip", "instructblipvideo")
 class QFormerAdapter(Adapter):
     """BLIP-2 and InstructBLIP with any decoder as language model; OPT counts positions by the attention mask."""
-
-    families = ("blip-2", "instructblip", "instructblipvideo")
-    decoder_names = ("language_model.model",)
-    norm_name = "norm"
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -49,7 +45,8 @@ class QFormerAdapter(Adapter):
             )
         self.learned_positions = text.model_type == "opt"
         if self.learned_positions:
-            self.decoder_names, self.norm_name = ("language_model.model.decoder",), "final_layer_norm"
+            path = ("language_model.model.decoder",)
+            self.family = replace(self.family, decoder_names=path, norm_name="final_layer_norm")
         outer: Any
         outer, decoder = super()._find(model)
         self.outer = outer

@@ -17,6 +17,7 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 
 
+@register_adapter("gemma4", "gemma4_unified")
 class SharedKeysAdapter(Adapter):
     """Gemma 3n and Gemma 4: each layer gets a slice of `per_layer_inputs`, and the last layers attend to the keys of
     earlier ones, so that what those hold they see."""
@@ -44,16 +45,9 @@ class SharedKeysAdapter(Adapter):
         return min(sources), f"layers {shared[0]} to {shared[-1]} attend to the keys of layers {sources}"
 
 
-@register_adapter
-class Gemma4Adapter(SharedKeysAdapter):
-    families = ("gemma4", "gemma4_unified")
-
-
-@register_adapter
+@register_adapter("gemma3n")
 class Gemma3nAdapter(SharedKeysAdapter):
     """Gemma 3n carries several streams of hidden states, `[streams, B, L, D]`; methods see the active one."""
-
-    families = ("gemma3n",)
 
     def _source(self, layer: int) -> Any:
         # The index of a layer in transformers 5.19, a kind of layer in later versions.
@@ -73,12 +67,10 @@ class Gemma3nAdapter(SharedKeysAdapter):
         return flat[..., stream * width : (stream + 1) * width]
 
 
-@register_adapter
+@register_adapter("llama4")
 class Llama4Adapter(Adapter):
     """Llama 4: some layers attend in chunks of positions; those without rotary embedding scale their queries by a place
     that they count themselves. Tiles are set apart by separators, which are text: each tile counts as an image."""
-
-    families = ("llama4",)
 
     def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any, config: Any = None) -> dict[str, Any]:
         # create_masks_for_generate of transformers 5.19 fails on chunks.
@@ -124,12 +116,10 @@ class QueryScales(Part):
         return output * (scales[0] / scales[1]).unsqueeze(-1).to(output.dtype)
 
 
-@register_adapter
+@register_adapter("chameleon")
 class ChameleonAdapter(Adapter):
     """Chameleon's decoder takes ids and pixels, and puts the one into the other itself: it is the base, too. Images
     are ids of its vocabulary, as in Emu 3."""
-
-    families = ("chameleon",)
 
     def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
         _, decoder = super()._find(model)
@@ -150,11 +140,9 @@ class ChameleonAdapter(Adapter):
         return kwargs | {"inputs_embeds": embeds.masked_scatter(places, features)}
 
 
-@register_adapter
+@register_adapter("ernie4_5_vl_moe")
 class ErnieAdapter(Adapter):
     """Ernie 4.5 VL routes tokens to experts for text or for images, by a type that every layer is handed."""
-
-    families = ("ernie4_5_vl_moe",)
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
         grids = super().grids(modality, arguments)
@@ -164,12 +152,13 @@ class ErnieAdapter(Adapter):
         return [(max(1, frames // merge), height, width) for frames, height, width in grids]
 
 
-@register_adapter
+@register_adapter("granite4_vision")
 class GraniteAdapter(Adapter):
     """Granite 4 Vision hands its decoder zeros where images are, and features that are added before some layers."""
 
-    families = ("granite4_vision",)
-    extra_arguments = frozenset({"vision_mask"})
+    @property
+    def extra_arguments(self) -> frozenset[str]:
+        return frozenset({"vision_mask"})
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
         mask, features = kwargs.pop("vision_mask", None), kwargs.pop("deepstack_features", None)
@@ -197,11 +186,9 @@ class GraniteAdapter(Adapter):
         return hidden if layer not in extras else hidden + extras[layer].to(hidden.device, hidden.dtype)
 
 
-@register_adapter
+@register_adapter("kimi_k25")
 class LatentAdapter(Adapter):
     """Kimi K2.5's decoder caches latents, from which its attention makes the keys."""
-
-    families = ("kimi_k25",)
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
         sizes, (height, width) = arguments.get(f"{modality}_grid_thw"), self.config.vision_config.merge_kernel_size
@@ -213,11 +200,9 @@ class LatentAdapter(Adapter):
         return attention.expand_kv(keys_of(cache, layer), values_of(cache, layer))[0]
 
 
-@register_adapter
+@register_adapter("nemotron_h_omni")
 class NemotronAdapter(Adapter):
     """Nemotron-H Omni mixes state-space layers, attention and layers of experts."""
-
-    families = ("nemotron_h_omni",)
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

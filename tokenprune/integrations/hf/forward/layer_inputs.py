@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tokenprune.families import Family
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, new_positions
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.sequence import masks
@@ -29,7 +30,7 @@ class LayerFacts(Protocol):
     def attention(self) -> str: ...
 
     @property
-    def layer_tokens(self) -> Mapping[str | int, int]: ...
+    def family(self) -> Family: ...
 
 
 def columns_for(
@@ -109,7 +110,7 @@ class LayerInputs:
             kwargs["attention_mask"] = mask
         if self.rows is not None:
             placed = list(args)
-            for name, dim in adapter.layer_tokens.items():
+            for name, dim in adapter.family.layer_tokens.items():
                 if isinstance(name, int):
                     if name < len(placed):
                         placed[name] = self.gathered(placed[name], dim)

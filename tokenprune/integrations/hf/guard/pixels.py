@@ -42,7 +42,7 @@ def look(adapter: Adapter, modality: str, arguments: dict[str, Any]) -> AsyncVal
         planes, images = pixels.flatten(0, 1), len(pixels)
     elif pixels.ndim == 4:
         planes, images = pixels, len(pixels)
-    elif pixels.ndim == 2 and adapter.patch_layout == "runs":
+    elif pixels.ndim == 2 and adapter.family.patches == "runs":
         return _of_patches(adapter, pixels, arguments.get(f"{modality}_grid_thw"))
     else:
         return None
@@ -98,8 +98,8 @@ def looks_of_segments(call: Call, adapter: Adapter) -> SegmentLooks:
     pieces: list[tuple[int, int, list[tuple[AsyncValues, Sequence[int]]]]] = []  # (row, first position, its looks)
     for modality, output in call.outputs.items():
         mask, looks = call.host.masks[modality], record_of(output).looks
-        known = output if adapter.features_per_image else None
-        for row, columns, which in _matched(modality, mask, output, known, looks, adapter.step_within_image):
+        known = output if adapter.family.features_per_image else None
+        for row, columns, which in _matched(modality, mask, output, known, looks, adapter.family.step_within_image):
             pieces.append((row, int(columns[0]), [] if which is None or looks is None else [(looks, which)]))
     pieces.sort(key=lambda piece: piece[:2])
     rows = call.held.segments.row

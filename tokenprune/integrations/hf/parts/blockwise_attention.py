@@ -160,7 +160,7 @@ class BlockAttention(Part):
 
     def _visuals(self, call: Call, batch: int) -> list[list[Visual] | str]:
         """Return the videos and images of each row in order, or why they are not known."""
-        outputs = call.outputs if self.adapter.features_per_image else {}
+        outputs = call.outputs if self.adapter.family.features_per_image else {}
         segments = find_segments(call.host.masks, outputs, "image", torch.device("cpu"))
         rows: list[list[Visual] | str] = [[] for _ in range(batch)]
         if segments is None:

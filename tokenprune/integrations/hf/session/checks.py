@@ -96,7 +96,7 @@ def check_patch(attachment: Any, adapter: Adapter) -> None:
             reason = "feature_cache= keeps what a session drops"
         elif any(isinstance(part, GuardPart) for part in attachment.engine.parts):
             reason = "its guard reads questions, which a session hears after its frames (guard='off' leaves it out)"
-        elif adapter.row.masks_by_type:
+        elif adapter.family.masks_by_type:
             reason = f"the masks of {adapter.config.model_type!r} by type of token are not tested with pruned blocks"
         else:
             return

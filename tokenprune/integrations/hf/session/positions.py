@@ -73,7 +73,7 @@ def frames_and_cells(adapter: Adapter, ids: Tensor, inputs: Mapping[str, Any]) -
         alike = [run for run in runs if run[0] == modality]
         which = next(index for index, run in enumerate(alike) if run[1][0] == start)
         frames = units[which] if len(units) == len(alike) else sum(units) if len(alike) == 1 else 1
-        behind = adapter.behind_video if modality == "video" else 0
+        behind = adapter.family.after_video if modality == "video" else 0
         for size in tokens_per_frame(end - start, frames, behind) or [end - start]:
             found[0, start : start + size], found[1, start : start + size] = number, torch.arange(size, device="cpu")
             number, start = number + 1, start + size
@@ -88,5 +88,5 @@ def _frames_of_each(adapter: Adapter, modality: str, inputs: Mapping[str, Any]) 
     if modality == "video":
         return adapter.video_frames({name: value for name, value in inputs.items() if "video" in name}) or []
     of_each = [inputs[name] for name in ("image_sizes", "image_grid_thw", "pixel_values") if name in inputs]
-    tiled = adapter.row.square == "tile"  # as many tiles as it likes in one run
+    tiled = adapter.family.square == "tile"  # as many tiles as it likes in one run
     return [1] * len(of_each[0]) if of_each and not tiled else []

@@ -209,7 +209,7 @@ class Stream:
     def _token_types(self, ids: Tensor) -> dict[str, Tensor]:
         """Return token types for a family that makes masks of them: transformers fills them up on the right to the
         length of the keys, so those of what the cache holds come in front."""
-        if not self.adapter.row.masks_by_type:
+        if not self.adapter.family.masks_by_type:
             return {}
         types = (ids == self.adapter.placeholders["image"]).long()
         return {"token_type_ids": torch.cat([ids.new_zeros(1, self.memory.held), types], 1)}

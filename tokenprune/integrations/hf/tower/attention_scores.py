@@ -87,7 +87,7 @@ class BlockReader(Part):
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         take_packed()  # what a call that failed may have left
         lengths = None
-        if self.adapter.patch_layout == "sized":
+        if self.adapter.family.patches == "sized":
             given = dict(zip(("pixel_values", "image_sizes"), args, strict=False)) | kwargs
             patch = self.adapter.config.vision_config.patch_size
             lengths = [(height // patch) * (width // patch) for height, width in image_sizes(given)]
@@ -126,7 +126,7 @@ class BlockReader(Part):
         # [rows of the tower, patches, C] each; where the tower lays images end to end, one row of all patches.
         if not all(state.values()):
             raise UnsupportedSetupError(f"{self.name}: not all blocks of the vision tower showed their attention")
-        on_one_axis = self.adapter.patch_layout in ("runs", "sized")
+        on_one_axis = self.adapter.family.patches in ("runs", "sized")
         layers = [
             torch.cat([piece.flatten(0, 1) for piece in pieces])[None] if on_one_axis else torch.cat(pieces)
             for pieces in state.values()

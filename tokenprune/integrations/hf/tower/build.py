@@ -15,7 +15,7 @@ from tokenprune.sites.encoder import EncoderMethod
 
 def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> TowerPatch:
     """Return the patch for the kind of tower that `adapter`'s model has; see the classes for what they raise."""
-    abilities.check(method, adapter.facts)
+    abilities.check(method, adapter.family)
     blocks = getattr(getattr(adapter.base, "visual", None), "blocks", None)
     if blocks and type(blocks[0]).__name__ in BLOCKS:
         return PackedTowerPatch(adapter, method, budget)

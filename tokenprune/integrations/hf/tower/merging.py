@@ -2,7 +2,7 @@
 """Merging inside towers whose images have rows of their own (CLIP, SigLIP and their like, InternVL); see base.py for
 what lies behind.
 
-Where a square of patches becomes one visual token after the tower (`PatchSource.unit_side`), such units merge as
+Where a square of patches becomes one visual token after the tower (`Family.unit_side`), such units merge as
 wholes, patch by patch (units.py).
 """
 
@@ -78,7 +78,7 @@ class EncoderPatch(TowerPatch):
         blocks = [
             Block(layer, getattr(layer, block.norm), getattr(layer, block.end), scale=block.scale) for layer in layers
         ]
-        tokens, side = patches_of(adapter.config.vision_config) + block.protected, adapter.unit_side
+        tokens, side = patches_of(adapter.config.vision_config) + block.protected, adapter.family.side(adapter.config)
         shape, units = Tower(tokens, block.protected, len(layers), read, self.tower), None
         if side > 1:
             units = Units(side, block.protected)

@@ -48,7 +48,7 @@ class FeatureReuse(Part):
     def __init__(self, adapter: Adapter, cache: FeatureCache, apart: bool) -> None:
         super().__init__()
         self.adapter, self.cache = adapter, cache
-        self.apart = apart and adapter.row.apart
+        self.apart = apart and adapter.family.apart
         family, base = adapter.config.model_type, adapter.base
         if not any(callable(getattr(base, f"get_{modality}_features", None)) for modality in adapter.placeholders):
             raise UnsupportedSetupError(
@@ -152,7 +152,7 @@ class FeatureReuse(Part):
             rows = dict.fromkeys(of_images, slice(index, index + 1)) | {name: slice(*span)}
             images.append(({other: value[rows[other]] for other, value in of_images.items()}, rows))
         sizes = of_images.get("image_sizes")
-        if sizes is not None and self.adapter.patch_layout == "packed" and pixels.ndim == 5:
+        if sizes is not None and self.adapter.family.patches == "packed" and pixels.ndim == 5:
             tiles = tiles_of(self.adapter, arguments, sizes.cpu())
             for (own, _), count in zip(images, tiles, strict=True):
                 own[name] = own[name][:, :count]  # behind them there is padding, as the others of the call need it

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tokenprune.budget import Budget
+from tokenprune.families import family_of_config
 from tokenprune.integrations.shared.packed_features import PackedFeatures, newline_number, numbered
-from tokenprune.integrations.shared.patch_grid import PatchSource
 from tokenprune.integrations.shared.tile_goals import Goal, apart_of, goals_of
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.setting.towers import served_tower
@@ -26,7 +26,7 @@ _HOST = torch.device("cpu")
 
 def crops(config: Any) -> bool:
     """Return True for a model that crops its tiles behind the tower."""
-    return PatchSource(None, config).patch_layout == "packed"
+    return family_of_config(config).patches == "packed"
 
 
 def pack(cls: Any, config: Any, size: Any, tiles: int, tokens: int, device: torch.device = _HOST) -> PackedFeatures:

@@ -9,8 +9,7 @@ from typing import Any
 from tokenprune.abilities import AFTER_THE_TOWER
 from tokenprune.base import Method
 from tokenprune.errors import OptionError
-from tokenprune.families import SERVED
-from tokenprune.integrations.shared.patch_grid import PatchSource
+from tokenprune.families import SERVED, family_of_config
 from tokenprune.integrations.vllm.setting.towers import merges_in_tower
 from tokenprune.view.registry import compares_frames
 
@@ -24,7 +23,7 @@ def check_items(method: Method, setting_of: Callable[[str, int], Any], items: An
     """
     from vllm.multimodal.parse import EmbeddingItems, ImageProcessorItems
 
-    served, merges = PatchSource(None, info.get_hf_config()), merges_in_tower(method)
+    served, merges = family_of_config(info.get_hf_config()), merges_in_tower(method)
     for modality, of_modality in items.items():
         if modality == "image" and compares_frames(method):
             continue  # it leaves them as they are
@@ -33,11 +32,11 @@ def check_items(method: Method, setting_of: Callable[[str, int], Any], items: An
             continue
         video = modality == "video"
         _check(
-            not video or served.patch_layout == "runs" or (served.patch_layout == "packed" and not merges),
-            f"{method.name}: the video features of {served.config.model_type!r} do not tell which patches of the "
+            not video or served.patches == "runs" or (served.patches == "packed" and not merges),
+            f"{method.name}: the video features of {served.name!r} do not tell which patches of the "
             f"vision tower they were made of; {AFTER_THE_TOWER}",
         )
-        if served.patch_layout != "packed":
+        if served.patches != "packed":
             continue
         for index in range(len(of_modality)):
             if of_modality.get(index) is None:

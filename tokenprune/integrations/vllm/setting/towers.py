@@ -13,8 +13,8 @@ from tokenprune.abilities import AFTER_THE_TOWER
 from tokenprune.base import Method, Pruner
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.families import TOWERS, TowerRow, family_of, tower_kind, tower_of
-from tokenprune.integrations.shared.patch_grid import PatchSource, patches_of
+from tokenprune.families import TOWERS, TowerRow, family_of, family_of_config, tower_kind, tower_of
+from tokenprune.integrations.shared.patch_grid import patches_of
 from tokenprune.integrations.shared.tower_scores import block_index, read_block, without_tower
 from tokenprune.integrations.shared.units import Units
 from tokenprune.shapes.fingerprint import Fingerprint
@@ -33,7 +33,7 @@ def drops_units(method: Method | None) -> bool:
 
 def is_known(config: Any) -> bool:
     """Return True where it is known how patches of this model's tower become visual tokens."""
-    return PatchSource(None, config).patch_layout is not None and tower_of(config) is not None
+    return family_of_config(config).patches is not None and tower_of(config) is not None
 
 
 def packs(config: Any) -> bool:
@@ -132,14 +132,14 @@ def served_tower(method: EncoderMethod, config: Any) -> ServedTower:
 
 def units_of(config: Any) -> Units | None:
     """Return the patches that become one visual token, of a tower whose images are rows; None where each does."""
-    side = PatchSource(None, config).unit_side
+    side = family_of(config.model_type).side(config)
     return Units(side, row_of(config).class_tokens) if side > 1 else None
 
 
 def tiles_of(method: EncoderMethod, config: Any, count: int) -> int:
     """Return how many budgets an image of `count` visual tokens has: one for each row of the tower, where rows are not
     cropped; else one."""
-    if packs(config) or PatchSource(None, config).patch_layout == "packed":
+    if packs(config) or family_of_config(config).patches == "packed":
         return 1
     return max(1, count // served_tower(method, config).patches)
 

@@ -85,7 +85,7 @@ class TowerReader:
         if not all(own.values()):
             raise TokenPruneError(f"{method.name}: the vision tower showed no attention; pass pixels, not embeddings")
         # Sequences of different length lie end to end, tiles are rows.
-        axis = 1 if self.served.patch_layout in ("runs", "sized") else 0
+        axis = 1 if self.served.family.patches in ("runs", "sized") else 0
         layers = [torch.cat(pieces, dim=axis) for pieces in own.values()]
         joined = torch.cat(layers, dim=-1)
         placed = self._place(joined, index, outputs, kwargs, modality)
@@ -93,7 +93,7 @@ class TowerReader:
 
     def _place(self, scores: Tensor, index: int, outputs: Sequence[Tensor], kwargs: Mapping, modality: str) -> Any:
         """scores: `[rows of the tower, patches, C]` of all items."""
-        layout, packed = self.served.patch_layout, None
+        layout, packed = self.served.family.patches, None
         arguments: dict[str, Any] = {}
         if layout == "runs":
             grids = _grids(kwargs, modality)
@@ -126,11 +126,11 @@ class TowerReader:
 
     def _sequences(self, kwargs: Mapping[str, Any], modality: str) -> list[int] | None:
         """Lengths of the sequences that the tower lays end to end; None if it makes a row of each."""
-        if self.served.patch_layout == "runs":
+        if self.served.family.patches == "runs":
             return [h * w for t, h, w in _grids(kwargs, modality) for _ in range(t)]
-        if self.served.patch_layout == "sized" and "image_grid_hws" in kwargs:
+        if self.served.family.patches == "sized" and "image_grid_hws" in kwargs:
             return [height * width for height, width in _sides(kwargs)]
-        if self.served.patch_layout == "sized":
+        if self.served.family.patches == "sized":
             patch = self.served.config.vision_config.patch_size
             sizes = [one.shape[-2:] for one in kwargs["pixel_values"]]
             return [(height // patch) * (width // patch) for height, width in sizes]

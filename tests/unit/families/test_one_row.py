@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A family is one row, which both engines read, and a method of an adapter only where its code differs."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Iterator
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from families import FAMILIES as BUILT
+from tokenprune import UnsupportedModelError, UnsupportedSetupError, abilities, families
+from tokenprune.errors import PlaceholderMismatchError
+from tokenprune.families import Family, family_of_config
+from tokenprune.integrations.hf.families import Adapter, adapter_for, base, register_adapter
+
+NEW = "made_up"
+
+
+@pytest.fixture(autouse=True)
+def tables() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    rows, adapters = dict(families.FAMILIES), dict(base.ADAPTERS)
+    yield
+    for table, before in ((families.FAMILIES, rows), (base.ADAPTERS, adapters)):
+        table.clear()
+        table.update(before)
+
+
+@pytest.fixture
+def model(build) -> Any:
+    model = copy.deepcopy(build(BUILT["llava"]))  # that of all tests keeps its type
+    model.config.model_type = NEW
+    return model
+
+
+def test_adapters_override_methods_never_attributes() -> None:
+    for file in ("plain", "qformer", "special"):
+        module = importlib.import_module(f"tokenprune.integrations.hf.families.{file}")
+        for _, cls in inspect.getmembers(module, inspect.isclass):
+            if issubclass(cls, Adapter) and cls is not Adapter:
+                own = {name: one for name, one in vars(cls).items() if not name.startswith("__")}
+                assert all(isinstance(one, FunctionType | property) for one in own.values()), (cls, own)
+                assert all(name.startswith("_") or hasattr(Adapter, name) for name in own), (cls, own)
+
+
+def test_each_adapter_serves_families_of_the_table() -> None:
+    assert base.ADAPTERS.keys() <= families.SUPPORTED.keys()
+
+
+@torch.no_grad()
+def test_a_row_is_all_that_a_family_needs(model) -> None:
+    inputs = BUILT["llava"].make_inputs(images=(2, 1))
+    with pytest.raises(UnsupportedSetupError, match=rf"'{NEW}'.*in its row \(patches\)"):
+        tokenprune.patch(model, "fastervlm", keep=0.5)
+    tokenprune.patch(model, "divprune", keep=0.5)  # the common contract
+    tokenprune.unpatch(model)
+    register_adapter(Family(NEW, patches="tiles", square="always", videos="frames", resizing=None))(Adapter)
+    with tokenprune.patched(model, "fastervlm", keep=0.5):
+        model(**inputs)
+        assert tokenprune.stats(model).visual_tokens_out < tokenprune.stats(model).visual_tokens_in
+    assert "makes as many tokens" in str(abilities.obstacle(tokenprune.method("downsample"), NEW))
+    assert family_of_config(SimpleNamespace(model_type=NEW)).patches == "tiles"  # the plugin reads the same row
+    # What the model itself decides: its config has no id for videos.
+    assert adapter_for(model).family == Family(NEW, patches="tiles", square="always", resizing=None)
+    assert NEW in base.supported_families()
+
+
+def test_a_row_names_where_the_decoder_is(model) -> None:
+    register_adapter(Family(NEW, decoder_names=("reader",), norm_name="last"))(Adapter)
+    with pytest.raises(UnsupportedModelError, match="has no reader with layers and last"):
+        adapter_for(model)
+
+
+def test_an_adapter_of_ones_own_overrides_a_method(model) -> None:
+    @register_adapter("mllama", Family(NEW, decoder_names=("language_model",)))
+    class Mine(Adapter):
+        def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
+            return {"image": torch.zeros_like(call["input_ids"], dtype=torch.bool)}
+
+    assert type(adapter_for(model)) is Mine
+    model.config.model_type = "mllama"  # refused, unless somebody says how
+    assert type(adapter_for(model)) is Mine
+    with (
+        tokenprune.patched(model, "divprune", keep=0.5),
+        pytest.raises(PlaceholderMismatchError, match="holds 0 image"),
+    ):
+        model(**BUILT["llava"].make_inputs(images=(2, 1)))
