@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,10 +21,10 @@ from tokenprune.api import attachment_of
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
-from tokenprune.integrations.hf.forward.context import _NO_SEGMENTS, Call, FeatureStates, OnHost
+from tokenprune.integrations.hf.forward.context import _NO_SEGMENTS, Call, OnHost
 from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
-from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import Attachable
@@ -50,18 +51,18 @@ def segments_of(counts: list[int], rows: list[int]) -> Segments:
     return Segments(rows, [0] * len(rows), counts, position, mask, [None] * len(rows), ["image"] * len(rows))
 
 
-# -- the state of features
+# -- the state of parts
 
 
-def test_a_feature_finds_its_own_state_by_its_class():
-    state = FeatureStates()
-    assert state.get(Mine) is None and state.pop(Mine) is None
-    with pytest.raises(KeyError):
-        state[Mine]
-    mine = state.put(Mine(3))
-    assert state[Mine] is mine and state.get(Mine) is mine
-    assert state.put(Mine(4)) is state[Mine]
-    assert state.pop(Mine) == Mine(4) and state.get(Mine) is None
+def test_what_a_part_keeps_ends_with_the_call_and_is_not_copied():
+    kept: PerCall[Mine] = PerCall()
+    outer, inner = Call({}), Call({})
+    kept[outer], kept[inner] = Mine(1), Mine(2)
+    assert kept[outer] == Mine(1) and kept.pop(inner) == Mine(2) and kept.get(inner) is None
+    assert not copy.deepcopy(kept) and not pickle.loads(pickle.dumps(kept))
+    del outer
+    gc.collect()
+    assert not kept
 
 
 # -- what the host knows
@@ -104,10 +105,13 @@ def test_columns_are_those_of_the_past_and_then_those_that_remain():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", ["divprune", "fastv"])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("divprune", {}), ("fastv", {"guard": "warn"}), ("pyramiddrop", {}), ("sparsevlm", {}), ("dyrate", {"layer": 2})],
+)
 @pytest.mark.parametrize("fails", [False, True])
-def test_nobody_holds_a_call_that_is_over(method: str, fails: bool, build) -> None:
-    """A call that ended, or that an error behind the cut ended, leaves nothing."""
+def test_nobody_holds_a_call_that_is_over(method: str, options: dict[str, Any], fails: bool, build) -> None:
+    """A call that ended, or that an error after the cut ended, leaves nothing."""
     family = FAMILIES["llava"]
     model = build(family)
 
@@ -116,7 +120,7 @@ def test_nobody_holds_a_call_that_is_over(method: str, fails: bool, build) -> No
 
     gc.collect()
     others = [one for one in gc.get_objects() if type(one) is Call]  # of other tests
-    with tokenprune.patched(model, method, keep=0.4):
+    with tokenprune.patched(model, method, keep=0.4, **options):
         hook = model.model.language_model.layers[-1].register_forward_hook(fail)
         if not fails:
             hook.remove()
@@ -124,6 +128,9 @@ def test_nobody_holds_a_call_that_is_over(method: str, fails: bool, build) -> No
             model(**family.make_inputs())
         hook.remove()
         gc.collect()
+        parts = attachment_of(model).engine.parts
+        kept = [one for part in parts for one in vars(part).values() if isinstance(one, PerCall)]
+        assert bool(kept) == (method != "divprune") and not any(kept)
         calls = [one for one in gc.get_objects() if type(one) is Call]
         assert all(any(one is other for other in others) for one in calls)
 

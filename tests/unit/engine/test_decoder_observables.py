@@ -19,8 +19,9 @@ import tokenprune
 from basics import pieces
 from oracle import close
 from tokenprune import OptionError, registry
+from tokenprune.api import attachment_of
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.decoder.method_inputs import Inputs
+from tokenprune.integrations.hf.forward.part import PerCall
 from tokenprune.view import observable
 from tokenprune.view import registry as observable_registry
 from tokenprune.view.observable import ObservedAt
@@ -291,15 +292,23 @@ def test_nothing_is_kept_that_nobody_reads(build) -> None:
     """Nor longer than until the cut."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
-    calls = []
+    calls, observed = [], []
 
     def read(tokens: Any) -> None:
         calls.append(tokens._source.call)
+        observed.append({name for name, value in vars(tokens._source.observed).items() if value})
 
-    for needs in ((), ("previous_hidden",), ("embeddings",), ("unrotated_last_row",)):
+    for needs, fields in (
+        ((), set()),
+        (("previous_hidden",), {"input_before"}),
+        (("embeddings",), {"entry"}),
+        (("unrotated_last_row",), {"before", "input_before", "unrotated"}),
+    ):
         reader(needs, read=read)
         with tokenprune.patched(model, "reader", keep=0.5):
             model(**inputs)
-        kept = calls[-1].state.get(Inputs)
-        assert (kept is None) == (not needs)
-        assert kept is None or (kept.before, kept.unrotated, kept.entry) == (None, None, None)
+            parts = attachment_of(model).engine.parts
+        assert observed.pop() == fields
+        kept = [one for part in parts for one in vars(part).values() if isinstance(one, PerCall)]
+        assert kept or not needs
+        assert not any(calls[-1] in one for one in kept)

@@ -152,10 +152,12 @@ def _decoder_parts(adapter: Adapter, steps: Sequence[Step], record: bool) -> lis
     """Return the parts that observe and follow the cuts at the decoder."""
     by_layer = {step.layer: step for step in steps}
     parts: list[Part] = [StaticSteps(adapter)]
-    parts += [DecodePruning(adapter, step.method, record) for step in steps if isinstance(step.method, DecodeMethod)]
+    attention = LayerAttention(adapter, by_layer)
     needs = {need for step in steps for need in step.method.needs}
     if observables_of(needs, ObservedAt.LAYER_BEFORE, ObservedAt.NEXT_LAYER, ObservedAt.UNROTATED):
-        parts.append(LayerAttention(adapter, by_layer))
+        parts.append(attention)
     if observables_of(needs, ObservedAt.ENTRY, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED, ObservedAt.OWN):
-        parts.append(KeptInputs(adapter, by_layer))
+        parts.append(KeptInputs(adapter, by_layer, attention))
+    # Last: it reads what the others observed.
+    parts += [DecodePruning(adapter, step.method, record) for step in steps if isinstance(step.method, DecodeMethod)]
     return parts

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,17 +26,6 @@ from tokenprune.integrations.shared.observation import Observation
 
 # transformers recognises flash back ends by "flash" in the name.
 _NAMES = ("tokenprune_observed", "tokenprune_observed_flash")
-
-
-@dataclass
-class Seen:
-    """Attention that a call has seen for the next cut.
-
-    before: in the layer before it. behind: in the layer behind it, as it would be if nothing was cut.
-    """
-
-    before: Observation | None = None
-    behind: Observation | None = None
 
 
 class _ModuleView:

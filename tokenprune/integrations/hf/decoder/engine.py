@@ -32,8 +32,9 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.held import HeldTokens
+from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.part import MOMENTS, Encode, Part, acting
-from tokenprune.integrations.hf.forward.plan import Merged, Step
+from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
 from tokenprune.integrations.hf.statistics import stats_after
@@ -244,23 +245,22 @@ class Engine(Attachable):
         batch, length = embeds.shape[:2]
         layout = Layout.full(batch, length, embeds.device, call.host.tokens_per_row if cutting else None)
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
-        inputs = inputs.without("logits_to_keep")
+        inputs, functions = inputs.without("logits_to_keep"), None
         if cutting:
             check_call(self.steps.values(), self.adapter, inputs.arguments(), bool(call.maskless))
             inputs = self._with_cache(call, inputs)
-            if (functions := mask_functions_of(call, inputs, self.adapter)) is not None:
-                call.state.put(functions)
+            functions = mask_functions_of(call, inputs, self.adapter)
         extras = None
         if call.has_images and self._takes_extras:
             arguments = inputs.arguments()
             extras = self.adapter.take_extras(arguments, layout)
             inputs = DecoderInputs.of(arguments)
         call.held = HeldTokens(call.held.segments, layout, extras, call.held.carries)
-        if call.cuts_at(0) or call.state.get(Merged) is not None:
-            inputs = cut_entry(call, inputs, self.steps.get(0), self.adapter)
-        for part in self._at["after_entry"]:
-            part.after_entry(call, inputs.embeds)
-        call.groups.append(call.group(0))
+        if call.cuts_at(0) or call.merged is not None:
+            inputs = cut_entry(call, inputs, self.steps.get(0), functions, self.adapter)
+        for part in self._at["after_cut"]:
+            part.after_cut(call, 0, inputs.embeds)
+        call.groups.append(call.group(0, functions))
         if call.held.extras is not None or self._shares_keys:
             call.busy = self._all
         else:
@@ -307,11 +307,8 @@ class Engine(Attachable):
             hidden = self.adapter.before_layer(call.held.extras, index, hidden_states(args, kwargs))
             args, kwargs = with_hidden_states(hidden, args, kwargs)
         if index:
-            if call.cuts_at(index):
-                args, kwargs = self._cut_layer(call, index, args, kwargs)
-            else:
-                for part in self._at["before_layer"]:
-                    part.before_layer(call, index, args, kwargs)
+            if (step := self.steps.get(index)) is not None:
+                args, kwargs = self._meet_step(call, step, args, kwargs)
             if call.starts_group(index):
                 call.groups.append(call.group(index))
         group, cached = call.groups[-1], call.cached
@@ -324,19 +321,20 @@ class Engine(Attachable):
             part.on_layer(call, index, args, kwargs)
         return args, kwargs
 
-    def _cut_layer(self, call: Call, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-        """IN_LLM and DECODE: cut the hidden states that arrive at a layer."""
-        start = time.perf_counter()
-        for part in self._at["before_layer"]:
-            part.before_layer(call, index, args, kwargs)
-        arrived, step = hidden_states(args, kwargs), self.steps[index]
+    def _meet_step(self, call: Call, step: Step, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        """IN_LLM and DECODE: cut the hidden states that arrive at the layer of `step`, if it cuts in this call."""
+        start, observed = time.perf_counter(), Observed()
+        for part in self._at["before_cut"]:
+            part.before_cut(call, step, observed, args, kwargs)
+        if not call.cuts_at(step.layer):
+            return args, kwargs
+        arrived = hidden_states(args, kwargs)
         hidden = self.adapter.flatten(arrived)
-        selection = choose(call, step, hidden, self.adapter)
-        for part in self._at["after_choice"]:
-            part.after_choice(call, step)
+        selection = choose(call, step, observed, hidden, self.adapter)
+        del observed  # its memory is free for what comes
         hidden = apply(call, step, selection, hidden, self.adapter)
         for part in self._at["after_cut"]:
-            part.after_cut(call, step)
+            part.after_cut(call, step.layer, hidden)
         call.report.add_time(time.perf_counter() - start)
         return with_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)
 

@@ -17,7 +17,8 @@ from tokenprune.integrations.hf.families.base import STATEFUL, Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs
-from tokenprune.integrations.hf.forward.plan import Merged, Step
+from tokenprune.integrations.hf.forward.observed import Observed
+from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions, mask_functions
@@ -37,17 +38,22 @@ def mask_functions_of(call: Call, inputs: DecoderInputs, adapter: Adapter) -> Ma
     return mask_functions(make, adapter.text_config, call.past + embeds.shape[1], real_behind_cut)
 
 
-def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Adapter) -> DecoderInputs:
-    """Return the decoder's inputs without the tokens that were merged in the tower, and those that `step` drops."""
-    embeds, positions, arrived = inputs.embeds, inputs.positions, call.group(0)
+def cut_entry(
+    call: Call, inputs: DecoderInputs, step: Step | None, functions: MaskFunctions | None, adapter: Adapter
+) -> DecoderInputs:
+    """Return the decoder's inputs without the tokens that were merged in the tower, and those that `step` drops.
+
+    functions: see `mask_functions_of`.
+    """
+    embeds, positions, arrived = inputs.embeds, inputs.positions, call.group(0, functions)
     if positions is None:
         # The decoder would count the remaining tokens; they keep the positions of the full prompt.
         positions = adapter.positions(inputs.arguments(), call.past)
-    mask, made = _whole_mask(call, inputs, adapter)
-    if (merged := call.state.get(Merged)) is not None:
-        embeds = apply(call, merged.step, merged.selection, embeds, adapter)
+    mask, made = _whole_mask(call, inputs, functions, adapter)
+    if call.merged is not None:
+        embeds = apply(call, call.merged.step, call.merged.selection, embeds, adapter)
     if step is not None and call.cuts_at(0):
-        embeds = apply(call, step, choose(call, step, embeds, adapter), embeds, adapter)
+        embeds = apply(call, step, choose(call, step, Observed(), embeds, adapter), embeds, adapter)
     index = call.held.layout.index
     extras = dict(inputs.extras)
     for name, dim in adapter.family.entry_tokens.items():
@@ -67,7 +73,9 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     return replace(inputs, embeds=embeds, mask=mask, positions=gather_tokens(positions, index, -1), extras=extras)
 
 
-def _whole_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Any, bool]:
+def _whole_mask(
+    call: Call, inputs: DecoderInputs, functions: MaskFunctions | None, adapter: Adapter
+) -> tuple[Any, bool]:
     """Return the mask of the whole sequence, and True if it is what layers take: as it came, or made here because a
     mask of tokens does not say enough. Else it is of tokens."""
     mask, cached = inputs.mask, call.cached
@@ -75,7 +83,6 @@ def _whole_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[An
         return mask, True
     if not (cached.past or cached.capacity is not None or sliding_layers(adapter.text_config)):
         return mask, False
-    functions = call.state.get(MaskFunctions)
     return adapter.masks(inputs.embeds, mask, cached.cache) if functions is None else functions.made, True
 
 
@@ -89,7 +96,7 @@ def _mask_of_tokens(mask: Tensor | None, layout: Layout, length: int) -> Tensor 
 def _mask_of_pairs(call: Call, mask: Any, arrived: LayerInputs, dtype: torch.dtype, adapter: Adapter) -> Any:
     """Return the mask that layers take, or those by kind of layer, of the tokens that are left. mask: of the whole
     sequence, whose group is `arrived`."""
-    group = replace(call.group(0), start=arrived)
+    group = replace(call.group(0, arrived.functions), start=arrived)
     keys = KeySpan(0, None, group.columns.shape[1])
 
     def remaining(kind: str, mask: Any) -> Any:

@@ -11,33 +11,15 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.hf.attention.observer import Seen
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.carry import Carry
 from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.tower.attention_scores import EncodedTokens
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.kernels.compact import partition
 from tokenprune.view.segments import LayerInput, Patches, Segments
 from tokenprune.view.source import TokenSource
-
-
-@dataclass
-class Inputs:
-    """Everything that a call keeps for the cuts to come.
-
-    entry: `[B, W, D]`, what entered the decoder, and the layout of its slots; last: the layer of the last cut that
-    reads it. before: what the layer before the next cut was called with; unrotated: what its attention would see
-    without rotation; recorded: of each observable with a place of its own, the value of each module, None where it
-    did not run.
-    """
-
-    entry: tuple[Tensor, Layout] | None = None
-    last: int = 0
-    before: LayerInput | None = None
-    unrotated: Observation | None = None
-    recorded: dict[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -49,6 +31,7 @@ class Sources(TokenSource):
     adapter: Adapter
     needs: frozenset[str] = frozenset()
     carry: Carry = field(default_factory=lambda: Carry([]))
+    observed: Observed = field(default_factory=Observed)
 
     def remember(self, name: str, value: Any, per_token: bool | None) -> None:
         self.carry.remember(name, value, per_token)
@@ -68,40 +51,32 @@ class Sources(TokenSource):
 
     @property
     def before(self) -> Observation:
-        return _observed(self._seen.before)
+        return _shown(self.observed.before)
 
     @property
     def behind(self) -> Observation:
-        return _observed(self._seen.behind)
-
-    @property
-    def _seen(self) -> Seen:
-        return self.call.state.get(Seen) or Seen()
+        return _shown(self.observed.behind)
 
     @property
     def input_before(self) -> LayerInput:
-        found = self._inputs.before
+        found = self.observed.input_before
         return super().input_before if found is None else found
 
     @property
     def unrotated(self) -> Observation:
-        return _observed(self._inputs.unrotated)
+        return _shown(self.observed.unrotated)
 
     def recorded(self, name: str) -> list[Any]:
-        found = self._inputs.recorded.get(name, [None])
+        found = self.observed.recorded.get(name, [None])
         return super().recorded(name) if any(one is None for one in found) else found
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
-        entry = self._inputs.entry
+        entry = self.observed.entry
         if entry is None:  # the cut is at the entry
             return self.at(self.hidden, position, segments)
         embeds, layout = entry
         slots = layout.inverse.to(position.device)[segments.row_index, position].clamp(min=0)
         return embeds.to(position.device)[segments.row_index, slots]
-
-    @property
-    def _inputs(self) -> Inputs:
-        return self.call.state.get(Inputs) or Inputs()
 
     @cached_property
     def encoded(self) -> EncodedTokens:
@@ -147,7 +122,7 @@ class Sources(TokenSource):
         return layout.inverse.gather(1, last)
 
 
-def _observed(observation: Observation | None) -> Observation:
+def _shown(observation: Observation | None) -> Observation:
     if observation is None:
         raise TokenPruneError("the decoder layer at this cut showed no attention: it was left out of this call")
     return observation

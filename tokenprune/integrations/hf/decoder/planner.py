@@ -12,7 +12,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.part import Part, acting
-from tokenprune.integrations.hf.forward.plan import Merged, Step, plan_cuts
+from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
 from tokenprune.integrations.hf.forward.report import Report
 from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, find_segments
 from tokenprune.shapes.decoder import DecoderShape
@@ -62,14 +62,12 @@ class Planner:
 
     def plan(self, call: Call) -> bool:
         """Plan the cuts of a call, and return whether tokens leave."""
-        merged = call.state.get(Merged)
-        counts = call.held.segments.counts if merged is None else merged.counts
+        counts = call.held.segments.counts if call.merged is None else call.merged.counts
         tokens, at_least = call.host.tokens_per_row, partial(self._at_least, call)
         call.plan = plan_cuts(self.steps, self.shape, call.held.segments, counts, tokens, at_least)
-        call.cuts = call.plan.cuts
         for part in self._planning:
             part.on_plan(call)
-        return bool(call.cuts) or merged is not None
+        return bool(call.plan.cuts) or call.merged is not None
 
     def _at_least(self, call: Call, step: Step, arrived: list[int], wanted: list[int]) -> list[int]:
         for part in self._raising:

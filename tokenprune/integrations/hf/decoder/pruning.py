@@ -14,6 +14,7 @@ from tokenprune.integrations.hf.decoder.method_inputs import Sources
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.carry import Carry
 from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.statistics import note_cut
@@ -22,19 +23,21 @@ from tokenprune.integrations.shared.selection import merge_tokens, validate_sele
 from tokenprune.view.tokens import VisualTokens
 
 
-def choose(call: Call, step: Step, hidden: Tensor, adapter: Adapter) -> Selection:
+def choose(call: Call, step: Step, observed: Observed, hidden: Tensor, adapter: Adapter) -> Selection:
     """Let the method of `step` choose among the tokens that arrive, `[B, W, D]`."""
-    held = call.held = call.held.to(hidden.device)
+    held, plan = call.held.to(hidden.device), call.plan
+    assert plan is not None  # a method is asked where one cuts
+    call.held = held
     # Anew: a method before this one may have kept another number than it was asked for.
-    arrived = call.plan.counts_of(held.segments)
+    arrived = plan.counts_of(held.segments)
     carries = held.carries.by_owner
     if step.owner not in carries:
-        carries[step.owner] = Carry(call.plan.original(step, arrived))
+        carries[step.owner] = Carry(plan.original(step, arrived))
     carry = carries[step.owner]
-    kept = call.plan.stage(step, arrived, carry.original).kept
+    kept = plan.stage(step, arrived, carry.original).kept
     keep = [number for number, count in zip(kept, arrived, strict=True) if count]
     seen = adapter.seen(held.extras, step.layer, hidden)
-    tokens = VisualTokens(held.segments, keep, Sources(call, seen, adapter, step.method.needs, carry))
+    tokens = VisualTokens(held.segments, keep, Sources(call, seen, adapter, step.method.needs, carry, observed))
     with torch.no_grad():
         return cast(Pruner, step.method).select(tokens)
 

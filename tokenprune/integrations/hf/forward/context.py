@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,37 +15,12 @@ from tokenprune.integrations.hf.cache.view import CacheView, view_of
 from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
 from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.plan import Plan
+    from tokenprune.integrations.hf.forward.plan import Merged, Plan
     from tokenprune.integrations.hf.forward.report import Report
-
-T = TypeVar("T")
-
-
-class FeatureStates:
-    """State that parts of a patch keep for one forward: one object of a class of its own, found by that class."""
-
-    def __init__(self) -> None:
-        self._objects: dict[type, Any] = {}
-
-    def __getitem__(self, kind: type[T]) -> T:
-        return self._objects[kind]
-
-    def get(self, kind: type[T]) -> T | None:
-        """Return the object of class `kind`, or None if there is none."""
-        return self._objects.get(kind)
-
-    def put(self, value: T) -> T:
-        """Keep `value` in place of an earlier object of its class, and return it."""
-        self._objects[type(value)] = value
-        return value
-
-    def pop(self, kind: type[T]) -> T | None:
-        """Return the object of class `kind` and let go of it; None if there is none."""
-        return self._objects.pop(kind, None)
+    from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
 
 
 @dataclass(frozen=True)
@@ -105,11 +80,11 @@ class Call:
 
     arguments: of the base model's forward, as the adapter reads them. outputs: the encoder's output for each modality.
     masks: bool `[B, L]` for each modality, where its placeholders are; host: the same on the host, and more. Both are
-    known where images are encoded or handed over. notes: for the statistics. state: what each part keeps.
-    cached: the decoder's cache.
-    held: the tokens at the current layer.
-    Where the call has visual tokens (`has_images`): report, what was removed; plan, the cuts to make, and cuts, their
-    layers. Nobody may ask for report and plan of another call.
+    known where images are encoded or handed over. notes: for the statistics.
+    cached: the decoder's cache. held: the tokens at the current layer. merged: what a tower merged, which leaves at the
+    decoder's entry, or None.
+    Where the call has visual tokens (`has_images`): report, what was removed, and plan, the cuts to make. Nobody may
+    ask for the report of another call.
     The rest is set where tokens are missing (`active`). groups: what the layers are handed, one for each group of
     layers that hold the same tokens. maskless: layers that need no attention mask. busy: those at which something is
     done in any case.
@@ -120,14 +95,13 @@ class Call:
     masks: dict[str, Tensor] = field(default_factory=dict)
     host: OnHost = _NOT_READ
     notes: list[str] = field(default_factory=list)
-    state: FeatureStates = field(default_factory=FeatureStates)
 
     cached: CacheView = field(init=False)
     held: HeldTokens = _NOTHING_HELD
+    merged: Merged | None = None
     has_images: bool = False
     report: Report = field(init=False, repr=False)
-    plan: Plan = field(init=False, repr=False)
-    cuts: frozenset[int] = frozenset()
+    plan: Plan | None = field(default=None, repr=False)
 
     groups: list[LayerInputs] = field(default_factory=list)
     maskless: frozenset[int] = frozenset()
@@ -199,9 +173,14 @@ class Call:
 
     # -- which tokens a layer holds
 
+    @property
+    def cuts(self) -> frozenset[int]:
+        """The layers at whose input a method may choose; none where the call is not planned."""
+        return frozenset() if self.plan is None else self.plan.cuts
+
     def cuts_at(self, layer: int) -> bool:
         """Return True if a method chooses which tokens leave at the input of `layer` (0: at the decoder's entry)."""
-        return layer in self.cuts and len(self.held.segments) > 0
+        return self.plan is not None and layer in self.plan.cuts and len(self.held.segments) > 0
 
     @cached_property
     def starts(self) -> frozenset[int]:
@@ -219,13 +198,17 @@ class Call:
             return False
         return layer in self.busy or not self.groups[-1].passes[kwargs.get("attention_mask") is not None]
 
-    def group(self, layer: int) -> LayerInputs:
-        """Return what the layers from `layer` on are handed if they hold the tokens of the current layout."""
+    def group(self, layer: int, functions: MaskFunctions | None = None) -> LayerInputs:
+        """Return what the layers from `layer` on are handed if they hold the tokens of the current layout.
+
+        functions: what the decoder's masks are made of; later groups have those of the first.
+        """
         start, cached = self.groups[0] if self.groups else None, self.cached
+        functions = functions if start is None else start.functions
         device = self.held.layout.index.device if start is None else start.columns.device
         columns = columns_for(layer, self.held.layout, cached.past, cached.reduction, device, cached.capacity)
         ragged = bool(self.groups) and self.groups[-1].ragged
-        about = (cached.past, cached.reduction, start, cached.capacity, self.state.get(MaskFunctions))
+        about = (cached.past, cached.reduction, start, cached.capacity, functions)
         return LayerInputs(layer, self.held.layout, columns, ragged, *about)
 
     def group_of(self, layer: int) -> LayerInputs:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.eager import in_call
@@ -13,16 +14,30 @@ from tokenprune.integrations.shared.eager import in_call
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+    from tokenprune.integrations.hf.forward.observed import Observed
     from tokenprune.integrations.hf.forward.plan import Step
     from tokenprune.statistics import Stats
 
 # Moments of a call, named as the methods of `Part`, at which the engine asks those that act there alone.
 MOMENTS = (
-    "before_encode", "after_encode", "on_features", "skips", "before_decoder", "raise_budget", "on_plan", "after_entry",
-    "before_layer", "after_choice", "after_cut", "on_layer", "after_call",
+    "before_encode", "after_encode", "on_features", "skips", "before_decoder", "raise_budget", "on_plan",
+    "before_cut", "after_cut", "on_layer", "after_call",
 )  # fmt: skip
+T = TypeVar("T")
+
 # Encodes images, with some of the encoder's arguments changed.
 Encode = Callable[[dict[str, Any]], Any]
+
+
+class PerCall(WeakKeyDictionary["Call", T]):
+    """The state that a part keeps of each call under way: it ends with the call. A copy, as one of the model has, is
+    empty."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PerCall[T]:
+        return type(self)()
 
 
 class Part(Attachable):
@@ -74,8 +89,8 @@ class Part(Attachable):
         return False
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> DecoderInputs | None:
-        """Return changed inputs of the decoder, or None for the same. Notes for later moments go into `call.state`;
-        segments and report exist if the call has images."""
+        """Return changed inputs of the decoder, or None for the same. Segments and report exist if the call has
+        images."""
         return None
 
     def raise_budget(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
@@ -88,18 +103,13 @@ class Part(Attachable):
     def on_plan(self, call: Call) -> None:
         """React to the plan of all cuts, `call.plan`."""
 
-    def after_entry(self, call: Call, embeds: Any) -> None:
-        """React after the cuts at the decoder's entry. embeds: `[B, W, D]`, in the call's layout."""
+    def before_cut(self, call: Call, step: Step, observed: Observed, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Add to `observed` what the method of `step` may read, before it cuts inside the decoder, or would: called
+        where `call` cuts nothing there too. args, kwargs: of the layer, for the tokens that arrive."""
 
-    def before_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        """React before `layer`, at whose input a step of the patch stands, whether it cuts in this call or not. args,
-        kwargs: of the layer, for the tokens that arrive."""
-
-    def after_choice(self, call: Call, step: Step) -> None:
-        """React after the method of `step`, inside the decoder, chose: let go of what it has read."""
-
-    def after_cut(self, call: Call, step: Step) -> None:
-        """React after `step` cut tokens inside the decoder; `call` holds the state after it."""
+    def after_cut(self, call: Call, layer: int, hidden: Any) -> None:
+        """React after tokens left at the input of `layer`; `call` holds the state after it. For 0, the decoder's entry,
+        this is called whether any left or not. hidden: `[B, W, D]`, in the call's layout."""
 
     def on_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """React to the final arguments of `layer`, which runs next and is the last before a step of the patch, or has

@@ -23,7 +23,7 @@ from tokenprune.guard.prompts import KindReader
 from tokenprune.guard.settings import KINDS, Guard
 from tokenprune.integrations.hf.encoded.record import open_record
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.guard.pixels import look, looks_of_segments
 from tokenprune.integrations.hf.guard.verdict import Verdict, Watch, Watched, share_of
 from tokenprune.integrations.shared.attachable import states
@@ -119,6 +119,7 @@ class GuardPart(Part):
             for method, _ in one.method.stages(one.budget, layers)
         }
         self.watch = Watch(cuts, elsewhere, settings.text_limit)
+        self._verdicts: PerCall[Verdict] = PerCall()
         self._said: set[tuple[str, str]] = set()
 
     def _attach(self) -> None:
@@ -146,16 +147,18 @@ class GuardPart(Part):
             return
         rows, counts = list(call.held.segments.row), list(call.held.segments.counts)
         looks = looks_of_segments(call, self.adapter)
-        verdict = call.state.put(Verdict(self.watch, call.report.shape, rows, counts, self._read(call), looks))
+        verdict = Verdict(self.watch, call.report.shape, rows, counts, self._read(call), looks)
+        self._verdicts[call] = verdict
         if self.settings.mode == "auto":
             verdict.seen = [verdict.kinds(row, value) for row, value in zip(rows, looks.read(), strict=True)]
 
     def raise_budget(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
-        return call.state[Verdict].at_least(step, arrived, wanted)
+        return self._verdicts[call].at_least(step, arrived, wanted)
 
     def on_plan(self, call: Call) -> None:
         """All is known of a call but what may still be on its way: warn, and have the statistics tell."""
-        verdict = call.state[Verdict]
+        verdict = self._verdicts[call]
+        assert call.plan is not None
         verdict.conclude(call.plan)
         call.report.stats.defer(partial(self._fill, verdict))
         if self.settings.mode == "warn":

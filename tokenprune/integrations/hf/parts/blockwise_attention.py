@@ -26,7 +26,7 @@ from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.integrations.hf.sequence.segments import find_segments
@@ -73,6 +73,7 @@ class BlockAttention(Part):
     def __init__(self, adapter: Adapter, method: AttentionPattern, budget: Budget, others: Sequence[Method]) -> None:
         super().__init__()
         self.adapter, self.method = adapter, method
+        self._plans: PerCall[BlockPlan] = PerCall()
         name, layers = method.name, len(adapter.decoder.layers)
         if not budget.is_identity():
             raise BudgetError(
@@ -118,7 +119,7 @@ class BlockAttention(Part):
                 f"gradient checkpointing runs decoder layers a second time, without the blocks of {self.method.name}; "
                 "call model.gradient_checkpointing_disable()"
             )
-        call.state.put(BlockPlan(ids))
+        self._plans[call] = BlockPlan(ids)
         call.maskless |= frozenset(self.layers)
         if self.method.position_mode == "reuse":
             inputs = replace(inputs, positions=reused_positions(inputs.positions, ids, embeds.device))
@@ -186,7 +187,7 @@ class BlockAttention(Part):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None] | None:
         call = self.current()
-        if call is None or (plan := call.state.get(BlockPlan)) is None:
+        if call is None or (plan := self._plans.get(call)) is None:
             return None
         if foreign := [name for name in _FOREIGN if kwargs.get(name) is not None]:
             raise UnsupportedSetupError(

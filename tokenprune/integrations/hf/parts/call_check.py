@@ -13,7 +13,6 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.forward.plan import Merged
 from tokenprune.integrations.hf.sequence.packing import borders, unread
 from tokenprune.integrations.shared.attachable import states
 
@@ -44,7 +43,7 @@ class CallCheck(Part):
             )
 
     def on_plan(self, call: Call) -> None:
-        if not (call.cuts or call.maskless or call.state.get(Merged) is not None):
+        if not (call.cuts or call.maskless or call.merged is not None):
             return
         given, host, mrope = call.arguments, call.host, hasattr(self.adapter.base, "get_rope_index")
         if (reason := borders(given, host.numbered, host.positions, mrope)) is not None:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tokenprune.integrations.hf.attention.observer import Seen
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
 from tokenprune.integrations.hf.decoder.method_inputs import Sources
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.observed import Observed
+from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.parts.decode_state import DecodeState, gather_keys, right_align, sum_by_type
 from tokenprune.integrations.shared.attachable import hidden_states
@@ -30,16 +30,9 @@ from tokenprune.view.segments import Segments
 from tokenprune.view.tokens import require
 
 if TYPE_CHECKING:
+    from tokenprune.base import Method
     from tokenprune.integrations.hf.cache.reduced_cache import Reduction
     from tokenprune.integrations.hf.forward.context import Call
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-
-
-@dataclass(frozen=True)
-class Decides:
-    """Stands in the state of a call that decides at the input of `layer`."""
-
-    layer: int
 
 
 @dataclass(frozen=True)
@@ -60,30 +53,32 @@ class DecodePruning(Part):
     def __init__(self, adapter: Adapter, method: DecodeMethod, record: bool) -> None:
         super().__init__()
         self.adapter, self.method, self.record = adapter, method, record
+        self._prefill: PerCall[_Prefill] = PerCall()
 
-    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
-        # Another patch than the one that made the cache leaves it as it is.
-        decode = _state(call)
-        if decode is not None and inputs.embeds.shape[1] == 1 and self.method == decode.method:
-            call.state.put(Decides(decode.layer))
-
-    def before_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        if layer != self.method.layer:
+    def before_cut(self, call: Call, step: Step, observed: Observed, args: tuple, kwargs: dict[str, Any]) -> None:
+        if step.layer != self.method.layer:
             return
-        if call.cuts_at(layer):
+        if call.cuts_at(step.layer):
             hidden = self.adapter.flatten(hidden_states(args, kwargs))
             query = Sources(call, hidden, self.adapter).last_slot()
-            row = _row(call, query, call.past + call.held.layout.length)
-            call.state.put(_Prefill(row, call.held.segments.to(hidden.device)))
-        elif call.state.get(Decides) is not None and (state := _state(call)) is not None:
-            _decide(call, state)
+            row = _row(call, observed, query, call.past + call.held.layout.length)
+            self._prefill[call] = _Prefill(row, call.held.segments.to(hidden.device))
+        elif (state := decides(call, self.method)) is not None:
+            _decide(call, state, observed)
 
-    def after_cut(self, call: Call, step: Step) -> None:
-        if (prefill := call.state.pop(_Prefill)) is not None:
+    def after_cut(self, call: Call, layer: int, hidden: Tensor) -> None:
+        if layer and (prefill := self._prefill.pop(call, None)) is not None:
             call.cached.decode = _begin(call, self.method, prefill.row, prefill.segments, self.record)
 
 
 # -- a call
+
+
+def decides(call: Call, method: Method) -> DecodeState | None:
+    """Return what `method` goes on with in a call that decides, a step of decoding; None in others."""
+    decode = _state(call)
+    # Another patch than the one that made the cache leaves it as it is.
+    return decode if decode is not None and call.held.layout.length == 1 and method == decode.method else None
 
 
 def _state(call: Call) -> DecodeState | None:
@@ -93,21 +88,21 @@ def _state(call: Call) -> DecodeState | None:
     return decode
 
 
-def _decide(call: Call, state: DecodeState) -> None:
+def _decide(call: Call, state: DecodeState, observed: Observed) -> None:
     """Drop more visual tokens at the input of the cut's layer, before the layers from here on run."""
     start, cached = time.perf_counter(), call.cached
-    row = _row(call, torch.zeros_like(call.held.layout.index), call.past + 1)  # the one token of the call
-    call.state.pop(Seen)
+    row = _row(call, observed, torch.zeros_like(call.held.layout.index), call.past + 1)  # the one token of the call
+    observed.before = None  # it holds the keys that may now leave
     changed = state.decide(row, call.past)
     if changed and state.method.mode == "evict" and cached.reduction is not None:
         _evict(cached.cache, cached.reduction, state)
     state.stats.overhead_ms = (state.stats.overhead_ms or 0.0) + 1000 * (time.perf_counter() - start)
 
 
-def _row(call: Call, query: Tensor, length: int) -> Tensor:
+def _row(call: Call, observed: Observed, query: Tensor, length: int) -> Tensor:
     """float32 `[B, H, length]`: attention of one token (slot `query`, `[B, 1]`) over logical positions, in the layer
     before the current one."""
-    seen: Any = require(call.state.get(Seen) and call.state[Seen].before, "last_row_attention")
+    seen: Any = require(observed.before, "last_row_attention")
     with torch.no_grad():
         row = seen.rows(query.to(seen.query.device))[:, :, 0]
     columns = call.groups[-1].columns.to(row.device)[:, -row.shape[2] :]  # a sliding layer sees the last ones

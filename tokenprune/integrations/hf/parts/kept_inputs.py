@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from tokenprune.base import Method
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.decoder.method_inputs import Inputs
-from tokenprune.integrations.hf.decoder.probe import attention_of
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.observed import Observed
+from tokenprune.integrations.hf.forward.part import Part, PerCall
+from tokenprune.integrations.hf.parts.layer_attention import LayerAttention
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.view.observable import ObservedAt, Recorder
@@ -25,14 +25,17 @@ from tokenprune.view.segments import LayerInput
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
     from tokenprune.integrations.hf.forward.plan import Step
+    from tokenprune.integrations.hf.sequence.layout import Layout
 
 
 class KeptInputs(Part):
-    """Keeps in `Inputs` what cuts to come will read. steps: the cuts, by layer."""
+    """Keeps what cuts to come will read. steps: the cuts, by layer. attention: observes the layers before them."""
 
-    def __init__(self, adapter: Adapter, steps: Mapping[int, Step]) -> None:
+    def __init__(self, adapter: Adapter, steps: Mapping[int, Step], attention: LayerAttention) -> None:
         super().__init__()
-        self.adapter, self.steps = adapter, steps
+        self.adapter, self.steps, self.attention = adapter, steps, attention
+        self._entry: PerCall[tuple[Tensor, Layout]] = PerCall()
+        self._next: PerCall[Observed] = PerCall()  # of the next cut
         self.entry = {layer for layer in self._readers(ObservedAt.ENTRY) if layer}
 
     def _readers(self, *where: ObservedAt) -> list[int]:
@@ -47,19 +50,24 @@ class KeptInputs(Part):
                     record = partial(self._record, layer, one.name, recorder, number)
                     self.hook_in_call(module.register_forward_hook, record, with_kwargs=True)
 
-    def after_entry(self, call: Call, embeds: Tensor) -> None:
-        if readers := self.entry & call.cuts:
-            call.state.put(Inputs((embeds, call.held.layout), max(readers)))
+    def before_cut(self, call: Call, step: Step, observed: Observed, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not call.cuts_at(step.layer):
+            return
+        if (kept := self._next.pop(call, None)) is not None:
+            observed.input_before, observed.unrotated, observed.recorded = (
+                kept.input_before, kept.unrotated, kept.recorded,
+            )  # fmt: skip
+        observed.entry = self._entry.get(call)
+        if step.layer >= max(self.entry & call.cuts, default=0):
+            self._entry.pop(call, None)
+
+    def after_cut(self, call: Call, layer: int, hidden: Tensor) -> None:
+        if layer == 0 and self.entry & call.cuts:
+            self._entry[call] = hidden, call.held.layout
 
     def on_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
         if call.cuts_at(layer + 1):
-            keep_input(call, self.steps[layer + 1].method, self.adapter, layer, args, kwargs)
-
-    def after_choice(self, call: Call, step: Step) -> None:
-        if (inputs := call.state.get(Inputs)) is not None:
-            inputs.before = inputs.unrotated = None
-            inputs.recorded.clear()
-            inputs.entry = inputs.entry if step.layer < inputs.last else None
+            self._keep(call, self.steps[layer + 1].method, layer, args, kwargs)
 
     @torch.no_grad()
     def _record(
@@ -68,31 +76,47 @@ class KeptInputs(Part):
     ) -> None:  # fmt: skip
         call = self.current()
         if call is not None and call.active and call.cuts_at(layer):
-            inputs = call.state.get(Inputs) or call.state.put(Inputs())
-            values = inputs.recorded.setdefault(name, [None] * len(recorder.modules))
-            values[number] = recorder.read(args, kwargs, output)
+            recorded = self._next.setdefault(call, Observed()).recorded
+            recorded.setdefault(name, [None] * len(recorder.modules))[number] = recorder.read(args, kwargs, output)
 
+    def _keep(self, call: Call, method: Method, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Keep what `layer` is called with in the current layout, as far as `method`, which cuts after it, reads it."""
+        needed = observables_of(method.needs, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED)
+        if not needed:
+            return
+        adapter = self.adapter
+        hidden = adapter.seen(call.held.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
+        rotation = rotation_of(args, kwargs)
+        if rotation is None and any(one.rotary for one in needed):
+            raise UnsupportedSetupError(
+                f"{method.name} reads {', '.join(one.name for one in needed if one.rotary)}, and decoder layer {layer} "
+                f"of {adapter.config.model_type!r} gets no rotary positions; use a method that does not need them"
+            )
+        batch = len(hidden)
+        turned = rotation and (rotation[0].expand(batch, -1, -1), rotation[1].expand(batch, -1, -1))
+        kept = self._next.setdefault(call, Observed())
+        kept.input_before = LayerInput(hidden, turned)
+        if rotation is not None and any(one.where is ObservedAt.UNROTATED for one in needed):
+            kept.unrotated = self._unrotated(call, layer, args, kwargs, rotation)
 
-def keep_input(
-    call: Call, method: Method, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any]
-) -> None:  # fmt: skip
-    """Keep what `layer` is called with in the current layout, as far as `method`, which cuts behind it, reads it."""
-    needed = observables_of(method.needs, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED)
-    if not needed:
-        return
-    hidden = adapter.seen(call.held.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
-    rotation = rotation_of(args, kwargs)
-    if rotation is None and any(one.rotary for one in needed):
-        raise UnsupportedSetupError(
-            f"{method.name} reads {', '.join(one.name for one in needed if one.rotary)}, and decoder layer {layer} of "
-            f"{adapter.config.model_type!r} gets no rotary positions; use a method that does not need them"
-        )
-    batch = len(hidden)
-    turned = rotation and (rotation[0].expand(batch, -1, -1), rotation[1].expand(batch, -1, -1))
-    inputs = call.state.get(Inputs) or call.state.put(Inputs())
-    inputs.before = LayerInput(hidden, turned)
-    if rotation is not None and any(one.where is ObservedAt.UNROTATED for one in needed):
-        inputs.unrotated = unrotated(call, adapter, layer, args, kwargs, rotation)
+    def _unrotated(
+        self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any], rotation: tuple[Tensor, Tensor]
+    ) -> Observation:
+        """Return what the attention of `layer` would see of this call's tokens if it turned nothing.
+
+        The layer runs with angles of 0 until its attention function is called, so its own norms and projections apply,
+        and whatever it turns against what, in whichever order, and by which factor.
+        """
+        still = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1]))
+        if "position_embeddings" in kwargs:
+            kwargs = kwargs | {"position_embeddings": still}
+        args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
+        observation = self.attention.attention_of(call, layer, args, kwargs)
+        if observation.mask is not None and (filled := call.cached.filled(layer, call.held.layout.width)) is not None:
+            observation.mask = observation.mask[..., :filled]
+        if observation.mask is not None:  # keys of earlier turns are not among these
+            observation.mask = observation.mask[..., -observation.key.shape[2] :]
+        return observation
 
 
 def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -102,23 +126,3 @@ def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | 
         found = next((one for one in args if isinstance(one, tuple) and len(one) == 2), None)
     whole = isinstance(found, tuple) and all(isinstance(one, Tensor) and one.ndim == 3 for one in found)
     return found if whole else None
-
-
-def unrotated(
-    call: Call, adapter: Adapter, layer: int, args: tuple, kwargs: dict[str, Any], rotation: tuple[Tensor, Tensor]
-) -> Observation:
-    """Return what the attention of `layer` would see of this call's tokens if it turned nothing.
-
-    The layer runs with angles of 0 until its attention function is called, so its own norms and projections apply, and
-    whatever it turns against what, in whichever order, and by which factor; nothing behind is computed.
-    """
-    still = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1]))
-    if "position_embeddings" in kwargs:
-        kwargs = kwargs | {"position_embeddings": still}
-    args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
-    observation = attention_of(call, adapter, layer, args, kwargs)
-    if observation.mask is not None and (filled := call.cached.filled(layer, call.held.layout.width)) is not None:
-        observation.mask = observation.mask[..., :filled]
-    if observation.mask is not None:  # keys of earlier turns are not among these
-        observation.mask = observation.mask[..., -observation.key.shape[2] :]
-    return observation

@@ -4,23 +4,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from tokenprune.integrations.hf.attention.observer import Observer, Seen
+import torch
+
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.checks.decoder import reads_layer_before, reads_next_layer
-from tokenprune.integrations.hf.decoder.probe import Probe, StopForward, probe_layer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.observed import Observed
+from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.parts.decode_pruning import Decides
+from tokenprune.integrations.hf.parts.decode_pruning import decides
 from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.observation import Observation
 
 
+class _Stop(Exception):
+    """Ends the run of a layer of which nothing more is wanted."""
+
+
 class LayerAttention(Part):
-    """Keeps in `Seen` what attention saw in the layer before a cut, and what it would see in the layer after it.
+    """Observes what attention sees in the layer before a cut, and what it would see in the layer after it.
 
     steps: the cuts, by layer.
     """
@@ -30,28 +38,60 @@ class LayerAttention(Part):
         self.adapter, self.steps = adapter, steps
         self.before = {layer for layer, step in steps.items() if reads_layer_before(step.method)}
         self.next = {layer for layer, step in steps.items() if reads_next_layer(step.method)}
+        self._before: PerCall[Observation] = PerCall()
+        self._trials: PerCall[list[Observation]] = PerCall()  # what a layer shows that is run for this alone
 
     def _attach(self) -> None:
         for layer in sorted({layer - 1 for layer in self.before} | self.next):
             observe = partial(eager.in_call, self.current, partial(self._observe, layer))
             self.attach_part(Observer(self.adapter.attention_of(layer), observe))
 
-    def before_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        if layer in self.next and call.cuts_at(layer):
-            seen = call.state.get(Seen) or call.state.put(Seen())
-            seen.behind = probe_layer(call, self.adapter, layer, args, kwargs)
-
-    def after_choice(self, call: Call, step: Step) -> None:
-        call.state.pop(Seen)
+    def before_cut(self, call: Call, step: Step, observed: Observed, args: tuple, kwargs: dict[str, Any]) -> None:
+        observed.before = self._before.pop(call, None)
+        if step.layer in self.next and call.cuts_at(step.layer):
+            observed.behind = self._next(call, step.layer, args, kwargs)
 
     def _observe(self, layer: int, observation: Observation) -> None:
         call = self.current()
         if call is None or not call.active:
             return
-        if call.state.get(Probe) is not None:
-            raise StopForward(observation)
+        if (trial := self._trials.get(call)) is not None:
+            trial.append(observation)
+            raise _Stop
         if (filled := call.cached.filled(layer, call.held.layout.width)) is not None:
             observation = observation.first_keys(filled)
-        reads = layer + 1 in self.before and call.cuts_at(layer + 1)
-        if reads or call.state.get(Decides) == Decides(layer + 1):
-            call.state.put(Seen(before=observation))
+        after = layer + 1
+        if after in self.before and (call.cuts_at(after) or decides(call, self.steps[after].method)):
+            self._before[call] = observation
+
+    def _next(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
+        """Return what the attention of `layer` would see of the tokens that arrive at it, if none were cut."""
+        cached, width = call.cached, call.held.layout.width
+        shared = self.adapter.key_count(layer, kwargs)
+        keys = None if layer in call.maskless else cached.known_span(layer, width, shared)
+        args, kwargs = call.group(layer).arguments(layer, args, kwargs, self.adapter, keys)
+        observation = self.attention_of(call, layer, args, kwargs)
+        if (past := cached.past_keys(layer, width, self.adapter.cached_keys)) is not None:
+            past = past.to(observation.key.device)
+            observation.key = torch.cat([past, observation.key], dim=2)
+        return observation
+
+    def attention_of(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
+        """Return what the attention of `layer`, an observed one, called with `args` and `kwargs`, would see of this
+        call's tokens.
+
+        The layer runs until its attention function is called, so its own norms, projections and rotary embedding apply,
+        whatever the family calls them; the cache is left out, and nothing after it is computed.
+        Raises UnsupportedSetupError for a layer that calls no attention function.
+        """
+        kwargs = {name: None if value is call.cached.cache else value for name, value in kwargs.items()}
+        trial = self._trials[call] = []
+        try:
+            with torch.no_grad(), suppress(_Stop):
+                # Not a call: that would enter our own hooks.
+                self.adapter.decoder.layers[layer].forward(*args, **kwargs)
+        finally:
+            del self._trials[call]
+        if not trial:
+            raise UnsupportedSetupError(f"decoder layer {layer} ran without calling its attention function")
+        return trial[0]

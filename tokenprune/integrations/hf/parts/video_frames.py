@@ -9,7 +9,7 @@ from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.view import registry
 
@@ -29,6 +29,7 @@ class VideoFrames(Part):
     def __init__(self, adapter: Adapter, steps: Sequence[Step], merges: Sequence[str]) -> None:
         super().__init__()
         self.family = adapter.config.model_type
+        self._images: PerCall[list[bool]] = PerCall()  # for each segment whether it is one
         comparing = [step for step in steps if compares_frames(step)]
         self.names = list(dict.fromkeys(step.method.name for step in comparing))
         # A later stage of such a method leaves images alone too, whatever it reads itself.
@@ -69,14 +70,10 @@ class VideoFrames(Part):
         if any(images):
             for name in self.names:
                 call.notes.append(f"{name}: images keep all tokens, because it compares the frames of videos")
-        call.state.put(_Images(images))
+        self._images[call] = images
 
     def raise_budget(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
         if step.owner not in self.owners:
             return list(wanted)
-        images = call.state[_Images]
+        images = self._images[call]
         return [count if image else number for count, number, image in zip(arrived, wanted, images, strict=True)]
-
-
-class _Images(list):
-    """For each segment of a call whether it is an image."""

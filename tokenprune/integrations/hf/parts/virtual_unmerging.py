@@ -24,8 +24,7 @@ from tokenprune.base import Method, Selection, Site
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.checks.decoder import check_arguments, reruns_layers
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.forward.plan import Merged
+from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.statistics import note_unmerging
 from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
@@ -133,6 +132,7 @@ class VirtualUnmerging(Part):
     def __init__(self, adapter: Adapter, form: str) -> None:
         super().__init__()
         self.adapter, self.decoder = adapter, adapter.decoder
+        self._unmerged: PerCall[Unmerged] = PerCall()
         if not hasattr(self.decoder, "rotary_emb"):
             raise UnsupportedSetupError(
                 f'vtu="{form}" needs a decoder with rotary positions, which {type(self.decoder).__name__} has not; use '
@@ -160,12 +160,13 @@ class VirtualUnmerging(Part):
 
     def state(self) -> Unmerged | None:
         call = self.current()
-        return None if call is None else call.state.get(Unmerged)
+        return None if call is None else self._unmerged.get(call)
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
-        """Take over what was merged in the tower, so that it is not cut out: `Merged` becomes `Unmerged`."""
-        if (merged := call.state.pop(Merged)) is None:
+        """Take over what was merged in the tower, so that it is not cut out: `call.merged` becomes `Unmerged`."""
+        if (merged := call.merged) is None:
             return
+        call.merged = None
         check_arguments(self.adapter, inputs.arguments())
         if reruns_layers(self.decoder):
             raise UnsupportedSetupError(
@@ -176,7 +177,7 @@ class VirtualUnmerging(Part):
         segments = call.held.segments.to(merged.selection.keep.device)
         unmerged = Unmerged.of(merged.selection, segments, batch, length, call.host.padding_to_drop)
         note_unmerging(call, merged, unmerged.layout)
-        call.state.put(unmerged)
+        self._unmerged[call] = unmerged
 
     # -- hooks
 

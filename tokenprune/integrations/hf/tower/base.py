@@ -86,7 +86,7 @@ class GroupedTokens(InTower):
         selection = self.select(call, inputs.embeds.device, left) if left else None
         call.report.stats.encoder_tokens_per_layer = [sum(block) for block in zip(*filter(None, counts), strict=True)]
         if selection is not None:
-            call.state.put(Merged(self.step, selection))
+            call.merged = Merged(self.step, selection)
 
     def select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
         """Return which of a call's visual tokens stay, on `device`; None where all do. left: of each modality what
