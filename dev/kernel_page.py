@@ -37,7 +37,7 @@ def compiled() -> str:
         f"thread, the most shared memory of a block, the least occupancy, the largest program. {said}"
     )
     path = "experiments/results/kernels.jsonl"
-    return "\n\n".join([note, "\n".join(lines), f"By `make kernels`; raw data: [{path}](../{path})."])
+    return "\n\n".join([note, "\n".join(lines), f"By `dev/measure kernels`; raw data: [{path}](../{path})."])
 
 
 # Of the models in the raw file one of each family, and a long video.
@@ -72,7 +72,7 @@ def costs() -> str:
         f"Launches: {', '.join(launches)}. The raw file has {len(models)} models."
     )
     path = "experiments/results/selection_cost.jsonl"
-    return "\n\n".join([note, "\n".join(lines), f"By `make kernels`; raw data: [{path}](../{path})."])
+    return "\n\n".join([note, "\n".join(lines), f"By `dev/measure kernels`; raw data: [{path}](../{path})."])
 
 
 def _time(us: float) -> str:

@@ -5,7 +5,7 @@
     python dev/vllm_hooks.py vllm-0.33.0-...whl --write    # and keeps what it found in dev/vllm_hooks/0.33.0.json
 
 vLLM's wheels for GPUs cannot run everywhere, and weigh hundreds of megabytes. The files that --write makes stand for
-them in tests (tests/unit/vllm/test_hooks.py). `make vllm-hooks` downloads a wheel and does this.
+them in tests (tests/unit/vllm/test_hooks.py). `dev/check vllm-hooks` downloads a wheel and does this.
 """
 
 from __future__ import annotations

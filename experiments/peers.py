@@ -31,8 +31,8 @@ BEGIN, END = "<!-- peers:begin (experiments/peers.py --page) -->", "<!-- peers:e
 TABLES = {"f_llava15": "LLaVA-1.5-7B", "b_llava_next": "LLaVA-NeXT-7B"}
 PRINTED = (64, 320)  # tokens left where papers print a ratio
 MISSING = (
-    "**Missing until a GPU run (`make bench-gpu`): our ratios at the same counts, LLaVA-1.5-7B 576 to 192, 128 and 64, "
-    "LLaVA-NeXT-7B 2880 to 640, 320 and 160.**"
+    "**Missing until a GPU run (`python experiments/gpu/run.py`): our ratios at the same counts, LLaVA-1.5-7B 576 to "
+    "192, 128 and 64, LLaVA-NeXT-7B 2880 to 640, 320 and 160.**"
 )
 COLUMNS = (
     "method", "model", "tokens", "prefill", "oracle", "of the oracle", "by FLOPs", "KV cache", "peak memory",

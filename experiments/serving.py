@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load on vLLM's OpenAI server with fewer visual tokens: requests per second and time to the first token.
 
-    make serving SERVING_ARGS="--json experiments/results/serving.jsonl"
+    python experiments/serving.py --json experiments/results/serving.jsonl
 
-sets up `.venv-vllm` (vLLM's CPU build, and openai, which comes with it) and runs it there. Beside a vLLM of your own:
-
-    python experiments/serving.py --json serving.jsonl
+Run it beside a vLLM; `make .venv-vllm/.setup-done` sets up its CPU build (and openai, which comes with it).
 
 One server, started with `{"tokenprune": {"off": true}}`; each request says how much it keeps, so all settings meet the
 same process. Every request has an image of its own, so nothing comes from a cache. The settings take turns, round by

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in an environment of its own, which `make test-vllm` sets up. One engine at a time lives in this process.
 
-With VLLM_USE_V2_MODEL_RUNNER=1 in the environment it runs through Model Runner V2 (`make test-vllm-v2`); tests that are
+With VLLM_USE_V2_MODEL_RUNNER=1 in the environment it runs through Model Runner V2 (`dev/check vllm-v2`); tests that are
 for one of the runners are marked `only_v1(reason)` or `only_v2`.
 """
 

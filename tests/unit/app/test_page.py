@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-pytest.importorskip("gradio", reason="gradio makes the page: make test-app sets it up")
+pytest.importorskip("gradio", reason="gradio makes the page: dev/check app sets it up")
 
 import gradio as gr
 

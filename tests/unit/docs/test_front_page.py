@@ -190,7 +190,9 @@ def test_a_source_distribution_has_it(name: str) -> None:
     assert name in listed["only-include"] and (ROOT / name).is_file()
 
 
-def test_contributing_names_targets_of_make_that_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text()):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+def test_contributing_names_commands_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for pattern, file, line in ((r"make ([a-z-]+)", "Makefile", "{}:"), (r"dev/check ([a-z-]+)", "dev/check", r"{}\)")):
+        commands = (ROOT / file).read_text()
+        names = re.findall(pattern, text)
+        assert names and all(re.search(rf"^{line.format(one)}", commands, re.MULTILINE) for one in names), names

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation site lists every page and every public name, and notebooks are committed without outputs.
 
-`make docs` builds the site with strict links, `make notebooks` executes the notebooks; both are part of `.ci/run`.
+`make docs` builds the site with strict links, `dev/check notebooks` executes the notebooks; both are part of `.ci/run`.
 """
 
 from __future__ import annotations

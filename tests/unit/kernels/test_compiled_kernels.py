@@ -62,7 +62,7 @@ def test_the_worst_program_of_each_kernel_compiles_within_its_budget(
     few = [] if request.config.getoption("--every-combination") else ["--worst", "1"]
     ran("compile_kernels.py", *few, "--gpus", *head["gpus"], "--dtypes", *head["dtypes"], "--json", str(path))
     asked = read(path)[1]
-    assert {identity(one) for one in asked} == {identity(one) for one in known}, "run `make kernels`: other programs"
+    assert {identity(one) for one in asked} == {identity(one) for one in known}, "other programs: dev/measure kernels"
     compiled = [one for one in asked if "registers" in one]
     assert {one["kernel"] for one in compiled} == {one["kernel"] for one in known}
     assert all(one["spills"] == 0 for one in compiled)

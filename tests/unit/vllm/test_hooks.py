@@ -34,7 +34,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("version", compat.READ)
 def test_versions_that_were_read_have_every_hook(script: Any, version: str) -> None:
-    """After a change of hooks: `make vllm-hooks` reads them anew."""
+    """After a change of hooks: `dev/check vllm-hooks` reads them anew."""
     has = json.loads((script.KEPT / f"{version}.json").read_text())
     assert has["vllm"] == version
     assert script.lacks(has, script.hooks(), list(SERVED)) == []
