@@ -229,9 +229,9 @@ def _fields(path: Path, name: str) -> int:
 
 
 def _moments(path: Path) -> int:
-    """Return the number of methods by which the engine, or whoever asks for statistics, reaches a part."""
-    methods = [one.name for one in _class(path, "Part").body if isinstance(one, ast.FunctionDef)]
-    return sum(not name.startswith("_") and not name.startswith("hook") for name in methods)
+    """Return the number of moments at which a part may act: attributes that are None where it does not."""
+    values = [one.value for one in _class(path, "Part").body if isinstance(one, ast.AnnAssign)]
+    return sum(isinstance(value, ast.Constant) and value.value is None for value in values)
 
 
 def table(now: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from tokenprune.integrations.hf.forward.context import _NO_SEGMENTS, Call, OnHos
 from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.forward.part import Part, PerCall
-from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
+from tokenprune.integrations.hf.forward.plan import Plan, Step, plan_cuts
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.shapes.decoder import DecoderShape
@@ -163,9 +163,9 @@ def test_what_is_made_for_one_layer_serves_the_group():
 # -- plans
 
 
-def plan_of(*steps: Step, at_least: Any = lambda step, arrived, wanted: list(wanted)) -> Any:
+def plan_of(*steps: Step) -> Any:
     shape = SimpleNamespace(layers=4, kv_widths=[1] * 4)
-    return plan_cuts(steps, shape, segments_of([8, 4, 8], [0, 0, 1]), [8, 4, 8], [20, 9], at_least)
+    return plan_cuts(steps, shape, segments_of([8, 4, 8], [0, 0, 1]), [8, 4, 8], [20, 9])
 
 
 def step(layer: int, keep: float | int) -> Step:
@@ -183,8 +183,12 @@ def test_a_plan_is_a_value():
 
 
 def test_a_plan_is_raised_where_a_part_asks_for_more():
-    plan = plan_of(step(1, 0.25), at_least=lambda step, arrived, wanted: [max(3, one) for one in wanted])
-    assert plan.stages[0].wanted == [2, 1, 2] and plan.kept == [3, 3, 3]
+    plan = plan_of(step(1, 0.25), step(2, 0.5))
+    assert plan.kept == [1, 1, 1]
+    raised = plan.raised(lambda step, arrived, wanted: [max(3, one) for one in wanted])
+    assert raised.stages[0].wanted == [2, 1, 2] and raised.stages[1].arrived == [3, 3, 3] == raised.kept
+    more = raised.raised(lambda step, arrived, wanted: [one + step.layer for one in wanted])
+    assert [stage.kept for stage in more.stages] == [[4, 4, 4], [5, 5, 5]] and plan.kept == [1, 1, 1]
     assert plan_of(step(1, 16)).cuts == frozenset()
 
 
@@ -193,21 +197,20 @@ def test_planning_again_says_nothing(caplog):
     calls = []
 
     class Watch(Part):
-        def on_plan(self, call: Call) -> None:
+        def on_plan(self, call: Call, plan: Plan) -> Plan:
             calls.append(call)
+            return plan
 
     family = FAMILIES["llava"]
     model = family.build()
     with tokenprune.patched(model, "fastv", keep=0.1, layer=1, guard="warn"), torch.no_grad():
         engine = attachment_of(model).engine
-        engine.planner._planning.append(Watch())
+        engine.planner._on_plan.append(Watch().on_plan)
         model(**family.make_inputs())
     (call,) = calls
     assert call.plan.cuts == {1}
     told = list(caplog.records)
-    again = plan_cuts(
-        engine.steps.values(), engine.shape, call.held.segments, call.plan.arrived, [40, 40], call.plan.at_least
-    )
+    again = call.plan.raised(lambda step, arrived, wanted: list(wanted))
     assert again.kept == call.plan.kept and caplog.records == told
 
 
@@ -244,5 +247,5 @@ def test_a_cache_gets_back_the_class_that_it_had():
 def test_the_shape_of_a_decoder_is_enough_to_plan():
     shape = DecoderShape.from_config(FAMILIES["llava"].build().config.text_config)
     steps = [Step(tokenprune.method("fastv", layer=2), Budget(kv_share=0.75))]
-    plan = plan_cuts(steps, shape, segments_of([8], [0]), [8], [12], lambda step, arrived, wanted: list(wanted))
+    plan = plan_cuts(steps, shape, segments_of([8], [0]), [8], [12])
     assert plan.kept == [4]

@@ -12,6 +12,7 @@ import pytest
 
 import tokenprune
 from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.part import Part
 
 ROOT = Path(__file__).parents[3]
 LIMITS = tomllib.loads((ROOT / "dev/sizes.toml").read_text())
@@ -41,6 +42,7 @@ def test_widths_are_counted_right(house: ModuleType) -> None:
     width = house.sizes()["width"]
     assert width["fields of Budget"] == len(dataclasses.fields(tokenprune.Budget))
     assert width["fields of Call"] == len(dataclasses.fields(Call))
+    assert width["moments of Part"] == sum(value is None for value in vars(Part).values())
     assert width["public names"] == len(tokenprune.__all__) - 1  # less __version__
 
 

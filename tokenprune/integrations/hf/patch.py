@@ -132,19 +132,20 @@ def _parts(
     if any(compares_frames(step) for step in steps):
         merges = [part.method.name for part in parts if isinstance(part, InTower)]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
-    if cutting or parts:
-        parts.append(CallCheck(adapter, cutting))
-        parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
-    if not all(budget.is_identity() for budget in budgets):
-        parts.append(ChunkedPrefillCheck(adapter))
-    if pixels:
-        parts.append(FullCounts(pixels))
+    removes = bool(cutting or parts)
     if (watching := guard_for(adapter, guard, methods, budgets, processor)) is not None:
         parts.append(watching)
     if feature_cache is not None:
         # What happens to tokens inside the tower is counted for a whole call.
         apart = not any(isinstance(part, InTower) for part in parts)
         parts.append(FeatureReuse(adapter, feature_cache, apart))
+    if removes:
+        parts.append(CallCheck(adapter, cutting))
+        parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
+    if not all(budget.is_identity() for budget in budgets):
+        parts.append(ChunkedPrefillCheck(adapter))
+    if pixels:
+        parts.append(FullCounts(pixels))
     return [*pixels, Engine(adapter, steps, [*parts, *_decoder_parts(adapter, steps, record)], record)]
 
 

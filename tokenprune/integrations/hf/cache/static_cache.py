@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.reduced_cache import Reduced, Reduction, restore
 
 
@@ -39,12 +40,10 @@ class StaticReduction(Reduction):
     """Logical positions that the layers of a static cache hold; `slots` are the groups' tables.
 
     capacity: how many tokens the cache was made for. full: the slots that layers were made for which hold fewer.
-    in_turn: whether a call is under way that may remove tokens; else a step only needs the masks of what is there.
     """
 
     capacity: int = 0
     full: dict[int, int] = field(default_factory=dict)
-    in_turn: bool = True
 
     def removed(self, layer: int) -> int:
         """Return how many tokens of the past `layer` does not hold."""
@@ -83,6 +82,16 @@ def is_static(cache: Any) -> bool:
 @functools.cache
 def _has_slots(kind: type) -> bool:
     return issubclass(kind, StaticLayer)  # abstract: an instance is looked up in Python each time
+
+
+def needs_masks_alone(arguments: dict[str, Any]) -> bool:
+    """Return True if a forward with `arguments` goes on with a reduced cache and brings no images: nothing but its
+    masks is another one. torch.compile traces this."""
+    if not isinstance(arguments.get(compat.CACHE), ReducedStatic):
+        return False
+    # By name first: torch.compile would guard the shapes of all that is looked at.
+    images = [name for name in arguments if name.startswith(("pixel_values", "mm_encoder_outputs"))]
+    return all(arguments[name] is None for name in images)
 
 
 # -- the slots of a layer

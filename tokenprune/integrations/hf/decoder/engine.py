@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicCache
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
+from tokenprune.integrations.hf.cache.static_cache import needs_masks_alone
 from tokenprune.integrations.hf.checks.decoder import check_call
 from tokenprune.integrations.hf.decoder.entry import cut_entry, mask_functions_of
 from tokenprune.integrations.hf.decoder.planner import Planner
@@ -33,7 +34,7 @@ from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.observed import Observed
-from tokenprune.integrations.hf.forward.part import MOMENTS, Encode, Part, acting
+from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part, acting
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
@@ -77,11 +78,14 @@ class Engine(Attachable):
         self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
         self._stats = Stats()
         self._reads_text = adapter.family.runs_of_tiles or any(part.reads_text for part in self.parts)
-        self._at = {moment: acting(self.parts, moment) for moment in MOMENTS}
-        self._finder = (acting(self.parts, "find_features") or [Part()])[0]
+        self._around_encode = acting(part.around_encode for part in self.parts)
+        self._before_decoder = acting(part.before_decoder for part in self.parts)
+        self._before_cut = acting(part.before_cut for part in self.parts)
+        self._after_cut = acting(part.after_cut for part in self.parts)
+        self._on_layer = acting(part.on_layer for part in self.parts)
         # Layers to which a cut is made or what is called with is read, and all of them.
         self._watched = frozenset(layer for layer in self.steps if layer)
-        if self._at["on_layer"]:
+        if self._on_layer:
             self._watched = frozenset(near for layer in self.steps for near in (layer - 1, layer))
         self._all = frozenset(range(len(self.decoder.layers)))
         self._shares_keys = type(adapter).key_count is not Adapter.key_count
@@ -100,8 +104,8 @@ class Engine(Attachable):
     @property
     def stats(self) -> Stats:
         stats = self._stats.finalize()
-        for part in self.parts:
-            part.add_stats(stats)
+        for add_stats in acting(part.add_stats for part in self.parts):
+            add_stats(stats)
         return stats
 
     # -- attaching
@@ -145,10 +149,8 @@ class Engine(Attachable):
 
     def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         arguments = dict(zip(self._parameters, args, strict=False)) | kwargs if args else kwargs
-        for part in self._at["skips"]:
-            if part.skips(arguments):
-                return
-        eager.run_eagerly(self._begin_call, arguments)
+        if not needs_masks_alone(arguments):
+            eager.run_eagerly(self._begin_call, arguments)
 
     def _begin_call(self, arguments: dict[str, Any]) -> None:
         call = Call(self.adapter.arguments(arguments))
@@ -175,36 +177,23 @@ class Engine(Attachable):
         self._under_way.remove(call)
         if call in self._meeting:
             self._meeting.remove(call)
-        for part in self._at["after_call"]:
-            part.after_call(call)
 
-    def _features(self, modality: str, arguments: dict[str, Any], original: Encode) -> Any:
+    def _features(self, modality: str, arguments: dict[str, Any], original: Callable[[dict[str, Any]], Any]) -> Any:
         """Return the output of `original` for `arguments`, with a record: `generate` hands it to a later forward."""
         if (call := self._call()) is not None:
             modality = self.adapter.modality(modality, arguments, call.arguments)
-        host_args = self.adapter.on_host(modality, arguments)
-        if modality == "video" and 0 in (self.adapter.video_frames(host_args) or ()):
+        encoding = Encoding(modality, arguments, self.adapter.on_host(modality, arguments))
+        if modality == "video" and 0 in (self.adapter.video_frames(encoding.on_host) or ()):
             raise UnsupportedSetupError("a video of this call has no frames: leave it out, or pass its frames")
-        encode = partial(self._encode, modality, host_args, original)
-        output = self._finder.find_features(modality, arguments, host_args, encode)
+        encode: Encode = partial(_encode, original)
+        for around in self._around_encode:
+            encode = partial(around, encode)
+        output = encode(encoding)
         if hasattr(output, "pooler_output"):
-            grids = self.adapter.grids(modality, host_args)
-            start_record(output, grids, self.adapter.video_frames(host_args) if modality == "video" else None)
-        for part in self._at["on_features"]:
-            part.on_features(modality, output)
+            grids = self.adapter.grids(modality, encoding.on_host)
+            start_record(output, grids, self.adapter.video_frames(encoding.on_host) if modality == "video" else None)
         if (call := self._call()) is not None:
             self._match_features(call, modality, output)
-        return output
-
-    def _encode(self, modality: str, host_args: dict[str, Any], original: Encode, changed: dict[str, Any]) -> Any:
-        """Return the output of `original` with some of its arguments `changed`."""
-        host_args = self.adapter.on_host(modality, host_args | changed)
-        # Before the tower is launched: whoever asks the device now finds it idle.
-        for part in self._at["before_encode"]:
-            part.before_encode(modality, host_args)
-        output = original(changed)
-        for part in self._at["after_encode"]:
-            part.after_encode(modality, host_args, output)
         return output
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:
@@ -229,8 +218,8 @@ class Engine(Attachable):
             self._stats = Stats(notes=call.notes)
         if call.outputs and inputs.embeds.shape[1] > 1:
             self.planner.find_segments(call, inputs.embeds)
-        for part in self._at["before_decoder"]:
-            inputs = part.before_decoder(call, inputs) or inputs
+        for before_decoder in self._before_decoder:
+            inputs = before_decoder(call, inputs) or inputs
         cutting = call.has_images and self.planner.plan(call)
         if cutting or call.cached.reduction is not None:
             inputs = self._activate(call, inputs, cutting)
@@ -258,8 +247,8 @@ class Engine(Attachable):
         call.held = HeldTokens(call.held.segments, layout, extras, call.held.carries)
         if call.cuts_at(0) or call.merged is not None:
             inputs = cut_entry(call, inputs, self.steps.get(0), functions, self.adapter)
-        for part in self._at["after_cut"]:
-            part.after_cut(call, 0, inputs.embeds)
+        for after_cut in self._after_cut:
+            after_cut(call, 0, inputs.embeds)
         call.groups.append(call.group(0, functions))
         if call.held.extras is not None or self._shares_keys:
             call.busy = self._all
@@ -317,15 +306,15 @@ class Engine(Attachable):
         if index not in call.maskless:
             keys = cached.key_span(index, call.held.layout.width, self.adapter.key_count(index, kwargs))
         args, kwargs = group.arguments(index, args, kwargs, self.adapter, keys)
-        for part in self._at["on_layer"]:
-            part.on_layer(call, index, args, kwargs)
+        for on_layer in self._on_layer:
+            on_layer(call, index, args, kwargs)
         return args, kwargs
 
     def _meet_step(self, call: Call, step: Step, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """IN_LLM and DECODE: cut the hidden states that arrive at the layer of `step`, if it cuts in this call."""
         start, observed = time.perf_counter(), Observed()
-        for part in self._at["before_cut"]:
-            part.before_cut(call, step, observed, args, kwargs)
+        for before_cut in self._before_cut:
+            before_cut(call, step, observed, args, kwargs)
         if not call.cuts_at(step.layer):
             return args, kwargs
         arrived = hidden_states(args, kwargs)
@@ -333,8 +322,8 @@ class Engine(Attachable):
         selection = choose(call, step, observed, hidden, self.adapter)
         del observed  # its memory is free for what comes
         hidden = apply(call, step, selection, hidden, self.adapter)
-        for part in self._at["after_cut"]:
-            part.after_cut(call, step.layer, hidden)
+        for after_cut in self._after_cut:
+            after_cut(call, step.layer, hidden)
         call.report.add_time(time.perf_counter() - start)
         return with_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)
 
@@ -344,3 +333,7 @@ class Engine(Attachable):
         if not call.active or call.held.extras is None:
             return None
         return with_output(partial(self.adapter.after_layer, call.held.extras, index), output)
+
+
+def _encode(original: Callable[[dict[str, Any]], Any], encoding: Encoding) -> Any:
+    return original(encoding.arguments)

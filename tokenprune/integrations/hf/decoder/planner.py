@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -26,7 +25,7 @@ class Planner:
         self, adapter: Adapter, shape: DecoderShape, steps: Sequence[Step], parts: Sequence[Part], record: bool
     ) -> None:
         self.adapter, self.shape, self.steps, self.record = adapter, shape, steps, record
-        self._planning, self._raising = acting(parts, "on_plan"), acting(parts, "raise_budget")
+        self._on_plan = acting(part.on_plan for part in parts)
         self.per = steps[0].budget.per if steps else "image"
         self._of_videos = any(step.budget.of_videos for step in steps)
 
@@ -63,13 +62,8 @@ class Planner:
     def plan(self, call: Call) -> bool:
         """Plan the cuts of a call, and return whether tokens leave."""
         counts = call.held.segments.counts if call.merged is None else call.merged.counts
-        tokens, at_least = call.host.tokens_per_row, partial(self._at_least, call)
-        call.plan = plan_cuts(self.steps, self.shape, call.held.segments, counts, tokens, at_least)
-        for part in self._planning:
-            part.on_plan(call)
-        return bool(call.plan.cuts) or call.merged is not None
-
-    def _at_least(self, call: Call, step: Step, arrived: list[int], wanted: list[int]) -> list[int]:
-        for part in self._raising:
-            wanted = part.raise_budget(call, step, arrived, wanted)
-        return wanted
+        plan = plan_cuts(self.steps, self.shape, call.held.segments, counts, call.host.tokens_per_row)
+        for on_plan in self._on_plan:
+            plan = on_plan(call, plan)
+        call.plan = plan
+        return bool(plan.cuts) or call.merged is not None

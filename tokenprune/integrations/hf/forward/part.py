@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -15,18 +16,27 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.observed import Observed
-    from tokenprune.integrations.hf.forward.plan import Step
+    from tokenprune.integrations.hf.forward.plan import Plan, Step
     from tokenprune.statistics import Stats
 
-# Moments of a call, named as the methods of `Part`, at which the engine asks those that act there alone.
-MOMENTS = (
-    "before_encode", "after_encode", "on_features", "skips", "before_decoder", "raise_budget", "on_plan",
-    "before_cut", "after_cut", "on_layer", "after_call",
-)  # fmt: skip
 T = TypeVar("T")
 
-# Encodes images, with some of the encoder's arguments changed.
-Encode = Callable[[dict[str, Any]], Any]
+
+@dataclass(frozen=True)
+class Encoding:
+    """A call of the model's encoder.
+
+    modality: "image" or "video". arguments: of `get_image_features` or `get_video_features`, by name. on_host: the
+    same, with the shapes of images on the host.
+    """
+
+    modality: str
+    arguments: dict[str, Any]
+    on_host: dict[str, Any]
+
+
+# Returns the encoder's output.
+Encode = Callable[[Encoding], Any]
 
 
 class PerCall(WeakKeyDictionary["Call", T]):
@@ -41,8 +51,8 @@ class PerCall(WeakKeyDictionary["Call", T]):
 
 
 class Part(Attachable):
-    """Base of everything in a patch beside the cuts themselves. A subclass overrides the moments that it needs, in the
-    order in which a call reaches them here; each does nothing by default.
+    """Base of everything in a patch beside the cuts themselves. A subclass defines, as methods, the moments at which it
+    acts; at all others it is None, and is not called.
 
     current: returns the `Call` that this thread is in; the engine sets it before it attaches the part.
     reads_text: True if the part reads the ids of a prompt with images (`Call.host`).
@@ -52,76 +62,34 @@ class Part(Attachable):
     line = ""  # of `print(model)`, for a part that the user should know of
     reads_text = False
 
+    # -- the moments, in the order in which a call reaches them
+
+    # Returns the encoder's output; it calls `encode`, which runs the parts before it and then the encoder, or does
+    # without. `generate` encodes images before any call, so notes for later are left on the output.
+    around_encode: Callable[[Encode, Encoding], Any] | None = None
+    # Returns changed inputs of the decoder, or None for the same. Segments and report exist if the call has images.
+    before_decoder: Callable[[Call, DecoderInputs], DecoderInputs | None] | None = None
+    # Returns the plan of all cuts of a call with images, or another one: see `Plan.raised`.
+    on_plan: Callable[[Call, Plan], Plan] | None = None
+    # Adds to what the method of a step may read, before it cuts inside the decoder, or would: called where the call
+    # cuts nothing there, too. Last the layer's arguments, for the tokens that arrive.
+    before_cut: Callable[[Call, Step, Observed, tuple, dict[str, Any]], None] | None = None
+    # Reacts after tokens left at the input of a layer; for 0, the decoder's entry, called whether any left or not. Last
+    # the hidden states, `[B, W, D]`, in the call's layout.
+    after_cut: Callable[[Call, int, Any], None] | None = None
+    # Reacts to the final arguments of a layer, which runs next and is the last before a step, or has one at its input.
+    on_layer: Callable[[Call, int, tuple, dict[str, Any]], None] | None = None
+    # Adds to the statistics that a user asks for.
+    add_stats: Callable[[Stats], None] | None = None
+
     def _attach(self) -> None:
-        """Put further hooks on the model; none, where the moments below are enough."""
+        """Put further hooks on the model; none, where the moments are enough."""
 
     def hook_in_call(self, register: Callable[..., Any], function: Callable, **options: Any) -> None:
         """Register a hook like `hook`, of a function that does nothing where this thread is in no call."""
         self.hook(register, partial(in_call, self.current, function), eager=False, **options)
 
-    # -- encoding: `generate` encodes images before any call, so notes for later are left on the encoder's output
 
-    def find_features(self, modality: str, arguments: dict[str, Any], host_args: dict[str, Any], encode: Encode) -> Any:
-        """Return the encoder's output, from `encode` or from an earlier call. The model's encoder runs in `encode`.
-
-        modality: "image" or "video". arguments: of `get_image_features` or `get_video_features`; host_args: the same,
-        with the shapes of images on the host.
-        """
-        return encode({})
-
-    def before_encode(self, modality: str, arguments: dict[str, Any]) -> None:
-        """React before images are encoded; for the arguments see `after_encode`."""
-
-    def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        """React after images were encoded.
-
-        modality: "image" or "video". arguments, output: of `get_image_features` or `get_video_features`.
-        """
-
-    def on_features(self, modality: str, output: Any) -> None:
-        """React to features that the model receives, encoded now (`after_encode`) or in an earlier call."""
-
-    # -- a call
-
-    def skips(self, arguments: dict[str, Any]) -> bool:
-        """Return True if a forward with `arguments` needs no `Call`: the part handles it by hooks of its own.
-        torch.compile traces this method."""
-        return False
-
-    def before_decoder(self, call: Call, inputs: DecoderInputs) -> DecoderInputs | None:
-        """Return changed inputs of the decoder, or None for the same. Segments and report exist if the call has
-        images."""
-        return None
-
-    def raise_budget(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
-        """Return the number of tokens of each segment that `step` keeps, at least the number that its budget wants.
-
-        arrived: tokens of each segment that reach the step. wanted: the numbers of the budget.
-        """
-        return list(wanted)
-
-    def on_plan(self, call: Call) -> None:
-        """React to the plan of all cuts, `call.plan`."""
-
-    def before_cut(self, call: Call, step: Step, observed: Observed, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Add to `observed` what the method of `step` may read, before it cuts inside the decoder, or would: called
-        where `call` cuts nothing there too. args, kwargs: of the layer, for the tokens that arrive."""
-
-    def after_cut(self, call: Call, layer: int, hidden: Any) -> None:
-        """React after tokens left at the input of `layer`; `call` holds the state after it. For 0, the decoder's entry,
-        this is called whether any left or not. hidden: `[B, W, D]`, in the call's layout."""
-
-    def on_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        """React to the final arguments of `layer`, which runs next and is the last before a step of the patch, or has
-        one at its input."""
-
-    def after_call(self, call: Call) -> None:
-        """React to the end of the call, after an error too."""
-
-    def add_stats(self, stats: Stats) -> None:
-        """Add to the statistics that a user asks for."""
-
-
-def acting(parts: Iterable[Part], moment: str) -> list[Part]:
-    """Return the parts that act at a moment, named as the method of `Part`."""
-    return [part for part in parts if getattr(type(part), moment) is not getattr(Part, moment)]
+def acting(moments: Iterable[T | None]) -> list[T]:
+    """Return the moments of parts that are not None."""
+    return [moment for moment in moments if moment is not None]

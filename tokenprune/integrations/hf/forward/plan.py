@@ -54,8 +54,8 @@ class Merged:
         return self.selection.keep.sum(1).tolist() if known is None else known
 
 
-# Returns the tokens of each segment that a step keeps, given those that arrive and those that its budget wants.
-AtLeast = Callable[[Step, Sequence[int], Sequence[int]], list[int]]
+# Returns the tokens of each segment that a step keeps, given those that arrive and those that it was to keep so far.
+Floor = Callable[[Step, Sequence[int], Sequence[int]], list[int]]
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Plan:
     Lists have an entry for each segment of the prompt, 0 where it is withdrawn.
 
     rows, ordinals, clips: see `Segments`. text: of each row, its tokens that are not visual. arrived: the tokens that
-    reach the first stage. at_least: may have a cut keep more tokens than its budget says. stages: the stages as
-    planned. A method may keep another number than its budget says; `stage` then plans the later ones anew.
+    reach the first stage. floors: have cuts keep more tokens than their budgets say. stages: the stages as planned. A
+    method may keep another number than its budget says; `stage` then plans the later ones anew.
     """
 
     shape: DecoderShape
@@ -85,8 +85,8 @@ class Plan:
     ordinals: list[int]
     text: list[int]
     arrived: list[int]
-    at_least: AtLeast
     clips: list[Clip | None]
+    floors: tuple[Floor, ...] = ()
     stages: tuple[Stage, ...] = ()
 
     @cached_property
@@ -129,7 +129,22 @@ class Plan:
                 )
             for index, number in zip(there, shares, strict=True):
                 wanted[index] = allowed(step.method, arrived[index], number)
-        return Stage(step, arrived, wanted, self.at_least(step, arrived, wanted))
+        kept = wanted
+        for floor in self.floors:
+            kept = floor(step, arrived, kept)
+        return Stage(step, arrived, wanted, kept)
+
+    def of(self, steps: Iterable[Step]) -> Plan:
+        """Return the plan with `steps` after its own."""
+        plan = self
+        for step in steps:
+            stage = plan.stage(step, plan.kept, plan.original(step, plan.kept))
+            plan = replace(plan, stages=(*plan.stages, stage))
+        return plan
+
+    def raised(self, floor: Floor) -> Plan:
+        """Return the plan of the same steps with one more floor, the last that is asked."""
+        return replace(self, floors=(*self.floors, floor), stages=()).of(stage.step for stage in self.stages)
 
 
 def allowed(method: Method, count: int, asked: int) -> int:
@@ -138,9 +153,8 @@ def allowed(method: Method, count: int, asked: int) -> int:
 
 
 def plan_cuts(
-    steps: Iterable[Step], shape: DecoderShape, segments: Segments,
-    arrived: list[int], tokens: list[int], at_least: AtLeast,
-) -> Plan:  # fmt: skip
+    steps: Iterable[Step], shape: DecoderShape, segments: Segments, arrived: list[int], tokens: list[int]
+) -> Plan:
     """Return what `steps`, in order, do in a call with `segments`.
 
     arrived: how many tokens of each segment reach the first of them. tokens: of each row, padding left out.
@@ -148,8 +162,5 @@ def plan_cuts(
     text = list(tokens)
     for row, count in zip(segments.row, segments.counts, strict=True):
         text[row] -= count
-    plan = Plan(shape, segments.row, segments.ordinal, text, arrived, at_least, segments.clips)
-    for step in steps:
-        if step.acts:
-            plan = replace(plan, stages=(*plan.stages, plan.stage(step, plan.kept, plan.original(step, plan.kept))))
-    return plan
+    plan = Plan(shape, segments.row, segments.ordinal, text, arrived, segments.clips)
+    return plan.of(step for step in steps if step.acts)

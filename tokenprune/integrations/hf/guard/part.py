@@ -23,7 +23,7 @@ from tokenprune.guard.prompts import KindReader
 from tokenprune.guard.settings import KINDS, Guard
 from tokenprune.integrations.hf.encoded.record import open_record
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.part import Part, PerCall
+from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
 from tokenprune.integrations.hf.guard.pixels import look, looks_of_segments
 from tokenprune.integrations.hf.guard.verdict import Verdict, Watch, Watched, share_of
 from tokenprune.integrations.shared.attachable import states
@@ -32,7 +32,7 @@ from tokenprune.statistics import Stats
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-    from tokenprune.integrations.hf.forward.plan import Step
+    from tokenprune.integrations.hf.forward.plan import Plan
 
 logger = logging.getLogger("tokenprune")
 
@@ -119,52 +119,40 @@ class GuardPart(Part):
             for method, _ in one.method.stages(one.budget, layers)
         }
         self.watch = Watch(cuts, elsewhere, settings.text_limit)
-        self._verdicts: PerCall[Verdict] = PerCall()
         self._said: set[tuple[str, str]] = set()
 
     def _attach(self) -> None:
         logger.info("%s", self.line)
 
-    def _here(self) -> dict[str, Any]:
-        """Return this thread's pending results: the looks at images being encoded, and a verdict not reported yet."""
-        return states().setdefault(self, {})
-
     # -- images
 
-    def before_encode(self, modality: str, arguments: dict[str, Any]) -> None:
-        self._here()["looks"] = look(self.adapter, modality, arguments)
-
-    def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        looks = self._here().pop("looks", None)
+    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
+        looks = look(self.adapter, encoding.modality, encoding.on_host)
+        output = encode(encoding)
         if looks is not None and hasattr(output, "pooler_output"):
             open_record(output).looks = looks
+        return output
 
     # -- in a call
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         self._say_late()
-        if not call.has_images:
-            return
+
+    def on_plan(self, call: Call, plan: Plan) -> Plan:
+        """All is known of a call but what may still be on its way: keep more, or warn, and have the statistics tell."""
         rows, counts = list(call.held.segments.row), list(call.held.segments.counts)
         looks = looks_of_segments(call, self.adapter)
         verdict = Verdict(self.watch, call.report.shape, rows, counts, self._read(call), looks)
-        self._verdicts[call] = verdict
         if self.settings.mode == "auto":
             verdict.seen = [verdict.kinds(row, value) for row, value in zip(rows, looks.read(), strict=True)]
-
-    def raise_budget(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
-        return self._verdicts[call].at_least(step, arrived, wanted)
-
-    def on_plan(self, call: Call) -> None:
-        """All is known of a call but what may still be on its way: warn, and have the statistics tell."""
-        verdict = self._verdicts[call]
-        assert call.plan is not None
-        verdict.conclude(call.plan)
+            plan = plan.raised(verdict.at_least)
+        verdict.conclude(plan)
         call.report.stats.defer(partial(self._fill, verdict))
         if self.settings.mode == "warn":
-            if not verdict.looks.ready():
-                self._here()["verdict"] = verdict
+            if not looks.ready():
+                states()[self] = verdict  # of this thread, until it is reported
             self._say(verdict)
+        return plan
 
     def _read(self, call: Call) -> dict[int, tuple[str, ...]] | None:
         """Return the kinds of question of each row; None if prompts cannot be read."""
@@ -180,9 +168,9 @@ class GuardPart(Part):
     # -- what is said
 
     def _say_late(self) -> None:
-        verdict = self._here().get("verdict")
+        verdict = states().get(self)
         if verdict is not None and verdict.looks.ready():
-            del self._here()["verdict"]
+            del states()[self]
             self._say(verdict)
 
     def _say(self, verdict: Verdict) -> None:

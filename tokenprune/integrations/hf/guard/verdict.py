@@ -83,7 +83,7 @@ class Watch:
 
 @dataclass
 class Verdict:
-    """The guard's view of one call; the engine asks it how many tokens a cut is to leave (`at_least`).
+    """The guard's view of one call; its floor of a plan says how many tokens a cut is to leave (`at_least`).
 
     rows, counts: row and number of visual tokens of each segment, as they came. prompts: the kinds of question of each
     row, None if they were not read. seen: for each segment the kinds that ask for more tokens, in "auto" mode; else

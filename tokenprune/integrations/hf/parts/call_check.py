@@ -13,6 +13,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.plan import Plan
 from tokenprune.integrations.hf.sequence.packing import borders, unread
 from tokenprune.integrations.shared.attachable import states
 
@@ -42,9 +43,9 @@ class CallCheck(Part):
                 "was pruned; pass pixel_values with input_ids, or with embeddings of placeholders",
             )
 
-    def on_plan(self, call: Call) -> None:
-        if not (call.cuts or call.maskless or call.merged is not None):
-            return
+    def on_plan(self, call: Call, plan: Plan) -> Plan:
+        if not (plan.cuts or call.maskless or call.merged is not None):
+            return plan
         given, host, mrope = call.arguments, call.host, hasattr(self.adapter.base, "get_rope_index")
         if (reason := borders(given, host.numbered, host.positions, mrope)) is not None:
             raise UnsupportedSetupError(
@@ -58,6 +59,7 @@ class CallCheck(Part):
                 f"position_ids begin anew inside a row, which counts as one sample all the same, in attention too: "
                 f"{reason}; give each sample a row of its own",
             )
+        return plan
 
     def _note_step(self, call: Call, shape: tuple[int, int]) -> None:
         """Note where `generate` goes on without a cache: each step reads the whole prompt, and the answer so far."""

@@ -12,7 +12,6 @@ from torch import nn
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import ReducedStatic, span_of
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.shared.attachable import hidden_states
@@ -28,31 +27,16 @@ class StaticSteps(Part):
     def _attach(self) -> None:
         for index, layer in enumerate(self.decoder.layers):
             # Not eagerly: torch.compile keeps the step in one graph.
-            self.hook(layer.register_forward_pre_hook, partial(_enter_layer, index), eager=False, with_kwargs=True)
+            self.hook(layer.register_forward_pre_hook, partial(self._enter_layer, index), eager=False, with_kwargs=True)
 
-    def skips(self, arguments: dict[str, Any]) -> bool:
-        cache = arguments.get(compat.CACHE)
-        if not isinstance(cache, ReducedStatic):
-            return False
-        # By name first: torch.compile would guard the shapes of all that is looked at.
-        images = [name for name in arguments if name.startswith(("pixel_values", "mm_encoder_outputs"))]
-        if all(arguments[name] is None for name in images):
-            return True
-        cache.tokenprune_reduction.in_turn = True
-        return False
-
-    def after_call(self, call: Call) -> None:
-        cache = call.arguments.get(compat.CACHE)
-        if isinstance(cache, ReducedStatic):
-            cache.tokenprune_reduction.in_turn = False
-
-
-def _enter_layer(index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-    cache = kwargs.get(compat.CACHE)
-    if not isinstance(cache, ReducedStatic) or cache.tokenprune_reduction.in_turn:
-        return None
-    reduction, layer = cache.tokenprune_reduction, cache.layers[index]
-    held = layer.cumulative_length_int if layer.is_sliding else 0  # else all slots are seen
-    columns = span_of(layer, held, hidden_states(args, kwargs).shape[-2]).of(reduction.of_layer(index))
-    # The model made it for the caller's lengths: `[B or 1, 1 or H, tokens, capacity]`.
-    return args, kwargs | {"attention_mask": masks.gather_mask(kwargs["attention_mask"], None, columns)}
+    def _enter_layer(
+        self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
+        cache = kwargs.get(compat.CACHE)
+        if not isinstance(cache, ReducedStatic) or self.current() is not None:
+            return None
+        reduction, layer = cache.tokenprune_reduction, cache.layers[index]
+        held = layer.cumulative_length_int if layer.is_sliding else 0  # else all slots are seen
+        columns = span_of(layer, held, hidden_states(args, kwargs).shape[-2]).of(reduction.of_layer(index))
+        # The model made it for the caller's lengths: `[B or 1, 1 or H, tokens, capacity]`.
+        return args, kwargs | {"attention_mask": masks.gather_mask(kwargs["attention_mask"], None, columns)}

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.part import Part, PerCall
-from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.plan import Plan, Step
 from tokenprune.view import registry
 
 
@@ -29,7 +30,6 @@ class VideoFrames(Part):
     def __init__(self, adapter: Adapter, steps: Sequence[Step], merges: Sequence[str]) -> None:
         super().__init__()
         self.family = adapter.config.model_type
-        self._images: PerCall[list[bool]] = PerCall()  # for each segment whether it is one
         comparing = [step for step in steps if compares_frames(step)]
         self.names = list(dict.fromkeys(step.method.name for step in comparing))
         # A later stage of such a method leaves images alone too, whatever it reads itself.
@@ -54,7 +54,7 @@ class VideoFrames(Part):
                 )
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
-        """Note which segments are images, and refuse a video whose frames nothing tells."""
+        """Refuse a video whose frames nothing tells, and note images."""
         if not call.has_images:
             return
         images = [modality == "image" for modality in call.held.segments.modality]
@@ -70,10 +70,14 @@ class VideoFrames(Part):
         if any(images):
             for name in self.names:
                 call.notes.append(f"{name}: images keep all tokens, because it compares the frames of videos")
-        self._images[call] = images
 
-    def raise_budget(self, call: Call, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    def on_plan(self, call: Call, plan: Plan) -> Plan:
+        images = [modality == "image" for modality in call.held.segments.modality]
+        return plan.raised(partial(self._keep_images, images)) if any(images) else plan
+
+    def _keep_images(
+        self, images: Sequence[bool], step: Step, arrived: Sequence[int], wanted: Sequence[int]
+    ) -> list[int]:
         if step.owner not in self.owners:
             return list(wanted)
-        images = self._images[call]
         return [count if image else number for count, number, image in zip(arrived, wanted, images, strict=True)]

@@ -24,7 +24,7 @@ from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.hf.encoded.record import open_record, record_of
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
 from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.hf.tower.blocks import attention_of, find_blocks
 from tokenprune.integrations.shared.attachable import states
@@ -117,8 +117,13 @@ class BlockReader(Part):
 
     # -- after the tower
 
-    def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        """Images were encoded: leave what was read of their visual tokens in the record on `output`."""
+    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
+        output = encode(encoding)
+        self._leave_observed(encoding, output)
+        return output
+
+    def _leave_observed(self, encoding: Encoding, output: Any) -> None:
+        """Leave what was read of the visual tokens of images in the record on `output`."""
         state = record_of(output).take_attention()
         packed = take_packed()
         if state is None:
@@ -131,7 +136,9 @@ class BlockReader(Part):
             torch.cat([piece.flatten(0, 1) for piece in pieces])[None] if on_one_axis else torch.cat(pieces)
             for pieces in state.values()
         ]
-        placed = place(self.adapter, modality, arguments, feature_total(output), torch.cat(layers, dim=-1), packed)
+        placed = place(
+            self.adapter, encoding.modality, encoding.on_host, feature_total(output), torch.cat(layers, dim=-1), packed
+        )
         open_record(output).encoded = Encoded.of(placed, self.blocks, state, [x.shape[-1] for x in layers])
 
 

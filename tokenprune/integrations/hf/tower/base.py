@@ -21,7 +21,7 @@ from tokenprune.integrations.hf.encoded.record import open_record, record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.tower.merge_map import keep_one_per_group
 from tokenprune.integrations.shared.block_merging import Block, Merger
@@ -132,10 +132,12 @@ class TowerPatch(Merger, GroupedTokens):
             f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
         )
 
-    def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
-        self.leave_groups(output, self.groups_of(modality, arguments, output))
+    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
+        output = encode(encoding)
+        self.leave_groups(output, self.groups_of(encoding.modality, encoding.on_host, output))
+        return output
 
     def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor] | None:
-        """Return the groups of an `EncoderRecord`, of what `after_encode` gets; None where the tower did not leave its
-        tokens."""
+        """Return the groups of an `EncoderRecord`, of the output of an `Encoding` with `arguments` on the host; None
+        where the tower did not leave its tokens."""
         raise NotImplementedError

@@ -23,6 +23,7 @@ from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.hf.tower.base import GroupedTokens
@@ -128,16 +129,19 @@ class FrameMerging(GroupedTokens):
 
     # -- inside the tower
 
-    def before_encode(self, modality: str, arguments: dict[str, Any]) -> None:
+    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
         states().pop(self, None)  # what a call that failed may have left
-        frames = self.adapter.video_frames(arguments) if modality == "video" else []
+        frames = self.adapter.video_frames(encoding.on_host) if encoding.modality == "video" else []
         if frames is None:
             raise UnsupportedSetupError(f"{self.method.name}: nothing tells how many frames these videos have")
-        if (asked := arguments.get("vision_feature_layer")) not in (None, self.layer):
+        if (asked := encoding.on_host.get("vision_feature_layer")) not in (None, self.layer):
             raise UnsupportedSetupError(
                 f"{self.method.name} was set up for the config's vision_feature_layer={self.layer}, not for {asked}"
             )
         states()[self] = frames  # until the tower begins
+        output = encode(encoding)
+        self._leave_frames(encoding, output)
+        return output
 
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         # A tower that is called by itself gets no frames of which it is known what they are.
@@ -192,7 +196,8 @@ class FrameMerging(GroupedTokens):
 
     # -- after the tower
 
-    def after_encode(self, modality: str, arguments: dict[str, Any], output: Any) -> None:
+    def _leave_frames(self, encoding: Encoding, output: Any) -> None:
+        """Write to the encoder's output what became of frames and tokens."""
         state = self._state()
         states().pop(self, None)
         if state is None:
@@ -204,7 +209,7 @@ class FrameMerging(GroupedTokens):
         assert state.received is not None  # see `_leave_block`
         received = state.restore(state.received).cpu()
         total = feature_total(output)
-        placed = place(self.adapter, modality, arguments, total, received.unsqueeze(-1), None)
+        placed = place(self.adapter, encoding.modality, encoding.on_host, total, received.unsqueeze(-1), None)
         size = len(placed.cells) // len(state.frames)  # videos of one call have as many frames
         starts, groups = state.owners[-1], []
         for number, cells in enumerate(placed.cells.split(size)):

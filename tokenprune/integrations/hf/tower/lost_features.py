@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
 from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.shared.attachable import states
 
@@ -29,9 +29,11 @@ class ChunkedPrefillCheck(Part):
         super().__init__()
         self.adapter = adapter
 
-    def on_features(self, modality: str, output: Any) -> None:
+    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
+        output = encode(encoding)
         if self.current() is None:  # ahead of any forward, as `generate` does
-            states().setdefault(self, {})[modality] = weakref.ref(output)
+            states().setdefault(self, {})[encoding.modality] = weakref.ref(output)
+        return output
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         waiting = states().pop(self, None)

@@ -7,7 +7,8 @@ So every method chooses as if the tower had run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,7 +27,7 @@ from tokenprune.integrations.hf.encoded.content import (
 from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 from tokenprune.integrations.hf.encoded.kept_output import OfImage, Whole, tensors_of
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.part import Encode, Part
+from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
 from tokenprune.integrations.hf.tower.tile_merging import tiles_of
 from tokenprune.statistics import Stats
 
@@ -68,11 +69,12 @@ class FeatureReuse(Part):
         stats.feature_cache = self.cache.counts()
 
     @torch.compiler.disable
-    def find_features(self, modality: str, arguments: dict[str, Any], host_args: dict[str, Any], encode: Encode) -> Any:
+    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
+        modality, host_args = encoding.modality, encoding.on_host
         modules, embeddings = self._modules(), self.adapter.base.get_input_embeddings()
         if learns(modules) or asks_for_gradients(host_args.values()) or any(host_args.get(name) for name in _MORE):
             self.cache.pass_by()
-            return encode({})
+            return encode(encoding)
         modules.append(embeddings)  # some encoders look words up for their images
         weights = Weights(modules)
         self.cache.renew(weights)
@@ -87,15 +89,15 @@ class FeatureReuse(Part):
                 keys = [digest(shared, own) for own, _ in images]
         except UnknownContentError:
             self.cache.pass_by()
-            return encode({})
+            return encode(encoding)
         known = self.cache.find(keys)
         if images is None:
-            return self._whole(weights, keys[0], known, encode)
-        return self._each(weights, keys, known, [rows for _, rows in images], arguments, encode)
+            return self._whole(weights, keys[0], known, partial(encode, encoding))
+        return self._each(weights, keys, known, [rows for _, rows in images], encoding, encode)
 
-    def _whole(self, weights: Weights, key: bytes, known: dict[bytes, Any], encode: Encode) -> Any:
+    def _whole(self, weights: Weights, key: bytes, known: dict[bytes, Any], encode: Callable[[], Any]) -> Any:
         if key not in known:
-            output = encode({})
+            output = encode()
             if not _can_be_kept(output):
                 self.cache.pass_by()
                 return output
@@ -109,22 +111,29 @@ class FeatureReuse(Part):
         keys: list[bytes],
         known: dict[bytes, Any],
         rows: list[dict[str, slice]],
-        arguments: dict[str, Any],
+        encoding: Encoding,
         encode: Encode,
     ) -> Any:
         missing = {key: index for index, key in reversed(list(enumerate(keys))) if key not in known}
         places = sorted(missing.values())
         if places:
             everything = len(places) == len(keys)
-            output = encode({} if everything else _rows_of(arguments, [rows[place] for place in places]))
+            output = encode(encoding if everything else self._some(encoding, [rows[place] for place in places]))
             made = OfImage.of(output, len(places)) if _can_be_kept(output) else None
             if made is None:
                 self.cache.pass_by()
-                return output if everything else encode({})
+                return output if everything else encode(encoding)
             for place, one in zip(places, made, strict=True):
                 known[keys[place]] = one
                 self.cache.keep(weights, keys[place], one)
         return OfImage.joined([known[key] for key in keys])
+
+    def _some(self, encoding: Encoding, images: Sequence[dict[str, slice]]) -> Encoding:
+        """Return the encoding of some of its images alone. images: of each, its rows of the arguments."""
+        given = encoding.arguments
+        some = {name: torch.cat([given[name][rows[name]] for rows in images]) for name in images[0]}
+        on_host = self.adapter.on_host(encoding.modality, encoding.on_host | some)
+        return Encoding(encoding.modality, given | some, on_host)
 
     def _modules(self) -> list[nn.Module]:
         """Return all modules outside of the decoder: images may pass through each of them."""
@@ -157,11 +166,6 @@ class FeatureReuse(Part):
             for (own, _), count in zip(images, tiles, strict=True):
                 own[name] = own[name][:, :count]  # behind them there is padding, as the others of the call need it
         return images
-
-
-def _rows_of(arguments: dict[str, Any], images: Sequence[dict[str, slice]]) -> dict[str, Tensor]:
-    """Return those arguments of a call that are of images, of some of its images alone."""
-    return {name: torch.cat([arguments[name][rows[name]] for rows in images]) for name in images[0]}
 
 
 def _can_be_kept(output: Any) -> bool:

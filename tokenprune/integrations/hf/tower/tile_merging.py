@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenprune.budget import Budget
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.tower.base import ThreadKey
 from tokenprune.integrations.hf.tower.merging import EncoderPatch
 from tokenprune.integrations.shared.apart import Plan
@@ -40,15 +41,16 @@ class TilePatch(EncoderPatch):
     def uneven(self) -> bool:
         return self.exact or super().uneven
 
-    def before_encode(self, modality: str, arguments: dict[str, Any]) -> None:
+    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
         states().pop(self.key, None)
-        if modality == "image" and self.exact and arguments.get("image_sizes") is not None:
-            tiles, packed = pack_numbers(self.adapter, arguments, self.shape.patches)
+        if encoding.modality == "image" and self.exact and encoding.on_host.get("image_sizes") is not None:
+            tiles, packed = pack_numbers(self.adapter, encoding.on_host, self.shape.patches)
             states()[self.key] = [
                 goal
                 for count, image in zip(tiles, packed.images, strict=True)
                 for goal in self._goals(packed, image, count)
             ]
+        return super().around_encode(encode, encoding)
 
     def _goals(self, packed: PackedFeatures, image: Tensor, tiles: int) -> list[Goal]:
         left, asked = self.budget.resolve_keep(len(image)), f"{self.method.name}: {self.budget.short()}"

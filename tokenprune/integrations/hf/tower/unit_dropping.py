@@ -19,6 +19,7 @@ from tokenprune.errors import BudgetError, OptionError, TokenPruneError, Unsuppo
 from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.tower.base import ThreadKey
 from tokenprune.integrations.hf.tower.packed import Order, PackedTower
@@ -64,9 +65,10 @@ class UnitDrop(PackedTower):
 
     # -- inside the tower
 
-    def before_encode(self, modality: str, arguments: dict[str, Any]) -> None:
+    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
         # GLM's towers are handed each frame of a video as an image of its own.
-        states()[self.key] = self.adapter.grids(modality, arguments)
+        states()[self.key] = self.adapter.grids(encoding.modality, encoding.on_host)
+        return encode(encoding)
 
     def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> PackedRun:
         known = states().pop(self.key, None)
