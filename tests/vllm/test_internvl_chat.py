@@ -66,7 +66,7 @@ def test_what_its_first_checkpoints_cannot(folder: Any, tmp_path: Path) -> None:
     """Their tokens stand column by column."""
     first = write(folder("internvl"), tmp_path, ps_version="v1")
     for setting, says in (
-        (VSCAN, "how patches become visual tokens.*divprune"),
+        (VSCAN, "how its patches become visual tokens.*divprune"),
         ({"method": "tome"}, "after the tower"),
     ):
         with pytest.raises(UnsupportedSetupError, match=says):

@@ -65,13 +65,12 @@ def check(
     method: Method,
     family: Family | str | None = None,
     backend: Backend = Backend.HF,
-    cache: Cache = DYNAMIC,
     config: Any = None,
     acts: bool = True,
 ) -> None:
     """Raise the error of the first obstacle; see `obstacle`. acts: False for a method whose budget removes nothing:
     then what the family shows and lets go does not matter."""
-    for found in _obstacles(method, family, backend, cache, config, acts):
+    for found in _obstacles(method, family, backend, DYNAMIC, config, acts):
         raise found.error(found.reason)
 
 
@@ -91,7 +90,7 @@ def _obstacles(
     method: Method, family: Family | str | None, backend: Backend, cache: Cache, config: Any, acts: bool
 ) -> Iterator[Obstacle]:
     if backend is Backend.HF:
-        yield from in_transformers(method, family, acts)
+        yield from in_transformers(method, family, acts, config)
         yield from with_cache(method.site, family, cache, method.name)
     else:
         yield from in_vllm(method, family, backend is Backend.VLLM_IN_LLM, config)

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.base import Method
-from tokenprune.errors import TokenPruneError
+from tokenprune.errors import TokenPruneError, UnsupportedSetupError
 from tokenprune.families import Family
 from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
@@ -22,8 +22,8 @@ ON_IMAGES_TOO = "use a method that acts on images too, such as divprune"
 class Obstacle:
     """Why a method may not act, as a sentence, and the error that says so."""
 
-    error: type[TokenPruneError]
     reason: str
+    error: type[TokenPruneError] = UnsupportedSetupError
 
 
 def reads_tower(method: Method | None) -> bool:
@@ -36,7 +36,33 @@ def not_on(method: Method, row: Family) -> str | None:
     return next((why for one in observables_of(method.needs) if (why := one.obstacle(row))), None)
 
 
-def or_less(method: Method, write: Callable[[Any], str] = repr) -> str:
+def in_reading(
+    method: Method, row: Family, shown: str, tower: str | None, write: Callable[[Any], str] = repr, more: str = ""
+) -> Iterator[Obstacle]:
+    """Yield what keeps `method` from reading what it needs of a family.
+
+    shown: the name of the family. tower: further words about its vision tower, None where it is known how that makes
+    visual tokens. write: of the value of an option. more: another way out.
+    """
+    if tower is not None and reads_tower(method):
+        yield Obstacle(
+            f"{method.name} looks into the vision tower, but of {row.name!r}{tower} it is not known how its patches "
+            f"become visual tokens; {AFTER_THE_TOWER}{_or_less(method, write)}{more}"
+        )
+    elif lacks := not_on(method, row):
+        yield Obstacle(f"{method.name} needs {lacks}, which {shown} does not have: {OTHER_OF_THE_TOWER}")
+
+
+def in_joined_layers(method: Method, config: Any) -> Iterator[Obstacle]:
+    """Yield what keeps `method` from merging in a tower whose features are those of several layers."""
+    if not isinstance(layer := getattr(config, "vision_feature_layer", -1), int):
+        yield Obstacle(
+            f"{method.name}: this model joins the features of several tower layers ({layer}), which merge differently; "
+            f"{AFTER_THE_TOWER}"
+        )
+
+
+def _or_less(method: Method, write: Callable[[Any], str]) -> str:
     """Return the options under which a method reads nothing of the tower, as the end of a sentence; empty if there are
     none. write: of a value."""
     options = method.fallback_hint(_read_of_tower(method), write)

@@ -8,17 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tokenprune.abilities.declared import unserved
-from tokenprune.abilities.obstacle import (
-    AFTER_THE_TOWER,
-    ON_IMAGES_TOO,
-    OTHER_OF_THE_TOWER,
-    Obstacle,
-    not_on,
-    or_less,
-    reads_tower,
-)
+from tokenprune.abilities.obstacle import AFTER_THE_TOWER, ON_IMAGES_TOO, Obstacle, in_joined_layers, in_reading
 from tokenprune.base import Method
-from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
+from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, tower_kind, tower_of
 from tokenprune.setting import IN_LLM
 from tokenprune.sites.encoder import EncoderMethod
@@ -29,46 +21,35 @@ from tokenprune.view.registry import compares_frames
 def in_vllm(method: Method, family: Family | str | None, in_llm: bool, config: Any) -> Iterator[Obstacle]:
     """Yield what keeps `method` from acting on `family` in vLLM; see `check`."""
     if reason := unserved(method, in_llm):
-        yield Obstacle(OptionError, reason)
+        yield Obstacle(reason, OptionError)
     if family is None:
         return
     row = family if isinstance(family, Family) else SERVED.get(family) or FAMILIES.get(family)
     if row is None or not row.vllm.architecture:
         name = family if isinstance(family, str) else family.name
-        yield Obstacle(UnsupportedModelError, f"tokenprune {unserved_family(name)}")
+        yield Obstacle(f"tokenprune {unserved_family(name)}", UnsupportedModelError)
         return
     name, served = method.name, row.vllm.architecture
     if in_llm and not row.vllm.in_llm:
         inside = ", ".join(one.name for one in SERVED.values() if one.vllm.in_llm)
         yield Obstacle(
-            UnsupportedModelError,
             f"{IN_LLM} does not serve {served}: it serves {inside}. Use a method that acts before the language model",
+            UnsupportedModelError,
         )
     if compares_frames(method) and row.after_frames is None:
         yield Obstacle(
-            UnsupportedSetupError,
             f"{name} compares the frames of a video, and of {served} it is not known which tokens are a frame, or its "
-            f"prompts hold no videos; {ON_IMAGES_TOO}",
+            f"prompts hold no videos; {ON_IMAGES_TOO}"
         )
-    if reads_tower(method) and not _traced(row, config):
-        kind = f" with the tower {tower_kind(config)!r}" if config is not None else ""
-        yield Obstacle(
-            UnsupportedSetupError,
-            f"{name} looks into the vision tower, but of {row.name!r}{kind} it is not known how patches become visual "
-            f"tokens; {AFTER_THE_TOWER}{or_less(method, json.dumps)}",
-        )
-    elif unknown := not_on(method, row):
-        yield Obstacle(
-            UnsupportedSetupError, f"{name} needs {unknown}, which {served} does not have: {OTHER_OF_THE_TOWER}"
-        )
+    kind = "" if config is None else f" with the tower {tower_kind(config)!r}"
+    yield from in_reading(method, row, served, None if _traced(row, config) else kind, json.dumps)
     if isinstance(method, EncoderMethod):
         yield from _merging_in_vllm(method, row, config)
     if isinstance(method, UnitDropper) and not row.units:
         packed = ", ".join(one.name for one in SERVED.values() if one.units)
         yield Obstacle(
-            UnsupportedSetupError,
             f"{name} drops patches ahead of the vision tower, and that of {served} takes whole grids alone; it is "
-            f"served for {packed}. For this one {AFTER_THE_TOWER}",
+            f"served for {packed}. For this one {AFTER_THE_TOWER}"
         )
 
 
@@ -91,19 +72,12 @@ def _merging_in_vllm(method: EncoderMethod, row: Family, config: Any) -> Iterato
     tiles = row.merges and (row.patches if config is None else row.layout(config)) in ("tiles", "packed")
     if not tiles or not (config is None or _shows_patches(config)):
         yield Obstacle(
-            UnsupportedSetupError,
             f"{method.name} merges inside the vision tower. vLLM has to know before how many tokens that leaves, which "
             "can be said of LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision (with CLIP or SigLIP, and a visual token for "
             f"each patch), Idefics3, SmolVLM, InternVL, Gemma 3 and Qwen2-VL to Qwen3.5, not of this {row.name!r}; "
-            f"{AFTER_THE_TOWER}",
+            f"{AFTER_THE_TOWER}"
         )
-    layer = getattr(config, "vision_feature_layer", -1)
-    if not isinstance(layer, int):
-        yield Obstacle(
-            UnsupportedSetupError,
-            f"{method.name}: this model joins the features of several tower layers ({layer}), which merge differently; "
-            f"{AFTER_THE_TOWER}",
-        )
+    yield from in_joined_layers(method, config)
 
 
 def _shows_patches(config: Any) -> bool:

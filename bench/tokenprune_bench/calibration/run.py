@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tokenprune import abilities
 from tokenprune.api import is_patched
 from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError
@@ -149,7 +150,9 @@ def _part(model: Any, calibrator: Calibrator, keep: float) -> Merger:
     from tokenprune.integrations.hf.families import adapter_for
     from tokenprune.integrations.hf.tower.build import tower_patch
 
-    return tower_patch(adapter_for(model), calibrator, Budget.of(keep))
+    adapter = adapter_for(model)
+    abilities.check(calibrator, adapter.family, config=adapter.config)
+    return tower_patch(adapter, calibrator, Budget.of(keep))
 
 
 def _pixels(part: Merger, model: Any, processor: Any) -> Pixels:

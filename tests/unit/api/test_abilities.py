@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
+from transformers import LlavaConfig
 from typer.testing import CliRunner
 
 import tokenprune
 from basics import MODEL_METHODS
 from families import FAMILIES as BUILT
-from tokenprune import TokenPruneError, abilities
+from tokenprune import OptionError, Site, TokenPruneError, abilities
 from tokenprune.cli import app
 from tokenprune.families import FAMILIES, REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.tower.unit_dropping import _tower_of
 from tokenprune.setting import Setting
 from tokenprune.view.observable import Backend
 
@@ -93,6 +97,36 @@ def test_a_model_is_what_its_row_says(name: str, build) -> None:
                  if getattr(facts, key) != getattr(row, key)]  # fmt: skip
     assert not different
     assert facts.patches == row.layout(adapter.config)
+    if row.units:
+        tower = _tower_of(adapter)
+        assert all(hasattr(tower, part) for part in ("blocks", "merger", "spatial_merge_size"))
+
+
+@dataclass(frozen=True)
+class TooEarly(tokenprune.Method):
+    """Wants what no layer has shown yet."""
+
+    name: ClassVar[str] = "too_early"
+    site: ClassVar[Site] = Site.PRE_LLM
+    needs: ClassVar[frozenset[str]] = frozenset({"last_row_attention"})
+
+
+class NoDecoding(TooEarly):
+    site: ClassVar[Site] = Site.DECODE
+
+
+def test_what_a_method_or_a_config_alone_decides(build) -> None:
+    """The table says it without a model, and patch() says the same."""
+    assert "too_early: a PRE_LLM method cannot need ['last_row_attention']" in str(abilities.obstacle(TooEarly()))
+    assert "too_early: a method at the site DECODE must derive" in str(abilities.obstacle(NoDecoding()))
+    joined = LlavaConfig(vision_feature_layer=[-2, -1])
+    for backend in (Backend.HF, Backend.VLLM):
+        reason = abilities.obstacle(tokenprune.method("tome"), "llava", backend, config=joined)
+        assert "tome: this model joins the features of several tower layers ([-2, -1])" in str(reason)
+        assert abilities.obstacle(tokenprune.method("divprune"), "llava", backend, config=joined) is None
+    for method in (TooEarly(), NoDecoding()):
+        with pytest.raises(OptionError, match=re.escape(str(abilities.obstacle(method)))):
+            tokenprune.patch(build(BUILT["llava"]), method, keep=0.5)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "fuyu", "lfm2_vl", "glm46v"])

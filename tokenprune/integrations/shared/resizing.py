@@ -40,8 +40,6 @@ class Resizer:
             return
         self.rule = rule_for(processor)
         self.resizing = self.rule.resizing if self.rule else adapter.family.resizing if adapter else None
-        if adapter is not None and adapter.family.resizing is None:
-            self.resizing = None
         self._check()
 
     def _check(self) -> None:

@@ -26,13 +26,6 @@ from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 
-_IN_LAYERS = (
-    ObservedAt.LAYER_BEFORE,
-    ObservedAt.NEXT_LAYER,
-    ObservedAt.INPUT_BEFORE,
-    ObservedAt.UNROTATED,
-    ObservedAt.OWN,
-)
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", *compat.CACHE_NAMES}
 
@@ -49,12 +42,11 @@ def reads_next_layer(method: Method) -> bool:
 
 def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:
     """Raise an error of ours for a method that may not act on this family; see `tokenprune.abilities`."""
-    facts = adapter.family
     for step in steps:
         method, acts = step.method, step.acts
         if isinstance(method, (EncoderMethod, UnitDropper, FrameMerger)):
             acts = not method.is_identity(step.budget)
-        abilities.check(method, facts, acts=acts)
+        abilities.check(method, adapter.family, config=adapter.config, acts=acts)
 
 
 def check_steps(steps: list[Step], adapter: Adapter) -> None:
@@ -68,12 +60,9 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
                 f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
             )
         check_layers(step, adapter)
-        if step.method.site is Site.PRE_LLM and (seen := observables_of(step.method.needs, *_IN_LAYERS)):
-            names = [one.name for one in seen]
-            raise OptionError(f"{step.method.name}: a PRE_LLM method cannot need {names}: no layer ran yet")
-    decoding_methods = [step.method for step in steps if step.method.site is Site.DECODE]
-    for method in decoding_methods:
-        decoding.check(method, len(decoding_methods) - 1)
+    at_steps = [step.method.name for step in steps if step.method.site is Site.DECODE]
+    if len(at_steps) > 1:
+        raise OptionError(f"{at_steps[0]}: only one of the composed methods can act while decoding")
     for step in steps:
         if step.budget.of_videos and adapter.family.after_frames is None:
             raise BudgetError(
@@ -138,15 +127,15 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
 
 def check_static_call(steps: Iterable[Step], adapter: Adapter, in_blocks: bool) -> None:
     """Raise UnsupportedSetupError if a decoder with a static cache cannot be cut by `steps`."""
-    use, facts = abilities.STATIC.instead, adapter.family
+    use, family = abilities.STATIC.instead, adapter.family
     if compat.COUNTS_OUTSIDE:
         raise UnsupportedSetupError(
             f"cannot prune with a static cache in transformers {compat.VERSION}, whose models say by their own count "
             f"where tokens go in it: {use}, or take transformers 5.4 or later"
         )
     for step in steps:
-        abilities.check_cache(step.method.site, facts, abilities.STATIC, step.method.name)
-    abilities.check_cache(Site.ATTENTION if in_blocks else Site.PRE_LLM, facts, abilities.STATIC)
+        abilities.check_cache(step.method.site, family, abilities.STATIC, step.method.name)
+    abilities.check_cache(Site.ATTENTION if in_blocks else Site.PRE_LLM, family, abilities.STATIC)
     if (attention := adapter.attention) not in ("sdpa", "eager"):
         raise UnsupportedSetupError(
             f"cannot prune with a static cache and attn_implementation={attention!r}: {use}, or load the model with "

@@ -7,18 +7,10 @@ from typing import Any
 
 from transformers.cache_utils import Cache
 
-from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.cache.layer_storage import is_offloaded, is_quantized
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.sites.decode import DecodeMethod
-
-
-def check(method: Any, others: int) -> None:
-    """Raise OptionError if `method` cannot act while decoding in this model. others: methods of that site beside it."""
-    if not isinstance(method, DecodeMethod):
-        raise OptionError(f"{method.name}: a method at the site DECODE must derive from tokenprune.DecodeMethod")
-    if others:
-        raise OptionError(f"{method.name}: only one of the composed methods can act while decoding")
 
 
 def check_setup(method: DecodeMethod, config: Any, batch: int) -> None:

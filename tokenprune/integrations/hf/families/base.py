@@ -105,17 +105,18 @@ class Adapter(PatchSource):
 
     def attention_of(self, layer: int) -> nn.Module:
         """Return the self-attention module of a decoder layer."""
-        for name in ("self_attn", "attention", "attn", "self_attention", "mixer"):
-            if isinstance(module := getattr(self.decoder.layers[layer], name, None), nn.Module):
-                return module
-        raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no self-attention module")
+        return self._module(layer, "self_attn attention attn self_attention mixer", "self-attention module")
 
     def modules_of(self, layer: int) -> tuple[nn.Module, nn.Module]:
         """Return the self-attention module and the MLP, or what stands in its place, of a decoder layer."""
-        for name in ("mlp", "feed_forward", "block_sparse_moe", "ffn"):
+        return self.attention_of(layer), self._module(layer, "mlp feed_forward block_sparse_moe ffn", "known MLP")
+
+    def _module(self, layer: int, names: str, what: str) -> nn.Module:
+        """Return the first module of a decoder layer that has one of the names."""
+        for name in names.split():
             if isinstance(module := getattr(self.decoder.layers[layer], name, None), nn.Module):
-                return self.attention_of(layer), module
-        raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no MLP that is known")
+                return module
+        raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no {what}")
 
     @property
     def norm(self) -> nn.Module:

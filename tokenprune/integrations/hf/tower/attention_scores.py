@@ -65,7 +65,9 @@ class BlockReader(Part):
     def __init__(self, adapter: Adapter, methods: Sequence[Pruner]) -> None:
         super().__init__()
         self.adapter, self.name = adapter, ", ".join(method.name for method in methods)
-        self.tower, blocks = _find_blocks(adapter, self.name, methods)
+        knows = f"{self.name} looks into the vision tower, and knows the towers CLIP, SigLIP (and its like in Idefics3 "
+        knows += "and SmolVLM), InternVL, Pixtral, Qwen-VL and GLM-4V of transformers"
+        self.tower, _, blocks = find_blocks(adapter, _CLASS_TOKENS, knows, _instead(methods))
         self.protected = _CLASS_TOKENS[type(blocks[0]).__name__]
         self.attentions = [attention_of(block) for block in blocks]
         self.blocks: Blocks = {}
@@ -103,17 +105,16 @@ class BlockReader(Part):
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
         state = states().pop(self, None)
-        if isinstance(output, tuple):
-            raise UnsupportedSetupError(f"{self.name}: the tower must return an output object; use return_dict")
         if state is None:
             return
+        record = open_record(output)
         for name, index in state.seen:
             if index == OUTPUT:
                 features = tower_features(output, self.adapter.config).detach().float()
                 features = features if features.ndim == 3 else features[None]
                 observable = cast(TowerOutput, find_observable(name))
                 state.seen[name, index].append(observable.of_features(features, self.protected))
-        open_record(output).attention = state.seen
+        record.attention = state.seen
 
     # -- after the tower
 
@@ -195,14 +196,3 @@ def _instead(methods: Sequence[Pruner]) -> str:
     """Return what to do where the tower cannot be read."""
     less = [f", or {method.name} with {options}" for method in methods if (options := without_tower(method))]
     return "use a method that acts after the tower" + "".join(less)
-
-
-def _find_blocks(adapter: Adapter, name: str, methods: Sequence[Pruner]) -> tuple[nn.Module, list[nn.Module]]:
-    found = find_blocks(adapter, _CLASS_TOKENS)
-    if found is not None:
-        return found[0], found[2]
-    kind = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
-    raise UnsupportedSetupError(
-        f"{name} looks into the vision tower, and knows the towers CLIP, SigLIP (and its like in Idefics3 "
-        f"and SmolVLM), InternVL, Pixtral, Qwen-VL and GLM-4V of transformers, not {kind}; {_instead(methods)}"
-    )

@@ -4,18 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 
+from tokenprune.abilities import AFTER_THE_TOWER
+from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 
 _TOWERS = ("vision_tower", "visual", "vision_model")
 _LISTS = ("layers", "layer", "blocks")
 
 
-def find_blocks(adapter: Adapter, known: Collection[str]) -> tuple[nn.Module, nn.Module, list[nn.Module]] | None:
-    """Return a model's vision tower, the module inside it that runs the blocks, and these; None if their class is not
-    among the names in `known`."""
+def find_blocks(
+    adapter: Adapter, known: Collection[str], knows: str, instead: str = AFTER_THE_TOWER
+) -> tuple[nn.Module, nn.Module, list[nn.Module]]:
+    """Return a model's vision tower, the module inside it that runs the blocks, and these.
+
+    Raises UnsupportedSetupError if their class is not among the names in `known`. knows: in words, the towers that a
+    method knows; instead: what else to use.
+    """
     for attribute in _TOWERS:
         tower = getattr(adapter.base, attribute, None)
         if tower is None:
@@ -24,7 +32,15 @@ def find_blocks(adapter: Adapter, known: Collection[str]) -> tuple[nn.Module, nn
             for blocks in (getattr(module, which, None) for which in _LISTS):
                 if isinstance(blocks, nn.ModuleList) and blocks and all(type(x).__name__ in known for x in blocks):
                     return tower, module, list(blocks)
-    return None
+    kind = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
+    raise UnsupportedSetupError(f"{knows}, not {kind}; {instead}")
+
+
+def check_layer(name: str, layer: int, arguments: dict[str, Any]) -> None:
+    """Raise UnsupportedSetupError for a call that reads another output of the tower than that of `layer`, for which the
+    method called `name` was set up. arguments: of `get_image_features`, or of that of videos."""
+    if (asked := arguments.get("vision_feature_layer")) not in (None, layer):
+        raise UnsupportedSetupError(f"{name} was set up for the config's vision_feature_layer={layer}, not for {asked}")
 
 
 def attention_of(block: nn.Module) -> nn.Module:

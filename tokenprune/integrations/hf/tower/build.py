@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from tokenprune import abilities
 from tokenprune.budget import Budget
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.tower.base import TowerPatch
@@ -15,7 +14,6 @@ from tokenprune.sites.encoder import EncoderMethod
 
 def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> TowerPatch:
     """Return the patch for the kind of tower that `adapter`'s model has; see the classes for what they raise."""
-    abilities.check(method, adapter.family)
     blocks = getattr(getattr(adapter.base, "visual", None), "blocks", None)
     if blocks and type(blocks[0]).__name__ in BLOCKS:
         return PackedTowerPatch(adapter, method, budget)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Observer
+from tokenprune.integrations.hf.encoded.record import open_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
@@ -27,8 +28,7 @@ from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.hf.tower.base import GroupedTokens
-from tokenprune.integrations.hf.tower.blocks import attention_of, find_blocks
-from tokenprune.integrations.hf.tower.merging import read_layer
+from tokenprune.integrations.hf.tower.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.shared.attachable import hidden_states, states, with_output
 from tokenprune.integrations.shared.block_merging import check_checkpointing
 from tokenprune.integrations.shared.observation import Observation
@@ -99,15 +99,10 @@ class FrameMerging(GroupedTokens):
                 f"{method.name} decides before the prompt is known, for each video by itself: of {budget}, say keep, "
                 'average_tokens, average_share or kv_share, with per="image"'
             )
-        found = find_blocks(adapter, _CLASS_TOKENS)
-        if found is None:
-            raise UnsupportedSetupError(
-                f"{method.name} merges frames in CLIP and SigLIP towers, and the one of this "
-                f"{adapter.config.model_type!r} is neither; use a method that acts after the tower, such as holitom"
-            )
-        self.tower, self.encoder, self.layers = found
+        knows = f"{method.name} merges frames in the towers CLIP and SigLIP"
+        self.tower, self.encoder, self.layers = find_blocks(adapter, _CLASS_TOKENS, knows)
         self.protected = _CLASS_TOKENS[type(self.layers[0]).__name__]
-        self.layer = read_layer(adapter, method.name)
+        self.layer = getattr(adapter.config, "vision_feature_layer", -1)
         depth = self.layer if self.layer >= 0 else len(self.layers) + 1 + self.layer
         self.blocks = method.blocks(depth)
         self.shape = DecoderShape.from_config(adapter.text_config)
@@ -134,10 +129,7 @@ class FrameMerging(GroupedTokens):
         frames = self.adapter.video_frames(encoding.on_host) if encoding.modality == "video" else []
         if frames is None:
             raise UnsupportedSetupError(f"{self.method.name}: nothing tells how many frames these videos have")
-        if (asked := encoding.on_host.get("vision_feature_layer")) not in (None, self.layer):
-            raise UnsupportedSetupError(
-                f"{self.method.name} was set up for the config's vision_feature_layer={self.layer}, not for {asked}"
-            )
+        check_layer(self.method.name, self.layer, encoding.on_host)
         states()[self] = frames  # until the tower begins
         output = encode(encoding)
         self._leave_frames(encoding, output)
@@ -186,8 +178,7 @@ class FrameMerging(GroupedTokens):
         return with_output(state.restore, output) if state is not None and state.frames else None
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if isinstance(output, tuple):
-            raise UnsupportedSetupError(f"{self.method.name}: the tower must return an output object; use return_dict")
+        open_record(output)  # raises what cannot have one
         state = self._state()
         if state is not None and state.frames and output.hidden_states is not None:
             restored = [None if x is None else state.restore(x, i) for i, x in enumerate(output.hidden_states)]

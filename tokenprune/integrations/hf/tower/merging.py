@@ -21,7 +21,7 @@ from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.tower.base import TowerPatch
-from tokenprune.integrations.hf.tower.blocks import attention_of, find_blocks
+from tokenprune.integrations.hf.tower.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.hf.tower.merge_map import feature_groups
 from tokenprune.integrations.shared.attachable import with_output
 from tokenprune.integrations.shared.block_merging import Block, Merging
@@ -63,16 +63,9 @@ class EncoderPatch(TowerPatch):
     shows = True
 
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
-        name = method.name
-        found = find_blocks(adapter, _KINDS)
-        if found is None:
-            kind = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
-            raise UnsupportedSetupError(
-                f"{name} knows the vision towers CLIP, SigLIP (and its like in Idefics3 and SmolVLM), InternVL and "
-                f"Qwen-VL of transformers, not {kind}"
-            )
-        self.tower, self.encoder, layers = found
-        self.layer = read_layer(adapter, name)
+        knows = f"{method.name} knows the vision towers CLIP, SigLIP (and its like in Idefics3 and SmolVLM), InternVL "
+        self.tower, self.encoder, layers = find_blocks(adapter, _KINDS, knows + "and Qwen-VL of transformers")
+        self.layer = getattr(adapter.config, "vision_feature_layer", -1)
         read = self.layer if self.layer >= 0 else len(layers) + 1 + self.layer
         block = _KINDS[type(layers[0]).__name__]
         blocks = [
@@ -149,25 +142,19 @@ class EncoderPatch(TowerPatch):
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
         state = self.end()
-        if isinstance(output, tuple):
-            raise UnsupportedSetupError(f"{self.method.name}: the tower must return an output object; use return_dict")
         assert state is not None  # see `_leave_encoder`
-        if output.hidden_states is not None:
-            restored = [None if x is None else state.restore(x, i) for i, x in enumerate(output.hidden_states)]
-            output.hidden_states = tuple(restored)
         owners = state.owners[self.shape.read]
         owners = owners if self.units is None else self.units.owners(owners)
         self.leave_tokens(output, [sum(rows) for rows in state.counts], owners)
+        if output.hidden_states is not None:
+            restored = [None if x is None else state.restore(x, i) for i, x in enumerate(output.hidden_states)]
+            output.hidden_states = tuple(restored)
         return output
 
     # -- after the tower
 
     def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor]:
-        asked = arguments.get("vision_feature_layer")
-        if asked is not None and asked != self.layer:
-            raise UnsupportedSetupError(
-                f"{self.method.name} was set up for the config's vision_feature_layer={self.layer}, not for {asked}"
-            )
+        check_layer(self.method.name, self.layer, arguments)
         owners, groups = record_of(output).owners, None
         if modality == "image" and isinstance(owners, Tensor):
             groups = feature_groups(owners, output.pooler_output, self.shape.protected)
@@ -177,13 +164,3 @@ class EncoderPatch(TowerPatch):
                 "patches they were made of; leave them out of the prompt, or use a method that acts after the tower"
             )
         return groups
-
-
-def read_layer(adapter: Adapter, name: str) -> int:
-    """Return which of the tower's hidden states the model reads; -1 is the last."""
-    layer = getattr(adapter.config, "vision_feature_layer", -1)
-    if not isinstance(layer, int):
-        raise UnsupportedSetupError(
-            f"{name}: this model joins the features of several tower layers ({layer}), which merge differently"
-        )
-    return layer

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.tower.base import GroupedTokens
 from tokenprune.integrations.shared.attachable import hidden_states, states, with_hidden_states
@@ -77,15 +76,13 @@ class PackedTower(GroupedTokens):
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
         run = states().pop(self)
-        if isinstance(output, tuple):
-            raise UnsupportedSetupError(f"{self.method.name}: the tower must return an output object; use return_dict")
+        counts = run.counts or [len(run.units.kept)] * len(self.tower.blocks)
+        owners = run.owners() if run.match else None
+        self.leave_tokens(output, [count * self.unit for count in counts], owners, run.kept)
         if run.counts:
             output.last_hidden_state = run.units.full(output.last_hidden_state)
             if getattr(output, "hidden_states", None) is not None:
                 output.hidden_states = run.spread(output.hidden_states)
-        counts = run.counts or [len(run.units.kept)] * len(self.tower.blocks)
-        owners = run.owners() if run.match else None
-        self.leave_tokens(output, [count * self.unit for count in counts], owners, run.kept)
         features = getattr(output, "deepstack_features", None)
         if owners and features:  # of blocks at which not all members of a group were one yet
             output.deepstack_features = [mean_of_groups(x, torch.cat(owners)) for x in features]

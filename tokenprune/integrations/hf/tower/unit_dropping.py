@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune import abilities
 from tokenprune.base import Selection
 from tokenprune.budget import Budget
-from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnsupportedSetupError
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
@@ -45,7 +44,7 @@ class UnitDrop(PackedTower):
         super().__init__()
         self.adapter, self.method, self.budget = adapter, method, budget
         self.step = Step(method, budget)
-        self.tower, self.key = _tower_of(adapter, method.name), ThreadKey()  # of grids
+        self.tower, self.key = _tower_of(adapter), ThreadKey()  # of grids
         self.unit = self.tower.spatial_merge_size**2
         depth = len(self.tower.blocks)
         self.block = method.block(depth)
@@ -129,18 +128,10 @@ class UnitDrop(PackedTower):
         return Selection(found, counts=found.sum(1).tolist())
 
 
-def _tower_of(adapter: Adapter, name: str) -> Any:
-    """Return the tower of packed patches; raises UnsupportedSetupError where there is none."""
-    family = adapter.config.model_type
-    for attribute in ("visual", "vision_model"):
-        tower = getattr(adapter.base, attribute, None)
-        fits = all(hasattr(tower, part) for part in ("blocks", "merger", "spatial_merge_size"))
-        if fits:
-            return tower
-    raise UnsupportedSetupError(
-        f"{name} cannot act in the tower of this {family!r}: it has no blocks, merger and spatial_merge_size; "
-        f"{abilities.AFTER_THE_TOWER}"
-    )
+def _tower_of(adapter: Adapter) -> Any:
+    """Return the tower of packed patches, which families with `units` have."""
+    towers = (getattr(adapter.base, name, None) for name in ("visual", "vision_model"))
+    return next(tower for tower in towers if hasattr(tower, "merger"))
 
 
 def _colours(processor: Any) -> tuple[Tensor, Tensor] | None:

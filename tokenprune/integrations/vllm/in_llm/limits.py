@@ -6,13 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tokenprune import abilities
 from tokenprune.base import Method
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.vllm.setting.configuration import family_of
 from tokenprune.integrations.vllm.setting.offer import FREE_KV
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, ServedSetting
-from tokenprune.view.observable import Backend
 
 _PLACE = "tokenprune.integrations.vllm.in_llm.scheduler"
 SCHEDULERS = {False: f"{_PLACE}.InLLMScheduler", True: f"{_PLACE}.AsyncInLLMScheduler"}
@@ -73,7 +70,6 @@ def check_engine(vllm_config: Any, setting: ServedSetting, free_kv: bool = False
     """Raise UnsupportedSetupError with every option that does not fit, and what to change."""
     model_config = vllm_config.model_config
     method = setting.acting
-    abilities.check(method, family_of(model_config), Backend.VLLM_IN_LLM)
     problems = [*_of_engine(vllm_config), *_of_batches(vllm_config, method)]
     problems += _of_layer(model_config, method.cut_layer)
     if free_kv:
