@@ -14,6 +14,7 @@ import pytest
 from transformers import LlavaConfig
 
 import tokenprune
+import zoo
 from tokenprune.abilities import unserved
 from tokenprune.cost.model import LLAVA_7B, LLAVA_7B_LOAD, CostModel, Load
 from tokenprune.errors import TokenPruneError
@@ -158,3 +159,28 @@ def test_what_a_method_says_of_itself_is_what_running_it_says() -> None:
         except TokenPruneError as error:
             tried = str(error).partition(". Servable are")[0]
         assert unserved(method) == tried
+
+
+ASIDE = (
+    "tokenprune.guard", "tokenprune.policies", "tokenprune.workflows", "tokenprune.integrations.hf.session",
+    "tokenprune.integrations.hf.guard", "tokenprune.integrations.hf.drafting", "tokenprune.integrations.hf.tower.reuse",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["divprune", "fastv"])
+def test_a_plain_patch_loads_nothing_that_is_not_asked_for(method: str) -> None:
+    """Sessions, policies, the guard, drafts, two passes, frame weights and the feature cache."""
+    code = f"""if True:
+        import sys
+        sys.path.insert(0, {str(Path(zoo.__file__).parent)!r})
+        import tokenprune
+        print(*(name for name in sys.modules if name.startswith("tokenprune")), sep="\\n")
+        from zoo import FAMILIES
+        model = tokenprune.patch(FAMILIES["llava"].build(), {method!r}, keep=0.5)
+        model(**FAMILIES["llava"].make_inputs())
+        print(*(name for name in sys.modules if name.startswith("tokenprune")), sep="\\n")
+    """
+    names = set(run(code).split())
+    assert "tokenprune.integrations.hf.decoder.engine" in names
+    # The settings stand in the signature of `patch`.
+    assert {name for name in names if name.startswith(ASIDE)} <= {"tokenprune.guard", "tokenprune.guard.settings"}

@@ -135,6 +135,29 @@ def test_nobody_holds_a_call_that_is_over(method: str, options: dict[str, Any], 
         assert all(any(one is other for other in others) for one in calls)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("method", "options"), [("fastv", {"layer": 2}), ("sparsevlm", {}), ("dyrate", {"layer": 2})])
+def test_a_call_within_a_call_has_states_of_its_own(method: str, options: dict[str, Any], build) -> None:
+    """Between what a layer shows of one call and the cut that reads it another call may run."""
+    family = FAMILIES["llava"]
+    model, inputs, others = build(family), family.make_inputs(), family.make_inputs(images=(2, 1))
+    found: list[Any] = []
+
+    def run(*args: Any) -> None:
+        if not found:
+            found.append(None)
+            found[0] = model(**others).logits
+
+    with tokenprune.patched(model, method, keep=0.4, **options):
+        wanted, within = (model(**given).logits for given in (inputs, others))
+        for layer in model.model.language_model.layers:
+            found.clear()
+            hook = layer.register_forward_hook(run)
+            assert torch.equal(model(**inputs).logits, wanted)
+            hook.remove()
+            assert torch.equal(found[0], within)
+
+
 def test_asking_what_layers_are_handed_leaves_the_call_as_it_is():
     call = Call({}, held=HeldTokens(_NO_SEGMENTS, layout_of([0, 2], [1, 2], length=3)))
     call.groups.append(call.group(0))

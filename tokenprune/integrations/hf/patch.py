@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the parts of a patch out of methods and budgets: one place where it is decided which part does what."""
+"""Make the parts of a patch out of methods and budgets: one place where it is decided which part does what.
+
+The guard and the feature cache are imported where they are asked for: a plain patch loads neither.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,11 +19,9 @@ from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.guard.settings import Guard
 from tokenprune.integrations.hf.checks.decoder import check_abilities, check_steps
 from tokenprune.integrations.hf.decoder.engine import Engine
-from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.guard.part import check_processor, guard_for
 from tokenprune.integrations.hf.parts.blockwise_attention import BlockAttention
 from tokenprune.integrations.hf.parts.call_check import CallCheck
 from tokenprune.integrations.hf.parts.decode_pruning import DecodePruning
@@ -37,7 +38,6 @@ from tokenprune.integrations.hf.tower.base import InTower
 from tokenprune.integrations.hf.tower.build import tower_patch
 from tokenprune.integrations.hf.tower.frame_merging import FrameMerging
 from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
-from tokenprune.integrations.hf.tower.reuse import FeatureReuse
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
 from tokenprune.sites.composition import check_places, composition_key
 from tokenprune.sites.decode import DecodeMethod
@@ -46,6 +46,9 @@ from tokenprune.sites.frames import FrameMerger
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 
 
 def hf_parts(
@@ -110,8 +113,11 @@ def _parts(
                 parts.append(BlockAttention(adapter, method, budget, acting))
             case Pruner():
                 steps.append(step)
-    if processor is not None and not pixels and not any(isinstance(part, UnitDrop) for part in parts):
-        check_processor(processor, guard, methods)
+    unread = processor is not None and not pixels and not any(isinstance(part, UnitDrop) for part in parts)
+    if guard.mode != "off" and unread:
+        from tokenprune.integrations.hf.guard.part import check_processor
+
+        check_processor(processor, methods)
     check_steps(steps, adapter)
     # A method that will not cut needs to see nothing.
     cutting = [step.method for step in steps if step.acts]
@@ -133,9 +139,13 @@ def _parts(
         merges = [part.method.name for part in parts if isinstance(part, InTower)]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
     removes = bool(cutting or parts)
-    if (watching := guard_for(adapter, guard, methods, budgets, processor)) is not None:
-        parts.append(watching)
+    if guard.mode != "off":
+        from tokenprune.integrations.hf.guard.part import guard_for
+
+        parts += guard_for(adapter, guard, methods, budgets, processor)
     if feature_cache is not None:
+        from tokenprune.integrations.hf.tower.reuse import FeatureReuse
+
         # What happens to tokens inside the tower is counted for a whole call.
         apart = not any(isinstance(part, InTower) for part in parts)
         parts.append(FeatureReuse(adapter, feature_cache, apart))

@@ -12,41 +12,34 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache
 
-from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import needs_masks_alone
 from tokenprune.integrations.hf.checks.decoder import check_call
-from tokenprune.integrations.hf.decoder.entry import cut_entry, mask_functions_of
+from tokenprune.integrations.hf.decoder.entry import cut_entry, prepare
 from tokenprune.integrations.hf.decoder.planner import Planner
 from tokenprune.integrations.hf.decoder.pruning import apply, choose
-from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.observed import Observed
-from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part, acting
+from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
 from tokenprune.integrations.hf.statistics import stats_after
-from tokenprune.integrations.hf.tower.feature_hook import FeatureRecorder
+from tokenprune.integrations.hf.tower.feature_hook import MODALITIES, EncoderHook
 from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.attachable import Attachable, hidden_states, with_hidden_states, with_output
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Stats
-
-_MODALITIES = ("image", "video")
-
 
 P = TypeVar("P", bound=Part)
 
@@ -78,7 +71,6 @@ class Engine(Attachable):
         self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
         self._stats = Stats()
         self._reads_text = adapter.family.runs_of_tiles or any(part.reads_text for part in self.parts)
-        self._around_encode = acting(part.around_encode for part in self.parts)
         self._before_decoder = acting(part.before_decoder for part in self.parts)
         self._before_cut = acting(part.before_cut for part in self.parts)
         self._after_cut = acting(part.after_cut for part in self.parts)
@@ -118,8 +110,7 @@ class Engine(Attachable):
         for part in self.parts:
             part.current = self._call
             self.attach_part(part)
-        for modality in _MODALITIES:
-            self._record_features(modality)
+        self.attach_part(EncoderHook(self.adapter, self.parts, self._call, self._match_features))
         hook(base.register_forward_pre_hook, self._enter_base)
         hook(decoder.register_forward_pre_hook, in_call(self._enter_decoder))
         # The base may be the decoder itself: it is entered first, and left last.
@@ -130,14 +121,6 @@ class Engine(Attachable):
             hook(layer.register_forward_pre_hook, partial(self._meet_layer, index))
             if extras:
                 hook(layer.register_forward_hook, in_call(partial(self._leave_layer, index)))
-
-    def _record_features(self, modality: str) -> None:
-        """Wrap `get_image_features`: what it returns tells images apart, and `generate` calls it before any
-        forward."""
-        base, name = self.adapter.base, f"get_{modality}_features"
-        if getattr(base, name, None) is None or modality not in self.adapter.placeholders:
-            return
-        self.wrap(base, name, partial(FeatureRecorder, encode=partial(self._features, modality)))
 
     # -- the stack of calls of this thread
 
@@ -162,7 +145,7 @@ class Engine(Attachable):
         if images and given & {"input_ids", "inputs_embeds"}:
             # Before the tower is launched: whoever asks the device now finds it idle.
             self._read_to_host(call)
-        for modality in _MODALITIES:
+        for modality in MODALITIES:
             if encoded.get(modality) is not None:
                 self._match_features(call, modality, encoded[modality])
 
@@ -177,24 +160,6 @@ class Engine(Attachable):
         self._under_way.remove(call)
         if call in self._meeting:
             self._meeting.remove(call)
-
-    def _features(self, modality: str, arguments: dict[str, Any], original: Callable[[dict[str, Any]], Any]) -> Any:
-        """Return the output of `original` for `arguments`, with a record: `generate` hands it to a later forward."""
-        if (call := self._call()) is not None:
-            modality = self.adapter.modality(modality, arguments, call.arguments)
-        encoding = Encoding(modality, arguments, self.adapter.on_host(modality, arguments))
-        if modality == "video" and 0 in (self.adapter.video_frames(encoding.on_host) or ()):
-            raise UnsupportedSetupError("a video of this call has no frames: leave it out, or pass its frames")
-        encode: Encode = partial(_encode, original)
-        for around in self._around_encode:
-            encode = partial(around, encode)
-        output = encode(encoding)
-        if hasattr(output, "pooler_output"):
-            grids = self.adapter.grids(modality, encoding.on_host)
-            start_record(output, grids, self.adapter.video_frames(encoding.on_host) if modality == "video" else None)
-        if (call := self._call()) is not None:
-            self._match_features(call, modality, output)
-        return output
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:
         call.outputs[modality] = output
@@ -237,19 +202,18 @@ class Engine(Attachable):
         inputs, functions = inputs.without("logits_to_keep"), None
         if cutting:
             check_call(self.steps.values(), self.adapter, inputs.arguments(), bool(call.maskless))
-            inputs = self._with_cache(call, inputs)
-            functions = mask_functions_of(call, inputs, self.adapter)
+            inputs, functions = prepare(call, inputs, self.adapter)
         extras = None
         if call.has_images and self._takes_extras:
             arguments = inputs.arguments()
             extras = self.adapter.take_extras(arguments, layout)
             inputs = DecoderInputs.of(arguments)
         call.held = HeldTokens(call.held.segments, layout, extras, call.held.carries)
+        call.groups.append(call.group(0, functions))
         if call.cuts_at(0) or call.merged is not None:
-            inputs = cut_entry(call, inputs, self.steps.get(0), functions, self.adapter)
+            inputs = cut_entry(call, inputs, self.steps.get(0), self.adapter)
         for after_cut in self._after_cut:
             after_cut(call, 0, inputs.embeds)
-        call.groups.append(call.group(0, functions))
         if call.held.extras is not None or self._shares_keys:
             call.busy = self._all
         else:
@@ -257,15 +221,6 @@ class Engine(Attachable):
         if call.busy or not all(call.groups[0].passes):
             self._meeting.append(call)
         return inputs
-
-    def _with_cache(self, call: Call, inputs: DecoderInputs) -> DecoderInputs:
-        """Return the inputs with a new cache, where the decoder would make one itself."""
-        wanted = inputs.extras.get("use_cache")
-        if inputs.cache is not None or not (self.adapter.text_config.use_cache if wanted is None else wanted):
-            return inputs
-        cache = DynamicCache(config=self.adapter.text_config)
-        call.take_cache(cache)
-        return replace(inputs, cache=cache)
 
     def _leave_decoder(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         call.save_to_cache()
@@ -333,7 +288,3 @@ class Engine(Attachable):
         if not call.active or call.held.extras is None:
             return None
         return with_output(partial(self.adapter.after_layer, call.held.extras, index), output)
-
-
-def _encode(original: Callable[[dict[str, Any]], Any], encoding: Encoding) -> Any:
-    return original(encoding.arguments)

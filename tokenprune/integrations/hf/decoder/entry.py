@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
@@ -20,12 +21,22 @@ from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs
 from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence import masks
-from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
+from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions, mask_functions
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
 
 
-def mask_functions_of(call: Call, inputs: DecoderInputs, adapter: Adapter) -> MaskFunctions | None:
+def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[DecoderInputs, MaskFunctions | None]:
+    """Return the inputs of a call that cuts, with a new cache where the decoder would make one itself; and what its
+    masks will be made of, see `_mask_functions`."""
+    functions, wanted = _mask_functions(call, inputs, adapter), inputs.extras.get("use_cache")
+    if inputs.cache is None and (adapter.text_config.use_cache if wanted is None else wanted):
+        inputs = replace(inputs, cache=DynamicCache(config=adapter.text_config))
+        call.take_cache(inputs.cache)
+    return inputs, functions
+
+
+def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> MaskFunctions | None:
     """Return what the decoder will make its masks of, if it is to make them itself; None where the caller, or the base
     model, made them, where a static cache has slots for tokens to come, and where attention takes no masks of pairs."""
     embeds, mask = inputs.embeds, inputs.mask
@@ -38,23 +49,21 @@ def mask_functions_of(call: Call, inputs: DecoderInputs, adapter: Adapter) -> Ma
     return mask_functions(make, adapter.text_config, call.past + embeds.shape[1], real_behind_cut)
 
 
-def cut_entry(
-    call: Call, inputs: DecoderInputs, step: Step | None, functions: MaskFunctions | None, adapter: Adapter
-) -> DecoderInputs:
-    """Return the decoder's inputs without the tokens that were merged in the tower, and those that `step` drops.
-
-    functions: see `mask_functions_of`.
-    """
-    embeds, positions, arrived = inputs.embeds, inputs.positions, call.group(0, functions)
+def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Adapter) -> DecoderInputs:
+    """Return the decoder's inputs without the tokens that were merged in the tower, and those that `step` drops; the
+    first group of layers, which was of all tokens, is of those that are left."""
+    embeds, positions = inputs.embeds, inputs.positions
+    mask, made = _whole_mask(call, inputs, adapter)
     if positions is None:
         # The decoder would count the remaining tokens; they keep the positions of the full prompt.
         positions = adapter.positions(inputs.arguments(), call.past)
-    mask, made = _whole_mask(call, inputs, functions, adapter)
     if call.merged is not None:
         embeds = apply(call, call.merged.step, call.merged.selection, embeds, adapter)
     if step is not None and call.cuts_at(0):
         embeds = apply(call, step, choose(call, step, Observed(), embeds, adapter), embeds, adapter)
-    index = call.held.layout.index
+    layout, index = call.held.layout, call.held.layout.index
+    group = call.group(0)
+    call.groups = [replace(group, start=None)]
     extras = dict(inputs.extras)
     for name, dim in adapter.family.entry_tokens.items():
         if extras.get(name) is not None:
@@ -64,18 +73,18 @@ def cut_entry(
     if call.maskless.issuperset(range(len(adapter.decoder.layers))):
         mask = torch.ones_like(index)  # so that the decoder makes no dense mask that no layer reads
     elif made:
-        mask = _mask_of_pairs(call, mask, arrived, embeds.dtype, adapter)
-    else:
-        mask = _mask_of_tokens(mask, call.held.layout, inputs.embeds.shape[1])
+        mask = _mask_of_pairs(group, mask, embeds.dtype, adapter)
+    elif mask is not None:
+        mask = masks.gather_token_mask(mask[:, -inputs.embeds.shape[1] :], index, layout.valid)
+    elif layout.valid is not None:
+        mask = layout.valid.long()
     if mask is None and call.cached.cache is None:
         # Without mask and cache transformers takes gaps in position_ids for borders of packed sequences.
         mask = torch.ones_like(index)
     return replace(inputs, embeds=embeds, mask=mask, positions=gather_tokens(positions, index, -1), extras=extras)
 
 
-def _whole_mask(
-    call: Call, inputs: DecoderInputs, functions: MaskFunctions | None, adapter: Adapter
-) -> tuple[Any, bool]:
+def _whole_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Any, bool]:
     """Return the mask of the whole sequence, and True if it is what layers take: as it came, or made here because a
     mask of tokens does not say enough. Else it is of tokens."""
     mask, cached = inputs.mask, call.cached
@@ -83,20 +92,13 @@ def _whole_mask(
         return mask, True
     if not (cached.past or cached.capacity is not None or sliding_layers(adapter.text_config)):
         return mask, False
+    functions = call.groups[0].functions
     return adapter.masks(inputs.embeds, mask, cached.cache) if functions is None else functions.made, True
 
 
-def _mask_of_tokens(mask: Tensor | None, layout: Layout, length: int) -> Tensor | None:
-    """Return the mask of tokens, `[B, W]`, of those that are left. mask: before; length: tokens before."""
-    if mask is None:
-        return None if layout.valid is None else layout.valid.long()
-    return masks.gather_token_mask(mask[:, -length:], layout.index, layout.valid)
-
-
-def _mask_of_pairs(call: Call, mask: Any, arrived: LayerInputs, dtype: torch.dtype, adapter: Adapter) -> Any:
-    """Return the mask that layers take, or those by kind of layer, of the tokens that are left. mask: of the whole
-    sequence, whose group is `arrived`."""
-    group = replace(call.group(0, arrived.functions), start=arrived)
+def _mask_of_pairs(group: LayerInputs, mask: Any, dtype: torch.dtype, adapter: Adapter) -> Any:
+    """Return the mask that layers take, or those by kind of layer, of the tokens that are left, those of `group`. mask:
+    of the whole sequence, with which the group starts."""
     keys = KeySpan(0, None, group.columns.shape[1])
 
     def remaining(kind: str, mask: Any) -> Any:

@@ -165,17 +165,17 @@ class LayerInputs:
         columns = self.visible_keys(keys)
         if isinstance(mask, MaskFunction):
             return mask.mask(self.layout.index + self.past, columns, self._keys_are_queries)
-        if mask is None:
-            own = self.layout.positions()
-            queries = torch.where(own < 0, -1, own + self.past)
-            return masks.causal_mask(queries, columns, adapter.attention, dtype)
-        columns = self._arrival_columns(columns)
-        if self.capacity is None:
-            columns = self._behind_first(mask, columns)
-        else:
-            # Masks of sliding layers end before the tokens to come.
-            columns = columns.masked_fill(columns >= mask.shape[-1], -1)
-        return masks.gather_mask(mask, self.rows, columns)
+        if mask is not None:
+            columns = self._arrival_columns(columns)
+            if self.capacity is None:
+                columns = self._behind_first(mask, columns)
+            else:
+                # Masks of sliding layers end before the tokens to come.
+                columns = columns.masked_fill(columns >= mask.shape[-1], -1)
+            return masks.gather_mask(mask, self.rows, columns)
+        own = self.layout.positions()
+        queries = torch.where(own < 0, -1, own + self.past)
+        return masks.causal_mask(queries, columns, adapter.attention, dtype)
 
     @property
     def _keys_are_queries(self) -> bool:

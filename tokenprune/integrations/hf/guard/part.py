@@ -44,14 +44,12 @@ _READ = 2048
 
 def guard_for(
     adapter: Adapter, guard: Guard, methods: Sequence[Method], budgets: Sequence[Budget], processor: Any
-) -> GuardPart | None:
-    """Return the guard of a patch, or None where it is off or no kind of question is at risk.
+) -> list[GuardPart]:
+    """Return the guard of a patch, if it is not "off"; nothing where no kind of question is at risk.
 
     processor: with a tokenizer, or the tokenizer itself; None: prompts are not read.
     Raises UnsupportedSetupError for mode "auto" with a method that cannot keep more tokens of one prompt.
     """
-    if guard.mode == "off":
-        return None
     if guard.mode == "auto":
         for method, budget in zip(methods, budgets, strict=True):
             site = next((one for one in _sites(method, budget, adapter) if one not in _RAISABLE), None)
@@ -71,7 +69,7 @@ def guard_for(
         # Several methods take tokens from each other: a share is known to be enough only for a method alone.
         if len(methods) > 1 or share is None or share < max(floors.values()):
             watched.append(Watched.of(method, budget, floors, len(adapter.decoder.layers)))
-    return GuardPart(adapter, guard, watched, table, tokenizer_of(processor)) if watched else None
+    return [GuardPart(adapter, guard, watched, table, tokenizer_of(processor))] if watched else []
 
 
 def _sites(method: Method, budget: Budget, adapter: Adapter) -> list[Site]:
@@ -85,11 +83,10 @@ def tokenizer_of(processor: Any) -> Any:
     return tokenizer if callable(getattr(tokenizer, "decode", None)) else None
 
 
-def check_processor(processor: Any, guard: Guard, methods: Sequence[Method]) -> None:
-    """Raise OptionError for a processor that the guard cannot read prompts with. With the guard off it is not
-    read."""
-    names = ", ".join(method.name for method in methods)
-    if guard.mode != "off" and tokenizer_of(processor) is None:
+def check_processor(processor: Any, methods: Sequence[Method]) -> None:
+    """Raise OptionError for a processor that the guard cannot read prompts with."""
+    if tokenizer_of(processor) is None:
+        names = ", ".join(method.name for method in methods)
         raise OptionError(
             f"{names} does not act on pixels, and a {type(processor).__name__} has no tokenizer for the guard to read "
             "prompts with: leave out processor=, or pass the whole processor"

@@ -54,9 +54,8 @@ class KeptInputs(Part):
         if not call.cuts_at(step.layer):
             return
         if (kept := self._next.pop(call, None)) is not None:
-            observed.input_before, observed.unrotated, observed.recorded = (
-                kept.input_before, kept.unrotated, kept.recorded,
-            )  # fmt: skip
+            observed.input_before, observed.unrotated = kept.input_before, kept.unrotated
+            observed.recorded = kept.recorded
         observed.entry = self._entry.get(call)
         if step.layer >= max(self.entry & call.cuts, default=0):
             self._entry.pop(call, None)

@@ -5,12 +5,20 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.encoded.record import start_record
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part, acting
+from tokenprune.integrations.shared.attachable import Attachable
+
+MODALITIES = ("image", "video")
 _thread = threading.local()
 Encoder = Callable[[dict[str, Any]], Any]
 
@@ -51,3 +59,49 @@ class FeatureRecorder:
     def adopt(self, output: Any, arguments: dict[str, Any]) -> Any:
         """Return `output`, which another model of the same weights made of `arguments`, noted like one of its own."""
         return self.encode(arguments, lambda changed: output)
+
+
+class EncoderHook(Attachable):
+    """Stands at the functions by which a model encodes images: parts act around them, and outputs get a record, since
+    `generate` hands them to a later forward.
+
+    parts: of the patch. current: returns the `Call` that this thread is in. receive: gets a call, a modality and the
+    output that belongs to them.
+    """
+
+    def __init__(
+        self, adapter: Adapter, parts: Sequence[Part], current: Callable[[], Call | None],
+        receive: Callable[[Call, str, Any], None],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.adapter, self.current, self.receive = adapter, current, receive
+        self._around = acting(part.around_encode for part in parts)
+
+    def _attach(self) -> None:
+        base = self.adapter.base
+        for modality in MODALITIES:
+            name = f"get_{modality}_features"
+            if getattr(base, name, None) is not None and modality in self.adapter.placeholders:
+                self.wrap(base, name, partial(FeatureRecorder, encode=partial(self._encode, modality)))
+
+    def _encode(self, modality: str, arguments: dict[str, Any], original: Encoder) -> Any:
+        """Return the output for `arguments`, which `original` makes of them."""
+        if (call := self.current()) is not None:
+            modality = self.adapter.modality(modality, arguments, call.arguments)
+        host_args = self.adapter.on_host(modality, arguments)
+        frames = self.adapter.video_frames(host_args) if modality == "video" else None
+        if 0 in (frames or ()):
+            raise UnsupportedSetupError("a video of this call has no frames: leave it out, or pass its frames")
+        encode: Encode = partial(_run, original)
+        for around in self._around:
+            encode = partial(around, encode)
+        output = encode(Encoding(modality, arguments, host_args))
+        if hasattr(output, "pooler_output"):
+            start_record(output, self.adapter.grids(modality, host_args), frames)
+        if call is not None:
+            self.receive(call, modality, output)
+        return output
+
+
+def _run(original: Encoder, encoding: Encoding) -> Any:
+    return original(encoding.arguments)
