@@ -12,10 +12,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from tokenprune.abilities.declared import refusal, unserved
 from tokenprune.abilities.obstacle import AFTER_THE_TOWER, Obstacle, reads_tower
 from tokenprune.abilities.transformers import DYNAMIC, STATIC, Cache, in_drafts, in_transformers, with_cache
-from tokenprune.abilities.vllm import in_vllm, unserved_family
+from tokenprune.abilities.vllm import in_vllm, refusal, unserved, unserved_family
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.families import Family

@@ -14,6 +14,7 @@ from tokenprune.cli.draft import draft
 from tokenprune.cli.families import families
 from tokenprune.cli.fit import fit
 from tokenprune.cli.methods import methods
+from tokenprune.cli.new_family import new_family
 from tokenprune.cli.new_method import new_method
 from tokenprune.cli.profile import profile
 from tokenprune.cli.serve_check import serve_check
@@ -43,7 +44,7 @@ def _options(
     pass  # the version is answered by its callback
 
 
-for command in (methods, families, profile, capacity, draft, show, new_method, serve_check):
+for command in (methods, families, profile, capacity, draft, show, new_method, new_family, serve_check):
     app.command(cls=BoundedCommand)(command)
 # Each method's `fit` has options of its own.
 app.command(cls=BoundedCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
