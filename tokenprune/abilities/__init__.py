@@ -12,10 +12,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from tokenprune.abilities.declared import refusal, unserved
 from tokenprune.abilities.obstacle import AFTER_THE_TOWER, Obstacle, reads_tower
 from tokenprune.abilities.transformers import DYNAMIC, STATIC, Cache, in_drafts, in_transformers, with_cache
-from tokenprune.abilities.vllm import in_vllm, unserved_family
+from tokenprune.abilities.vllm import in_vllm, refusal, unserved, unserved_family
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.families import Family
@@ -39,12 +38,9 @@ __all__ = [
 
 
 def obstacle(
-    method: Method,
-    family: Family | str | None = None,
-    backend: Backend = Backend.HF,
-    cache: Cache = DYNAMIC,
+    method: Method, family: Family | str | None = None, backend: Backend = Backend.HF, cache: Cache = DYNAMIC,
     config: Any = None,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """Return why `method` may not act on `family` in `backend` with `cache`, None where it may.
 
     family: a model type, an architecture of vLLM, or a row; None asks about the method alone. config: of the model, for
@@ -62,11 +58,7 @@ def obstacle(
 
 
 def check(
-    method: Method,
-    family: Family | str | None = None,
-    backend: Backend = Backend.HF,
-    config: Any = None,
-    acts: bool = True,
+    method: Method, family: Family | str, backend: Backend = Backend.HF, config: Any = None, acts: bool = True
 ) -> None:
     """Raise the error of the first obstacle; see `obstacle`. acts: False for a method whose budget removes nothing:
     then what the family shows and lets go does not matter."""

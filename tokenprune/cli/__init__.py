@@ -13,6 +13,7 @@ from tokenprune.cli.common import BoundedCommand, Commands
 from tokenprune.cli.draft import draft
 from tokenprune.cli.families import families
 from tokenprune.cli.methods import methods
+from tokenprune.cli.new_family import new_family
 from tokenprune.cli.new_method import new_method
 from tokenprune.cli.serve_check import serve_check
 from tokenprune.startup import calm_threads
@@ -40,7 +41,7 @@ def _options(
     pass  # the version is answered by its callback
 
 
-for command in (methods, families, capacity, draft, new_method, serve_check):
+for command in (methods, families, capacity, draft, new_method, new_family, serve_check):
     app.command(cls=BoundedCommand)(command)
 
 

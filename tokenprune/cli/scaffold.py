@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a package with one method, or policy of sessions, in it, to start from: what `tokenprune new-method` makes."""
+"""Write a package with one method, or policy of sessions, to start from (`tokenprune new-method`), or a family."""
 
 from __future__ import annotations
 
@@ -48,14 +48,18 @@ def new_method(name: str, site: str = "pre-llm", to: str | Path | None = None) -
     _check_name(name, where)
     package = f"tokenprune-{name.replace('_', '-')}"
     _check_package(package, name)
-    folder = Path(package if to is None else to)
-    files = _files(name, package, where)
+    return write_folder(Path(package if to is None else to), _files(name, package, where))
+
+
+def write_folder(folder: Path, files: dict[str, str]) -> Path:
+    """Write a new folder with the texts of files, by their paths in it, and return it. Raises OptionError for one that
+    exists, or that cannot be written; nothing is left behind then."""
     if folder.exists() or folder.is_symlink():
         raise OptionError(f"{folder} exists: name a folder that does not, with --to")
     if not folder.parent.is_dir():
         raise OptionError(f"there is no folder {folder.parent} to write {folder.name} into: make it, or name another")
     try:
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-method-") as draft:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as draft:
             made = Path(draft) / "package"
             for path, text in files.items():
                 (made / path).parent.mkdir(parents=True, exist_ok=True)

@@ -79,6 +79,7 @@ _shares_keys = partial(
     entry_tokens={"per_layer_inputs": 1},
     layer_tokens={**TOKENS_OF_LAYERS, 1: 1},  # per_layer_input
 )
+_with_audio = partial(Vllm, budget="an image; a frame of a video", per_run=True, audio=True)
 
 # The families on which every method is tested.
 _EVERY_METHOD = (
@@ -235,17 +236,13 @@ _SPECIAL = (
         _SHARED,
         since="5.5",
         videos="whole",
-        vllm=Vllm(
-            "Gemma4ForConditionalGeneration", "Gemma 4", "an image; a frame of a video", per_run=True, audio=True
-        ),
+        vllm=_with_audio("Gemma4ForConditionalGeneration", "Gemma 4"),
     ),
     _shares_keys(
         "gemma3n",
         _SHARED,
         layer_tokens={**TOKENS_OF_LAYERS, 1: -2, 2: 1},  # position_embeddings, per_layer_input
-        vllm=Vllm(
-            "Gemma3nForConditionalGeneration", "Gemma 3n", "an image; a frame of a video", per_run=True, audio=True
-        ),
+        vllm=_with_audio("Gemma3nForConditionalGeneration", "Gemma 3n"),
     ),
     _shares_keys("gemma4_unified", since="5.10", videos="whole"),
     Family(

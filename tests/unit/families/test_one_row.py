@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -35,9 +34,9 @@ def tables() -> Iterator[None]:
 
 
 @pytest.fixture
-def model(build) -> Any:
-    model = copy.deepcopy(build(BUILT["llava"]))  # that of all tests keeps its type
-    model.config.model_type = NEW
+def model(build, monkeypatch: pytest.MonkeyPatch) -> Any:
+    model = build(BUILT["llava"])
+    monkeypatch.setattr(model.config, "model_type", NEW)
     return model
 
 
@@ -79,14 +78,14 @@ def test_a_row_names_where_the_decoder_is(model) -> None:
         adapter_for(model)
 
 
-def test_an_adapter_of_ones_own_overrides_a_method(model) -> None:
+def test_an_adapter_of_ones_own_overrides_a_method(model, monkeypatch: pytest.MonkeyPatch) -> None:
     @register_adapter("mllama", Family(NEW, decoder_names=("language_model",)))
     class Mine(Adapter):
         def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
             return {"image": torch.zeros_like(call["input_ids"], dtype=torch.bool)}
 
     assert type(adapter_for(model)) is Mine
-    model.config.model_type = "mllama"  # refused, unless somebody says how
+    monkeypatch.setattr(model.config, "model_type", "mllama")  # refused, unless somebody says how
     assert type(adapter_for(model)) is Mine
     with (
         tokenprune.patched(model, "divprune", keep=0.5),

@@ -16,7 +16,7 @@ from oracle import close
 from tests.unit.tower.test_packed_encoder import order_of_windows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, UNIT, drawn, encode, kept_by, masked, tensors_of, tower_of
 from tokenprune import OptionError
-from tokenprune.abilities.declared import unserved
+from tokenprune.abilities import unserved
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.shared.packed import PackedRun, PackedUnits
 from tokenprune.testing import check_method

@@ -14,11 +14,13 @@ from tokenprune import abilities
 from tokenprune.base import Method, Site
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
+from tokenprune.integrations.hf.cache.layer_storage import is_offloaded, is_quantized
 from tokenprune.integrations.hf.cache.static_cache import is_static
-from tokenprune.integrations.hf.checks import caches, decoding
+from tokenprune.integrations.hf.checks import caches
 from tokenprune.integrations.hf.checks.caches import check_static
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.sites.frames import FrameMerger
@@ -113,9 +115,9 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
             check_static_call(steps, adapter, in_blocks)
     for step in steps:
         if isinstance(step.method, DecodeMethod):
-            decoding.check_setup(step.method, adapter.text_config, len(kwargs["inputs_embeds"]))
+            check_decoding(step.method, adapter.text_config, len(kwargs["inputs_embeds"]))
             if isinstance(cache, Cache):
-                decoding.check_cache(step.method, cache)
+                check_eviction(step.method, cache)
     if reruns_hooks(adapter.decoder) and any(step.layer for step in steps):
         raise UnsupportedSetupError(
             "gradient checkpointing runs decoder layers a second time here, with their hooks and without the state of "
@@ -155,6 +157,29 @@ def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
                 f"the decoder of {adapter.config.model_type!r} got the per-token argument {name!r}, which its "
                 "adapter does not know how to cut; override take_extras in an adapter for this family"
             )
+
+
+def check_decoding(method: DecodeMethod, config: Any, batch: int) -> None:
+    """Raise UnsupportedSetupError where a sliding window hides how long each row is."""
+    sliding = any(layer >= method.layer for layer in sliding_layers(config))
+    if method.mode == "evict" and sliding and batch > 1 and "flash" in config._attn_implementation:
+        raise UnsupportedSetupError(
+            f"{method.name}: mode='evict' with several rows, sliding-window layers and flash attention at once: flash "
+            "kernels cannot leave out single slots of a window; use mode='mask', one row at a time, or sdpa"
+        )
+
+
+def check_eviction(method: DecodeMethod, cache: Cache) -> None:
+    """Raise UnsupportedSetupError where a method would take keys out of a cache that does not hold them as they are."""
+    if method.mode != "evict":
+        return
+    quantized = any(is_quantized(layer) for layer in cache.layers)
+    if quantized or is_offloaded(cache):
+        kind = "a quantized" if quantized else "an offloaded"
+        raise UnsupportedSetupError(
+            f"{method.name}: mode='evict' takes keys out of the cache while decoding, which cannot be done with {kind} "
+            "one; use mode='mask', which hides them, or a dynamic cache"
+        )
 
 
 def reruns_layers(decoder: Any) -> bool:

@@ -65,7 +65,12 @@ class Adapter(PatchSource):
             )
         # Layers without keys: those that carry a state, and those that see one token at a time.
         self.stateful = frozenset(index for index, kind in enumerate(kinds) if kind not in _ATTENDING)
-        self.placeholders = self._placeholder_ids()
+        self.placeholders = placeholder_ids(self.config)
+        if not self.placeholders:
+            raise UnsupportedModelError(
+                f"the config of {self.config.model_type!r} names no image_token_id, image_token_index or "
+                f"video_token_id. {how_to_add()}"
+            )
         row = self.family
         videos: Any = "none" if "video" not in self.placeholders else "frames" if row.tells_frames else "whole"
         static = row.static_cache and self._keeps_own_keys() and set(kinds) <= _STATIC
@@ -89,19 +94,6 @@ class Adapter(PatchSource):
             f"{type(model).__name__} has no {' or '.join(names)} with layers and {norm} where it is expected. "
             f"{how_to_add()}"
         )
-
-    def _placeholder_ids(self) -> dict[str, int]:
-        ids: dict[str, int] = {}
-        for modality in ("image", "video"):
-            for name in (f"{modality}_token_id", f"{modality}_token_index"):
-                if isinstance(getattr(self.config, name, None), int):
-                    ids.setdefault(modality, getattr(self.config, name))
-        if not ids:
-            raise UnsupportedModelError(
-                f"the config of {self.config.model_type!r} names no image_token_id, image_token_index or "
-                f"video_token_id. {how_to_add()}"
-            )
-        return ids
 
     def attention_of(self, layer: int) -> nn.Module:
         """Return the self-attention module of a decoder layer."""
@@ -279,6 +271,16 @@ class Adapter(PatchSource):
     def parts(self) -> list[Part]:
         """Return what else has to be attached to the model wherever tokens are cut."""
         return []
+
+
+def placeholder_ids(config: Any) -> dict[str, int]:
+    """Return the ids of placeholders in a model's config, by modality."""
+    ids: dict[str, int] = {}
+    for modality in ("image", "video"):
+        for name in (f"{modality}_token_id", f"{modality}_token_index"):
+            if isinstance(getattr(config, name, None), int):
+                ids.setdefault(modality, getattr(config, name))
+    return ids
 
 
 ADAPTERS: dict[str, type[Adapter]] = {}

@@ -8,7 +8,6 @@ visual token of each group is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,9 +23,8 @@ from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.tower.merge_map import keep_one_per_group
-from tokenprune.integrations.shared.block_merging import Block, Merger
-from tokenprune.integrations.shared.units import Units
-from tokenprune.sites.encoder import EncoderMethod, Tower
+from tokenprune.integrations.shared.block_merging import Merger
+from tokenprune.sites.encoder import EncoderMethod
 
 
 class InTower(Part):
@@ -101,16 +99,9 @@ class TowerPatch(Merger, GroupedTokens):
     returns which features are one. Both are kept in the `EncoderRecord` of the output.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        method: EncoderMethod,
-        budget: Budget,
-        blocks: Sequence[Block],
-        tower: Tower,
-        units: Units | None = None,
-    ) -> None:
-        super().__init__(method, budget, blocks, tower, units)
+    def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget, *built: Any) -> None:
+        """built: blocks, tower and units, as `Merger` takes them."""
+        super().__init__(method, budget, *built)
         self.adapter = adapter
         self.step = Step(method, budget)
         self.merges = not method.reads
