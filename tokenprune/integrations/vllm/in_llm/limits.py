@@ -10,7 +10,7 @@ from tokenprune import abilities
 from tokenprune.base import Method
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.setting.configuration import family_of
-from tokenprune.integrations.vllm.setting.offer import FREE_KV
+from tokenprune.integrations.vllm.setting.servable import FREE_KV
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, ServedSetting
 from tokenprune.view.observable import Backend
 
