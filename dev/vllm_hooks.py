@@ -32,9 +32,9 @@ TABLES = (
     "compat:SENDER_HOOKS",
     "compat:WORKER_HOOKS",
     "compat:REQUEST_HOOKS",
-    "front.profiles:HOOKS",
-    "front.answers:HEADER_HOOKS",
-    "front.answers:USAGE_HOOKS",
+    "compat:ENDPOINT_HOOKS",
+    "compat:HEADER_HOOKS",
+    "compat:USAGE_HOOKS",
     "in_llm.limits:ENGINE_HOOKS",
     "in_llm.limits:WORKER_HOOKS",
     "in_llm.limits:KV_HOOKS",
@@ -47,7 +47,7 @@ REPLACED = {
     **{
         f"{_PROCESSOR}.{name}": f"{_OURS}.front.processor:ReducingProcessor.{name}"
         for name in (
-            "_apply_hf_processor_main", "_get_mm_fields_config", "_get_prompt_updates", "_get_mm_hashes",
+            "_apply_hf_processor_main", "_get_prompt_updates", "_get_mm_hashes",
             "_get_cache_missing_processor_kwargs",
             "_maybe_apply_prompt_updates", "get_dummy_mm_inputs", "apply",
         )

@@ -23,9 +23,10 @@ from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
 from test_on_error import ENDS
 from test_rollout_counts import asking
-from tokenprune.integrations.vllm.front import announce, items, metrics, reload
+from tokenprune.integrations.vllm.front import announce, items, metrics
 from tokenprune.integrations.vllm.setting.configuration import SECONDS
 from tokenprune.integrations.vllm.worker.clock import Clock
+from tokenprune.serve import reload
 
 FILE = Path(__file__).resolve().parents[2] / "deploy/alerts.yaml"
 RULES = [rule for group in yaml.safe_load(FILE.read_text())["groups"] for rule in group["rules"]]
@@ -110,8 +111,7 @@ def keep(left: int) -> Callable[[Server], object]:
     """Have so many of 100 tokens stay: of tiny images more than asked for, of a method with a fault less."""
 
     def count(server: Server) -> None:
-        for stage, tokens in (("in", 100), ("out", left)):
-            metrics.count(server.model_config, stage, "divprune", "0.25", tokens)
+        metrics.visual(server.model_config, ("divprune", "0.25"), 100, left)
 
     return count
 
@@ -142,7 +142,7 @@ CASES: dict[str, tuple[Any, Callable[[Server], object]]] = {
     "TokenpruneKeptAboveTarget": (DIVPRUNE, keep(50)),
     "TokenpruneKeptBelowTarget": (DIVPRUNE, keep(5)),
     "TokenpruneReloadRefused": (DIVPRUNE | {"reload": "offer.json"}, spoil),
-    "TokenpruneOverloaded": (DIVPRUNE, lambda server: metrics.step(server.model_config, 1)),
+    "TokenpruneOverloaded": (DIVPRUNE, lambda server: metrics.gauge(server.model_config, "overload_step").set(1)),
     "VllmDown": (DIVPRUNE, lambda server: server.vllm.update({'up{job="vllm"}': 0.0})),
     "VllmServerErrors": (DIVPRUNE, lambda server: server.answer("5xx")),
     "VllmFirstTokenSlow": (DIVPRUNE, lambda server: server.answer(seconds=9.0)),

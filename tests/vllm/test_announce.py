@@ -20,7 +20,8 @@ from conftest import DIVPRUNE
 from test_metrics import samples
 from test_plugin import config
 from tokenprune.integrations.vllm import compat
-from tokenprune.integrations.vllm.front import announce, engines, metrics, profiles
+from tokenprune.integrations.vllm.front import announce, engines, metrics
+from tokenprune.serve import profiles
 
 PROFILES = {"profiles": {"fast": {"keep": 0.11}, "ocr": {"off": True}}}
 INFO = "tokenprune:info"

@@ -19,8 +19,8 @@ import yaml
 from test_pixels import processor
 from test_plugin import config
 from tokenprune.integrations.vllm import compat
-from tokenprune.integrations.vllm.front import reload
-from tokenprune.integrations.vllm.setting.configuration import offered
+from tokenprune.serve import reload
+from tokenprune.serve.offer import offered
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KUSTOMIZATION = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())

@@ -21,6 +21,7 @@ from test_pixels import photos, processor
 from test_plugin import config
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm import log
+from tokenprune.integrations.vllm.front.request import policy_of
 from tokenprune.integrations.vllm.setting.configuration import SECONDS
 from tokenprune.integrations.vllm.worker.clock import Clock
 
@@ -106,7 +107,8 @@ def test_only_the_server_decides(folder: Callable[[str], Path]) -> None:
         config(folder("llava"), DIVPRUNE | {"profiles": {"fast": {"keep": 0.11, "log": "json"}}})
     made = processor(folder("llava"), SETTING | {"log": "json"})
     with pytest.raises(OptionError, match="log belongs to the server's setting, not to a request"):
-        made._setting({"tokenprune": {"log": "json"}})
+        asked = {"log": "json"}
+        policy_of(made.info.ctx.model_config, asked).resolve(asked, {})
 
 
 def worker(model_config: Any, rank: int = 0) -> Any:

@@ -137,15 +137,15 @@ def test_workers_say_how_long_they_chose(tmp_path: Path) -> None:
 def test_several_processes_are_added_up(tmp_path: Path) -> None:
     """As vLLM's API servers do it."""
     code = (
-        "from types import SimpleNamespace; from tokenprune.integrations.vllm.front.metrics import count; "
-        "count(SimpleNamespace(served_model_name='m'), 'in', 'pool', '0.25', 8)"
+        "from types import SimpleNamespace; from tokenprune.integrations.vllm.front.metrics import visual; "
+        "visual(SimpleNamespace(served_model_name='m'), ('pool', '0.25'), 8, 0)"
     )
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, str(tmp_path))
-    assert list(samples(TOTAL, "m", registry).values()) == [16]
+    assert list(samples(TOTAL, "m", registry).values()) == [16, 0]
 
 
 def test_folders_of_killed_servers_are_removed(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from conftest import DIVPRUNE, OPTIONS, Engine, same
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.families import SERVED
 from tokenprune.integrations.vllm import compat, plugin
-from tokenprune.integrations.vllm.setting.configuration import check_engine, offered
+from tokenprune.integrations.vllm.setting.configuration import check_engine
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.worker import runner
+from tokenprune.serve.offer import offered
 
 
 def config(folder: Path, setting: Any = None, extra: dict[str, Any] | None = None, **options: Any) -> Any:

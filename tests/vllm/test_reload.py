@@ -24,12 +24,14 @@ from test_metrics import samples
 from test_pixels import photos, processor
 from test_plugin import config
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.front import grace, profiles, reload
-from tokenprune.integrations.vllm.front.in_flight import RequestLoad
-from tokenprune.integrations.vllm.front.served import Served, TrackedSetting
-from tokenprune.integrations.vllm.setting.configuration import offered
-from tokenprune.integrations.vllm.setting.offer import ProfileError
-from tokenprune.integrations.vllm.setting.rules import LimitError
+from tokenprune.integrations.vllm.front.request import policy_of
+from tokenprune.integrations.vllm.front.served import Served
+from tokenprune.serve import offer as offers
+from tokenprune.serve import profiles, reload
+from tokenprune.serve.choice import Choice
+from tokenprune.serve.in_flight import RequestLoad
+from tokenprune.serve.offer import ProfileError, offered
+from tokenprune.serve.rules import LimitError
 
 NAME = "qwen2_5_vl"
 FAST = {"profiles": {"fast": {"keep": 0.11}}, "min_keep": 0.1}
@@ -128,9 +130,9 @@ def test_a_profile_that_has_left_is_served_for_a_minute(
     engine: Any, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By its old value and with one line of the log, by key and by name; what has another value is served by that."""
-    monkeypatch.setattr(grace.time, "monotonic", lambda: now)
+    monkeypatch.setattr(offers.time, "monotonic", lambda: now)
     # Not the server's own logger: others have it write elsewhere.
-    monkeypatch.setattr(grace, "logger", logging.getLogger("grace"))
+    monkeypatch.setattr(offers, "logger", logging.getLogger("grace"))
     model_config, now = engine.vllm_config.model_config, 100.0
     file.write_text(json.dumps({"profiles": {"fast": {"keep": 0.11}, "slow": {"keep": 0.5}}}))
     assert reload.reload(engine)
@@ -172,12 +174,13 @@ def test_a_request_on_its_way_goes_by_what_it_chose_from(
 ) -> None:
     """From its key in caches to its plan, whatever becomes of its profile in between."""
     model_config = engine.vllm_config.model_config
-    asked = TrackedSetting({"profile": "fast"}, Served("name"), offered(model_config))
+    offer, fast = offered(model_config), {"profile": "fast"}
+    asked = Choice(fast, offer, offer.setting(fast), Served("name"))
     before = left(engine, {"profile": "fast"})
     file.write_text("{}")
     assert reload.reload(engine)
-    later = time.monotonic() + grace.SECONDS + 1
-    monkeypatch.setattr(grace.time, "monotonic", lambda: later)
+    later = time.monotonic() + offers.SECONDS + 1
+    monkeypatch.setattr(offers.time, "monotonic", lambda: later)
     with pytest.raises(ProfileError):
         left(engine, {"profile": "fast"})
     assert left(engine, asked) == before and asked.served.profile == "fast" and asked.served.tokens_out == before
@@ -226,4 +229,4 @@ def test_a_key_stands_in_one_place(folder: Callable[[str], Path], file: Path, mo
             config(folder("llava"), DIVPRUNE | {"reload": bad})
     made = processor(folder("llava"), DIVPRUNE | {"reload": str(file)})
     with pytest.raises(OptionError, match="reload belongs to the server's setting"):
-        made._setting({"tokenprune": {"reload": "/etc/passwd"}})
+        policy_of(made.info.ctx.model_config).resolve({"reload": "/etc/passwd"}, {})

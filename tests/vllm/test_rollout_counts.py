@@ -14,8 +14,9 @@ from conftest import DIVPRUNE
 from test_metrics import TOTAL, samples
 from test_pixels import photos, processor
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.front.served import Served, TrackedSetting
-from tokenprune.integrations.vllm.setting.configuration import offered
+from tokenprune.integrations.vllm.front.served import Served
+from tokenprune.serve.choice import Choice
+from tokenprune.serve.offer import offered
 
 SETTINGS = {
     "divprune": DIVPRUNE,
@@ -50,7 +51,8 @@ def asking(folder: Path, name: str, setting: Any, model: str) -> tuple[Any, Call
     def ask(count: int, asked: Any = None, prompt: str | None = None, lot: float | None = None) -> list[int]:
         items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[name])[:count]})
         if lot is not None:
-            asked = TrackedSetting(asked or {}, Served(lot=lot), offered(made.info.ctx.model_config))
+            offer = offered(made.info.ctx.model_config)
+            asked = Choice(asked or {}, offer, offer.setting(asked or {}), Served(), lot)
         kwargs = {} if asked is None else {"tokenprune": asked}
         written = CHECKPOINTS[name].prompt(count) if prompt is None else prompt
         return made(written, items, hf_processor_mm_kwargs=kwargs, cache=cache)["prompt_token_ids"]
@@ -108,7 +110,7 @@ def test_sides_share_nothing_and_each_shares_with_itself(folder: Callable[[str],
     offer, cache = offered(made.info.ctx.model_config), MultiModalProcessorOnlyCache(made.info.ctx.model_config)
 
     def hashes(asked: Any, lot: float) -> str:
-        tracked = TrackedSetting(asked, Served(lot=lot), offer)
+        tracked = Choice(asked, offer, offer.setting(asked), Served(), lot)
         items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[name])[:1]})
         found = made(CHECKPOINTS[name].prompt(1), items, hf_processor_mm_kwargs={"tokenprune": tracked}, cache=cache)
         return found["mm_hashes"]["image"][0]

@@ -278,12 +278,12 @@ def test_items_that_cannot_be_traced(folder: Any) -> None:
 
     info = SimpleNamespace(get_hf_config=lambda: config(folder("internvl")).hf_config)
     with pytest.raises(OptionError, match=r"do not tell which patches.*after the tower"):
-        tower_items.check_items(Seer(), None, {"video": ["frames"]}, info)
+        tower_items.check_items(Seer(), {}, {"video": ["frames"]}, info)
     with pytest.raises(OptionError, match=r"do not tell which patches.*after the tower"):
-        tower_items.check_items(tokenprune.method("tome"), None, {"video": ["frames"]}, info)
+        tower_items.check_items(tokenprune.method("tome"), {}, {"video": ["frames"]}, info)
     with pytest.raises(OptionError, match="pass pixels, not embeddings"):
-        tower_items.check_items(Seer(), None, {"image": ImageEmbeddingItems([torch.zeros(4, 64)])}, info)
-    tower_items.check_items(Seer(), None, {"image": ["image"], "video": []}, info)
+        tower_items.check_items(Seer(), {}, {"image": ImageEmbeddingItems([torch.zeros(4, 64)])}, info)
+    tower_items.check_items(Seer(), {}, {"image": ["image"], "video": []}, info)
 
 
 def test_a_server_that_takes_no_images(start: Callable[..., Engine]) -> None:

@@ -193,8 +193,9 @@ def test_commands_of_a_page_have_the_options_that_it_gives_them(page: Path) -> N
 
 
 def test_the_servers_profiles_are_those_that_clients_name() -> None:
-    from tokenprune.integrations.vllm.setting.offer import Offer, split
+    from tokenprune.integrations.vllm.setting.configuration import split
     from tokenprune.integrations.vllm.setting.settings import ServedSetting
+    from tokenprune.serve.offer import Offer
 
     page = ROOT / "docs/recipes/vllm-profiles.md"
     (words,) = (words for words in shell_lines(page) if words[:2] == ["vllm", "serve"])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tokenprune.integrations.vllm.setting.offer import Offer
-from tokenprune.integrations.vllm.setting.overload import StepInForce
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.serve.offer import Offer
+from tokenprune.serve.overload import StepInForce
 
 
 @pytest.fixture(scope="module")

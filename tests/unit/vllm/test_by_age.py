@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +12,14 @@ from tests.unit.vllm.test_offer import offer
 from tokenprune import Budget
 from tokenprune.ages import aged
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.integrations.vllm.front import by_age
-from tokenprune.integrations.vllm.front.answers import header
-from tokenprune.integrations.vllm.front.served import Served, TrackedSetting
+from tokenprune.integrations.vllm.front.served import Served, ServedRequest
 from tokenprune.integrations.vllm.setting.plan import Plan
-from tokenprune.integrations.vllm.setting.rules import LimitError
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.methods.pre_llm.divprune import DivPrune
+from tokenprune.serve import choice
+from tokenprune.serve.answers import header
+from tokenprune.serve.choice import HeldBack
+from tokenprune.serve.rules import LimitError
 
 AGE = [[0, 1.0], [1, 0.5], [3, 4]]
 KEEPS: list[dict[str, Any]] = [
@@ -43,7 +44,7 @@ def test_an_image_keeps_what_the_budget_says(keep: dict[str, Any], method: str) 
     for counts in ([36], [36, 7, 100], [1, 2, 3, 4, 5, 64, 64, 30]):
         new = [budget.resolve_keep(count) for count in counts]
         wanted = aged(new, budget.age or (), budget.step)
-        own = [made.of_image(number, len(counts)) for number in range(len(counts))]
+        own = made.of_items("image", len(counts))
         assert [one.wanted(count) for one, count in zip(own, counts, strict=True)] == [
             made.acting.budget(count, number) for count, number in zip(counts, wanted, strict=True)
         ]
@@ -129,64 +130,28 @@ def test_pixels_shrink_alike_and_ages_count_behind_them() -> None:
 def test_places_of_items_that_are_not_cached() -> None:
     """vLLM hands over what its cache lacks, counted anew."""
     made = offer({"method": "divprune", "keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.5], [2, 0.25]]}})
-    asked = TrackedSetting({}, Served(), made).with_items({"image": 4, "audio": 1})
+    request = ServedRequest.of(made.setting(), {"image": 4, "audio": 1}, Served())
     keeps = [0.25, 0.25, 0.5, 1.0]
-    assert [asked.of_item(made.setting(), "image", index).keep for index in range(4)] == keeps
-    rest = asked.without_cached({"image": [True, False, True, False], "audio": [False]})
-    assert [rest.of_item(made.setting(), "image", index).keep for index in range(2)] == [keeps[1], keeps[3]]
-    assert rest.of_item(made.setting(), "audio", 0) == made.setting().tiers[0]
-    assert rest.served is asked.served and rest.offer is asked.offer
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """As vLLM's `ProcessorInputs`."""
-
-    mm_data_items: Any
-    mm_uuid_items: Any = None
-
-
-class Items(list[str]):
-    def get_item_for_hash(self, index: int) -> str:
-        return self[index]
-
-    def get_all_items_for_hash(self) -> list[str]:
-        return list(self)
-
-
-def test_each_item_is_hashed_once_under_its_own_key() -> None:
-    calls: list[Any] = []
-
-    def hash_under(part: Inputs, key: dict[str, Any]) -> dict[str, list[str]]:
-        calls.append(key)
-        named = part.mm_uuid_items or {}
-        items = {name: of.get_all_items_for_hash() for name, of in part.mm_data_items.items()}
-        return {
-            name: [f"{named.get(name, of)[index] or one}:{key['keep']}" for index, one in enumerate(of)]
-            for name, of in items.items()
-        }
-
-    inputs = Inputs({"image": Items("abca"), "audio": Items("x"), "video": Items()}, {"image": [None, "B", None, "A"]})
-    keeps = {("image", 0): 1, ("image", 1): 2, ("image", 2): 2, ("image", 3): 3, ("audio", 0): 2}
-    found = by_age.hashes(inputs, lambda *place: {"keep": keeps[place]}, hash_under)
-    assert found == {"image": ["a:1", "B:2", "c:2", "A:3"], "audio": ["x:2"], "video": []}
-    assert [key["keep"] for key in calls] == [1, 2, 3]
-    calls.clear()
-    same = by_age.hashes(replace(inputs, mm_uuid_items=None), lambda *_: {"keep": 7}, hash_under)
-    assert same["image"] == ["a:7", "b:7", "c:7", "a:7"] and len(calls) == 1
-    assert by_age.hashes(Inputs({}), lambda *_: {}, hash_under) == {}
+    assert [one.keep for one in request.items["image"]] == keeps
+    rest = request.without_cached({"image": [True, False, True, False], "audio": [False]})
+    assert [one.keep for one in rest.items["image"]] == [keeps[1], keeps[3]]
+    assert rest.items["audio"] == (made.setting().tiers[0],)
+    assert rest.served is request.served and rest.setting == made.setting()
+    held = HeldBack(ServedSetting(), {"image": (ServedSetting(),) * 4}, Served(), shadow=request)
+    less = held.without_cached({"image": [True, False, True, False]})
+    assert less.shadow.items["image"] == rest.items["image"] and len(less.items["image"]) == 2
 
 
 def test_requests_that_ages_cannot_count() -> None:
     made = setting(KEEPS[0])
-    by_age.check_videos(made, {"image": 3, "video": 0})
-    by_age.check_videos(setting(0.5), {"video": 1})
-    by_age.check_segments(made, [1, 1])
-    by_age.check_segments(setting(0.5), [4])
+    choice.check_age(made, {"image": 3, "video": 0})
+    choice.check_age(setting(0.5), {"video": 1})
+    choice.check_age(made, {}, [1, 1])
+    choice.check_age(setting(0.5), {}, [4])
     with pytest.raises(OptionError, match="this one has videos: ask for a profile without age="):
-        by_age.check_videos(made, {"image": 0, "video": 1})
+        choice.check_age(made, {"image": 0, "video": 1})
     with pytest.raises(OptionError, match="tiles or crops with a budget each"):
-        by_age.check_segments(made, [1, 4])
+        choice.check_age(made, {}, [1, 4])
 
 
 def test_the_answer_says_how_many_aged() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.vllm.test_offer import PROFILES, offer
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.setting.callers import CallerError, Callers
-from tokenprune.integrations.vllm.setting.offer import ProfileError
+from tokenprune.serve.callers import CallerError, Callers
+from tokenprune.serve.offer import ProfileError
 
 SECRET = "sk-very-secret"
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from tokenprune import available_methods, method_info
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
-from tokenprune.integrations.vllm.setting.offer import Offer, ProfileError, check_spelling, split
-from tokenprune.integrations.vllm.setting.overload import Overload
-from tokenprune.integrations.vllm.setting.rules import LimitError
+from tokenprune.integrations.vllm.setting.configuration import ServerKeys, check_spelling, split
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.methods.pre_llm.divprune import DivPrune
+from tokenprune.serve.offer import Offer, ProfileError
+from tokenprune.serve.overload import Overload
+from tokenprune.serve.rules import LimitError
 
 SERVER = {"method": "divprune", "keep": 0.25}
 PROFILES = {"fast": {"keep": 0.11}, "ocr": {"off": True}, "small": {"method": "dynres", "keep": 0.5}}
@@ -25,7 +26,12 @@ PROFILES = {"fast": {"keep": 0.11}, "ocr": {"off": True}, "small": {"method": "d
 def offer(server: Any = SERVER, **given: Any) -> Offer:
     """As `configure` makes it."""
     layers = [] if server is None else [server]
+    keys(server, **given)
     return Offer.of(given, ServedSetting.of(*layers), lambda profile: ServedSetting.of(*layers, profile))
+
+
+def keys(server: Any = SERVER, **given: Any) -> ServerKeys:
+    return ServerKeys.of(given, ServedSetting.of(*([] if server is None else [server])))
 
 
 def test_a_servers_setting_is_split() -> None:
@@ -51,7 +57,8 @@ def test_profiles_stand_over_the_server_and_under_the_request() -> None:
 def test_layers_give_memory_back_where_a_server_says_so() -> None:
     inside = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
     made = offer(inside, experimental_free_kv=True)
-    assert made.free_kv and not offer(inside).free_kv and not offer(inside, experimental_free_kv=False).free_kv
+    assert keys(inside, experimental_free_kv=True) == ServerKeys(free_kv=True)
+    assert keys(inside) == keys(inside, experimental_free_kv=False) == ServerKeys()
     # Which tokens stay is the same, and so are keys in caches; a request has no say in it.
     assert made.setting() == offer(inside).setting() and made.setting({"off": True}) == ServedSetting()
     with pytest.raises(OptionError, match="experimental_free_kv belongs to the server's setting"):
@@ -180,7 +187,7 @@ def test_a_profile_stands_in_under_load() -> None:
 
 
 def test_positions_are_the_servers() -> None:
-    assert offer().positions is None and offer(positions="original").positions == "original"
+    assert keys().positions is None and keys(positions="original").positions == "original"
     for wrong in ("orginal", None, 3, ["original"]):
         with pytest.raises(OptionError, match='positions must be "original"'):
             offer(positions=wrong)

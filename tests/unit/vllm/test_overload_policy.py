@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.setting.overload import Overload, StepInForce
+from tokenprune.serve.overload import Overload, StepInForce
 
 ROOT = Path(__file__).parents[3]
 RULE = Overload((8, 32), ("normal", "fast"))

@@ -10,20 +10,20 @@ import pytest
 
 from tests.unit.vllm.test_offer import offer
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.front.served import Served, TrackedSetting, followed, lot_of
-from tokenprune.integrations.vllm.setting.offer import Offer
+from tokenprune.integrations.vllm.front.served import Served
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.serve.choice import Choice, HeldBack, lot_of
+from tokenprune.serve.offer import Offer
 
 PROFILES = {"fast": {"keep": 0.11}, "new": {"keep": 0.5, "rollout": 0.5}, "ocr": {"off": True}}
 
 
 def full(made: Offer, lot: float, asked: Any = None) -> bool:
-    setting = TrackedSetting(asked or {}, Served(lot=lot), made)
-    setting.draw()
-    assert (setting.shadow is not None) == (setting.served.full == "rollout")
-    if setting.shadow is not None:
-        assert setting.shadow == made.setting(asked or {})
-    return setting.served.full is not None
+    request = Choice(asked or {}, made, made.setting(asked or {}), Served(), lot).resolve({"image": 2})
+    assert isinstance(request, HeldBack) == (request.full == "rollout")
+    if isinstance(request, HeldBack):
+        assert request.shadow.setting == made.setting(asked or {}) and request.setting.is_off
+    return request.full is not None
 
 
 def test_a_share_of_requests_is_reduced() -> None:
@@ -45,7 +45,7 @@ def test_the_lot_follows_from_the_id() -> None:
         assert abs(sum(lot < share for lot in lots) / 20_000 - share) < 5 * (share * (1 - share) / 20_000) ** 0.5
     assert all(0 <= lot_of(one) < 1 for one in ("", "\ud800", "x" * 10**6, 3))
     assert len({lot_of(None) for _ in range(9)}) == 9
-    assert len({followed({}, offer()).served.lot for _ in range(9)}) == 9
+    assert len({Choice({}, offer(), ServedSetting(), Served()).lot for _ in range(9)}) == 9
 
 
 def test_it_is_the_operators_to_say() -> None:
@@ -67,12 +67,9 @@ def test_what_is_done_where_it_fails() -> None:
     assert made.policy() == "on_error full; strict: on_error refuse"
 
     def in_full(made: Offer, asked: dict[str, Any]) -> bool:
-        setting = TrackedSetting(asked, Served(lot=0.5), made)
-        setting.draw()
-        before = setting.served.full
-        once, again = setting.fall_back(), setting.fall_back()
-        assert not again and setting.served.full == ("failure" if once else before)
-        return once
+        instead = Choice(asked, made, made.setting(asked), Served(), 0.5).resolve({"image": 2}).instead
+        assert instead is None or (instead.setting.is_off and instead.full == "failure" and instead.instead is None)
+        return instead is not None
 
     asked = [{}, {"profile": "fast"}, {"profile": "fast", "keep": 0.5}, {"profile": "strict"}, {"profile": "ocr"}]
     assert [in_full(made, one) for one in asked] == [True, True, True, False, False]

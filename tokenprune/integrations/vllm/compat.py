@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -38,7 +39,6 @@ HOOKS = {
     "vllm.sampling_params:SamplingParams.verify": "self model_config",
     "vllm.multimodal.registry:MultiModalRegistry.create_processor": "self model_config",
     "vllm.multimodal.processing:BaseMultiModalProcessor._apply_hf_processor_main": "self mm_items hf_kwargs",
-    "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_fields_config": "self hf_inputs hf_processor_mm_kwargs",
     "vllm.multimodal.processing:BaseMultiModalProcessor._get_prompt_updates": (
         "self mm_items hf_processor_mm_kwargs out_mm_kwargs"
     ),
@@ -101,6 +101,20 @@ SENDER_HOOKS = {
     "vllm.v1.engine.core_client:EngineCoreClient.add_request_async": "self request",
     "vllm.v1.engine.llm_engine:LLMEngine": "vllm_config",
 }
+# For `tokenprune.serve`: endpoints that choose a request's setting, and what answers say of it.
+ENDPOINT_HOOKS = {
+    "vllm.renderers.online_renderer:OnlineRenderer": "model_config renderer trust_request_mm_kwargs",
+    "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat": "self request messages",
+    "vllm.renderers.online_renderer:validate_request_mm_kwargs": (
+        "mm_processor_kwargs media_io_kwargs trust_request_mm_kwargs"
+    ),
+    "vllm.entrypoints.pooling.base.serving:PoolingBaseServing._check_model": "self request",
+    "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens._check_model": "self request",
+    "vllm.v1.engine.async_llm:AsyncLLM": "vllm_config",
+    "vllm.v1.engine.async_llm:AsyncLLM.get_num_unfinished_requests": "self",
+}
+HEADER_HOOKS = {"vllm.entrypoints.launchers.app:init_entrypoints_middleware": "args app supported_tasks"}
+USAGE_HOOKS = {"vllm.entrypoints.openai.chat_completion.serving:_make_prompt_tokens_details": ""}
 # Checked in the worker's process when a model is made. Hooks of a model runner count only if vLLM has loaded it.
 WORKER_HOOKS = {
     "vllm.model_executor.layers.attention:MMEncoderAttention.forward_native": "self query key value",
@@ -192,3 +206,22 @@ def require_hooks(problems: list[str]) -> None:
             f"tokenprune was tested with vLLM {TESTED} and does not fit version {vllm_version()}, which lacks "
             f"{'; '.join(problems)}. Install the tested version, a tokenprune made for yours, or leave out the setting"
         )
+
+
+def wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    """Replace a function of vLLM's by what `around` makes of it, unless that was done before."""
+    original = getattr(owner, name)
+    if not is_wrapped(original):
+        made: Any = functools.wraps(original)(around(original))
+        made._tokenprune = True
+        setattr(owner, name, made)
+
+
+def then(owner: Any, name: str, after: Callable[..., Any]) -> None:
+    """Replace a function of vLLM's by itself followed by `after(result, its arguments)`, whose result counts."""
+    wrap(owner, name, lambda original: lambda *args, **kwargs: after(original(*args, **kwargs), *args, **kwargs))
+
+
+def is_wrapped(function: Any) -> bool:
+    """Return True for a function that `wrap` has put in its place."""
+    return hasattr(function, "_tokenprune")

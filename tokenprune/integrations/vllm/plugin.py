@@ -10,14 +10,7 @@ from typing import Any
 
 from tokenprune.families import SERVED
 from tokenprune.integrations.shared.attachable import swap_class
-from tokenprune.integrations.vllm.compat import (
-    SENDER_HOOKS,
-    START_HOOKS,
-    WEIGHT_HOOKS,
-    check_version,
-    missing_hooks,
-    require_hooks,
-)
+from tokenprune.integrations.vllm import compat
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +19,11 @@ def register() -> None:
     """Make vLLM know the setting `tokenprune`. Calling it again changes nothing."""
     from vllm.config import ModelConfig, VllmConfig
 
-    if hasattr(ModelConfig.__post_init__, "_tokenprune"):
+    if compat.is_wrapped(ModelConfig.__post_init__):
         return
-    problems = missing_hooks()
-    _wrap(ModelConfig, "__post_init__", functools.partial(_after_config, problems))
-    if not missing_hooks(WEIGHT_HOOKS):
+    problems = compat.missing_hooks()
+    compat.then(ModelConfig, "__post_init__", functools.partial(_after_config, problems))
+    if not compat.missing_hooks(compat.WEIGHT_HOOKS):
         _register_models(whole=not problems)
     if problems:
         # A server without a setting runs as before; one with a setting is refused, see _after_config.
@@ -40,10 +33,10 @@ def register() -> None:
     from vllm.multimodal.registry import MultiModalRegistry
     from vllm.sampling_params import SamplingParams
 
-    _wrap(VllmConfig, "__post_init__", _after_engine_config)
-    _wrap(SamplingParams, "verify", _after_verify)
-    _wrap(MultiModalConfig, "is_multimodal_pruning_enabled", _positions_change)
-    _wrap(MultiModalRegistry, "create_processor", _with_reduction)
+    compat.then(VllmConfig, "__post_init__", _after_engine_config)
+    compat.then(SamplingParams, "verify", _after_verify)
+    compat.then(MultiModalConfig, "is_multimodal_pruning_enabled", _positions_change)
+    compat.then(MultiModalRegistry, "create_processor", _with_reduction)
 
 
 def _register_models(whole: bool) -> None:
@@ -57,35 +50,20 @@ def _register_models(whole: bool) -> None:
             ModelRegistry.models[architecture] = _registered(architecture, original, whole)
 
 
-def _wrap(owner: type, name: str, after: Any) -> None:
-    """Replace a method by itself followed by `after(result, self, its arguments)`."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return after(original(self, *args, **kwargs), self, *args, **kwargs)
-
-    wrapper._tokenprune = True  # type: ignore[attr-defined]
-    setattr(owner, name, wrapper)
-
-
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.front import answers, profiles, reload
-    from tokenprune.integrations.vllm.front.engines import on_start
     from tokenprune.integrations.vllm.front.of_workers import listen
-    from tokenprune.integrations.vllm.setting.configuration import configure, offered
+    from tokenprune.integrations.vllm.setting.configuration import add_on, configure, needs_add_on
     from tokenprune.integrations.vllm.setting.settings import KEY
 
     kwargs = getattr(model_config.multimodal_config, "mm_processor_kwargs", None) or {}
     _announce()
     if KEY not in kwargs and getattr(model_config.hf_config, KEY, None) is None:
         return result
-    require_hooks(problems)
-    check_version()
+    compat.require_hooks(problems)
+    compat.check_version()
     configure(model_config)
-    profiles.attach(offered(model_config))
-    answers.attach()
-    on_start(reload.listen)
+    if needs_add_on(model_config):
+        add_on("reload").attach(model_config)
     listen(model_config)
     _keep_in_step()
     return result
@@ -93,7 +71,7 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
 
 def _announce() -> None:
     """Have engines say that the plugin is loaded, whether or not there is a setting, if this vLLM has the hooks."""
-    if not missing_hooks(START_HOOKS):
+    if not compat.missing_hooks(compat.START_HOOKS):
         from tokenprune.integrations.vllm.front.announce import announce
         from tokenprune.integrations.vllm.front.engines import on_start
 
@@ -102,7 +80,7 @@ def _announce() -> None:
 
 def _keep_in_step() -> None:
     """Keep the front end's cache in step with the engine's, if the installed vLLM has the hooks."""
-    if problems := missing_hooks(SENDER_HOOKS):
+    if problems := compat.missing_hooks(compat.SENDER_HOOKS):
         logger.warning(
             "after a request that is refused, the next one with its image may be answered with HTTP 500 once: this "
             "vLLM lacks %s",
@@ -120,7 +98,7 @@ def _after_engine_config(result: Any, vllm_config: Any) -> Any:
     if vllm_config.model_config is not None and in_llm(vllm_config.model_config):
         from tokenprune.integrations.vllm.in_llm import limits
 
-        require_hooks(missing_hooks(limits.ENGINE_HOOKS))
+        compat.require_hooks(compat.missing_hooks(limits.ENGINE_HOOKS))
         from tokenprune.integrations.vllm.in_llm.attach import configure
 
         configure(vllm_config)
@@ -128,12 +106,12 @@ def _after_engine_config(result: Any, vllm_config: Any) -> Any:
 
 
 def _after_verify(result: Any, params: Any, model_config: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.setting.configuration import in_llm
+    from tokenprune.integrations.vllm.setting.configuration import configured
 
-    if in_llm(model_config):
-        from tokenprune.integrations.vllm.in_llm.attach import check_request
+    if configured(model_config) is not None:
+        from tokenprune.integrations.vllm.front.request import policy_of
 
-        check_request(params)
+        policy_of(model_config).check_parameters(params)
     return result
 
 

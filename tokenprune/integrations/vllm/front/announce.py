@@ -8,41 +8,41 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from tokenprune.integrations.vllm.compat import HOOKS, SENDER_HOOKS, TESTED, missing_hooks, vllm_version
-from tokenprune.integrations.vllm.front import answers, metrics, profiles
+from tokenprune.integrations.vllm import compat
+from tokenprune.integrations.vllm.front import metrics
+from tokenprune.integrations.vllm.front.request import policy_of
 from tokenprune.integrations.vllm.log import SERVER
-from tokenprune.integrations.vllm.setting.configuration import configured, offered
+from tokenprune.integrations.vllm.setting.configuration import configured
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 
 logger = logging.getLogger(SERVER)
 NONE = "none"
 BY_AGE = " by age"
-_TABLES: dict[str, Mapping[str, str]] = {"setting": HOOKS, "profiles": profiles.HOOKS, "cache": SENDER_HOOKS}
+_TABLES = {"setting": compat.HOOKS, "profiles": compat.ENDPOINT_HOOKS, "cache": compat.SENDER_HOOKS}
 
 
 def facts(vllm_config: Any) -> dict[str, str]:
     """Return the labels of `tokenprune:info` but the model's name. "none" stands for a setting, profiles or
     rules that the server does not have."""
-    model_config, setting, names, policy = vllm_config.model_config, NONE, NONE, NONE
-    server = configured(model_config)
-    tables: Mapping[str, Mapping[str, str]] = {"setting": HOOKS}  # to look for the others imports vLLM's endpoints
-    if server is not None:
-        tables = _TABLES
+    model_config, setting = vllm_config.model_config, NONE
+    said: dict[str, list[str]] = {"profiles": [], "policy": [], "hooks": []}
+    kinds = ["setting"]  # to look for the others imports vLLM's endpoints
+    if (server := configured(model_config)) is not None:
+        kinds, said = list(_TABLES), policy_of(model_config).facts()
         served = ServedSetting.of(server)
         method, keep = served.label()
         share = f"{served.whole_keep} tokens" if keep == "tokens" else keep
         where = " in the language model" if served.in_llm else "" if served.age is None else BY_AGE
         setting = "off" if served.is_off else f"{method} {share}{where}"
-        names, policy = ",".join(offered(model_config).names) or NONE, offered(model_config).policy() or NONE
-    hold = [name for name, hooks in tables.items() if not missing_hooks(hooks)]
+    hold = [kind for kind in kinds if not compat.missing_hooks(_TABLES[kind])]
     return {
         "version": sys.modules["tokenprune"].__version__,  # an import of it would close a circle
         "setting": setting,
-        "profiles": names,
-        "policy": policy,
-        "vllm": vllm_version(),
+        "profiles": ",".join(said["profiles"]) or NONE,
+        "policy": "; ".join(said["policy"]) or NONE,
+        "vllm": compat.vllm_version(),
         "runner": "v2" if getattr(vllm_config, "use_v2_model_runner", False) else "v1",
-        "hooks": ",".join(hold + (answers.attached() if server is not None else [])) or NONE,
+        "hooks": ",".join(hold + said["hooks"]) or NONE,
     }
 
 
@@ -52,7 +52,7 @@ def announce(engine: Any) -> None:
     found = facts(engine.vllm_config)
     metrics.inform(model_config, found)
     if configured(model_config) is not None:
-        metrics.start_at_zero(model_config)
+        policy_of(model_config).start_at_zero()
     logger.info("%s", line(found))
 
 
@@ -61,7 +61,7 @@ def line(found: Mapping[str, str]) -> str:
     state = f"on: {found['setting']}, profiles: {found['profiles'].replace(',', ', ')}, policy: {found['policy']}"
     if found["setting"] == NONE:
         state = f"loaded, and no setting turns it on (--mm-processor-kwargs '{{\"{KEY}\": ...}}'): nothing is reduced"
-    tested = "tested" if found["vllm"] == TESTED else f"tested with {TESTED}"
+    tested = "tested" if found["vllm"] == compat.TESTED else f"tested with {compat.TESTED}"
     return (
         f"tokenprune {found['version']} is {state}; vLLM {found['vllm']} ({tested}), model runner {found['runner']}; "
         f"hooks that hold: {found['hooks'].replace(',', ', ')}"

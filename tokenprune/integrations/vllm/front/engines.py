@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
+
+from tokenprune.integrations.vllm.compat import then
 
 _acts: list[Callable[[Any], None]] = []
 
@@ -19,16 +20,9 @@ def on_start(act: Callable[[Any], None]) -> None:
     if act not in _acts:
         _acts.append(act)
     for engine in (AsyncLLM, LLMEngine):
-        if not hasattr(engine.__init__, "_tokenprune"):
-            engine.__init__ = _followed(engine.__init__)
+        then(engine, "__init__", _started)
 
 
-def _followed(start: Any) -> Any:
-    @functools.wraps(start)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        for act in _acts:
-            act(self)
-
-    init._tokenprune = True  # type: ignore[attr-defined]
-    return init
+def _started(result: None, engine: Any, *_: Any, **__: Any) -> None:
+    for act in _acts:
+        act(engine)

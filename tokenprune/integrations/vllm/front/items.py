@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,37 +12,14 @@ from vllm.multimodal.parse import VideoProcessorItems
 from vllm.multimodal.processing import BaseProcessingInfo
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
-from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages
-from tokenprune.integrations.vllm.front.served import KEPT, shadow_outcome
-from tokenprune.integrations.vllm.front.units import kept_units
+from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages, kept_units
 from tokenprune.integrations.vllm.setting.configuration import family_of
 from tokenprune.integrations.vllm.setting.plan import Plan
-from tokenprune.integrations.vllm.setting.rules import MethodError
-from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
-from tokenprune.integrations.vllm.setting.tiles import check_tiles, crops
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.setting.tower_items import check_tiles, crops
 from tokenprune.integrations.vllm.setting.towers import check_reachable, drops_units, merges_in_tower, tiles_of
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.view.registry import compares_frames
-
-logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def selecting(setting: ServedSetting) -> Iterator[None]:
-    """Turn an error of a method's own code into ours: it is answered with HTTP 400, or by what `on_error` says. The log
-    has where it came from."""
-    try:
-        yield
-    except TokenPruneError:
-        raise
-    except Exception as error:
-        name = setting.label()[0]
-        logger.warning("%s failed on a request", name, exc_info=error)
-        raise MethodError(
-            f"{KEY}: {name} failed on this request ({type(error).__name__}): switch it off, "
-            f'{{"{KEY}": {{"off": true}}}}, or ask for another profile'
-        ) from error
 
 
 @dataclass
@@ -52,19 +27,16 @@ class CountedDetails(PromptUpdateDetails):
     """The prompt text of an item, with its numbers of visual tokens and the names of its setting in metrics.
 
     before, after: visual tokens without and with the setting. left: tokens dropped between the vision tower and the
-    prompt. would: visual tokens under the setting of the shadow, None where there is none or it fails, would_label that
-    setting's names, and outcome one of `SHADOWS`. segments: how many budgets the item has. vLLM caches this object with
-    the item, so a cache hit has the numbers too.
+    prompt. segments: how many budgets the item has. more: what the request counted. vLLM caches this object with the
+    item, so a cache hit has the numbers too.
     """
 
     before: int = 0
     after: int = 0
     left: int = 0
     label: tuple[str, str] = ("off", "1")
-    would: int | None = None
-    would_label: tuple[str, str] = ("off", "1")
-    outcome: str = KEPT
     segments: int = 1
+    more: Any = None
 
 
 @dataclass(frozen=True)
@@ -118,22 +90,12 @@ class PromptItem:
 
     def would_keep(self, setting: ServedSetting) -> int:
         """Return how many visual tokens a setting would leave of an item that is served in full. Raises as `plan`."""
-        if setting.pixels is None:
-            return sum(self.plan(setting).keep)
-        shrinker = Shrinker(setting, self.info, self.kwargs)
-        if self.modality == "video":
+        if setting.pixels is not None:
+            shrinker = Shrinker(setting, self.info, self.kwargs)
+            if self.modality != "video":
+                return self.own(setting).count(shrinker.tokens(self.items["image"], self.index))
             shrinker.check_videos(self.items)
-            return sum(self.plan(setting).keep)
-        return self.own(setting).count(shrinker.tokens(self.items["image"], self.index))
-
-    def would_keep_if_served(self, setting: ServedSetting) -> tuple[int | None, str]:
-        """Return the same, None where the setting would fail, and one of `SHADOWS`. Nothing is refused: the item is
-        served in full."""
-        try:
-            with selecting(setting):
-                return self.would_keep(setting), KEPT
-        except TokenPruneError as error:
-            return None, shadow_outcome(error)
+        return sum(self.plan(setting).keep)
 
     def _frames(self) -> int:
         """Return the number of frames of a video that reach the language model; 0 if it is not known."""

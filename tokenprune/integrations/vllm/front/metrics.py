@@ -6,20 +6,19 @@ The number of labels is bounded, whatever clients send: names of methods and pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 
+from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.front.of_workers import of_workers
-from tokenprune.integrations.vllm.front.served import BY_KEY, CALLER, KEPT, LOAD, NAME, SHADOWS, Served
+from tokenprune.integrations.vllm.front.served import BY_KEY, NAME, Served, is_of_input
 from tokenprune.integrations.vllm.log import tell
-from tokenprune.integrations.vllm.setting.callers import CallerError
-from tokenprune.integrations.vllm.setting.configuration import offered
-from tokenprune.integrations.vllm.setting.offer import DEFAULT, REQUEST, ProfileError
-from tokenprune.integrations.vllm.setting.rules import LimitError, is_of_input
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.setting.configuration import keys_of, settings_of
+from tokenprune.integrations.vllm.setting.servable import DEFAULT, REQUEST
 
 COUNTERS = {
     "tokenprune:visual_tokens": (
@@ -61,8 +60,7 @@ COUNTERS = {
 }
 
 RESULTS = ("taken", "refused")
-_REASONS: dict[type[Exception], str] = {ProfileError: "profile", CallerError: "caller", LimitError: "limit"}
-REASONS = (*_REASONS.values(), "setting", "input", "failure")
+REASONS = ("profile", "caller", "limit", "setting", "input", "failure")
 FAILURES = ("refused", "full", "input")
 GAUGES = {
     "tokenprune:info": (
@@ -91,6 +89,22 @@ def _gauge(name: str) -> Gauge:
     return Gauge(name, *GAUGES[name], multiprocess_mode="max")  # of several API servers, one series for all
 
 
+def add(model_config: Any, name: str, *labels: str, count: int = 1) -> None:
+    """Add to one of `COUNTERS`; 0 to show it. labels: all but the model's name."""
+    _counter(f"tokenprune:{name}").labels(model_config.served_model_name, *labels).inc(count)
+
+
+def add_tokens(model_config: Any, name: str, label: tuple[str, str], before: int = 0, after: int = 0) -> None:
+    """Add visual tokens of an item, without and with a setting. label: see `ServedSetting.label`."""
+    for stage, tokens in (("in", before), ("out", after)):
+        add(model_config, name, stage, *label, count=tokens)
+
+
+def gauge(model_config: Any, name: str, *labels: str) -> Gauge:
+    """Return a series of one of `GAUGES`."""
+    return _gauge(f"tokenprune:{name}").labels(model_config.served_model_name, *labels)
+
+
 _informed: dict[str, tuple[str, ...]] = {}
 
 
@@ -98,104 +112,44 @@ def inform(model_config: Any, facts: Mapping[str, str]) -> None:
     """Show what the plugin does for a model. facts: values of the labels of `tokenprune:info` but `model_name`."""
     name = model_config.served_model_name
     if name in _informed:
-        _gauge("tokenprune:info").labels(*_informed[name]).set(0)
-    _informed[name] = (name, *(facts[label] for label in GAUGES["tokenprune:info"][1][1:]))
-    _gauge("tokenprune:info").labels(*_informed[name]).set(1)
-
-
-def step(model_config: Any, number: Callable[[], int] | int) -> None:
-    """Show the step of the overload policy in force. number: a function is called each time metrics are read, which
-    Prometheus' client does not do where several processes answer at /metrics together."""
-    gauge = _gauge("tokenprune:overload_step").labels(model_config.served_model_name)
-    if callable(number):
-        gauge.set_function(number)
-    else:
-        gauge.set(number)
+        gauge(model_config, "info", *_informed[name]).set(0)
+    _informed[name] = tuple(facts[label] for label in GAUGES["tokenprune:info"][1][1:])
+    gauge(model_config, "info", *_informed[name]).set(1)
 
 
 def start_at_zero(model_config: Any) -> None:
     """Make the counters of a server with a setting, so that the first request is a rise that an alert can see."""
-    offer, name = offered(model_config), model_config.served_model_name
-    under_load = () if offer.overload is None else offer.overload.profiles
-    for profile, whole in offer.profiles.items():
-        setting = ServedSetting.of(whole)
-        counters = ["tokenprune:visual_tokens"]
-        if offer.rollout(profile) < 1 and not setting.is_off:
-            counters += ["tokenprune:shadow_tokens"]
-            for outcome in SHADOWS:
-                _counter("tokenprune:shadow_requests").labels(name, profile, outcome)
-        for outcome in () if setting.is_off else FAILURES:
-            _counter("tokenprune:failures").labels(name, profile, outcome)
+    for profile, setting in settings_of(model_config).items():
         for label in {tier.label() for tier in setting.tiers}:
-            _aim(name, *label)
-            for stage in ("in", "out"):
-                for counter in counters:
-                    _counter(counter).labels(name, stage, *label)
-        by = {NAME: True, BY_KEY: True, LOAD: profile in under_load, DEFAULT: profile == DEFAULT}
-        by[CALLER] = profile != DEFAULT and offer.callers is not None and profile in offer.callers.own
-        for one in (one for one, may in by.items() if may):
-            _counter("tokenprune:requests").labels(name, profile, one)
+            visual(model_config, label, 0, 0)
+        for by in (NAME, BY_KEY, *((DEFAULT,) if profile == DEFAULT else ())):
+            add(model_config, "requests", profile, by, count=0)
+        for outcome in () if setting.is_off else FAILURES:
+            add(model_config, "failures", profile, outcome, count=0)
         if setting.method is not None and not setting.in_llm:
-            of_workers().zeros.add((name, setting.method.name))
-    _counter("tokenprune:requests").labels(name, REQUEST, BY_KEY)
-    for outcome in FAILURES:
-        _counter("tokenprune:failures").labels(name, REQUEST, outcome)
-    for result in RESULTS:
-        _counter("tokenprune:reloads").labels(name, result)
-    for reason in REASONS:
-        _counter("tokenprune:refusals").labels(name, reason)
+            of_workers().zeros.add((model_config.served_model_name, setting.method.name))
+    add(model_config, "requests", REQUEST, BY_KEY, count=0)
+    for name, values in (("failures", FAILURES), ("reloads", RESULTS), ("refusals", REASONS)):
+        for value in values:
+            add(model_config, name, *((REQUEST,) if name == "failures" else ()), value, count=0)
 
 
-def count(model_config: Any, stage: str, method: str, keep: str, tokens: int) -> None:
-    """Add visual tokens of a request. stage: "in" or "out". method, keep: see `Setting.label`."""
-    name = model_config.served_model_name
-    _aim(name, method, keep)
-    _counter("tokenprune:visual_tokens").labels(name, stage, method, keep).inc(tokens)
+def visual(model_config: Any, label: tuple[str, str], before: int, after: int) -> None:
+    """Add an item that is served, and show the share that its setting asks for; none for a whole number of tokens."""
+    add_tokens(model_config, "visual_tokens", label, before, after)
+    if label[1] != "tokens":
+        gauge(model_config, "keep_target", *label).set(float(label[1]))
 
 
-def _aim(name: str, method: str, keep: str) -> None:
-    """Show the share that a setting asks for; none for a whole number of tokens."""
-    if keep != "tokens":
-        _gauge("tokenprune:keep_target").labels(name, method, keep).set(float(keep))
-
-
-def chose(model_config: Any, served: Served) -> None:
-    """Add a request that is served under a profile."""
-    _counter("tokenprune:requests").labels(model_config.served_model_name, served.profile, served.by).inc()
-
-
-def shadowed(
-    model_config: Any, served: Served, outcome: str, items: Iterable[tuple[tuple[str, str], int, int]]
-) -> None:
-    """Add a request that a rollout has served in full. outcome: one of `SHADOWS`. items: of each, the label of the
-    setting that would have served it, and its visual tokens without and with that."""
-    name = model_config.served_model_name
-    _counter("tokenprune:shadow_requests").labels(name, served.profile, outcome).inc()
-    for label, before, after in items if outcome == KEPT else ():
-        _counter("tokenprune:shadow_tokens").labels(name, "in", *label).inc(before)
-        _counter("tokenprune:shadow_tokens").labels(name, "out", *label).inc(after)
-
-
-def failed(model_config: Any, profile: str, error: Exception, in_full: bool) -> None:
-    """Add a request that could not be served under its setting, for this error, and whether it is served in full."""
-    outcome = "input" if is_of_input(error) else "full" if in_full else "refused"
-    _counter("tokenprune:failures").labels(model_config.served_model_name, profile, outcome).inc()
-
-
-def reloaded(model_config: Any, result: str) -> None:
-    """Add a signal to read the setting again. result: one of `RESULTS`."""
-    _counter("tokenprune:reloads").labels(model_config.served_model_name, result).inc()
-
-
-def refused(model_config: Any, error: Exception, what: str, served: Served) -> None:
-    """Add a request that was refused, and log it where the server does. what: "setting" or "input", what was read
-    when the error came."""
-    reason = _REASONS.get(type(error), "failure" if what == "input" and not is_of_input(error) else what)
-    _counter("tokenprune:refusals").labels(model_config.served_model_name, reason).inc()
-    if offered(model_config).log:
-        tell("refusal", **request_id(served), reason=reason)
-
-
-def request_id(served: Served) -> dict[str, str]:
-    """Return the field of the log that tells requests apart; none for a request without an id."""
-    return {} if served.request is None else {"request": served.request}
+@contextmanager
+def refusing(model_config: Any, what: str, served: Served) -> Iterator[None]:
+    """Count a request that is refused within, and log it where the server does. what: "setting" or "input", what is
+    read within."""
+    try:
+        yield
+    except TokenPruneError as error:
+        reason = getattr(error, "reason", "failure" if what == "input" and not is_of_input(error) else what)
+        add(model_config, "refusals", reason)
+        if keys_of(model_config).log:
+            tell("refusal", **served.request_id(), reason=reason)
+        raise

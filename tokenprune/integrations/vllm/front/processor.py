@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import logging
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -19,162 +20,142 @@ from vllm.multimodal.processing.processor import (
     PromptUpdateDetails,
 )
 
-from tokenprune.abilities import reads_tower
-from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
-from tokenprune.integrations.vllm.front import by_age, metrics
-from tokenprune.integrations.vllm.front.grace import by_key, offer_of
-from tokenprune.integrations.vllm.front.items import CountedDetails, PromptItem, selecting
+from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.vllm.front.items import CountedDetails, PromptItem
 from tokenprune.integrations.vllm.front.pixels import Shrinker
-from tokenprune.integrations.vllm.front.served import (
-    FAILED,
-    INPUT,
-    KEPT,
-    Served,
-    TrackedSetting,
-    followed,
-    item_setting,
-    shadow_of,
-    shadow_outcome,
-)
-from tokenprune.integrations.vllm.log import tell
-from tokenprune.integrations.vllm.setting.configuration import configured, family_of, in_force, offered
-from tokenprune.integrations.vllm.setting.offer import PROFILE
+from tokenprune.integrations.vllm.front.request import RequestRun, policy_of
+from tokenprune.integrations.vllm.front.served import Served, ServedRequest, selecting
+from tokenprune.integrations.vllm.setting.configuration import configured, settings_of
 from tokenprune.integrations.vllm.setting.plan import MODALITIES, field_name
-from tokenprune.integrations.vllm.setting.position_checks import check_placeholders, longest, original_positions
+from tokenprune.integrations.vllm.setting.position_checks import longest, original_positions
+from tokenprune.integrations.vllm.setting.servable import NOTHING
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
-from tokenprune.integrations.vllm.setting.tower_items import check_items
-from tokenprune.integrations.vllm.setting.towers import merges_in_tower
 
-logger = logging.getLogger(__name__)
 # How an item is put into the prompt, and the field that says what is written.
 _WRITTEN = {PromptReplacement: "replacement", PromptInsertion: "insertion"}
 
 
-# Prompt texts of the items of the request that this thread processes.
-_written: ContextVar[list[CountedDetails]] = ContextVar("written")
-
-
 class ReducingProcessor(BaseMultiModalProcessor):
-    """Mixed into vLLM's processor of a model, whatever its class is."""
+    """Mixed into vLLM's processor of a model, whatever its class is.
 
-    _dummy = False  # while vLLM measures the largest item, which a request may ask for with {"off": true}
+    vLLM calls its steps one after the other, and hands none of them a value of ours. So each request has a copy of the
+    processor, which knows what serves it.
 
-    def _setting(self, kwargs: Mapping[str, object]) -> ServedSetting | None:
-        """Return the setting in force for a request's `mm_processor_kwargs`; None on a server without one."""
-        server = configured(self.info.ctx.model_config)
-        if server is None:
-            if KEY in kwargs:
+    _request: what serves a copy's request; None in the processor itself, and on a server without a setting.
+    written:  the prompt texts of a copy's items.
+    """
+
+    _request: ServedRequest | None = None
+    written: list[CountedDetails]
+
+    def apply(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._request is not None:
+            return super().apply(inputs, *args, **kwargs)
+        given = dict(inputs.hf_processor_mm_kwargs)
+        asked = given.pop(KEY, NOTHING)
+        if configured(self.info.ctx.model_config) is None:
+            if asked is not NOTHING:
                 raise OptionError(
                     f"this server was not started with a {KEY} setting, so a request cannot change it: start it with "
                     f'--mm-processor-kwargs \'{{"{KEY}": {{"off": true}}}}\' to let requests choose'
                 )
-            return None
-        asked: Any = kwargs.get(KEY, {})
-        offer = asked.offer if isinstance(asked, TrackedSetting) else offered(self.info.ctx.model_config)
-        setting = ServedSetting() if self._dummy else in_force(asked, offer, self.info.ctx.model_config)
-        return ServedSetting() if isinstance(asked, TrackedSetting) and asked.served.full else setting
+            return super().apply(inputs, *args, **kwargs)
+        run = RequestRun(self, dataclasses.replace(inputs, hf_processor_mm_kwargs=given), args, kwargs)
+        policy = policy_of(self.info.ctx.model_config, asked)
+        return policy.serve(policy.resolve(asked, run.counts), run)
+
+    def serving(self, request: ServedRequest) -> ReducingProcessor:
+        """Return a copy for one request."""
+        own = copy.copy(self)
+        own._request, own.written = request, []
+        return own
+
+    def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], *args: Any, **kwargs: Any) -> Any:
+        """Measure the largest item, which a request may ask for with {"off": true}."""
+        own = self
+        if configured(self.info.ctx.model_config) is not None:
+            own = self.serving(ServedRequest.of(ServedSetting(), mm_counts, Served()))
+        return super(ReducingProcessor, own).get_dummy_mm_inputs(mm_counts, *args, **kwargs)
 
     def check_pixels(self) -> None:
         """Raise OptionError if the server's setting or a profile asks for smaller images where they save nothing."""
         model_config = self.info.ctx.model_config
-        for name in () if configured(model_config) is None else offered(model_config).profiles:
-            setting = self._setting({KEY: {PROFILE: name}})
-            if setting is not None and setting.pixels is not None:
+        for setting in () if configured(model_config) is None else settings_of(model_config).values():
+            if setting.pixels is not None:
                 Shrinker(setting, self.info, {}).check()
 
+    # -- the steps of vLLM's `apply`
+
     def _get_mm_hashes(self, inputs: Any) -> Any:
-        kwargs, hash_all = inputs.hf_processor_mm_kwargs, super()._get_mm_hashes
-        setting, shadow = self._setting(kwargs), shadow_of(kwargs)
-        if setting is None:
-            return hash_all(inputs)
-
-        def key_of(modality: str, index: int) -> by_age.Key:
-            # The setting in force, not only what the request says: caches may outlive or be shared by servers.
-            key = item_setting(kwargs, setting, modality, index).cache_key()
-            if original_positions(self.info.ctx.model_config):
-                key |= {"positions": "original"}  # which travel with an item's embeddings
-            if shadow is not None:  # counted when the item is processed, and cached with it
-                key |= {"shadow": item_setting(kwargs, shadow, modality, index).cache_key()}
-            return key
-
-        def under(part: Any, key: by_age.Key) -> Any:
-            return hash_all(dataclasses.replace(part, hf_processor_mm_kwargs={**kwargs, KEY: key}))
-
-        return by_age.hashes(inputs, key_of, under)
+        found, request = super()._get_mm_hashes(inputs), self._request
+        if request is None:
+            return found
+        # Positions travel with an item's embeddings.
+        more = {"positions": "original"} if original_positions(self.info.ctx.model_config) else {}
+        return {
+            modality: [_under(one, request.cache_key(modality, index) | more) for index, one in enumerate(hashes)]
+            for modality, hashes in found.items()
+        }
 
     def _get_cache_missing_processor_kwargs(self, inputs: Any, mm_is_cached: Any) -> Mapping[str, object]:
-        kwargs, asked = super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached), inputs.hf_processor_mm_kwargs
-        tracked = asked.get(KEY)
-        return {**kwargs, KEY: tracked.without_cached(mm_is_cached)} if isinstance(tracked, TrackedSetting) else kwargs
+        if self._request is not None:  # the steps that follow see the other items alone
+            self._request = self._request.without_cached(mm_is_cached)
+        return super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached)
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
-        setting = self._setting(hf_kwargs)  # raise before any work is done
-        hf_kwargs = _without(hf_kwargs)
-        if setting is not None and setting.pixels is not None:
-            with selecting(setting):
-                hf_kwargs = Shrinker(setting, self.info, hf_kwargs).shrink(mm_items)
+        if self._request is not None and self._request.setting.pixels is not None:
+            with selecting(self._request.setting):
+                hf_kwargs = Shrinker(self._request.setting, self.info, hf_kwargs).shrink(mm_items)
         return super()._apply_hf_processor_main(mm_items=mm_items, hf_kwargs=hf_kwargs)
-
-    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, object]) -> Any:
-        return super()._get_mm_fields_config(hf_inputs, _without(hf_processor_mm_kwargs))
 
     def _get_prompt_updates(
         self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, object], out_mm_kwargs: Any
     ) -> Sequence[PromptUpdate]:
-        setting = self._setting(hf_processor_mm_kwargs)
         updates = super()._get_prompt_updates(
-            mm_items=mm_items, hf_processor_mm_kwargs=_without(hf_processor_mm_kwargs), out_mm_kwargs=out_mm_kwargs
+            mm_items=mm_items, hf_processor_mm_kwargs=hf_processor_mm_kwargs, out_mm_kwargs=out_mm_kwargs
         )
-        if setting is None:
+        if self._request is None:
             return updates
-        return [
-            self._reduced(update, setting, mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
-            if update.modality in MODALITIES
-            else update
-            for update in updates
-        ]
 
-    def _reduced(
-        self,
-        update: PromptUpdate,
-        setting: ServedSetting,
-        mm_items: Any,
-        kwargs: Mapping[str, object],
-        out_mm_kwargs: Any,
-    ) -> PromptUpdate:
+        place = mm_items, out_mm_kwargs, hf_processor_mm_kwargs
+        return [self._shorter(one, *place) if one.modality in MODALITIES else one for one in updates]
+
+    def _shorter(self, update: PromptUpdate, *place: Any) -> PromptUpdate:
+        """Return what puts an item into the prompt with fewer tokens. place: see `PromptItem`, from its `items` on."""
         name = next((name for kind, name in _WRITTEN.items() if isinstance(update, kind)), None)
         if name is None:
             raise UnsupportedSetupError(f"{type(self).__name__} puts images into the prompt by {update.mode}")
-        of_request, rest = shadow_of(kwargs), _without(kwargs)
 
         def content_of(index: int) -> PromptUpdateDetails:
             content = update._resolve_content(index)
-            item = PromptItem(self.info, update.modality, index, content, mm_items, out_mm_kwargs, rest)
-            with selecting(setting):
-                plan = item.plan(item_setting(kwargs, setting, update.modality, index))
-            # The same moment at which vLLM itself reads the item: it is stored, cached and sent after this.
-            element = MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField(keep_on_cpu=True))
-            out_mm_kwargs[update.modality][index][field_name(update.modality)] = element
-            if plan.reduces:
-                content = PromptUpdateDetails.select_token_id(plan.reduced(), plan.placeholder)
-            counts = item.before(plan), sum(plan.keep), sum(plan.counts) - sum(plan.keep)
-            made = CountedDetails(content.full, content.is_embed, *counts, plan.setting.label())
-            made.segments = len(plan.counts)
-            if of_request is not None:
-                shadow = item_setting(kwargs, of_request, update.modality, index)
-                made.would, made.outcome = item.would_keep_if_served(shadow)
-                made.would_label = shadow.label()
-            return made
+            return self._reduced(PromptItem(self.info, update.modality, index, content, *place))
 
         return dataclasses.replace(update, **{name: content_of})
 
+    def _reduced(self, item: PromptItem) -> CountedDetails:
+        """Return the prompt text of an item, and attach the plan to what the model gets of it."""
+        request = self._request
+        assert request is not None  # only then it is called
+        setting = request.items[item.modality][item.index]
+        with selecting(setting):
+            plan = item.plan(setting)
+        # The same moment at which vLLM itself reads the item: it is stored, cached and sent after this.
+        element = MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField(keep_on_cpu=True))
+        item.fields[item.modality][item.index][field_name(item.modality)] = element
+        content = item.content
+        if plan.reduces:
+            content = PromptUpdateDetails.select_token_id(plan.reduced(), plan.placeholder)
+        counts = item.before(plan), sum(plan.keep), sum(plan.counts) - sum(plan.keep)
+        label, segments, more = plan.setting.label(), len(plan.counts), request.count(item)
+        return CountedDetails(content.full, content.is_embed, *counts, label, segments, more)
+
     def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> Any:
         applied = super()._maybe_apply_prompt_updates(mm_items, mm_res)
-        details = [update[0].content for items in mm_res.prompt_updates.values() for update in items if update]
-        counted = [one for one in details if isinstance(one, CountedDetails) and not self._dummy]
-        if original_positions(self.info.ctx.model_config):
-            self._check_length(sum(one.left for one in counted))
-        _written.get([]).extend(counted)
+        if self._request is not None:
+            details = [update[0].content for items in mm_res.prompt_updates.values() for update in items if update]
+            self.written += [one for one in details if isinstance(one, CountedDetails)]
+            if original_positions(self.info.ctx.model_config):
+                self._check_length(sum(one.left for one in self.written))
         return applied
 
     def _check_length(self, left: int) -> None:
@@ -187,109 +168,11 @@ class ReducingProcessor(BaseMultiModalProcessor):
                 f"positions for less than {spare}. Send fewer or smaller images, or keep more of them"
             )
 
-    def get_dummy_mm_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        self._dummy = configured(self.info.ctx.model_config) is not None
-        try:
-            return super().get_dummy_mm_inputs(*args, **kwargs)
-        finally:
-            self._dummy = False
 
-    def apply(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        model_config, what = self.info.ctx.model_config, "setting"
-        if configured(model_config) is None or self._dummy:
-            self._setting(inputs.hf_processor_mm_kwargs)
-            return super().apply(inputs, *args, **kwargs)
-        served = Served()
-        try:
-            value = inputs.hf_processor_mm_kwargs.get(KEY, {})
-            asked = followed(value, offer_of(model_config, lambda _: by_key(value)))
-            asked = asked.with_items(inputs.mm_data_items.get_all_counts())
-            whole = {**inputs.hf_processor_mm_kwargs, KEY: asked}
-            inputs, served = dataclasses.replace(inputs, hf_processor_mm_kwargs=whole), asked.served
-            self._setting(inputs.hf_processor_mm_kwargs)  # raises
-            asked.draw()
-            what = "input"
-            try:
-                made, items = self._apply(inputs, *args, **kwargs)
-            except TokenPruneError as error:
-                if in_full := asked.fall_back():
-                    logger.debug("a request is served in full: %s", error)
-                    made, items = self._apply(inputs, *args, **kwargs)
-                metrics.failed(model_config, asked.offer.label(asked), error, in_full)
-                if not in_full:
-                    raise
-        except TokenPruneError as error:
-            metrics.refused(model_config, error, what, served)
-            raise
-        setting, counts = self._setting(inputs.hf_processor_mm_kwargs), inputs.mm_data_items.get_all_counts()
-        assert setting is not None  # the server has one
-        served.profile = asked.offer.label(asked)
-        served.method, served.keep = setting.label()[0], setting.whole_keep
-        served.images, served.videos = counts.get("image", 0), counts.get("video", 0)
-        served.tokens_in = sum(one.before for one in items)
-        served.tokens_out = sum(one.after for one in items)
-        if setting.age is not None:
-            own = [asked.of_item(setting, "image", index) for index in range(served.images)]
-            served.aged = sum(one != setting.tiers[0] for one in own)
-        for one in items:
-            metrics.count(model_config, "in", *one.label, one.before)
-            metrics.count(model_config, "out", *one.label, one.after)
-        metrics.chose(model_config, served)
-        if asked.shadow is not None:
-            outcome = self._in_shadow(asked.shadow, inputs, items)
-            served.shadow = sum(one.would or 0 for one in items) if outcome == KEPT else None
-            kept = [(one.would_label, one.before, one.would or 0) for one in items]
-            metrics.shadowed(model_config, served, outcome, kept)
-        if asked.offer.log:
-            tell("request", **metrics.request_id(served), **served.fields())
-        return made
-
-    def _apply(self, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[CountedDetails]]:
-        """Process a request under the setting in force; return what vLLM makes of it, and the numbers of each item.
-        Raises a TokenPruneError for one that cannot be served under it."""
-        items: list[CountedDetails] = []
-        _written.set(items)
-        setting = self._setting(inputs.hf_processor_mm_kwargs)
-        assert setting is not None  # the server has one
-        self._check_input(setting, inputs)  # before images are read
-        # A copy, which a method that acts on pixels writes to.
-        own = dataclasses.replace(inputs, mm_data_items=type(inputs.mm_data_items)(inputs.mm_data_items))
-        made = super().apply(own, *args, **kwargs)
-        by_age.check_segments(setting, (one.segments for one in items))
-        if (promise := getattr(inputs.cache, "promise", None)) is not None:  # see SenderCache
-            uncached = dataclasses.replace(inputs, cache=None)
-            promise(made["mm_kwargs"], lambda: self._apply(uncached, *args, **kwargs)[0]["mm_kwargs"])
-        return made, items
-
-    def _check_input(self, setting: ServedSetting, inputs: Any) -> None:
-        counts = inputs.mm_data_items.get_all_counts()
-        by_age.check_videos(setting, counts)
-
-        def of_item(modality: str, index: int) -> ServedSetting:
-            return item_setting(inputs.hf_processor_mm_kwargs, setting, modality, index)
-
-        with selecting(setting):
-            if family_of(self.info.ctx.model_config).vllm.mrope and not setting.is_off:
-                own = [of_item(modality, index) for modality, count in counts.items() for index in range(count)]
-                reduces = not all(one.removes_nothing for one in own)
-                check_placeholders(inputs.prompt, counts, self.info.get_hf_config(), reduces)
-            if reads_tower(setting.method) or merges_in_tower(setting.method):
-                check_items(setting.acting, of_item, inputs.mm_data_items, self.info)
-
-    def _in_shadow(self, shadow: ServedSetting, inputs: Any, items: list[CountedDetails]) -> str:
-        """Return one of `SHADOWS` for a request that its setting would have served."""
-        try:
-            self._check_input(shadow, inputs)
-            by_age.check_segments(shadow, (one.segments for one in items))
-        except TokenPruneError as error:
-            return shadow_outcome(error)
-        outcomes = {one.outcome for one in items}
-        return next((one for one in (FAILED, INPUT) if one in outcomes), KEPT)
-
-
-def _without(kwargs: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the arguments of the model's own processor, without our key."""
-    return {key: value for key, value in kwargs.items() if key != KEY}
+def _under(item_hash: str, key: Mapping[str, Any]) -> str:
+    """Return the hash of an item under a setting, from its hash by vLLM. Not what the request says counts: caches may
+    outlive servers, or be shared by them."""
+    return hashlib.sha256(json.dumps([item_hash, key], sort_keys=True).encode()).hexdigest()
 
 
 @cache

@@ -11,7 +11,7 @@ from tokenprune.base import Pruner
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.in_llm import limits
-from tokenprune.integrations.vllm.setting.configuration import configured, offered
+from tokenprune.integrations.vllm.setting.configuration import configured, keys_of
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, ServedSetting
 
 
@@ -32,7 +32,7 @@ def configure(vllm_config: Any) -> None:
 def _asked(vllm_config: Any) -> tuple[ServedSetting, bool]:
     """Return the server's setting, and True if layers after the cut free the KV cache of dropped tokens."""
     model_config = vllm_config.model_config
-    return ServedSetting.of(configured(model_config)), offered(model_config).free_kv
+    return ServedSetting.of(configured(model_config)), keys_of(model_config).free_kv
 
 
 def check_request(params: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenprune.base import Method
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.vllm.setting.offer import FREE_KV
+from tokenprune.integrations.vllm.setting.servable import FREE_KV
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, ServedSetting
 
 _PLACE = "tokenprune.integrations.vllm.in_llm.scheduler"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
@@ -14,6 +13,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tokenprune.errors import TokenPruneError
+from tokenprune.integrations.vllm.compat import wrap
 from tokenprune.integrations.vllm.in_llm.layout import Share, StepLayout, VisualPiece, lay_out, pieces_of, plans_of
 from tokenprune.integrations.vllm.in_llm.reducer import DecoderPass, Reducer, RequestCut, grids_of
 
@@ -23,19 +23,18 @@ logger = logging.getLogger(__name__)
 def install() -> None:
     """Let the runner of this process prepare each pass of a model that has a `tokenprune_in_llm`. Other models run as
     before."""
-    original = GPUModelRunner._model_forward
-    if hasattr(original, "__wrapped__"):
-        return
 
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        in_llm = getattr(self.get_model(), "tokenprune_in_llm", None)
-        if in_llm is None:
-            return original(self, *args, **kwargs)
-        with in_llm.reducer.during(in_llm.prepare(self)):
-            return original(self, *args, **kwargs)
+    def around(original: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            in_llm = getattr(self.get_model(), "tokenprune_in_llm", None)
+            if in_llm is None:
+                return original(self, *args, **kwargs)
+            with in_llm.reducer.during(in_llm.prepare(self)):
+                return original(self, *args, **kwargs)
 
-    GPUModelRunner._model_forward = forward
+        return forward
+
+    wrap(GPUModelRunner, "_model_forward", around)
 
 
 class InLLM:

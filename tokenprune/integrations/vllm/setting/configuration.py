@@ -1,25 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's own setting: found when vLLM makes its ModelConfig, checked there, and kept beside its config."""
+"""A server's own setting: found when vLLM makes its ModelConfig, checked there, and kept beside its config.
+
+Beside the reduction it may hold keys of the whole server (`ServerKeys`), and keys of `tokenprune.serve` (`ADD_ON`),
+which is not imported unless one of them is named, or the server speaks HTTP.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tokenprune import abilities
 from tokenprune.config import read_config
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.families import SERVED, Family
-from tokenprune.integrations.vllm.setting.offer import Offer, check_spelling, split
 from tokenprune.integrations.vllm.setting.position_checks import arrange
+from tokenprune.integrations.vllm.setting.servable import ADD_ON, BESIDE, DEFAULT, FREE_KV, NOTHING, PROFILE
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, ServedSetting
 from tokenprune.integrations.vllm.setting.towers import check_tower, drops_units, merges_in_tower
+from tokenprune.registry import available_methods, method_info
+from tokenprune.setting import SCOPE
+from tokenprune.spelling import short
 from tokenprune.view.observable import Backend
 
 logger = logging.getLogger(__name__)
-_OFFER = f"{KEY}_offer"
-_GIVEN = f"{KEY}_given"  # the layers of the setting, and the keys beside them, as they were given
+POSITIONS = ("original", "renumbered")
+HTTP = "vllm.entrypoints.launchers.app"  # imported in the process of a server
+_KEYS = f"{KEY}_keys"
+OFFER = f"{KEY}_offer"  # attribute of a multimodal config: what `tokenprune.serve` made of the keys `ADD_ON`
+GIVEN = f"{KEY}_given"  # the layers of the setting, and the keys beside them, as they were given
 SECONDS = f"{KEY}_seconds"  # attribute of a multimodal config: the folder with the selection times of the workers
 
 
@@ -28,9 +42,29 @@ def configured(model_config: Any) -> dict[str, Any] | None:
     return getattr(model_config.multimodal_config, KEY, None)
 
 
-def offered(model_config: Any) -> Offer:
-    """Return what a server with a setting offers to requests."""
-    return getattr(model_config.multimodal_config, _OFFER)
+def keys_of(model_config: Any) -> ServerKeys:
+    """Return the keys of a server with a setting that hold for all of it."""
+    return getattr(model_config.multimodal_config, _KEYS)
+
+
+def settings_of(model_config: Any) -> dict[str, ServedSetting]:
+    """Return the settings of a server under which a request is served that writes none of its own, by profile."""
+    offer = getattr(model_config.multimodal_config, OFFER, None)
+    whole = {DEFAULT: configured(model_config)} if offer is None else offer.profiles
+    return {name: ServedSetting.of(one) for name, one in whole.items()}
+
+
+def needs_add_on(model_config: Any, asked: Any = NOTHING) -> bool:
+    """Return True if `tokenprune.serve` has a part in a server with a setting, or in a request to it. asked: the
+    request's value of our key."""
+    if HTTP in sys.modules or hasattr(model_config.multimodal_config, OFFER) or not isinstance(asked, Mapping):
+        return True
+    return bool(set(asked) & {PROFILE, *BESIDE}) or "age" in str(asked.get("keep"))
+
+
+def add_on(room: str) -> Any:
+    """Return a module of `tokenprune.serve`, which stands above this package: nothing here imports it otherwise."""
+    return importlib.import_module(f"tokenprune.serve.{room}")
 
 
 def in_llm(model_config: Any) -> bool:
@@ -59,15 +93,68 @@ def check_model(setting: ServedSetting, model_config: Any) -> None:
         check_tower(setting, model_config)
 
 
-def in_force(asked: Any, offer: Offer, model_config: Any) -> ServedSetting:
-    """Return the setting in force for a request's value of our key. Raises a TokenPruneError that is a ValueError, for
-    one that this model cannot be served with, too: the server goes on, and the client reads why."""
-    setting = offer.setting(asked)
+def checked(setting: ServedSetting, model_config: Any) -> ServedSetting:
+    """Return a request's setting. Raises a TokenPruneError that is a ValueError for one that this model cannot be
+    served with: the server goes on, and the client reads why."""
     try:
         check_model(setting, model_config)
     except UnsupportedSetupError as error:
         raise OptionError(str(error)) from error
     return setting
+
+
+def split(layer: Any) -> tuple[Any, dict[str, Any]]:
+    """Split a server's setting into the reduction, None if it names none, and the keys of `BESIDE`."""
+    if not isinstance(layer, Mapping) or not set(layer) & set(BESIDE):
+        return layer, {}
+    rest = {key: value for key, value in layer.items() if key not in BESIDE}
+    return rest or None, {key: value for key, value in layer.items() if key in BESIDE}
+
+
+def check_spelling(layer: Any) -> None:
+    """Raise OptionError for a key of a server's setting that resembles one of ours and is no option of any method."""
+    for key in layer if isinstance(layer, Mapping) else ():
+        if isinstance(key, str) and key not in SCOPE and (close := difflib.get_close_matches(key, BESIDE, 1, 0.75)):
+            options = (option for name in available_methods() for option in method_info(name).options)
+            if key not in options:
+                raise OptionError(f"{KEY} has no key {short(key)}: did you mean {close[0]!r}?")
+
+
+def check_key(condition: bool, key: str, wanted: str) -> None:
+    """Raise OptionError with what a key must be, unless it is."""
+    if not condition:
+        raise OptionError(f"{KEY}: {key} must be {wanted}")
+
+
+@dataclass(frozen=True)
+class ServerKeys:
+    """Keys of a server's setting that hold for all of it.
+
+    log:       True to log requests and selections (see log.py).
+    free_kv:   True to free the KV cache of dropped tokens in the layers after a cut inside the language model.
+    positions: "original" to keep the positions of the full prompt, "renumbered" to count the kept tokens anew; None:
+               the default of the model's family.
+    """
+
+    log: bool = False
+    free_kv: bool = False
+    positions: str | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], setting: ServedSetting) -> ServerKeys:
+        """Read those of the keys that are given beside `setting`. Raises OptionError."""
+        log, free_kv, positions = given.get("log"), given.get(FREE_KV, False), given.get("positions")
+        check_key("log" not in given or log == "json", "log", f'"json", or left out, not {short(log)}')
+        check_key(isinstance(free_kv, bool), FREE_KV, f"true or false, not {short(free_kv)}")
+        if free_kv and not setting.in_llm:
+            raise OptionError(
+                f"{KEY}: {FREE_KV} gives back what layers behind a cut inside the language model do not need, so it "
+                f'goes with "{IN_LLM}": true; a method that acts before the language model saves all of it anyway'
+            )
+        known = "positions" not in given or (isinstance(positions, str) and positions in POSITIONS)
+        wanted = f'"original" (where they stood) or "renumbered" (counted anew), not {short(positions)}'
+        check_key(known, "positions", wanted)
+        return cls(log is not None, free_kv, positions)
 
 
 def _read(layer: Any, model_config: Any) -> Any:
@@ -107,42 +194,35 @@ def configure(model_config: Any) -> None:
     for layer in layers:
         check_spelling(layer)
     beside = {key: value for _, one in given for key, value in one.items()}
-    setting, offer = _whole(model_config, layers, beside)
+    whole = reader(model_config, layers)
+    setting = whole()
+    keys = ServerKeys.of(beside, setting)
+    named = bool(set(beside) & set(ADD_ON)) or setting.age is not None
+    offer = add_on("offer").Offer.of(beside, setting, whole) if named else None
     if multimodal.video_pruning_rate:
         raise OptionError(
             f"video_pruning_rate and {KEY} both prune videos: leave one of them out "
             f'({{"{KEY}": {{"off": true}}}} needs no video_pruning_rate either)'
         )
-    arrange(offer.positions, model_config, family, setting.in_llm)
+    arrange(keys.positions, model_config, family, setting.in_llm)
     # Not in mm_processor_kwargs any more: a model's own processor does not know the key.
     multimodal.mm_processor_kwargs = kwargs or None
     setattr(multimodal, KEY, setting.as_dict())
-    setattr(multimodal, _GIVEN, (layers, beside))
-    replace_offer(model_config, offer)
+    setattr(multimodal, _KEYS, keys)
+    if offer is not None:
+        setattr(multimodal, GIVEN, (layers, beside))
+        setattr(multimodal, OFFER, offer)
 
 
-def _whole(model_config: Any, layers: list[Any], beside: dict[str, Any]) -> tuple[ServedSetting, Offer]:
-    """Return a server's own setting, and what it offers beside it."""
+def reader(model_config: Any, layers: list[Any]) -> Callable[..., ServedSetting]:
+    """Return a function that makes the setting of a server, or of one of its profiles over it, of these layers."""
 
     def whole(*profile: Any) -> ServedSetting:
         setting = ServedSetting.of(*layers, *(_read(layer, model_config) for layer in profile))
         check_model(setting, model_config)
         return setting
 
-    setting = whole()
-    return setting, Offer.of(beside, setting, whole)
-
-
-def read_again(model_config: Any) -> Offer:
-    """Return what a server would offer by the file of its setting as it is now; nothing is changed. Raises a
-    TokenPruneError."""
-    layers, beside = getattr(model_config.multimodal_config, _GIVEN)
-    return _whole(model_config, layers, beside)[1]
-
-
-def replace_offer(model_config: Any, offer: Offer) -> None:
-    """Let a server offer this from now on, in this process."""
-    setattr(model_config.multimodal_config, _OFFER, offer)
+    return whole
 
 
 def check_engine(vllm_config: Any, family: Family, original: bool = False) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.families import ROPE_DECODERS, Family
-from tokenprune.integrations.vllm.setting.servable import IN_LLM, KEY
+from tokenprune.integrations.vllm.setting.servable import KEY
+from tokenprune.setting import IN_LLM
 
 _MARK = f"{KEY}_original_positions"
 # vLLM's table of angles with M-RoPE, in lengths that the config names (`max_position_embeddings`).

@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods that vLLM can serve: `tokenprune.abilities` allows them, and they pass a trial run."""
+"""Names of keys in a setting for vLLM; and the methods that it can serve: `tokenprune.abilities` allows them, and they
+pass a trial run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 from tokenprune import abilities
 from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.registry import available_methods, method_class
-from tokenprune.setting import IN_LLM
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.sites.units import UnitDropper
 
-__all__ = ["IN_LLM", "KEY", "check_method", "servable"]
-
 KEY = "tokenprune"
+NOTHING: Mapping[str, Any] = {}  # a request's value of our key, where it has none
+FREE_KV = "experimental_free_kv"
+RULES = ("min_keep", "methods", "rollout", "on_error")  # of a server's requests, or of those of one profile
+ADD_ON = ("profiles", *RULES, "callers", "overload", "reload")  # keys that `tokenprune.serve` reads
+BESIDE = (*ADD_ON, "log", FREE_KV, "positions")  # keys of a server's setting, of no request's
+PROFILE = "profile"  # the key by which a request names one of the server's profiles
+DEFAULT = "default"  # the profile that every server has: its own setting
+REQUEST = "request"  # label in metrics for a setting that a request wrote itself
 
 
 def check_method(method: Method, in_llm: bool = False) -> None:

@@ -16,9 +16,9 @@ from tokenprune.base import Method, ResizeMethod, Site
 from tokenprune.budget import AGES, Budget, as_json
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.files import File
-from tokenprune.integrations.vllm.setting.servable import IN_LLM, KEY, check_method, servable
+from tokenprune.integrations.vllm.setting.servable import KEY, check_method, servable
 from tokenprune.scope import check_scope
-from tokenprune.setting import Setting
+from tokenprune.setting import IN_LLM, Setting
 from tokenprune.sites.composition import check_places
 from tokenprune.spelling import Entry, plain, short
 from tokenprune.view.registry import compares_frames
@@ -44,7 +44,7 @@ class ServedSetting:
     per:           "image", or "frame" if every frame of a video has `keep` for itself (see `Budget`).
     in_llm:        True if `method` acts inside the language model, and leaves the prompt as it is.
     files:         options of `method` that were given as files: name, path and digest of the content.
-    age, step:     see `Budget`: what `method` keeps of an image follows from its place in the request, by `of_image`.
+    age, step:     see `Budget`: what `method` keeps of an image follows from its place in the request, by `of_items`.
     bounds:        of an image that is no longer new, within which `keep` is (see `tokenprune.ages.reached`).
     """
 
@@ -91,10 +91,11 @@ class ServedSetting:
         """Return what is left of the setting where `method` does not act."""
         return dataclasses.replace(self, method=None, keep=1.0, files=(), age=None, step=1, bounds=())
 
-    def of_image(self, number: int, images: int) -> ServedSetting:
-        """Return what the setting is to an image, which no longer depends on others. number: its index among the
-        request's `images`."""
-        return self if self.age is None else self._at(ages(images, self.step)[number])
+    def of_items(self, modality: str, count: int) -> tuple[ServedSetting, ...]:
+        """Return what the setting is to each of a request's items of a modality, which no longer depends on others."""
+        if modality != "image" or self.age is None:
+            return (self.tiers[0],) * count
+        return tuple(map(self._at, ages(count, self.step)))
 
     @property
     def tiers(self) -> list[ServedSetting]:
@@ -154,6 +155,15 @@ class ServedSetting:
         """Return how many of `tokens` visual tokens the method has to keep."""
         wanted = left(Budget.of_checked(self.keep).resolve_keep(tokens), self.bounds)
         return min(tokens, max(1, self.acting.budget(tokens, wanted)))
+
+
+def of_request(server: Mapping[str, Any], asked: Mapping[str, Any]) -> ServedSetting:
+    """Return what a request makes of a whole setting. Raises as `ServedSetting.of` and `check_override`."""
+    if not asked:
+        return ServedSetting.of(server)
+    setting = ServedSetting.of(server, asked, trusted=False)
+    check_override(ServedSetting.of(server), setting)
+    return setting
 
 
 def check_override(server: ServedSetting, request: ServedSetting) -> None:

@@ -1,24 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos of a prompt for a method that traces visual tokens to patches of the tower."""
+"""Images and videos of a prompt for methods that trace visual tokens to patches of the tower, or merge them there: what
+is checked in the front end; and how a model packs the tiles of an image that it crops behind the tower."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from tokenprune.abilities import AFTER_THE_TOWER
 from tokenprune.base import Method
+from tokenprune.budget import Budget
 from tokenprune.errors import OptionError
 from tokenprune.families import SERVED, family_of_config
-from tokenprune.integrations.vllm.setting.towers import merges_in_tower
+from tokenprune.integrations.shared.packed_features import PackedFeatures, newline_number, numbered
+from tokenprune.integrations.shared.tile_goals import Goal, apart_of, goals_of
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.setting.towers import merges_in_tower, served_tower
+from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.view.registry import compares_frames
 
+_HOST = torch.device("cpu")
 
-def check_items(method: Method, setting_of: Callable[[str, int], Any], items: Any, info: Any) -> None:
+
+def check_items(method: Method, settings: Mapping[str, Sequence[ServedSetting]], items: Any, info: Any) -> None:
     """Raise OptionError if an item's tokens cannot be traced to patches, or if fewer would be kept than a method that
     traces them needs.
 
-    setting_of: the `ServedSetting` of an item, by modality and index. items: vLLM's `MultiModalDataItems`. info: its
+    settings: of each item, by modality. items: vLLM's `MultiModalDataItems`. info: its
     `ProcessingInfo`.
     """
     from vllm.multimodal.parse import EmbeddingItems, ImageProcessorItems
@@ -50,7 +64,7 @@ def check_items(method: Method, setting_of: Callable[[str, int], Any], items: An
                 size = of_modality.get_image_size(index)
                 tokens = info.get_num_image_tokens(image_width=size.width, image_height=size.height)
                 newlines = _newlines(info, size.height, size.width, method)
-            setting = setting_of(modality, index)
+            setting = settings[modality][index]
             keep = setting.count(tokens)
             _check(
                 keep == tokens or keep > newlines,
@@ -88,3 +102,46 @@ def _newlines(info: Any, height: int, width: int, method: Method) -> int:
 def _check(condition: bool, message: str) -> None:
     if not condition:
         raise OptionError(message)
+
+
+# -- tiles that the model sets apart by newlines: both the front end and the model ask what each is to be left with
+
+
+def crops(config: Any) -> bool:
+    """Return True for a model that crops its tiles behind the tower."""
+    return family_of_config(config).patches == "packed"
+
+
+def pack(cls: Any, config: Any, size: Any, tiles: int, tokens: int, device: torch.device = _HOST) -> PackedFeatures:
+    """Return how a model packs the features of an image: it puts together numbers of features in place of features.
+
+    cls: vLLM's class of the model. size: the image's (height, width), a tensor. tiles: how many it came with, padding
+    included. tokens: features of a tile.
+    """
+    numbers, newline = numbered(tiles, tokens, device), newline_number(device)
+    stand_in = SimpleNamespace(config=config, image_newline=newline)
+    merge = cls._merge_image_patch_embeddings
+    more = {"image_newline": newline} if "image_newline" in merge.__code__.co_varnames else {}
+    return PackedFeatures([merge(stand_in, size, numbers, strategy="spatial_unpad", **more)], tokens)
+
+
+def goals_of_image(packed: PackedFeatures, tiles: int, left: int, setting: ServedSetting, config: Any) -> list[Goal]:
+    """Return the goal of each tile of an image of which `left` tokens are to be left. Raises BudgetError where the
+    newlines leave a tile nothing."""
+    method = setting.acting
+    assert isinstance(method, EncoderMethod)
+    asked = f"{method.name}: keep={json.dumps(setting.keep)}"
+    return goals_of(packed, packed.images[0], tiles, left, served_tower(method, config).read, asked)
+
+
+def check_tiles(setting: ServedSetting, info: Any, item: Any, left: int) -> None:
+    """Raise BudgetError if merging in the tower cannot leave `left` tokens of an image. item: its fields."""
+    model_config, method = info.ctx.model_config, setting.acting
+    assert isinstance(method, EncoderMethod)
+    config, tower = model_config.hf_config, served_tower(method, model_config.hf_config)
+    # The model stands beside its processor.
+    cls = getattr(sys.modules[type(info).__module__], model_config.architecture)
+    tiles = len(item["pixel_values"].data)
+    packed = pack(cls, config, item["image_sizes"].data, tiles, tower.patches)
+    goals = goals_of_image(packed, tiles, left, setting, config)
+    apart_of(goals, tower, partial(method.plan, Budget.of_checked(setting.keep)))

@@ -81,7 +81,7 @@ class WrappedTower(Attachable):
 
 
 class UnitDropping(WrappedTower):
-    """Drops units ahead of the first block; the front end chose them by their pixels, see front/units.py.
+    """Drops units ahead of the first block; the front end chose them by their pixels, see front/pixels.py.
 
     plans: of the items of one call, in the order in which their patches stand in the tower's sequence. kept: bool, the
     units that stay, of all items end to end. left: how many these are.

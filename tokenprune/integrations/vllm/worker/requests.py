@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tokenprune.integrations.vllm.compat import REQUEST_HOOKS, missing_hooks
+from tokenprune.integrations.vllm.compat import REQUEST_HOOKS, missing_hooks, wrap
 from tokenprune.integrations.vllm.log import asked_id
 
 _of_item: dict[int, str] = {}  # requests, by the identity of their items
@@ -37,15 +37,12 @@ def follow() -> None:
     for name, (owner, method, *_) in _LISTS.items():
         hooks = {where: names for where, names in REQUEST_HOOKS.items() if where.partition(":")[0] == name}
         if name in sys.modules and not missing_hooks(hooks):
-            kind = getattr(sys.modules[name], owner)
-            if not hasattr(getattr(kind, method), "_tokenprune"):
-                setattr(kind, method, _noting(getattr(kind, method), name))
+            wrap(getattr(sys.modules[name], owner), method, functools.partial(_noting, name))
 
 
-def _noting(original: Any, name: str) -> Any:
+def _noting(name: str, original: Any) -> Any:
     *_, scheduled_of, items_of = _LISTS[name]
 
-    @functools.wraps(original)
     def listed(self: Any, step: Any) -> Any:
         _of_item.clear()
         for request, places in (scheduled_of(self, step) or {}).items():
@@ -53,7 +50,6 @@ def _noting(original: Any, name: str) -> Any:
                 _of_item[id(items_of(self, request)[place].data)] = request
         return original(self, step)
 
-    listed._tokenprune = True  # type: ignore[attr-defined]
     return listed
 
 

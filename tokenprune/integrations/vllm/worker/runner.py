@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tokenprune.integrations.vllm.compat import WORKER_HOOKS, missing_hooks, require_hooks
-from tokenprune.integrations.vllm.setting.configuration import offered
+from tokenprune.integrations.vllm.compat import WORKER_HOOKS, missing_hooks, require_hooks, wrap
+from tokenprune.integrations.vllm.setting.configuration import keys_of
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.worker import requests
 from tokenprune.integrations.vllm.worker.warm_up import before_ready
@@ -35,10 +35,10 @@ def prepare_runner(vllm_config: Any) -> None:
         if module is not None:
             original = requests.named(inspect.unwrap(module.group_and_batch_mm_kwargs))
             module.group_and_batch_mm_kwargs = in_small_batches(original, limit)
-    if offered(vllm_config.model_config).log:
+    if keys_of(vllm_config.model_config).log:
         requests.follow()
     if (module := sys.modules.get(_CPU)) is not None:
-        _heed_switch(module.CPUModelRunner)
+        wrap(module.CPUModelRunner, "_gather_mm_embeddings", _heeding_switch)
     for name, worker in _WORKERS.items():
         if (module := sys.modules.get(name)) is not None:
             before_ready(getattr(module, worker))
@@ -75,13 +75,9 @@ def chunks(items: list[tuple[str, Any]], limit: int) -> Iterator[list[tuple[str,
         yield chunk
 
 
-def _heed_switch(runner: Any) -> None:
+def _heeding_switch(original: Any) -> Any:
     """Set the switch for changed positions in the CPU runner, which loads models in its own way and leaves it out."""
-    original = runner._gather_mm_embeddings
-    if hasattr(original, "__wrapped__"):
-        return
 
-    @functools.wraps(original)
     def gather(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.is_multimodal_pruning_enabled = (
             getattr(self.get_model(), "supports_multimodal_pruning", False)
@@ -89,4 +85,4 @@ def _heed_switch(runner: Any) -> None:
         )
         return original(self, *args, **kwargs)
 
-    runner._gather_mm_embeddings = gather
+    return gather

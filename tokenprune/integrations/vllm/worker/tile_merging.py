@@ -17,7 +17,7 @@ from tokenprune.integrations.shared.block_merging import Merging
 from tokenprune.integrations.shared.packed_features import PackedFeatures
 from tokenprune.integrations.shared.tile_goals import Goal, apart_of
 from tokenprune.integrations.vllm.setting.plan import Plan
-from tokenprune.integrations.vllm.setting.tiles import goals_of_image, pack
+from tokenprune.integrations.vllm.setting.tower_items import goals_of_image, pack
 from tokenprune.integrations.vllm.worker.tower_merging import TowerMerger
 from tokenprune.sites.encoder import EncoderMethod, Matcher
 

@@ -24,7 +24,7 @@ from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.patch_grid import PatchSource, place
 from tokenprune.integrations.shared.tower_scores import Blocks, Encoded, Seen, blocks_read, empty, take_patches
 from tokenprune.integrations.vllm.compat import TESTED
-from tokenprune.integrations.vllm.setting.tiles import pack
+from tokenprune.integrations.vllm.setting.tower_items import pack
 from tokenprune.integrations.vllm.setting.towers import depth_of, heads_of
 from tokenprune.ops.drawn import normal
 

@@ -17,7 +17,7 @@ from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.shared.tower_scores import Encoded
 from tokenprune.integrations.shared.tower_scores import Seen as BlockScores
 from tokenprune.integrations.vllm.setting.plan import Plan
-from tokenprune.integrations.vllm.setting.tiles import crops
+from tokenprune.integrations.vllm.setting.tower_items import crops
 from tokenprune.integrations.vllm.worker.packed import UnitDropping, dropping
 from tokenprune.integrations.vllm.worker.packed_merging import PackedTowerMerger
 from tokenprune.integrations.vllm.worker.tile_merging import TileTowerMerger

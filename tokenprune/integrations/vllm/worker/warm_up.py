@@ -8,7 +8,6 @@ for the rest. So two lengths of each power are run, one of either kind, up to th
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import time
@@ -20,9 +19,10 @@ import torch
 from tokenprune.abilities import reads_tower
 from tokenprune.base import Pruner
 from tokenprune.errors import TokenPruneError, UnsupportedSetupError
+from tokenprune.integrations.vllm.compat import wrap
 from tokenprune.integrations.vllm.selection import before_llm
 from tokenprune.integrations.vllm.selection import in_llm as inside
-from tokenprune.integrations.vllm.setting.configuration import offered
+from tokenprune.integrations.vllm.setting.configuration import settings_of
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 from tokenprune.kernels.dispatch import compiles
 from tokenprune.ops.drawn import normal
@@ -85,7 +85,7 @@ def warm_up(model: Any, vllm_config: Any, device: torch.device, largest: int) ->
 def _choosing(model_config: Any) -> Iterator[ServedSetting]:
     """Yield the settings of a server that choose among tokens; others act on pixels, or merge within the tower."""
     seen: list[ServedSetting] = []
-    for setting in map(ServedSetting.of, offered(model_config).profiles.values()):
+    for setting in settings_of(model_config).values():
         chooses = isinstance(setting.method, Pruner) and (setting.in_llm or not setting.removes_nothing)
         if chooses and setting not in seen:
             seen.append(setting)
@@ -114,18 +114,17 @@ def _run(
 
 def before_ready(worker: Any) -> None:
     """Make workers of this class warm up the choice where they warm up the rest. worker: vLLM's class."""
-    original = worker.compile_or_warm_up_model
-    if hasattr(original, "__wrapped__"):
-        return
+    wrap(worker, "compile_or_warm_up_model", _warming_up)
 
-    @functools.wraps(original)
+
+def _warming_up(original: Any) -> Any:
     def compile_or_warm_up_model(self: Any) -> Any:
         model = self.model_runner.get_model()
         if getattr(model, "tokenprune_active", False) and compiles(self.device):
             warm_up(model, self.vllm_config, self.device, _largest(self))
         return original(self)
 
-    worker.compile_or_warm_up_model = compile_or_warm_up_model
+    return compile_or_warm_up_model
 
 
 def _largest(worker: Any) -> int:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import OptionError
+from tokenprune.integrations.vllm.setting.configuration import check_key
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 from tokenprune.registry import method_class
 from tokenprune.spelling import short
 
-RULES = ("min_keep", "methods", "rollout", "on_error")  # keys of a server's setting, and of a profile
 REFUSE, FULL = "refuse", "full"  # values of `on_error`
 _MOST = 32  # methods
 
@@ -22,15 +22,7 @@ _MOST = 32  # methods
 class LimitError(OptionError):
     """A request asks for more than the server allows."""
 
-
-class MethodError(OptionError):
-    """A method's own code fails on a request, whose setting and input are right as far as is known."""
-
-
-def is_of_input(error: Exception) -> bool:
-    """Return True for what is wrong with a request whose setting is right, False where its method failed: clients can
-    bring the first about at will, and nobody has to be called for it."""
-    return isinstance(error, ValueError) and not isinstance(error, MethodError)
+    reason = "limit"
 
 
 @dataclass(frozen=True)
@@ -96,29 +88,23 @@ class Rules:
         return ", ".join(f"{key} {value}" for key, value in said.items() if value is not None)
 
 
-def check(condition: bool, key: str, wanted: str) -> None:
-    """Raise OptionError with what a key must be, unless it is."""
-    if not condition:
-        raise OptionError(f"{KEY}: {key} must be {wanted}")
-
-
 def _min_keep(value: Any) -> float:
-    check(isinstance(value, float) and 0 < value <= 1, "min_keep", f"a share in (0, 1], as 0.1, not {short(value)}")
+    check_key(isinstance(value, float) and 0 < value <= 1, "min_keep", f"a share in (0, 1], as 0.1, not {short(value)}")
     return float(value)
 
 
 def _methods(names: Any) -> tuple[str, ...]:
     known = isinstance(names, list) and 0 < len(names) <= _MOST
-    check(known, "methods", f"a list of methods, not {short(names)}")
+    check_key(known, "methods", f"a list of methods, not {short(names)}")
     return tuple(method_class(name).name for name in names)
 
 
 def _rollout(value: Any) -> float:
     known = isinstance(value, float) and 0 <= value <= 1
-    check(known, "rollout", f"a share in [0.0, 1.0], as 0.05; 0.0 reduces nothing and counts; not {short(value)}")
+    check_key(known, "rollout", f"a share in [0.0, 1.0], as 0.05; 0.0 reduces nothing and counts; not {short(value)}")
     return float(value)
 
 
 def _on_error(value: Any) -> str:
-    check(value in (REFUSE, FULL), "on_error", f'"{REFUSE}" or "{FULL}", not {short(value)}')
+    check_key(value in (REFUSE, FULL), "on_error", f'"{REFUSE}" or "{FULL}", not {short(value)}')
     return str(value)

@@ -10,11 +10,22 @@ import threading
 from functools import partial
 from typing import Any
 
-from tokenprune.integrations.vllm.front import announce, grace, metrics, profiles
+from tokenprune.integrations.vllm.front import announce, metrics
+from tokenprune.integrations.vllm.front.engines import on_start
 from tokenprune.integrations.vllm.log import SERVER
-from tokenprune.integrations.vllm.setting.configuration import configured, offered, read_again, replace_offer
+from tokenprune.integrations.vllm.setting.configuration import GIVEN, configured, reader
+from tokenprune.serve import answers, profiles
+from tokenprune.serve.offer import Offer, begin_grace, offered, replace_offer
+from tokenprune.serve.policy import ServePolicy
 
 logger = logging.getLogger(SERVER)
+
+
+def attach(model_config: Any) -> None:
+    """Put this package to work for a server that starts. Raises UnsupportedSetupError (see `profiles.check_hooks`)."""
+    profiles.attach(offered(model_config))
+    answers.attach()
+    on_start(listen)
 
 
 def listen(engine: Any) -> None:
@@ -33,23 +44,25 @@ def listen(engine: Any) -> None:
 
 def reload(engine: Any) -> bool:
     """Read the file of a server's setting again, for requests that come from now on; those that name a profile that
-    has left are served for a while as before (see grace.py). With a bad file all stays as it
+    has left are served for a while as before (see `offer_of`). With a bad file all stays as it
     was, which the log and `tokenprune:reloads_total` say; return False then."""
     model_config = engine.vllm_config.model_config
     before = offered(model_config)
     try:
-        after = read_again(model_config)
+        layers, beside = getattr(model_config.multimodal_config, GIVEN)
+        whole = reader(model_config, layers)
+        after = Offer.of(beside, whole(), whole)
         profiles.check_hooks(after)
         replace_offer(model_config, after)
         engine.renderer.get_mm_processor().check_pixels()
     except Exception as error:  # a server goes on, whatever an operator's file holds
         replace_offer(model_config, before)
-        metrics.reloaded(model_config, "refused")
+        metrics.add(model_config, "reloads", "refused")
         logger.warning("tokenprune: SIGHUP: %s is not taken, and the setting of before stays: %s", before.file, error)
         return False
-    grace.begin(model_config, before)
-    metrics.reloaded(model_config, "taken")
-    metrics.start_at_zero(model_config)
+    begin_grace(model_config, before)
+    metrics.add(model_config, "reloads", "taken")
+    ServePolicy(model_config).start_at_zero()
     profiles.load_of(engine.renderer).show(model_config)
     found = announce.facts(engine.vllm_config)
     metrics.inform(model_config, found)

@@ -1,40 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of a server's setting beside the reduction: named settings (`profiles`), rules for requests (see rules.py), who
-gets which profile (`callers`), profiles under load (`overload`), a file of all these (`reload`), a log of requests
-(`log`), freed KV cache after a cut inside the language model (`experimental_free_kv`), and positions of kept tokens
-(`positions`)."""
+"""The keys of a server's setting that this package reads: named settings (`profiles`), rules for requests (see
+rules.py), who gets which profile (`callers`), profiles under load (`overload`), and a file of all these (`reload`)."""
 
 from __future__ import annotations
 
-import difflib
 import json
+import logging
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.errors import ConfigError, OptionError, TokenPruneError
 from tokenprune.files import File
-from tokenprune.integrations.vllm.setting.callers import CallerError, Callers
-from tokenprune.integrations.vllm.setting.overload import Overload
-from tokenprune.integrations.vllm.setting.rules import REFUSE, RULES, Rules
-from tokenprune.integrations.vllm.setting.rules import check as _check
-from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, ServedSetting, check_override
-from tokenprune.registry import available_methods, method_info
-from tokenprune.setting import SCOPE
+from tokenprune.integrations.vllm.log import SERVER
+from tokenprune.integrations.vllm.setting.configuration import OFFER, check_key, configured, split
+from tokenprune.integrations.vllm.setting.servable import ADD_ON, BESIDE, DEFAULT, NOTHING, PROFILE, REQUEST, RULES
+from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting, check_override, of_request
+from tokenprune.serve.callers import CallerError, Callers
+from tokenprune.serve.overload import Overload
+from tokenprune.serve.rules import REFUSE, Rules
 from tokenprune.spelling import plain, short
 
-FREE_KV = "experimental_free_kv"
+logger = logging.getLogger(SERVER)
+SECONDS = 60.0  # for which profiles are served that a reload has removed
+_LEFT = f"{KEY}_left"
 RELOAD = "reload"  # the key that names a file
-RELOADED = ("profiles", *RULES, "callers", "overload")  # may stand there, and change while the server runs
-# Keys of a server's setting, of no request's.
-OFFER = (*RELOADED, RELOAD, "log", FREE_KV, "positions")
-POSITIONS = ("original", "renumbered")
-PROFILE = "profile"  # the key by which a request names one
-DEFAULT = "default"  # the profile that every server has: its own setting
-REQUEST = "request"  # label in metrics for a setting that a request wrote itself
+RELOADED = tuple(key for key in ADD_ON if key != RELOAD)  # may stand there, and change while the server runs
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_NOTHING: Mapping[str, Any] = {}
 _MOST = 32  # profiles
 _LARGEST = 2**20  # bytes of the file of `reload`
 
@@ -42,22 +36,7 @@ _LARGEST = 2**20  # bytes of the file of `reload`
 class ProfileError(OptionError):
     """A request names a profile that the server does not offer."""
 
-
-def split(layer: Any) -> tuple[Any, dict[str, Any]]:
-    """Split a server's setting into the reduction, None if it names none, and the keys of `OFFER`."""
-    if not isinstance(layer, Mapping) or not set(layer) & set(OFFER):
-        return layer, {}
-    rest = {key: value for key, value in layer.items() if key not in OFFER}
-    return rest or None, {key: value for key, value in layer.items() if key in OFFER}
-
-
-def check_spelling(layer: Any) -> None:
-    """Raise OptionError for a key of a server's setting that resembles one of ours and is no option of any method."""
-    for key in layer if isinstance(layer, Mapping) else ():
-        if isinstance(key, str) and key not in SCOPE and (close := difflib.get_close_matches(key, OFFER, 1, 0.75)):
-            options = (option for name in available_methods() for option in method_info(name).options)
-            if key not in options:
-                raise OptionError(f"{KEY} has no key {short(key)}: did you mean {close[0]!r}?")
+    reason = "profile"
 
 
 @dataclass(frozen=True)
@@ -68,20 +47,13 @@ class Offer:
     rules:    of the server, as "default", and of each profile that has its own.
     callers:  which profiles a caller may use; None: each may use all.
     overload: profiles that stand in for the default under load; None: the default always.
-    log:      True to log requests and selections (see log.py).
-    free_kv:  True to free the KV cache of dropped tokens in the layers after a cut inside the language model.
     file:     that the keys of `RELOADED` come from, None if they stand in the setting.
-    positions: "original" to keep the positions of the full prompt, "renumbered" to count the kept tokens anew; None:
-              the default of the model's family.
     """
 
     profiles: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     rules: Mapping[str, Rules] = field(default_factory=lambda: {DEFAULT: Rules()})
     callers: Callers | None = None
     overload: Overload | None = None
-    log: bool = False
-    free_kv: bool = False
-    positions: str | None = None
     file: str | None = None
 
     @classmethod
@@ -90,8 +62,8 @@ class Offer:
         stands over the server's own. Raises OptionError."""
         given = with_file(plain(given, KEY))
         profiles = given.get("profiles", {})
-        _check(isinstance(profiles, dict), "profiles", 'an object of settings by name, {"fast": {"keep": 0.1}}')
-        _check(len(profiles) <= _MOST, "profiles", f"{_MOST} at most, not {len(profiles)}")
+        check_key(isinstance(profiles, dict), "profiles", 'an object of settings by name, {"fast": {"keep": 0.1}}')
+        check_key(len(profiles) <= _MOST, "profiles", f"{_MOST} at most, not {len(profiles)}")
         made, rules = {DEFAULT: server}, {DEFAULT: Rules.of(given)}
         for name, layer in profiles.items():
             if name in (DEFAULT, REQUEST) or not _NAME.fullmatch(name):
@@ -112,8 +84,8 @@ class Offer:
         callers = Callers.of(given["callers"], made, DEFAULT) if "callers" in given else None
         rule = given.get("overload")
         overload = None if rule is None else Overload.of(rule, made)
-        said = _log(given), _free_kv(given, server), _positions(given), given.get(RELOAD)
-        offer = cls({name: one.as_dict() for name, one in made.items()}, rules, callers, overload, *said)
+        whole = {name: one.as_dict() for name, one in made.items()}
+        offer = cls(whole, rules, callers, overload, given.get(RELOAD))
         for name, setting in made.items():
             try:
                 offer.check(setting, name)
@@ -136,7 +108,7 @@ class Offer:
         there = f"it has {', '.join(self.names)}" if self.names else "it names none"
         raise ProfileError(f"{KEY}: this server has no profile {short(name)}; {there}, and {DEFAULT}")
 
-    def setting(self, asked: Any = _NOTHING) -> ServedSetting:
+    def setting(self, asked: Any = NOTHING) -> ServedSetting:
         """Return the setting in force for a request. asked: the request's value of our key.
 
         Raises ProfileError, LimitError, OptionError, UnknownMethodError or BudgetError, which are ValueErrors.
@@ -145,14 +117,12 @@ class Offer:
             return ServedSetting.of(asked, trusted=False)  # raises
         profile = asked.get(PROFILE, DEFAULT)
         server = self.profile(profile)
-        if own := sorted(set(asked) & set(OFFER)):
+        if own := sorted(set(asked) & set(BESIDE)):
             raise OptionError(f"{KEY}: {', '.join(own)} belongs to the server's setting, not to a request")
         rest = {key: value for key, value in asked.items() if key != PROFILE}
-        if not rest:
-            return ServedSetting.of(server)
-        setting = ServedSetting.of(server, rest, trusted=False)
-        check_override(ServedSetting.of(server), setting)
-        self.check(setting, profile)
+        setting = of_request(server, rest)
+        if rest:
+            self.check(setting, profile)
         return setting
 
     def label(self, asked: Any) -> str:
@@ -192,7 +162,7 @@ def with_file(given: dict[str, Any]) -> dict[str, Any]:
     if RELOAD not in given:
         return given
     path = given[RELOAD]
-    _check(isinstance(path, str) and path != "", RELOAD, f"the name of a file, not {short(path)}")
+    check_key(isinstance(path, str) and path != "", RELOAD, f"the name of a file, not {short(path)}")
     if twice := sorted(set(given) & set(RELOADED)):
         raise OptionError(f"{KEY}: {', '.join(twice)} belongs into the file of {RELOAD}, {path}, not beside it")
     try:
@@ -205,28 +175,56 @@ def with_file(given: dict[str, Any]) -> dict[str, Any]:
     return given | plain(found, path)
 
 
-def _log(given: Mapping[str, Any]) -> bool:
-    if "log" not in given:
-        return False
-    _check(given["log"] == "json", "log", f'"json", or left out, not {short(given["log"])}')
-    return True
+# -- what a server offers now. Clients hear of a reload later than a server, and a request may have been sent before it
 
 
-def _free_kv(given: Mapping[str, Any], server: ServedSetting) -> bool:
-    value = given.get(FREE_KV, False)
-    _check(isinstance(value, bool), FREE_KV, f"true or false, not {short(value)}")
-    if value and not server.in_llm:
-        raise OptionError(
-            f"{KEY}: {FREE_KV} gives back what layers behind a cut inside the language model do not need, so it goes "
-            f'with "{IN_LLM}": true; a method that acts before the language model saves all of it anyway'
-        )
-    return value
+def offered(model_config: Any) -> Offer:
+    """Return what a server with a setting offers to requests."""
+    found = getattr(model_config.multimodal_config, OFFER, None)
+    return Offer({DEFAULT: configured(model_config) or {}}) if found is None else found
 
 
-def _positions(given: Mapping[str, Any]) -> str | None:
-    value = given.get("positions")
-    if "positions" not in given:
-        return None
-    known = isinstance(value, str) and value in POSITIONS
-    _check(known, "positions", f'"original" (where they stood) or "renumbered" (counted anew), not {short(value)}')
-    return value
+def replace_offer(model_config: Any, offer: Offer) -> None:
+    """Let a server offer this from now on, in this process."""
+    setattr(model_config.multimodal_config, OFFER, offer)
+
+
+@dataclass
+class _Left:
+    """An offer that a reload has replaced, and until when its profiles are served. said: those that the log names."""
+
+    offer: Offer
+    until: float
+    said: set[str] = field(default_factory=set)
+
+
+def begin_grace(model_config: Any, before: Offer) -> None:
+    """Serve the profiles of `before` that the server no longer has for `SECONDS` from now."""
+    now = time.monotonic()
+    kept = [one for one in _left(model_config) if one.until > now]
+    setattr(model_config.multimodal_config, _LEFT, [_Left(before, now + SECONDS), *kept])
+
+
+def offer_of(model_config: Any, named: Callable[[Offer], Any]) -> Offer:
+    """Return what a request goes by: the server's offer, or the last one that had the profile that it names.
+
+    named: the name that the request gives, where the server has this offer; of any type.
+    """
+    offer = offered(model_config)
+    for one in _left(model_config):
+        name = named(one.offer)
+        if isinstance(name, str) and name in one.offer.profiles and name not in offer.profiles:
+            if (seconds := one.until - time.monotonic()) <= 0:
+                break
+            if name not in one.said:
+                one.said.add(name)
+                text = (
+                    "tokenprune: profile %s has left with a reload, and requests name it: served as before, %.0f s more"
+                )
+                logger.warning(text, name, seconds)
+            return one.offer
+    return offer
+
+
+def _left(model_config: Any) -> list[_Left]:
+    return getattr(model_config.multimodal_config, _LEFT, [])

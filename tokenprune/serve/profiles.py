@@ -17,38 +17,22 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
-from tokenprune.integrations.vllm.front import answers, metrics
+from tokenprune.errors import OptionError
+from tokenprune.integrations.vllm.compat import ENDPOINT_HOOKS, missing_hooks, require_hooks, wrap
+from tokenprune.integrations.vllm.front import metrics
 from tokenprune.integrations.vllm.front.engines import on_start
-from tokenprune.integrations.vllm.front.grace import offer_of
-from tokenprune.integrations.vllm.front.in_flight import RequestLoad
-from tokenprune.integrations.vllm.front.served import (
-    BY_KEY,
-    CALLER,
-    LOAD,
-    NAME,
-    Served,
-    TrackedSetting,
-    lot_of,
-)
+from tokenprune.integrations.vllm.front.served import BY_KEY, CALLER, LOAD, NAME, Served
 from tokenprune.integrations.vllm.log import clean_id
-from tokenprune.integrations.vllm.setting.configuration import configured, in_force, in_llm
-from tokenprune.integrations.vllm.setting.offer import DEFAULT, PROFILE, Offer
+from tokenprune.integrations.vllm.setting.configuration import checked, configured
+from tokenprune.integrations.vllm.setting.servable import DEFAULT, PROFILE
 from tokenprune.integrations.vllm.setting.settings import KEY
+from tokenprune.serve import answers
+from tokenprune.serve.choice import Choice, lot_of
+from tokenprune.serve.in_flight import RequestLoad
+from tokenprune.serve.offer import Offer, offer_of
+from tokenprune.serve.policy import ServePolicy
 
 logger = logging.getLogger(__name__)
-HOOKS = {
-    "vllm.renderers.online_renderer:OnlineRenderer": "model_config renderer trust_request_mm_kwargs",
-    "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat": "self request messages",
-    "vllm.renderers.online_renderer:validate_request_mm_kwargs": (
-        "mm_processor_kwargs media_io_kwargs trust_request_mm_kwargs"
-    ),
-    "vllm.entrypoints.pooling.base.serving:PoolingBaseServing._check_model": "self request",
-    "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens._check_model": "self request",
-    "vllm.v1.engine.async_llm:AsyncLLM": "vllm_config",
-    "vllm.v1.engine.async_llm:AsyncLLM.get_num_unfinished_requests": "self",
-}
 _LOAD = f"{KEY}_load"
 
 
@@ -62,7 +46,7 @@ def load_of(renderer: Any) -> RequestLoad:
 def check_hooks(offer: Offer) -> None:
     """Raise UnsupportedSetupError if there are profiles or callers, but the installed vLLM lacks the hooks."""
     if offer.names or offer.callers is not None:
-        require_hooks(missing_hooks(HOOKS))
+        require_hooks(missing_hooks(ENDPOINT_HOOKS))
     if offer.callers is not None and answers.is_server():
         require_hooks(missing_hooks(answers.HEADER_HOOKS))
 
@@ -70,7 +54,7 @@ def check_hooks(offer: Offer) -> None:
 def attach(offer: Offer) -> None:
     """Let requests choose a profile from now on. Raises UnsupportedSetupError as `check_hooks` does."""
     check_hooks(offer)
-    if problems := missing_hooks(HOOKS):
+    if problems := missing_hooks(ENDPOINT_HOOKS):
         logger.debug("requests cannot choose profiles in this vLLM: %s", "; ".join(problems))
         return
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
@@ -78,23 +62,9 @@ def attach(offer: Offer) -> None:
     from vllm.renderers.online_renderer import OnlineRenderer
 
     on_start(watch)
-    if hasattr(OnlineRenderer.preprocess_chat, "_tokenprune"):
-        return
-    preprocess = OnlineRenderer.preprocess_chat
-
-    @functools.wraps(preprocess)
-    async def preprocess_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if configured(self.model_config) is None:
-            return await preprocess(self, request, *args, **kwargs)
-        load = load_of(self.renderer)
-        renderer = _with_profile(self, request, load)
-        with load.one_more():
-            return await preprocess(renderer, request, *args, **kwargs)
-
-    preprocess_chat._tokenprune = True  # type: ignore[attr-defined]
-    OnlineRenderer.preprocess_chat = preprocess_chat
+    wrap(OnlineRenderer, "preprocess_chat", _with_profiles)
     for serving in (PoolingBaseServing, ServingTokens):
-        serving._check_model = _without_profiles(serving._check_model)
+        wrap(serving, "_check_model", _without_profiles)
 
 
 def watch(engine: Any) -> None:
@@ -106,10 +76,23 @@ def watch(engine: Any) -> None:
     load.keep_telling()
 
 
+def _with_profiles(preprocess: Any) -> Any:
+    """Return what processes a chat, with the profile of its request."""
+
+    async def preprocess_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if configured(self.model_config) is None:
+            return await preprocess(self, request, *args, **kwargs)
+        load = load_of(self.renderer)
+        renderer = _with_profile(self, request, load)
+        with load.one_more():
+            return await preprocess(renderer, request, *args, **kwargs)
+
+    return preprocess_chat
+
+
 def _without_profiles(check: Any) -> Any:
     """Return the check of a request's model, for endpoints whose requests cannot be given a profile."""
 
-    @functools.wraps(check)
     async def check_model(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if configured(self.model_config) is not None:
             _check_no_profile(self.model_config, request)
@@ -125,7 +108,7 @@ def _check_no_profile(model_config: Any, request: Any) -> None:
     asked = given if isinstance(given, Mapping) else {}
     name = functools.partial(_asked_for, given, request, model_config)
     by, offer = NAME, offer_of(model_config, name)
-    try:
+    with metrics.refusing(model_config, "setting", Served()):
         may = _may_use(offer)
         profile = name(offer)
         if profile is None and may is not None:
@@ -137,10 +120,7 @@ def _check_no_profile(model_config: Any, request: Any) -> None:
                 f"{KEY}: {who} asks for profile {profile!r}, and this endpoint knows the server's own setting alone: "
                 f"ask for {model_config.served_model_name!r}"
             )
-        in_force(given, offer, model_config)  # a wrong setting is refused beside text alone, too
-    except TokenPruneError as error:
-        metrics.refused(model_config, error, "setting", Served(by))
-        raise
+        checked(offer.setting(given), model_config)  # a wrong setting is refused beside text alone, too
 
 
 def _may_use(offer: Offer) -> tuple[str, ...] | None:
@@ -156,25 +136,20 @@ def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
     from vllm.renderers.online_renderer import validate_request_mm_kwargs
 
     model_config = renderer.model_config
-    served, exchange = Served(), answers.current()
+    exchange = answers.current()
     # The client's header goes before the body, as in vLLM; not in responses, whose id is the answer's.
     header = exchange.header_id if hasattr(request, "messages") else None
     given_id = header or getattr(request, "request_id", None)
-    served.request, served.lot = clean_id(given_id), lot_of(given_id)
+    served = Served(request=clean_id(given_id))
     given = getattr(request, "mm_processor_kwargs", None) or {}
     trusted = renderer.trust_request_mm_kwargs
     # What is not ours is vLLM's to allow.
     others = {key: value for key, value in given.items() if key != KEY}
     media = getattr(request, "media_io_kwargs", None)
-    validate_request_mm_kwargs(
-        mm_processor_kwargs=others, media_io_kwargs=media, trust_request_mm_kwargs=renderer.trust_request_mm_kwargs
-    )
-    try:
-        if in_llm(model_config):
-            # Before its images are read, which vLLM's own place for this is not.
-            from tokenprune.integrations.vllm.in_llm.attach import check_request
-
-            check_request(request)
+    validate_request_mm_kwargs(mm_processor_kwargs=others, media_io_kwargs=media, trust_request_mm_kwargs=trusted)
+    with metrics.refusing(model_config, "setting", served):
+        # Before its images are read, which vLLM's own place for this is not.
+        ServePolicy(model_config).check_parameters(request)
         asked = given.get(KEY, {})
         offer = offer_of(model_config, functools.partial(_asked_for, asked, request, model_config))
         if not trusted:
@@ -182,11 +157,8 @@ def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
         model, under_load = getattr(request, "model", None), functools.partial(load.profile, offer)
         may = _may_use(offer)
         asked, served.by = choose(asked, offer, model, model_config.served_model_name, under_load, may)
-        in_force(asked, offer, model_config)  # no processor does where there is text alone
-    except TokenPruneError as error:
-        metrics.refused(model_config, error, "setting", served)
-        raise
-    request.mm_processor_kwargs = others | {KEY: TrackedSetting(asked, served, offer)}
+        setting = checked(offer.setting(asked), model_config)  # no processor does where there is text alone
+    request.mm_processor_kwargs = others | {KEY: Choice(asked, offer, setting, served, lot_of(given_id))}
     exchange.served.append(served)
     if trusted:
         return renderer

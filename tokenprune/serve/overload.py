@@ -15,8 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.setting.servable import KEY
+from tokenprune.integrations.vllm.setting.configuration import check_key
 from tokenprune.spelling import short
 
 _MOST = 32  # steps
@@ -100,5 +99,4 @@ def _number(value: Any) -> float:
 
 
 def _check(condition: bool, wanted: str) -> None:
-    if not condition:
-        raise OptionError(f"{KEY}: overload must be {wanted}")
+    check_key(condition, "overload", wanted)

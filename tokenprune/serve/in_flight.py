@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenprune.integrations.vllm.front import metrics
-from tokenprune.integrations.vllm.setting.configuration import offered
-from tokenprune.integrations.vllm.setting.offer import DEFAULT, Offer
-from tokenprune.integrations.vllm.setting.overload import Overload, StepInForce
+from tokenprune.integrations.vllm.setting.servable import DEFAULT
+from tokenprune.serve.offer import Offer, offered
+from tokenprune.serve.overload import Overload, StepInForce
 
 _PREFIX, _SUFFIX = "tokenprune-in-flight-", ".count"  # prometheus_client reads *.db there
 _BYTES = 8
@@ -118,14 +118,15 @@ class RequestLoad:
             return
         shared.write(self.own)
         if self.shown is not None:
-            metrics.step(self.shown, self.step())
+            metrics.gauge(self.shown, "overload_step").set(self.step())
         loop.call_later(_EVERY, self.keep_telling)
 
     def show(self, model_config: Any) -> None:
         """Show the step in force at /metrics from now on, of a server that has or had a policy."""
         if self.shown is None and offered(model_config).overload is not None:
-            self.shown = model_config
-            metrics.step(model_config, self.step if shared_count() is None else self.step())
+            self.shown, gauge = model_config, metrics.gauge(model_config, "overload_step")
+            # Prometheus' client calls no function where several processes answer at /metrics together.
+            gauge.set_function(self.step) if shared_count() is None else gauge.set(self.step())
 
     def step(self) -> int:
         """Return the step at which a request that chooses nothing would be served now. Nothing changes."""

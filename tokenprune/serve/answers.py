@@ -8,20 +8,17 @@ details. Where one of them is missing its half is left out.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.integrations.vllm.compat import missing_hooks
+from tokenprune.integrations.vllm.compat import HEADER_HOOKS, USAGE_HOOKS, is_wrapped, missing_hooks, then
 from tokenprune.integrations.vllm.front.served import Served
+from tokenprune.integrations.vllm.setting.configuration import HTTP
 from tokenprune.integrations.vllm.setting.settings import KEY
 
-_SERVER = "vllm.entrypoints.launchers.app"
-HEADER_HOOKS = {"vllm.entrypoints.launchers.app:init_entrypoints_middleware": "args app supported_tasks"}
-USAGE_HOOKS = {"vllm.entrypoints.openai.chat_completion.serving:_make_prompt_tokens_details": ""}
 HEADER = "x-tokenprune"
 _Message = MutableMapping[str, Any]
 _Send = Callable[[_Message], Awaitable[None]]
@@ -92,52 +89,38 @@ class ServedHeader:
             _exchange.reset(token)
 
 
-def _with_middleware(add: Any) -> Any:
-    @functools.wraps(add)
-    def init_entrypoints_middleware(args: Any, app: Any, supported_tasks: Any) -> None:
-        add(args, app, supported_tasks)
-        app.add_middleware(ServedHeader)
-
-    return init_entrypoints_middleware
+def _add_middleware(result: Any, args: Any, app: Any, supported_tasks: Any) -> Any:
+    app.add_middleware(ServedHeader)
+    return result
 
 
-def _with_details(make: Any) -> Any:
-    @functools.wraps(make)
-    def make_details(*args: Any, **kwargs: Any) -> Any:
-        details, served = make(*args, **kwargs), current().only
-        if details is not None and served is not None:
-            setattr(details, KEY, served.fields())
-        return details
-
-    return make_details
+def _add_details(details: Any, *_: Any, **__: Any) -> Any:
+    if details is not None and (served := current().only) is not None:
+        setattr(details, KEY, served.fields())
+    return details
 
 
-_PLACES = {"header": (HEADER_HOOKS, _with_middleware), "usage": (USAGE_HOOKS, _with_details)}
+_PLACES: dict[str, Any] = {"header": (HEADER_HOOKS, _add_middleware), "usage": (USAGE_HOOKS, _add_details)}
 
 
 def is_server() -> bool:
     """Return True in a process that has imported vLLM's server."""
-    return _SERVER in sys.modules
+    return HTTP in sys.modules
 
 
 def attach() -> None:
     """Add the header and the usage details from now on, in the process of a server."""
     if not is_server():
         return
-    for hooks, wrap in _PLACES.values():
-        if missing_hooks(hooks):
-            continue
-        module, name = _place(hooks)
-        if not hasattr(getattr(module, name), "_tokenprune"):
-            wrapped = wrap(getattr(module, name))
-            wrapped._tokenprune = True
-            setattr(module, name, wrapped)
+    for hooks, after in _PLACES.values():
+        if not missing_hooks(hooks):
+            then(*_place(hooks), after)
 
 
 def attached() -> list[str]:
     """Return "header" and "usage", as far as they are added in this process."""
     places = {kind: _place(hooks) for kind, (hooks, _) in _PLACES.items()}
-    return [kind for kind, (module, name) in places.items() if hasattr(getattr(module, name, None), "_tokenprune")]
+    return [kind for kind, (module, name) in places.items() if is_wrapped(getattr(module, name, None))]
 
 
 def _place(hooks: dict[str, str]) -> tuple[Any, str]:

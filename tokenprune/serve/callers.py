@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.setting.rules import check
+from tokenprune.integrations.vllm.setting.configuration import check_key
 from tokenprune.integrations.vllm.setting.servable import KEY
 from tokenprune.spelling import short
 
@@ -28,6 +28,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 class CallerError(OptionError):
     """A caller is not known, or asks for a profile that the operator does not let it use."""
+
+    reason = "caller"
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,15 @@ class Callers:
         """Read the value of the key `callers`. profiles: names of those that there are. default: that of others, if
         nothing is said of them. Raises OptionError, which holds no value of a header."""
         known = isinstance(given, dict) and {"profiles"} <= set(given) <= {"header", "profiles", "others"}
-        check(known and isinstance(given["profiles"], dict), _WHERE, _WANTED)
+        check_key(known and isinstance(given["profiles"], dict), _WHERE, _WANTED)
         header = given.get("header", API_KEY)
         fits = isinstance(header, str) and _NAME.fullmatch(header.lower())
-        check(bool(fits), _WHERE, f"with the name of a header, not {short(header)}")
+        check_key(bool(fits), _WHERE, f"with the name of a header, not {short(header)}")
         header = header.lower()
         names, digests = {}, {}
         for value, one in given["profiles"].items():
             may = _profiles(one, profiles)
-            check(
+            check_key(
                 bool(may), _WHERE, f"of one profile at least for each caller; those to be refused are others: {_WANTED}"
             )
             if digest := _DIGEST.fullmatch(value):
@@ -108,5 +110,5 @@ class Callers:
 def _profiles(given: Any, there: Collection[str]) -> tuple[str, ...]:
     named = [given] if isinstance(given, str) else given
     fits = isinstance(named, list) and all(isinstance(name, str) and name in there for name in named)
-    check(fits, _WHERE, f"of profiles that are there ({', '.join(there)}), by name or as a list: {_WANTED}")
+    check_key(fits, _WHERE, f"of profiles that are there ({', '.join(there)}), by name or as a list: {_WANTED}")
     return tuple(named)
