@@ -13,9 +13,10 @@ from typing import Any
 
 from papers.published import BUDGETS, UNPATCHED
 from papers.sets import TASK_FOLDER
+from tokenprune.extend import ImageChooser, ResizeMethod, UnitDropper
 
 import tokenprune
-from tokenprune import Budget, ImageChooser, ResizeMethod, Site, UnitDropper
+from tokenprune import Budget, Site
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.view.registry import compares_frames

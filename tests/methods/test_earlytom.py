@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tokenprune.extend import FrameMix
 from torch import Tensor
 
 import tokenprune
 from naive_frames import chosen, mix, mixed, segments
-from tokenprune import FrameMix, OptionError
+from tokenprune import OptionError
 from tokenprune.abilities import unserved
 from tokenprune.testing import check_method
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tokenprune.extend import Tower
 
 import tokenprune
-from tokenprune import Thresholds, Tower
+from tokenprune_bench.calibration import Thresholds
 
 
 def tower_shape(model: Any) -> Tower:

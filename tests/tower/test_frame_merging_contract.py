@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from tokenprune.extend import FrameMerger, FrameMix
 from torch import Tensor
 
 import tokenprune
 from families import FAMILIES
 from tests.tower.test_frame_merging import NAMES, SET, clips
-from tokenprune import Budget, BudgetError, FrameMerger, FrameMix, OptionError, TokenPruneError
+from tokenprune import Budget, BudgetError, OptionError, TokenPruneError
 from tokenprune.errors import UnsupportedSetupError
 from zoo import Family
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenprune.extend import Tower
 from torch import Tensor
 
 import tokenprune
@@ -18,7 +19,7 @@ from families import FAMILIES as MORE
 from merging_models import blocks_of, tower_of
 from oracle import close, reduced, survivors
 from tests.tower.test_encoder import tiles, tokens_in_mlps
-from tokenprune import OptionError, Site, Tower, UnsupportedSetupError
+from tokenprune import OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.methods.pre_llm import flowcut

@@ -16,7 +16,7 @@ from tokenprune.sites.decode import DecodeMethod
 def check(method: Any, others: int) -> None:
     """Raise OptionError if `method` cannot act while decoding in this model. others: methods of that site beside it."""
     if not isinstance(method, DecodeMethod):
-        raise OptionError(f"{method.name}: a method at the site DECODE must derive from tokenprune.DecodeMethod")
+        raise OptionError(f"{method.name}: a method at the site DECODE must derive from tokenprune.extend.DecodeMethod")
     if others:
         raise OptionError(f"{method.name}: only one of the composed methods can act while decoding")
 
