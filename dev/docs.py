@@ -114,7 +114,7 @@ def index() -> str:
 def observables() -> str:
     """The rows of what a method may declare in its needs."""
     lines = ["| need | shape | what | Hugging Face | vLLM | vLLM, in the model |", "|---|---|---|---|---|---|"]
-    for name in tokenprune.available_observables():
+    for name in tokenprune.extend.available_observables():
         one = find_observable(name)
         if name in ("hidden", "normed"):
             continue

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -128,8 +129,9 @@ class Shipped:
     def fitted(self, folder: Path) -> dict[str, Cell]:
         """Return settings that take something fitted to the model, written into `folder`."""
         files = [str(folder / name) for name in ("thresholds", "recipe", "prior")]
-        tokenprune.calibrate(self.model, self.images, processor=self.processor, keep=0.4, progress=False, out=files[0])
-        tokenprune.fit_fitprune(self.model, [self.ask()], files[1])
-        tokenprune.fit_d2pruner(self.model, [self.ask()], files[2])
+        fits = [tokenprune.method_info(name).cls.fit for name in ("dymu", "fitprune", "d2pruner")]
+        fits[0](self.model, SimpleNamespace(images=self.images, processor=self.processor), files[0], keep=0.4)
+        for fit, file in zip(fits[1:], files[1:], strict=True):
+            fit(self.model, [self.ask()], file)
         given = zip(("dymu", "fitprune", "d2pruner"), ("thresholds", "recipe", "prior"), files, strict=True)
         return {f"{method} fitted": {"method": method, option: file, "keep": 0.4} for method, option, file in given}

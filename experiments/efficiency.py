@@ -60,6 +60,7 @@ import tokenprune
 from tokenprune import BudgetError, Site
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.view.registry import compares_frames
+from tokenprune_bench.calibration import calibrate
 
 TILE = 576  # tokens of an image of the tower
 BLOCKS = 6  # of the tower, which lets those that merge in it leave a ninth
@@ -112,7 +113,7 @@ class Case:
     @cached_property
     def thresholds(self) -> Any:
         share = self.keep / self.visual
-        return tokenprune.calibrate(self.model, self.pixels(8), keep=share, batch_size=8, progress=False)
+        return calibrate(self.model, self.pixels(8), keep=share, batch_size=8, progress=False)
 
     def setting(self, name: str) -> dict[str, Any]:
         """The budget and options of a method: `keep` tokens, or its own budget where it cannot leave so few."""

@@ -33,6 +33,7 @@ from rows import Load, add_options
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import tokenprune
+from tokenprune_bench.calibration import calibrate
 
 
 def build() -> LlavaForConditionalGeneration:
@@ -125,7 +126,7 @@ def main() -> None:
     for rows in args.batches:
         load = Load(args.allow_load)
         pixels = images(rows).to(device)
-        thresholds = tokenprune.calibrate(model, pixels, keep=args.keep, batch_size=rows, progress=False)
+        thresholds = calibrate(model, pixels, keep=args.keep, batch_size=rows, progress=False)
         options = {"tome": {}, "dymu": {"thresholds": thresholds}}
         counts = {}
         with torch.inference_mode():

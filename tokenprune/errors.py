@@ -3,6 +3,24 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "AlreadyPatchedError",
+    "BudgetError",
+    "ConfigError",
+    "ConformanceError",
+    "MissingPackageError",
+    "NotPatchedError",
+    "OptionError",
+    "PlaceholderMismatchError",
+    "RegistrationError",
+    "SessionError",
+    "TokenPruneError",
+    "UnknownMethodError",
+    "UnknownPolicyError",
+    "UnsupportedModelError",
+    "UnsupportedSetupError",
+]
+
 
 class TokenPruneError(Exception):
     """Base class of all errors of this library."""

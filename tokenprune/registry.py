@@ -133,7 +133,7 @@ def _problem(name: str, cls: type, site: Site, needs: frozenset[str] | None) -> 
     if present is not None and (present.__module__, present.__qualname__) != (cls.__module__, cls.__qualname__):
         return f"the name is taken by {present.__module__}.{present.__qualname__}"
     if not issubclass(cls, BASES[site]):
-        bases = " or ".join(f"tokenprune.{base.__name__}" for base in BASES[site])
+        bases = " or ".join(f"tokenprune.{'extend.' * (base is not Pruner)}{base.__name__}" for base in BASES[site])
         return f"a method of the site {site} must derive from {bases}"
     return None
 

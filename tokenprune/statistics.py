@@ -11,6 +11,8 @@ from typing import Any
 
 from tokenprune.base import Site
 
+__all__ = ["Cut", "FeatureCacheCounts", "Guarded", "Removal", "Stats"]
+
 # What adds up over calls; ratios follow from the sums.
 _SUMS = (
     "visual_tokens_in",

@@ -32,6 +32,7 @@ from same_values import looking
 import tokenprune
 from tokenprune import Site
 from tokenprune.sites.frames import FrameMerger
+from tokenprune_bench.calibration import calibrate
 
 CPU, VISUAL, KEEP, GRID, SHAKEN = torch.device("cpu"), 576, 64, (12, 4, 4), 3
 SHARE = 0.5  # that stays: all methods reach it in four layers
@@ -106,7 +107,7 @@ class Place:
         pixels = torch.randn(8, 3, 336, 336, generator=torch.Generator().manual_seed(2)).to(self.dtype)
         model = llava("tiny", CPU, torch.float32, BLOCKS).to(self.dtype)
         with torch.inference_mode(False):
-            return tokenprune.calibrate(model, pixels, keep=SHARE, batch_size=8, progress=False)
+            return calibrate(model, pixels, keep=SHARE, batch_size=8, progress=False)
 
 
 def run(model: Any, given: dict[str, Any]) -> Any:

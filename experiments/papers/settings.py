@@ -15,8 +15,9 @@ from papers.published import BUDGETS, UNPATCHED
 from papers.sets import TASK_FOLDER
 
 import tokenprune
-from tokenprune import Budget, ImageChooser, ResizeMethod, Site, UnitDropper
+from tokenprune import Budget, Site
 from tokenprune.errors import BudgetError, OptionError
+from tokenprune.extend import ImageChooser, ResizeMethod, UnitDropper
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.view.registry import compares_frames
 

@@ -26,7 +26,7 @@ import torch
 from common import IMAGE_ID, Clock, Load, add_options, code_version, default_device, header, qwen, results_path, write
 from rich.table import Table
 
-import tokenprune
+from tokenprune import sessions
 from tokenprune.cli.common import get_console
 
 PARTS, DRAWS = 50, 2000
@@ -54,7 +54,7 @@ class Frames:
         }
 
 
-def stored(session: tokenprune.Session) -> int:
+def stored(session: sessions.Session) -> int:
     """Return the bytes of the storages that the session's cache and tables hold, not of what views show of them."""
     memory = session._stream.memory
     tensors = [one for layer in memory.cache.layers for one in (layer.keys, layer.values)] + memory.tables
@@ -77,7 +77,7 @@ def streamed(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the lines of a stream."""
     device = next(model.parameters()).device
     frames, clock, rows = Frames(device), Clock(device), []
-    session = tokenprune.session(model, memory=args.memory, policy=args.policy, horizon=args.horizon, reanchor=True)
+    session = sessions.session(model, memory=args.memory, policy=args.policy, horizon=args.horizon, reanchor=True)
     for number, first in enumerate(range(0, args.frames, args.block)):
         count = min(args.block, args.frames - first)
         block = frames.block(first, count)

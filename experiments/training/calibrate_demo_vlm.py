@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-import tokenprune
+from tokenprune_bench.calibration import calibrate
 from tokenprune_bench.profiling.model import load
 from tokenprune_demo.scenes import draw_scene, load_photos
 
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("tokenprune/assets/thresholds/demo_vlm.safetensors"))
     args = parser.parse_args()
     subject = load(device="cpu")
-    found = tokenprune.calibrate(
+    found = calibrate(
         subject.model,
         pictures(args.seed, args.pictures),
         processor=subject.processor,

@@ -14,8 +14,9 @@ from checkpoints import photo
 from conftest import DIVPRUNE, Engine, same
 from internvl_chat import ChatReference, write
 from test_plugin import config
-from tokenprune import OptionError, Thresholds, UnsupportedSetupError
+from tokenprune import OptionError, UnsupportedSetupError
 from tokenprune.sites.encoder import Tower
+from tokenprune_bench.calibration import Thresholds
 
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}
 SIZES = ((56, 112), (70, 70), (112, 56))

@@ -13,11 +13,12 @@ import torch
 
 from checkpoints import Checkpoint
 from conftest import Engine, same
-from tokenprune import BudgetError, OptionError, Thresholds
+from tokenprune import BudgetError, OptionError
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name
 from tokenprune.integrations.vllm.setting.towers import depth_of
 from tokenprune.integrations.vllm.worker.tower import blocks_of
 from tokenprune.sites.encoder import Tower
+from tokenprune_bench.calibration import Thresholds
 
 TOME = {"method": "tome", "keep": 0.5}
 DYMU = {"method": "dymu", "keep": 0.5, "exact": True}

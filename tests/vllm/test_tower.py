@@ -17,7 +17,7 @@ import tokenprune
 from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
-from tokenprune import BudgetError, Method, OptionError, Site, Thresholds, UnsupportedSetupError
+from tokenprune import BudgetError, Method, OptionError, Site, UnsupportedSetupError
 from tokenprune.abilities.obstacle import not_on
 from tokenprune.families import SUPPORTED, TOWERS, family_of, tower_of
 from tokenprune.integrations.vllm.setting import tower_items, towers
@@ -27,6 +27,7 @@ from tokenprune.integrations.vllm.worker.tower import blocks_of
 from tokenprune.registry import available_methods, method_class, register
 from tokenprune.sites.encoder import Tower
 from tokenprune.view.registry import compares_frames
+from tokenprune_bench.calibration import Thresholds
 
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}
 FAMILIES = [

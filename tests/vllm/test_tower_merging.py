@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-import tokenprune
 from checkpoints import CHECKPOINTS, Checkpoint
 from conftest import Engine, same
 from test_plugin import config
-from tokenprune import BudgetError, OptionError, Thresholds, UnsupportedSetupError
+from tokenprune import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.setting import settings
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune_bench.calibration import Thresholds, calibrate
 
 TOME = {"method": "tome", "keep": 0.5}
 
@@ -34,7 +34,7 @@ def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Call
         noise = torch.randn(4, 3, side, side, generator=torch.Generator().manual_seed(0))
         values = {}
         for keep in (0.4, 0.6):
-            found = tokenprune.calibrate(model, noise, keep=keep, progress=False)
+            found = calibrate(model, noise, keep=keep, progress=False)
             values |= found.values
         values[0.5] = torch.tensor([0.8, 0.3, 1.0])
         Thresholds(values, found.fingerprint, 4).save(path)

@@ -41,7 +41,7 @@ def _problem(name: str, cls: type) -> str | None:
     if not name.isidentifier() or name != name.lower() or keyword.iskeyword(name):
         return "a name is a lower-case identifier and no word of Python's own, like its module"
     if not (inspect.isclass(cls) and issubclass(cls, Policy)):
-        return "the class must derive from tokenprune.Policy"
+        return "the class must derive from tokenprune.sessions.Policy"
     own = cls.__dict__.get("__dataclass_params__")  # not an inherited one: the class's own fields would not exist
     if own is None or not own.frozen:
         return "decorate the class with @dataclass(frozen=True) below @register_policy(...)"
@@ -73,7 +73,8 @@ def policy(name: str, **options: Any) -> Policy:
     _load()
     if not isinstance(name, str) or name not in _POLICIES:
         raise UnknownPolicyError(
-            f"unknown policy {name!r}: {nearest(name, _POLICIES)}tokenprune.available_policies() lists them all"
+            f"unknown policy {name!r}: {nearest(name, _POLICIES)}tokenprune.sessions.available_policies() lists them "
+            "all"
         )
     return configured(name, _POLICIES[name], options)
 
@@ -88,7 +89,11 @@ def policy_of(given: Any) -> Policy:
     if isinstance(given, str):
         return policy(given)
     if not isinstance(given, Policy):
-        raise OptionError(f"policy={given!r} must be a name out of {available_policies()}, or a tokenprune.Policy")
+        raise OptionError(
+            f"policy={given!r} must be a name out of {available_policies()}, or a tokenprune.sessions.Policy"
+        )
     if not given.name:
-        raise OptionError(f"{type(given).__name__} is not registered: decorate it with @tokenprune.register_policy")
+        raise OptionError(
+            f"{type(given).__name__} is not registered: decorate it with @tokenprune.sessions.register_policy"
+        )
     return given

@@ -41,7 +41,7 @@ def _problem(name: str, cls: type) -> str | None:
     if not name.isidentifier() or name.startswith("_"):
         return "a name is an identifier that does not begin with an underscore"
     if not (inspect.isclass(cls) and issubclass(cls, Observable)):
-        return "the class must derive from tokenprune.Observable"
+        return "the class must derive from tokenprune.extend.Observable"
     if not isinstance(getattr(cls, "where", None), ObservedAt):
         return "the class must say `where` it is observed, out of tokenprune.view.observable.ObservedAt"
     if unknown := set(cls.backends) - set(Backend):

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class Session:
     """A stream of images and text that a model has seen, of which a bounded number of visual tokens is held.
 
-    Made by `tokenprune.session`. It is a context manager, and leaves nothing on the model. One thread at a time: a call
-    while another one is inside raises SessionError. Sessions on one model do not know of each other.
+    Made by `tokenprune.sessions.session`. It is a context manager, and leaves nothing on the model. One thread at a
+    time: a call while another one is inside raises SessionError. Sessions on one model do not know of each other.
     """
 
     def __init__(self, stream: Stream, words: Words | None, block: int | None) -> None:

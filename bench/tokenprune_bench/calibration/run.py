@@ -117,7 +117,8 @@ def fit_dymu(
     """Return the thresholds of `dymu`: `calibrate` on the images of `samples`, as `Method.fit` takes them."""
     if not hasattr(samples, "images"):
         raise OptionError(
-            "dymu is fitted on images, not on a model's arguments: call tokenprune.calibrate(model, images)"
+            "dymu is fitted on images, not on a model's arguments: call tokenprune_bench.calibration.calibrate(model, "
+            "images)"
         )
     return calibrate(
         model,

@@ -16,11 +16,13 @@ import torch
 
 import tokenprune
 from basics import snapshot
-from tokenprune import BudgetError, Config, ConfigError, OptionError, UnknownMethodError
+from tokenprune import BudgetError, Config, OptionError, UnknownMethodError
 from tokenprune.api import attachment_of
+from tokenprune.errors import ConfigError
 from tokenprune.integrations.vllm.setting import configuration
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune_bench.calibration import Thresholds
 from zoo import FAMILIES
 
 LLAVA = FAMILIES["llava"]
@@ -99,7 +101,7 @@ def test_files_that_a_setting_names_are_read_once(tmp_path: Path) -> None:
     config = tokenprune.read_config({"method": "dymu", "keep": 0.5, "thresholds": path})
     path.unlink()
     (method,), _ = config.steps()
-    assert method.thresholds.keeps == tokenprune.Thresholds.load(shipped).keeps
+    assert method.thresholds.keeps == Thresholds.load(shipped).keeps
 
 
 BAD = {

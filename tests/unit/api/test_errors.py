@@ -12,13 +12,8 @@ from transformers import BertConfig, BertModel, MllamaConfig
 
 import tokenprune
 from basics import METHODS, MODEL_METHODS
-from tokenprune import (
-    OptionError,
-    PlaceholderMismatchError,
-    TokenPruneError,
-    UnknownMethodError,
-    UnsupportedModelError,
-)
+from tokenprune import OptionError, TokenPruneError, UnknownMethodError, UnsupportedModelError
+from tokenprune.errors import PlaceholderMismatchError
 from zoo import FAMILIES, IMAGE, Family
 
 # -- names and options -------------------------------------------------------------------------------------------------
@@ -65,8 +60,8 @@ def test_options(method: str, options: dict, text: str, build) -> None:
 
 
 def test_errors_share_a_base() -> None:
-    errors = [getattr(tokenprune, name) for name in tokenprune.__all__ if name.endswith("Error")]
-    assert len(errors) > 8 and all(issubclass(error, TokenPruneError) for error in errors)
+    errors = [one for name, one in vars(tokenprune.errors).items() if name.endswith("Error")]
+    assert len(errors) > 15 and all(issubclass(error, TokenPruneError) for error in errors)
     assert issubclass(UnknownMethodError, ValueError) and issubclass(UnsupportedModelError, TypeError)
 
 

@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 import tokenprune
 from tests.unit.api.test_cli import call, refused
 from tokenprune import OptionError, Pruner, cli, registry
+from tokenprune_bench import calibration
+from tokenprune_bench.calibration import Thresholds
 from tokenprune_bench.calibration.fitting import fit_options, fittable
 
 seen: dict[str, Any] = {}
@@ -115,9 +117,9 @@ def test_the_list() -> None:
 
 def test_fit_of_a_method_is_the_public_function() -> None:
     for name in ("dyrate", "d2pruner", "fitprune"):
-        assert tokenprune.method_info(name).cls.fit is getattr(tokenprune, f"fit_{name}")
+        assert tokenprune.method_info(name).cls.fit is getattr(calibration, f"fit_{name}")
     assert tokenprune.Method.fit is None and list(fit_options("d2pruner")) == ["layer"]
-    with pytest.raises(OptionError, match=r"tokenprune\.calibrate"):
+    with pytest.raises(OptionError, match=r"calibration\.calibrate"):
         tokenprune.method_info("dymu").cls.fit(None, [torch.zeros(3, 8, 8)])
 
 
@@ -125,7 +127,7 @@ def test_dymu_takes_drawn_scenes_as_well(tmp_path: Path) -> None:
     out = tmp_path / "t.safetensors"
     said = call("fit", "dymu", "--limit", 2, "--keep", "0.5", "--out", out).stdout
     assert "keep 0.5: " in said and "calibrated on 2 images" in said
-    thresholds = tokenprune.Thresholds.load(out)
+    thresholds = Thresholds.load(out)
     assert thresholds.keeps == [0.5] and thresholds.images == 2
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import tokenprune
 from pyramid import Pyramid
-from tokenprune import ConformanceError, OptionError, Selection, Site, TokenPruneError, registry
+from tokenprune import OptionError, Selection, Site, TokenPruneError, extend, registry
+from tokenprune.errors import ConformanceError
 from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune.ops.merging import bipartite_match
 from tokenprune.shapes.fingerprint import Fingerprint
@@ -231,20 +232,20 @@ def test_a_class_that_is_no_method_is_refused() -> None:
 
 def test_broken_rules_of_other_sites_are_found() -> None:
     cases = [
-        ("PRE_ENCODER", tokenprune.ResizeMethod, {"shares": lambda self, images, keep, per: [2.0] * 3}, "0, 1"),
-        ("PRE_ENCODER", tokenprune.ResizeMethod,
+        ("PRE_ENCODER", extend.ResizeMethod, {"shares": lambda self, images, keep, per: [2.0] * 3}, "0, 1"),
+        ("PRE_ENCODER", extend.ResizeMethod,
          {"shares": lambda self, images, keep, per: [keep * one.tokens / 64 for one in images]}, "by_content|keep=1.0"),
-        ("PRE_ENCODER", tokenprune.ImageChooser, {"choose": lambda self, question, count, most: [0, 0]}, "sorted"),
-        ("PRE_ENCODER", tokenprune.ImageChooser, {"choose": lambda self, question, count, most: []}, "at least one"),
-        ("ATTENTION", tokenprune.AttentionPattern, {"block_starts": lambda self, visuals, end: [9, 9]}, "rising"),
-        ("IN_ENCODER", tokenprune.EncoderMethod, {"plan": lambda self, budget, tower: []}, "for each of 4 blocks"),
-        ("IN_ENCODER", tokenprune.EncoderMethod, {
+        ("PRE_ENCODER", extend.ImageChooser, {"choose": lambda self, question, count, most: [0, 0]}, "sorted"),
+        ("PRE_ENCODER", extend.ImageChooser, {"choose": lambda self, question, count, most: []}, "at least one"),
+        ("ATTENTION", extend.AttentionPattern, {"block_starts": lambda self, visuals, end: [9, 9]}, "rising"),
+        ("IN_ENCODER", extend.EncoderMethod, {"plan": lambda self, budget, tower: []}, "for each of 4 blocks"),
+        ("IN_ENCODER", extend.EncoderMethod, {
             "plan": lambda self, budget, tower: [lambda keys, counts: bipartite_match(keys, 3)] * 3 + [None]
         }, "class token"),
-        ("IN_ENCODER", tokenprune.UnitDropper,
+        ("IN_ENCODER", extend.UnitDropper,
          {"keep_units": lambda self, pixels, most: torch.ones(pixels.shape[:3], dtype=torch.bool)}, "not 1 to 1"),
-        ("IN_ENCODER", tokenprune.UnitDropper, {"keep_units": lambda self, pixels, most: pixels}, "a bool tensor"),
-        ("DECODE", tokenprune.DecodeMethod, {"next_rate": lambda self, masses, share: share + 1}, "rate in 0..1"),
+        ("IN_ENCODER", extend.UnitDropper, {"keep_units": lambda self, pixels, most: pixels}, "a bool tensor"),
+        ("DECODE", extend.DecodeMethod, {"next_rate": lambda self, masses, share: share + 1}, "rate in 0..1"),
     ]  # fmt: skip
     for number, (site, base, members, says) in enumerate(cases):
         needs = {"needs": ("last_row_attention",)} if site == "DECODE" else {}

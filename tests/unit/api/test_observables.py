@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import tokenprune
-from tokenprune import BudgetError, OptionError, RegistrationError, Selection, Site, TokenPruneError, registry
+from tokenprune import BudgetError, OptionError, Selection, Site, TokenPruneError, extend, registry
+from tokenprune.errors import RegistrationError
 from tokenprune.integrations.vllm.setting.servable import check_method as check_served
 from tokenprune.view import registry as observable_registry
 from tokenprune.view.observable import Backend, Observable, ObservedAt, PerToken, Recorder, TowerBlock
@@ -175,7 +176,7 @@ def test_a_wrong_observable_is_refused() -> None:
     for name, cls, says in (
         ("nowhere", Nowhere, "where"), ("silent", Silent, "docstring"), ("abroad", Abroad, "tpu"),
         ("keys", Fine, "taken by tokenprune.observables.keys"), ("my-keys", Fine, "identifier"),
-        ("_keys", Fine, "identifier"), ("mask", Fine, "attribute"), ("stranger", int, "tokenprune.Observable"),
+        ("_keys", Fine, "identifier"), ("mask", Fine, "attribute"), ("stranger", int, "tokenprune.extend.Observable"),
     ):  # fmt: skip
         with pytest.raises(RegistrationError, match=says):
             register_observable(name)(cls)
@@ -202,7 +203,7 @@ def test_only_what_was_declared_may_be_read(build) -> None:
             model(**inputs)
 
 
-@pytest.mark.parametrize("need", [n for n in tokenprune.available_observables() if n not in ("hidden", "normed")])
+@pytest.mark.parametrize("need", [n for n in extend.available_observables() if n not in ("hidden", "normed")])
 def test_what_a_back_end_has_not_is_refused_by_name(need: str) -> None:
     one = observable_registry.find_observable(need)
     for backend, site, in_llm in ((Backend.VLLM, "PRE_LLM", False), (Backend.VLLM_IN_LLM, "IN_LLM", True)):
@@ -268,8 +269,8 @@ def test_needs_are_of_the_instance() -> None:
     ("site", "member", "base"),
     [
         ("PRE_LLM", "score", tokenprune.Pruner), ("IN_LLM", "select", tokenprune.Pruner),
-        ("PRE_ENCODER", "shares", tokenprune.ResizeMethod), ("PRE_ENCODER", "choose", tokenprune.ImageChooser),
-        ("ATTENTION", "block_starts", tokenprune.AttentionPattern),
+        ("PRE_ENCODER", "shares", extend.ResizeMethod), ("PRE_ENCODER", "choose", extend.ImageChooser),
+        ("ATTENTION", "block_starts", extend.AttentionPattern),
     ],
 )  # fmt: skip
 def test_a_method_that_derives_from_method_gets_the_base_of_its_site(site: str, member: str, base: type) -> None:
@@ -296,9 +297,10 @@ def test_a_method_that_was_never_registered_works(build) -> None:
 
 def test_a_wrong_base_is_refused() -> None:
     wrong = [
-        ("IN_ENCODER", tokenprune.Pruner, "tokenprune.EncoderMethod"), ("DECODE", tokenprune.Pruner, "DecodeMethod"),
-        ("PRE_LLM", tokenprune.ResizeMethod, "tokenprune.Pruner"), ("ATTENTION", tokenprune.Method, "AttentionPattern"),
-        ("PRE_ENCODER", tokenprune.Pruner, "tokenprune.ResizeMethod or tokenprune.ImageChooser"),
+        ("IN_ENCODER", tokenprune.Pruner, "tokenprune.extend.EncoderMethod"),
+        ("DECODE", tokenprune.Pruner, "DecodeMethod"),
+        ("PRE_LLM", extend.ResizeMethod, "tokenprune.Pruner"), ("ATTENTION", tokenprune.Method, "AttentionPattern"),
+        ("PRE_ENCODER", tokenprune.Pruner, "extend.ResizeMethod or tokenprune.extend.ImageChooser"),
     ]  # fmt: skip
     for site, base, says in wrong:
         cls = dataclass(frozen=True)(type("Wrong", (base,), {"__doc__": "Wrong."}))
@@ -336,7 +338,7 @@ def test_engines_ask_a_method_through_its_base_class() -> None:
 
 
 def test_engines_know_no_observable_by_name() -> None:
-    names = {name for name in tokenprune.available_observables() if "_" in name}  # others are words of their own
+    names = {name for name in extend.available_observables() if "_" in name}  # others are words of their own
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value}"
         for path in (PACKAGE / "integrations").rglob("*.py")

@@ -17,18 +17,8 @@ from torch import Tensor
 import tokenprune
 from basics import pieces
 from oracle import close, generate_logits, reduced
-from tokenprune import (
-    Budget,
-    Method,
-    OptionError,
-    RegistrationError,
-    Selection,
-    Site,
-    TokenPruneError,
-    VisualTokens,
-    register,
-    registry,
-)
+from tokenprune import Budget, Method, OptionError, Selection, Site, TokenPruneError, VisualTokens, register, registry
+from tokenprune.errors import RegistrationError
 from zoo import FAMILIES, Family
 
 

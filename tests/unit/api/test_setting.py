@@ -191,7 +191,7 @@ def test_only_regular_files_are_read(tmp_path: Path, awake: None) -> None:
             tokenprune.method("dymu", thresholds=path)
         with pytest.raises(OptionError, match=f"cannot read .*{why}"):
             ServedSetting.of({"method": "dymu", "exact": True, "thresholds": str(path)})
-        with pytest.raises(tokenprune.ConfigError, match=f"cannot read .*{why}"):
+        with pytest.raises(tokenprune.errors.ConfigError, match=f"cannot read .*{why}"):
             tokenprune.read_config(path)
     with pytest.raises(OSError, match="larger than 99 bytes"):
         File.read(tmp_path / "large", 99)
@@ -240,7 +240,7 @@ def test_bounds_name_the_option(name: str) -> None:
 def test_bounds_from_json(text: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenprune.json"
     path.write_text('{"method": "pool", "keep": ' + text + "}")
-    with pytest.raises((tokenprune.ConfigError, BudgetError, OptionError), match=r"keep|no JSON"):
+    with pytest.raises((tokenprune.errors.ConfigError, BudgetError, OptionError), match=r"keep|no JSON"):
         tokenprune.read_config(path)
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -20,7 +21,9 @@ import pytest
 import yaml
 
 import tokenprune
+from tokenprune import _MODULES as MODULES
 from tokenprune.families import REFUSED_IN_VLLM, SERVED
+from tokenprune_bench import calibration
 
 ROOT = Path(__file__).parents[3]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
@@ -72,8 +75,14 @@ def test_every_public_name_is_in_the_reference() -> None:
     text = "\n".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
     documented = re.findall(r"^::: (tokenprune\S+)$", text, re.MULTILINE)
     homes = {name: tokenprune._HOME_OF[name] for name in tokenprune.__all__ if name != "__version__"}
-    core = "tokenprune"  # what another distribution has stands there under its own name
-    public = {f"{core if home.partition('.')[0] == core else home}.{name}" for name, home in homes.items()}
+    modules = {f"tokenprune.{module}" for module in MODULES}
+    # What a public module or another distribution has stands there under its own name.
+    public = {
+        f"{'tokenprune' if home.startswith('tokenprune.') and home not in modules else home}.{name}"
+        for name, home in homes.items()
+    }
+    public |= {f"{module}.{name}" for module in modules for name in importlib.import_module(module).__all__}
+    public |= {f"tokenprune_bench.calibration.{name}" for name in calibration.__all__}
     assert public <= set(documented)
     assert len(documented) == len(set(documented))
 
@@ -151,7 +160,7 @@ def test_a_marker_becomes_what_is_made_of_the_code(hooks: Any) -> None:
     made = page_of(hooks, "methods/README.md", (ROOT / "docs/methods/README.md").read_text())
     assert all(made.count(f"| [`{name}`]({name}.md) |") == 1 for name in tokenprune.available_methods())
     made = page_of(hooks, "add-a-method.md", (ROOT / "docs/add-a-method.md").read_text())
-    seen = set(tokenprune.available_observables()) - {"hidden", "normed"}
+    seen = set(tokenprune.extend.available_observables()) - {"hidden", "normed"}
     assert all(made.count(f"\n| `{name}` |") == 1 for name in seen)
     assert "| **all of tokenprune** |" in page_of(hooks, "architecture.md", "# A\n\n<!-- made: house -->\n")
     served = page_of(hooks, "serving-in-full.md", (ROOT / "docs/serving-in-full.md").read_text())

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of stable and experimental names is that of the code."""
+"""The page of stable and experimental names is that of the code, and a name that has moved says where it is."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import tokenprune
 
@@ -14,11 +19,28 @@ PAGE = (Path(__file__).parents[3] / "docs/reference/stability.md").read_text()
 def named(heading: str) -> list[str]:
     """Return the public names in the first paragraph below a heading."""
     paragraph = PAGE.partition(f"\n## {heading}\n\n")[2].partition("\n\n")[0]
-    return re.findall(r"`(\w+)`", paragraph)
+    return re.findall(r"`([\w.]+)`", paragraph)
 
 
 def test_every_public_name_is_in_one_tier() -> None:
-    public = set(tokenprune.__all__) - {"__version__"}
+    public = {*tokenprune.__all__, *(f"tokenprune.{module}" for module in tokenprune._MODULES)} - {"__version__"}
     stable, experimental = named("Stable"), named("Experimental")
     assert sorted([*stable, *experimental]) == sorted(public)
-    assert set(stable) == tokenprune._STABLE
+    assert set(stable) == tokenprune._STABLE | {"tokenprune.errors"}
+
+
+@pytest.mark.parametrize("name", sorted(tokenprune._MOVED))
+def test_a_name_that_has_moved_works_and_says_where_it_is(name: str) -> None:
+    home = tokenprune._MOVED[name]
+    with pytest.warns(DeprecationWarning, match=rf"^tokenprune\.{name} is {re.escape(home)}\.{name} now$") as said:
+        found = getattr(tokenprune, name)
+    assert found is getattr(importlib.import_module(home), name) and said[0].filename == __file__
+    assert name not in dir(tokenprune) and name not in tokenprune.__all__
+    assert name in getattr(importlib.import_module(home), "__all__", ())
+
+
+def test_public_modules_are_found_without_an_import_of_their_own() -> None:
+    """Each in a process in which nothing has imported it."""
+    for module in tokenprune._MODULES:
+        code = f"import tokenprune; assert tokenprune.{module}.__all__ and {module!r} in dir(tokenprune)"
+        subprocess.run([sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code], check=True)

@@ -30,7 +30,7 @@ from zoo import FAMILIES, Family
 LAYER = 2
 DECODER = [
     name
-    for name in tokenprune.available_observables()
+    for name in tokenprune.extend.available_observables()
     if observable_registry.find_observable(name).where
     not in (ObservedAt.TOWER, ObservedAt.TOWER_BLOCK, ObservedAt.CUT, ObservedAt.FRAMES)
 ]

@@ -22,6 +22,7 @@ from tests.unit.families.test_families_special import PROBES, NextProbe
 from tests.unit.tower.test_packed_encoder import photos, small_processor
 from tokenprune import Site
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
+from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
 
 NAMES = ["llava", "qwen2_5_vl", "gemma3"]
@@ -50,9 +51,7 @@ def settings(model: Any, method: Any, inputs: Any) -> dict[str, Any]:
     if method == "dymu":
         seen = inputs["pixel_values"] if model.config.model_type == "llava" else photos([(48, 64), (64, 40)])
         processor = None if model.config.model_type == "llava" else small_processor()
-        return dict(
-            keep=0.5, thresholds=tokenprune.calibrate(model, seen, processor=processor, keep=0.5, progress=False)
-        )
+        return dict(keep=0.5, thresholds=calibrate(model, seen, processor=processor, keep=0.5, progress=False))
     if method == "pevlm":
         return dict(sink_frames=1, block_frames=2, min_frames=3)
     return dict(keep=0.4, **(dict(layer=2, warmup=0, update_every=1) if method == "dyrate" else {}))

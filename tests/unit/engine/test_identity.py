@@ -22,7 +22,7 @@ BATCHES = {
 
 
 # With 1.0 view_select still leaves out what the question does not name: see test_view_select.py.
-@pytest.fixture(params=[name for name in METHODS if not issubclass(method_class(name), tokenprune.ImageChooser)])
+@pytest.fixture(params=[name for name in METHODS if not issubclass(method_class(name), tokenprune.extend.ImageChooser)])
 def method(request: pytest.FixtureRequest) -> str:
     return request.param
 

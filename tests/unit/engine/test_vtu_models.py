@@ -21,6 +21,7 @@ from merging_models import SUPPORTED
 from merging_towers import FORMS, Merging, naive_decoder
 from oracle import close, generate_logits, survivors
 from tokenprune import OptionError, UnsupportedSetupError
+from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
 
 
@@ -315,7 +316,7 @@ def test_it_is_an_option_of_dymu(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     pixels = list(torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(0)))
-    found = tokenprune.calibrate(model, pixels, keep=0.5, progress=False)
+    found = calibrate(model, pixels, keep=0.5, progress=False)
     with torch.no_grad(), tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, vtu="expanded"):
         model(**inputs)
         stats = tokenprune.stats(model)

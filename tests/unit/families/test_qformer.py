@@ -15,7 +15,8 @@ from basics import snapshot
 from families.qformer import FAMILIES, QUERIES
 from oracle import close, generate_logits, reduced, survivors
 from tests.unit.engine.test_cache import longer, words
-from tokenprune import Budget, PlaceholderMismatchError, UnsupportedModelError, UnsupportedSetupError
+from tokenprune import Budget, UnsupportedModelError, UnsupportedSetupError
+from tokenprune.errors import PlaceholderMismatchError
 from zoo import BOS, IMAGE, VIDEO, Family
 
 METHODS = ["random", "fastv", "pool"]

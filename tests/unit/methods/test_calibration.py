@@ -23,16 +23,10 @@ from tests.unit.api.test_cli import call, refused
 from tests.unit.methods.test_dymu import InputImage, mixed, naive_groups, naive_scores
 from tests.unit.tower.test_encoder import tiles
 from tests.unit.tower.test_timm import build as build_timm
-from tokenprune import (
-    AlreadyPatchedError,
-    BudgetError,
-    OptionError,
-    Thresholds,
-    TokenPruneError,
-    Tower,
-    UnsupportedSetupError,
-)
+from tokenprune import AlreadyPatchedError, BudgetError, OptionError, TokenPruneError, UnsupportedSetupError
+from tokenprune.extend import Tower
 from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune_bench.calibration import Thresholds, calibrate
 from tokenprune_bench.calibration.merge import merges_per_block
 from tokenprune_bench.profiling.model import load
 from tokenprune_demo.heldout import load_heldout
@@ -72,7 +66,7 @@ def naive_thresholds(tower: Any, batch: Tensor, plan: list[int]) -> tuple[list[f
 
 
 def found_by(model: Any, images: Any, **options: Any) -> Thresholds:
-    return tokenprune.calibrate(model, images, **dict(progress=False, keep=0.5) | options)
+    return calibrate(model, images, **dict(progress=False, keep=0.5) | options)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from tests.unit.api.test_cli import call
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.methods.in_llm.d2pruner import AttentionPrior, stretched
 from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune_bench.calibration import fit_d2pruner
 from zoo import FAMILIES
 
 
@@ -117,7 +118,7 @@ def test_fitting(build: Any, tmp_path: Path) -> None:
     family = FAMILIES["llava"]
     model, path = build(family), tmp_path / "fitted.safetensors"
     samples = [family.make_inputs(), family.make_inputs(images=(2,), seed=1)]
-    prior = tokenprune.fit_d2pruner(model, samples, path, layer=3)
+    prior = fit_d2pruner(model, samples, path, layer=3)
     assert not tokenprune.is_patched(model)
     maps, eager = [], build(family, "eager")
     for sample in samples:
@@ -135,11 +136,11 @@ def test_fitting(build: Any, tmp_path: Path) -> None:
         tokenprune.patch(other, "d2pruner", layer=3, prior=path)
     assert not tokenprune.is_patched(other)
     with pytest.raises(TokenPruneError, match="nothing to fit"):
-        tokenprune.fit_d2pruner(model, [family.make_inputs(images=(0, 0))])
+        fit_d2pruner(model, [family.make_inputs(images=(0, 0))])
     with pytest.raises(OptionError, match="out of range"):
-        tokenprune.fit_d2pruner(model, samples, layer=4)
+        fit_d2pruner(model, samples, layer=4)
     with tokenprune.patched(model, "fastv"), pytest.raises(AlreadyPatchedError):
-        tokenprune.fit_d2pruner(model, samples)
+        fit_d2pruner(model, samples)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from made_up_thresholds import TAUS, by_hand, tower_shape
 from merging_models import SUPPORTED, blocks_of, tower_of
 from oracle import close
 from tests.unit.tower.test_encoder import tiles, tokens_in_mlps
-from tokenprune import BudgetError, OptionError, Thresholds
+from tokenprune import BudgetError, OptionError
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.ops.merging import best_partners, bipartite_match, ragged_merge, threshold_match
+from tokenprune_bench.calibration import Thresholds, calibrate
 from zoo import FAMILIES, Family
 
 
@@ -247,7 +248,7 @@ def test_gradients_and_half_precision(family: Family) -> None:
     gradients = [p.grad for p in tower_of(model).parameters() if p.grad is not None]
     assert len(gradients) > 10 and all(g.isfinite().all() for g in gradients)
     model = model.bfloat16()
-    found = tokenprune.calibrate(model, pixels, keep=0.5, progress=False)
+    found = calibrate(model, pixels, keep=0.5, progress=False)
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found), torch.no_grad():
         output = tower_of(model)(pixels.bfloat16())
     assert output.last_hidden_state.isfinite().all()
@@ -305,7 +306,7 @@ def test_exact_is_the_same_where_the_thresholds_hit_the_number(build) -> None:
     """Calibrated on one image, the thresholds leave of it what was asked for: then nothing is to be made up."""
     model = build(FAMILIES["llava"])
     pixels = tiles(model, 1)
-    found = tokenprune.calibrate(model, pixels, keep=0.5, progress=False)
+    found = calibrate(model, pixels, keep=0.5, progress=False)
     owners = []
     for exact in (False, True):
         with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=exact):

@@ -16,11 +16,13 @@ from made_up_thresholds import TAUS, by_hand, tower_shape
 from merging_models import SUPPORTED, image_arguments, tower_of
 from oracle import close, generate_logits, reduced, survivors
 from tests.unit.tower.test_encoder import BATCHES, expected_sources, with_features
-from tokenprune import Budget, BudgetError, EncoderMethod, OptionError, Thresholds, Tower, UnsupportedSetupError
+from tokenprune import Budget, BudgetError, OptionError, UnsupportedSetupError
+from tokenprune.extend import EncoderMethod, Tower
 from tokenprune.files import File
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.ops.merging import most
 from tokenprune.shapes.fingerprint import Fingerprint
+from tokenprune_bench.calibration import Thresholds
 from tokenprune_bench.profiling.model import load
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES, Family

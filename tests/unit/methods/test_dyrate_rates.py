@@ -13,6 +13,7 @@ from tests.unit.api.test_cli import call, refused
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.methods.decode.rate_predictor import RatePredictor
 from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune_bench.calibration import fit_dyrate
 from tokenprune_bench.calibration.rate_fitting import _regress
 from zoo import FAMILIES
 
@@ -136,7 +137,7 @@ def test_fitting(build, tmp_path) -> None:
     model = build(family)
     samples = [family.make_inputs(), family.make_inputs(images=(0, 1), seed=1), family.make_inputs(images=(0, 0))]
     options = dict(keep=0.9, layer=2, grid=3, max_new_tokens=4, divergence=0.03)
-    predictor, fit = tokenprune.fit_dyrate(model, samples, path, **options)
+    predictor, fit = fit_dyrate(model, samples, path, **options)
     # By hand: the highest rate under which the forced answer's distribution stays near, where there is an image.
     want = [0, 0, 0]
     for inputs in samples[:2]:
@@ -154,7 +155,7 @@ def test_fitting(build, tmp_path) -> None:
             for step in range(1, 4) if counts else ():
                 want[max([number for number in range(3) if near[number][row, step]], default=0)] += 1
     assert fit.labels == want and sum(want) == 9 and 0 < want[0] < 9
-    again, _ = tokenprune.fit_dyrate(model, samples, **options)
+    again, _ = fit_dyrate(model, samples, **options)
     loaded = RatePredictor.load(path)
     for other in (again, loaded):
         assert torch.equal(other.weight, predictor.weight) and torch.equal(other.bias, predictor.bias)
@@ -168,12 +169,12 @@ def test_nothing_to_fit(build) -> None:
     model, inputs = build(family), family.make_inputs(images=(0, 0))
     options = dict(layer=2, grid=2, max_new_tokens=2)
     with pytest.raises(TokenPruneError, match="nothing to fit"):
-        tokenprune.fit_dyrate(model, [inputs], **options)
+        fit_dyrate(model, [inputs], **options)
     for bad in ({"keep": 1.0}, {"max_new_tokens": 1}, {"grid": 0}, {"layer": 9}):
         with pytest.raises(OptionError):
-            tokenprune.fit_dyrate(model, [family.make_inputs()], **options | bad)
+            fit_dyrate(model, [family.make_inputs()], **options | bad)
     with tokenprune.patched(model, "fastv"), pytest.raises(AlreadyPatchedError):
-        tokenprune.fit_dyrate(model, [inputs], **options)
+        fit_dyrate(model, [inputs], **options)
 
 
 def test_the_command(tmp_path) -> None:

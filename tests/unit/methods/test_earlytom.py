@@ -12,8 +12,9 @@ from torch import Tensor
 
 import tokenprune
 from naive_frames import chosen, mix, mixed, segments
-from tokenprune import FrameMix, OptionError
+from tokenprune import OptionError
 from tokenprune.abilities import unserved
+from tokenprune.extend import FrameMix
 from tokenprune.testing import check_method
 
 PLACES, WIDTH = 5, 8

@@ -15,6 +15,7 @@ from several_cuts import counts_of
 from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.methods.in_llm.fitprune import Recipe, shares
 from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune_bench.calibration import fit_fitprune
 from tokenprune_bench.calibration.attention_fitting import left_over
 from zoo import FAMILIES
 
@@ -79,7 +80,7 @@ def test_fitting(build: Any, tmp_path: Path) -> None:
     family = FAMILIES["llava"]
     model, path = build(family), tmp_path / "recipe.safetensors"
     samples = [family.make_inputs(images=(2, 1)), family.make_inputs(images=(1,), seed=1)]
-    recipe = tokenprune.fit_fitprune(model, samples, path)
+    recipe = fit_fitprune(model, samples, path)
     assert recipe.table.shape == (51, 4) and recipe.table[0].min() > 0.9
     eager, images = build(family, "eager"), []
     for sample in samples:

@@ -14,8 +14,10 @@ import tokenprune
 from basics import METHODS, check_takes
 from process_defaults import DEFAULTS, defaulting
 from tests.unit.methods.test_dyrate_rates import made_up
-from tokenprune import Site, Thresholds, Tower
+from tokenprune import Site
 from tokenprune.errors import TokenPruneError
+from tokenprune.extend import Tower
+from tokenprune_bench.calibration import Thresholds
 from zoo import FAMILIES, Family
 
 # Images alone; tiles, and videos of equal length; a tower that packs images of any shape.

@@ -16,15 +16,8 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 
 import tokenprune
 from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, special_tokenizer, state
-from tokenprune import (
-    Budget,
-    BudgetError,
-    OptionError,
-    PlaceholderMismatchError,
-    count_visual_tokens,
-    patch_processor,
-    unpatch_processor,
-)
+from tokenprune import Budget, BudgetError, OptionError, count_visual_tokens, patch_processor, unpatch_processor
+from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.methods.pixels.dynres import _cells, look
 from tokenprune.view.images import InputImage
 

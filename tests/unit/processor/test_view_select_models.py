@@ -24,10 +24,10 @@ from tokenprune import (
     BudgetError,
     NotPatchedError,
     OptionError,
-    PlaceholderMismatchError,
     patch_processor,
     unpatch_processor,
 )
+from tokenprune.errors import PlaceholderMismatchError
 from tokenprune_bench.profiling.model import load
 from tokenprune_bench.suite import Bench, BenchPlan
 from zoo import FAMILIES, FIRST_TEXT_ID, IMAGE, START

@@ -21,6 +21,7 @@ from merging_models import blocks_of, tower_of
 from tests.unit.methods.test_dymu import mixed
 from tests.unit.tower.test_encoder import tiles
 from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune_bench.calibration import calibrate
 from tokenprune_bench.calibration.merge import merges_per_block
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +54,7 @@ def test_without_the_authors_rules_it_is_the_library(rules: Any, name: str) -> N
     blocks, images, protected = entering(model, pixels)
     shape = tower_shape(model)
     plan = merges_per_block(shape, shape.patches // 2, "constant")
-    found = tokenprune.calibrate(model, pixels, keep=0.5, batch_size=len(pixels), progress=False)
+    found = calibrate(model, pixels, keep=0.5, batch_size=len(pixels), progress=False)
     own = rules.calibrated(blocks, images, protected, plan, rules.OURS)
     assert own == pytest.approx(found.values[0.5].tolist(), abs=1e-5)
     taus = TAUS[name]

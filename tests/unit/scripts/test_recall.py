@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-import tokenprune
+from tokenprune import sessions
 from tokenprune.workflows.session_results import HeldEntries
 from tokenprune_bench.profiling.model import load
 from tokenprune_demo.drawn_streams import EVENT_KINDS, SEED, STREAM_CHANCE, draw_stream
@@ -128,7 +128,7 @@ def test_the_tokens_of_the_event_show_it(recall: Any, streams: list[Any]) -> Non
 
 def test_an_answer_is_the_first_word_that_ask_gives_and_the_tower_runs_once(recall: Any, subject: Any) -> None:
     stream = draw_stream(1, 1)
-    first, second = (tokenprune.session(subject.model, subject.processor, memory=400, block=8) for _ in range(2))
+    first, second = (sessions.session(subject.model, subject.processor, memory=400, block=8) for _ in range(2))
     ran = []
     handle = subject.model.model.visual.register_forward_hook(lambda *_: ran.append(1))
     for clip in range(3):
@@ -153,7 +153,7 @@ def test_an_answer_is_the_first_word_that_ask_gives_and_the_tower_runs_once(reca
 
 def test_closing_gaps_leaves_no_position_between_frames(recall: Any, subject: Any) -> None:
     stream = draw_stream(1, 1)
-    session = tokenprune.session(subject.model, subject.processor, memory=250, block=8, policy=recall.Event(((4, 3),)))
+    session = sessions.session(subject.model, subject.processor, memory=250, block=8, policy=recall.Event(((4, 3),)))
     for clip in range(5):
         session.see(stream.clip(clip))
     made = recall.closed(session)

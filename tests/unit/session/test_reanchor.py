@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-import tokenprune
 from processors import DEMO, demo_model, photo
 from session_oracle import Recorded, close, images_of, recorded
+from tokenprune import sessions
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from zoo import FAMILIES
 
@@ -45,7 +45,7 @@ def memory_of(name: str, frames: float) -> int:
 @pytest.mark.parametrize("name", TURNING)
 def test_where_all_moves_by_as_much_logits_stay(name: str, build) -> None:
     """Without a text or sink before the window there is no gap, so that a session without a horizon is the same."""
-    options = {"memory": memory_of(name, 4), "policy": tokenprune.policy("window", sink=0)}
+    options = {"memory": memory_of(name, 4), "policy": sessions.policy("window", sink=0)}
     near, far = (streamed(name, build, horizon, **options) for horizon in (7 * span(name) + 5, 10**6))
     assert near.session.stats.reanchored >= 2 and far.session.stats.reanchored == 0
     assert near.session.stats.next_position < far.session.stats.next_position
@@ -83,7 +83,7 @@ class Keys:
 @pytest.mark.parametrize("name", TURNING)
 def test_keys_are_those_of_the_positions_that_are_held(name: str, policy: str, build) -> None:
     family = FAMILIES[name]
-    chosen = tokenprune.policy("window", sink=7) if policy == "window" else policy
+    chosen = sessions.policy("window", sink=7) if policy == "window" else policy
     made = recorded(family, build(family), horizon=26 * span(name), reanchor=True, memory=memory_of(name, 3.3),
                     policy=chosen)  # fmt: skip
     keys = Keys(made)
@@ -162,7 +162,7 @@ def test_a_moved_session_is_saved_and_forked(build, tmp_path) -> None:
     made = streamed("llava", build, 300, memory=120, text=True).session
     assert made.stats.reanchored
     made.save(tmp_path / "s.safetensors")
-    other, fork = tokenprune.Session.load(tmp_path / "s.safetensors", build(FAMILIES["llava"])), made.fork()
+    other, fork = sessions.Session.load(tmp_path / "s.safetensors", build(FAMILIES["llava"])), made.fork()
     image = images_of(FAMILIES["llava"], 1)[0]
     for _ in range(6):
         for one in (made, other, fork):
@@ -188,7 +188,7 @@ def test_text_that_fills_the_horizon_is_refused_with_the_session_as_it_was(build
 @pytest.mark.parametrize("name", TURNING)
 def test_of_a_memory_larger_than_the_positions_what_came_first_leaves(name: str, policy: str, build) -> None:
     """But for what the policy pins; text stays."""
-    family, chosen = FAMILIES[name], tokenprune.policy("window", sink=7) if policy == "window" else policy
+    family, chosen = FAMILIES[name], sessions.policy("window", sink=7) if policy == "window" else policy
     horizon = 5 * span(name)
     made = recorded(family, build(family), horizon=horizon, memory=10**6, policy=chosen)
     made.session.say([1, 20, 21])
@@ -216,10 +216,10 @@ def shortened(name: str, positions: int):
 def test_a_session_goes_on_past_the_last_position_by_itself(name: str) -> None:
     """Over more images than the model has positions; what it answers is what an explicit reanchor=True does."""
     family, model = FAMILIES[name], shortened(name, 6 * span(name))
-    options = {"memory": memory_of(name, 3.3), "policy": tokenprune.policy("window", sink=7)}
+    options = {"memory": memory_of(name, 3.3), "policy": sessions.policy("window", sink=7)}
     answers = []
     for reanchor in ({}, {"reanchor": True}):
-        session = tokenprune.session(model, **options, **reanchor).say([1, 20, 21])
+        session = sessions.session(model, **options, **reanchor).say([1, 20, 21])
         for number, image in enumerate(images_of(family, 20)):
             session.see(input_ids=image.ids, **family.collate([[image]]))
             if number in (3, 9, 19):
@@ -228,7 +228,7 @@ def test_a_session_goes_on_past_the_last_position_by_itself(name: str) -> None:
         assert session.stats.next_position <= 6 * span(name)
     for one, other in zip(answers[:3], answers[3:], strict=True):
         assert torch.equal(one.logits, other.logits) and torch.equal(one.ids, other.ids)
-    kept = tokenprune.session(model, **options, reanchor=False)
+    kept = sessions.session(model, **options, reanchor=False)
     with pytest.raises(UnsupportedSetupError, match=r"nothing moves down \(reanchor=False\): begin anew with reset"):
         for image in images_of(family, 20):
             kept.see(input_ids=image.ids, **family.collate([[image]]))
@@ -244,7 +244,7 @@ def test_a_shipped_model_sees_more_images_than_it_has_positions() -> None:
     )
     found = []
     for reanchor in (None, True):
-        session = tokenprune.session(model, processor, memory=2048, policy="infinipot_v", reanchor=reanchor).see(images)
+        session = sessions.session(model, processor, memory=2048, policy="infinipot_v", reanchor=reanchor).see(images)
         assert (
             session.stats.tokens_seen > model.config.text_config.max_position_embeddings > session.stats.next_position
         )
@@ -255,7 +255,7 @@ def test_a_shipped_model_sees_more_images_than_it_has_positions() -> None:
 def test_where_positions_cannot_move_the_last_one_is_an_error() -> None:
     """And by default no more than that: the session itself begins."""
     family, model = FAMILIES["gemma3"], shortened("gemma3", 100)
-    session = tokenprune.session(model, memory=60, policy="uniform")
+    session = sessions.session(model, memory=60, policy="uniform")
     with pytest.raises(UnsupportedSetupError, match="positions of 'gemma3' cannot be moved down"):
         for image in images_of(family, 20):
             session.see(input_ids=image.ids, **family.collate([[image]]))
@@ -263,22 +263,22 @@ def test_where_positions_cannot_move_the_last_one_is_an_error() -> None:
 
 
 def test_without_it_the_error_says_so(build) -> None:
-    session = tokenprune.session(build(FAMILIES["llava"]), memory=100, horizon=20, reanchor=False)
+    session = sessions.session(build(FAMILIES["llava"]), memory=100, horizon=20, reanchor=False)
     with pytest.raises(UnsupportedSetupError, match="reanchor=False"):
         session.say([5] * 30)
     with pytest.raises(OptionError, match="reanchor=1 must be True or False"):
-        tokenprune.session(build(FAMILIES["llava"]), memory=100, reanchor=1)
+        sessions.session(build(FAMILIES["llava"]), memory=100, reanchor=1)
 
 
 def test_positions_that_cannot_be_moved_are_refused_by_name(build) -> None:
     with pytest.raises(UnsupportedModelError, match="positions of 'gemma3' cannot be moved down"):
-        tokenprune.session(build(FAMILIES["gemma3"]), memory=100, policy="uniform", reanchor=True)
+        sessions.session(build(FAMILIES["gemma3"]), memory=100, policy="uniform", reanchor=True)
     model = FAMILIES["llava"].build()
     rotary = model.model.language_model.rotary_emb
     for name, value in (("attention_scaling", 1.2), ("rope_type", "dynamic"), ("inv_freq", rotary.inv_freq[:2])):
         old = getattr(rotary, name)
         setattr(rotary, name, value)
         with pytest.raises(UnsupportedModelError, match="leave out reanchor=True"):
-            tokenprune.session(model, memory=100, reanchor=True)
+            sessions.session(model, memory=100, reanchor=True)
         setattr(rotary, name, old)
-    tokenprune.session(model, memory=100, reanchor=True)
+    sessions.session(model, memory=100, reanchor=True)

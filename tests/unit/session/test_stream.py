@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import tokenprune
 from session_oracle import NAMES, close, images_of, played, recorded
+from tokenprune import sessions
 from zoo import FAMILIES, IMAGE, VIDEO, InputImage
 
 WITH_VIDEOS = [name for name in NAMES if FAMILIES[name].video is not None]
@@ -75,7 +75,7 @@ def test_each_token_of_a_block_has_its_frame_and_cell(name: str, build) -> None:
 def test_wrappers_leave_with_their_frames(build) -> None:
     """A thousand frames of one visual token each, between two others: held are no more than the memory."""
     family, g = FAMILIES["qwen2_5_vl"], torch.Generator().manual_seed(0)
-    session = tokenprune.session(build(family), memory=60, policy=tokenprune.policy("window", sink=8), horizon=10**6)
+    session = sessions.session(build(family), memory=60, policy=sessions.policy("window", sink=8), horizon=10**6)
     session.say([1, 20])
     for _ in range(50):
         images = [family.image((2, 2), g, 2) for _ in range(20)]
@@ -147,7 +147,7 @@ def test_sessions_and_a_plain_generate_on_one_model_do_not_mix(build) -> None:
 
 
 def test_penalties_for_repetition_read_what_was_said(build) -> None:
-    session = tokenprune.session(build(FAMILIES["llava"]), memory=10**5)
+    session = sessions.session(build(FAMILIES["llava"]), memory=10**5)
     said = [1, 20, 21]
     session.say(said)
     for _ in range(30):  # until what is likeliest was said before

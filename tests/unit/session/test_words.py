@@ -10,8 +10,8 @@ import pytest
 import torch
 from jinja2 import Template as Jinja
 
-import tokenprune
 from processors import demo_model, llava, photo
+from tokenprune import sessions
 from tokenprune.errors import SessionError
 from tokenprune.integrations.hf.session.prompts import Template
 
@@ -76,7 +76,7 @@ def test_a_template_that_cannot_be_taken_apart_is_refused(template: str) -> None
 def test_questions_about_one_image_are_answered_as_by_generate() -> None:
     model, processor = demo_model(), llava()
     image, question = photo(96, 96), "what color is it?"
-    session = tokenprune.session(model, processor, memory=2000).see(image)
+    session = sessions.session(model, processor, memory=2000).see(image)
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
     prompt = processor.apply_chat_template(chat, add_generation_prompt=True)
     inputs = processor(text=[prompt], images=[image], return_tensors="pt")
@@ -93,9 +93,9 @@ def test_questions_about_one_image_are_answered_as_by_generate() -> None:
 
 @pytest.mark.parametrize("block", [1, 3, None])
 def test_blocks_change_nothing_where_there_is_room_for_all(block: int | None) -> None:
-    session = tokenprune.session(demo_model(), llava(), memory=4000, block=block)
+    session = sessions.session(demo_model(), llava(), memory=4000, block=block)
     session.say("look").see([photo(64, 64, seed) for seed in range(4)])
-    whole = tokenprune.session(demo_model(), llava(), memory=4000, block=4)
+    whole = sessions.session(demo_model(), llava(), memory=4000, block=4)
     whole.say("look").see([photo(64, 64, seed) for seed in range(4)])
     one, other = (s.ask("what?", max_new_tokens=2, return_dict=True).logits[0] for s in (session, whole))
     assert (one - other).abs().max() < 1e-4
@@ -104,7 +104,7 @@ def test_blocks_change_nothing_where_there_is_room_for_all(block: int | None) ->
 
 def test_a_remembered_turn_reads_as_a_chat() -> None:
     model, processor = demo_model(), llava()
-    session = tokenprune.session(model, processor, memory=2000).see(photo(64, 64))
+    session = sessions.session(model, processor, memory=2000).see(photo(64, 64))
     answer = session.ask("what color is the circle", max_new_tokens=8, remember=True)
     again = session.ask("how many circles", max_new_tokens=8, remember=True)
     chat = processor.decode(session._stream.memory.tables[0][3, 0]).replace("<image> ", "")
@@ -114,19 +114,19 @@ def test_a_remembered_turn_reads_as_a_chat() -> None:
 
 def test_arrays_are_frames_and_long_lists_are_cut_into_blocks() -> None:
     frames = np.stack([np.asarray(photo(64, 64, seed)) for seed in range(7)])
-    session = tokenprune.session(demo_model(), llava(), memory=500, policy=tokenprune.policy("window", sink=0))
+    session = sessions.session(demo_model(), llava(), memory=500, policy=sessions.policy("window", sink=0))
     session.see(frames)
     stats = session.stats
     assert stats.frames_seen == 7 and stats.visual <= 500 and stats.compressions > 0
     assert stats.oldest_frame > 0 and "7 frames" in repr(session)
-    listed = tokenprune.session(demo_model(), llava(), memory=500, policy=tokenprune.policy("window", sink=0))
+    listed = sessions.session(demo_model(), llava(), memory=500, policy=sessions.policy("window", sink=0))
     listed.see([photo(64, 64, seed) for seed in range(7)])
     assert listed.stats == stats
 
 
 @pytest.mark.parametrize("text", ["", "  \n"])
 def test_empty_words_are_refused(text: str) -> None:
-    session = tokenprune.session(demo_model(), llava(), memory=500)
+    session = sessions.session(demo_model(), llava(), memory=500)
     for call in (session.say, session.ask):
         with pytest.raises(SessionError, match="the text is empty"):
             call(text)

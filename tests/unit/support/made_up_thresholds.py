@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 import tokenprune
-from tokenprune import Thresholds, Tower
+from tokenprune.extend import Tower
+from tokenprune_bench.calibration import Thresholds
 
 
 def tower_shape(model: Any) -> Tower:

@@ -13,8 +13,9 @@ from torch import Tensor
 import tokenprune
 from families import FAMILIES
 from tests.unit.tower.test_frame_merging import NAMES, SET, clips
-from tokenprune import Budget, BudgetError, FrameMerger, FrameMix, OptionError, TokenPruneError
+from tokenprune import Budget, BudgetError, OptionError, TokenPruneError
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.extend import FrameMerger, FrameMix
 from zoo import Family
 
 

@@ -25,6 +25,7 @@ from tests.unit.tower.test_encoder import with_features
 from tests.unit.tower.test_encoder_models import PACKED
 from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
 
 UNIT = 4
@@ -183,7 +184,7 @@ def small_processor() -> Any:
 def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, build) -> None:
     model, processor = build(family), small_processor()
     images = photos([(48, 64), (48, 64), (32, 56), (64, 40)])
-    thresholds = tokenprune.calibrate(model, images, processor=processor, keep=0.4, batch_size=4)
+    thresholds = calibrate(model, images, processor=processor, keep=0.4, batch_size=4)
     values = thresholds.values[0.4].tolist()
     assert all(0 < value < 1 for value in values)
     made = processor(images=images, return_tensors="pt")
@@ -201,14 +202,14 @@ def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, buil
     assert len(set(left)) > 2  # each image a share of its own
     assert 0.3 < sum(left) / 4 < 0.5
     with pytest.raises(OptionError, match="only the processor"):
-        tokenprune.calibrate(model, [torch.zeros(3, 32, 32)], processor=processor, keep=0.4)
+        calibrate(model, [torch.zeros(3, 32, 32)], processor=processor, keep=0.4)
 
 
 @torch.no_grad()
 def test_thresholds_of_one_size_leave_the_asked_number(build) -> None:
     model, processor = build(FAMILIES["qwen2_vl"]), small_processor()
     images = photos([(48, 64)] * 5)
-    thresholds = tokenprune.calibrate(model, images, processor=processor, keep=0.5, batch_size=5)
+    thresholds = calibrate(model, images, processor=processor, keep=0.5, batch_size=5)
     made = processor(images=images, return_tensors="pt")
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=thresholds):
         got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
@@ -220,7 +221,7 @@ def test_thresholds_of_one_size_leave_the_asked_number(build) -> None:
 def test_exact_dymu_leaves_the_asked_number_of_every_image(family: Family, build) -> None:
     model, processor = build(family), small_processor()
     images = photos([(48, 64), (32, 56), (64, 40), (24, 24)])
-    thresholds = tokenprune.calibrate(model, images[:1], processor=processor, keep=0.4)
+    thresholds = calibrate(model, images[:1], processor=processor, keep=0.4)
     made = processor(images=images, return_tensors="pt")
     with tokenprune.patched(model, "dymu", keep=0.4, thresholds=thresholds, exact=True):
         got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])

@@ -69,7 +69,7 @@ def test_units_may_leave_at_several_blocks() -> None:
 
 
 @dataclass(frozen=True)
-class Loudest(tokenprune.UnitDropper):
+class Loudest(tokenprune.extend.UnitDropper):
     """Keep the units whose hidden states are the largest, at the input of block `at`, from the end if negative."""
 
     name: ClassVar[str] = "loudest"

@@ -18,7 +18,8 @@ from families import FAMILIES as MORE
 from merging_models import blocks_of, tower_of
 from oracle import close, reduced, survivors
 from tests.unit.tower.test_encoder import tiles, tokens_in_mlps
-from tokenprune import OptionError, Site, Tower, UnsupportedSetupError
+from tokenprune import OptionError, Site, UnsupportedSetupError
+from tokenprune.extend import Tower
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.methods.pre_llm import flowcut

@@ -15,10 +15,12 @@ from basics import pieces
 from merging_models import blocks_of, image_arguments, tower_of
 from oracle import close
 from tests.unit.methods.test_tome import naive
-from tokenprune import Budget, BudgetError, Tower
+from tokenprune import Budget, BudgetError
+from tokenprune.extend import Tower
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.shared.apart import Apart
 from tokenprune.integrations.shared.tile_goals import share_out
+from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
 
 BATCHES = {"left": {}, "ragged": {"images": (2, 1)}, "three": {"images": (1, 1, 1)}, "text beside": {"images": (0, 2)}}
@@ -48,7 +50,7 @@ def test_every_image_keeps_what_the_budget_says(family: Family, model, batch: st
 def test_exact_dymu_keeps_what_the_budget_says(family: Family, build) -> None:
     model = build(family)
     g = torch.Generator().manual_seed(5)
-    found = tokenprune.calibrate(
+    found = calibrate(
         model, [torch.randn(3, 16, 16, generator=g) for _ in range(6)], keep=0.5, batch_size=6, progress=False
     )
     inputs = family.make_inputs(images=(1, 1, 1))

@@ -22,6 +22,7 @@ from tests.unit.tower.test_encoder import with_features
 from tokenprune import BudgetError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.shared.units import Units
+from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
 
 SIDE = 2  # patches on a side of a unit, in all families of the zoo
@@ -267,7 +268,7 @@ def test_towers_of_the_same_kind_in_other_families(name: str) -> None:
 def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, build) -> None:
     model, pixels = build(family), mixed()
     # Of other tiles: a threshold is the similarity of a pair of its own.
-    found = tokenprune.calibrate(model, list(mixed(seed=1)), keep=0.5, batch_size=4, progress=False)
+    found = calibrate(model, list(mixed(seed=1)), keep=0.5, batch_size=4, progress=False)
     rules = [partial(naive_match, tau=value, protected=0) for value in found.values[0.5].tolist()]
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found):
         got = encode(model, pixels)
@@ -286,7 +287,7 @@ def test_virtual_unmerging_of_units(build) -> None:
     """vtu: the decoder attends to all positions, and computes on the merged tokens alone."""
     family = FAMILIES["internvl"]
     model, inputs = build(family), family.make_inputs()
-    found = tokenprune.calibrate(model, list(tiles(4)), keep=0.5, batch_size=4, progress=False)
+    found = calibrate(model, list(tiles(4)), keep=0.5, batch_size=4, progress=False)
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, vtu="expanded"):
         assert model(**inputs).logits.isfinite().all()
         assert tokenprune.stats(model).visual_tokens_out < sum(map(sum, inputs.counts))

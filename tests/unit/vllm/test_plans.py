@@ -155,7 +155,7 @@ def test_every_frame_has_its_budget() -> None:
             made(frames, pieces, number)
 
 
-class _Hidden(tokenprune.TokenSource):
+class _Hidden(tokenprune.extend.TokenSource):
     needs = frozenset()
 
     def __init__(self, hidden: torch.Tensor) -> None:

@@ -82,7 +82,8 @@ class DyRate(DecodeMethod):
         self._check(
             self.rate != "predictor" or self.predictor is not None,
             "rate='predictor' needs a classifier fitted to the model: run `tokenprune fit dyrate --model MODEL --out "
-            "predictor.safetensors` (or tokenprune.fit_dyrate(...)) and pass predictor='predictor.safetensors'",
+            "predictor.safetensors` (or tokenprune_bench.calibration.fit_dyrate(...)) and pass "
+            "predictor='predictor.safetensors'",
         )
         self._check(
             self.rate == "predictor" or self.predictor is None, "predictor= is used by rate='predictor' only: add that"

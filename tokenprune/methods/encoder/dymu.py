@@ -29,8 +29,8 @@ class DyMU(EncoderMethod):
     `keep` is an average over images like those of the calibration: each image gets a number of its own, which no
     other image of a batch changes. It must be one of the shares that the thresholds were calibrated for.
 
-    thresholds: what `tokenprune fit dymu` wrote (a path), or what `tokenprune.calibrate` returned. Without them, those
-    that the package ships for this model, if it does (it does for the demo model).
+    thresholds: what `tokenprune fit dymu` wrote (a path), or what `tokenprune_bench.calibration.calibrate` returned.
+    Without them, those that the package ships for this model, if it does (it does for the demo model).
     proportional: add the logarithm of a token's size to its attention logits, so that a merged token counts as often as
     its members did.
     max_r: tokens that a block merges in one image at most; half of them is the limit in any case.

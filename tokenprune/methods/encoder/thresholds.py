@@ -127,7 +127,8 @@ def shipped(fingerprint: Fingerprint) -> Thresholds:
             return one
     raise OptionError(
         f"dymu has no thresholds for this model ({fingerprint.kind}, {fingerprint.dtype}): run `tokenprune fit dymu "
-        "--model MODEL --images DIR --keep 0.25 --out thresholds.safetensors` (or tokenprune.calibrate), then pass "
+        "--model MODEL --images DIR --keep 0.25 --out thresholds.safetensors` (or "
+        "tokenprune_bench.calibration.calibrate), then pass "
         'thresholds="thresholds.safetensors"'
     )
 
