@@ -42,14 +42,8 @@ STATIC = Cache(
 )
 
 
-# Where observables are read that no layer has shown at the decoder's entry.
-IN_LAYERS = (
-    ObservedAt.LAYER_BEFORE,
-    ObservedAt.NEXT_LAYER,
-    ObservedAt.INPUT_BEFORE,
-    ObservedAt.UNROTATED,
-    ObservedAt.OWN,
-)
+# What is read of layers, of which none ran yet at the decoder's entry.
+_LATER = (ObservedAt.LAYER_BEFORE, ObservedAt.NEXT_LAYER, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED, ObservedAt.OWN)
 # A draft reads the prompt of its target: where methods may act in it.
 IN_DRAFTS = frozenset(Site) - {Site.PRE_ENCODER}
 
@@ -70,7 +64,7 @@ def in_transformers(method: Method, family: Family | str | None, acts: bool, con
         yield Obstacle(
             f"{method.name} needs {', '.join(missing)}, which is not to be had of models of transformers", OptionError
         )
-    if method.site is Site.PRE_LLM and (seen := [one.name for one in observables_of(method.needs, *IN_LAYERS)]):
+    if method.site is Site.PRE_LLM and (seen := [one.name for one in observables_of(method.needs, *_LATER)]):
         yield Obstacle(f"{method.name}: a PRE_LLM method cannot need {seen}: no layer ran yet", OptionError)
     if method.site is Site.DECODE and not isinstance(method, DecodeMethod):
         yield Obstacle(
@@ -136,10 +130,10 @@ def _by_row(method: Method, row: Family, acts: bool, config: Any) -> Iterator[Ob
 
 def with_cache(site: Site, family: Family | str | None, cache: Cache, name: str) -> Iterator[Obstacle]:
     """Yield what keeps a method at `site`, called `name`, from acting on `family` with `cache`."""
-    if site is Site.DECODE and site not in cache.sites:
-        yield Obstacle(f"{name} drops tokens while decoding, and a {cache.name} cache keeps its slots: {cache.instead}")
-    elif site not in cache.sites:
-        yield Obstacle(f"cannot prune with a {cache.name} cache and attention in blocks: {cache.instead}")
+    if site not in cache.sites:
+        decoding = f"{name} drops tokens while decoding, and a {cache.name} cache keeps its slots"
+        in_blocks = f"cannot prune with a {cache.name} cache and attention in blocks"
+        yield Obstacle(f"{decoding if site is Site.DECODE else in_blocks}: {cache.instead}")
     row = family_of(family) if isinstance(family, str) else family
     if row is not None and not (cache.every_family or row.static_cache):
         yield Obstacle(f"cannot prune with a {cache.name} cache in the decoder of {row.name!r}: {cache.instead}")
