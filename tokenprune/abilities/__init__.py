@@ -9,11 +9,11 @@ that need a loaded model, the configuration of a server, or a request.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tokenprune.abilities.obstacle import AFTER_THE_TOWER, Obstacle, reads_tower
-from tokenprune.abilities.transformers import DYNAMIC, STATIC, Cache, in_drafts, in_transformers, with_cache
+from tokenprune.abilities.transformers import DYNAMIC, STATIC, Cache, in_company, in_drafts, in_transformers, with_cache
 from tokenprune.abilities.vllm import in_vllm, refusal, unserved, unserved_family
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
@@ -29,6 +29,7 @@ __all__ = [
     "check",
     "check_cache",
     "check_draft",
+    "check_together",
     "obstacle",
     "reads_tower",
     "refusal",
@@ -69,6 +70,12 @@ def check(
 def check_cache(site: Site, family: Family | str, cache: Cache, name: str = "a method") -> None:
     """Raise UnsupportedSetupError where a method at `site`, called `name`, may not act on `family` with `cache`."""
     for found in with_cache(site, family, cache, name):
+        raise found.error(found.reason)
+
+
+def check_together(methods: Sequence[Method]) -> None:
+    """Raise OptionError where `methods`, in the order in which data meets them, may not act in one model."""
+    for found in in_company(methods):
         raise found.error(found.reason)
 
 

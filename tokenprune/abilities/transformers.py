@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from tokenprune.base import Method, ResizeMethod, Site
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.families import REFUSED, Family, family_of
 from tokenprune.sites.decode import DecodeMethod
-from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.encoder import VTU_FORMS, EncoderMethod
 from tokenprune.sites.frames import FrameMerger
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import Backend, ObservedAt
@@ -42,14 +42,8 @@ STATIC = Cache(
 )
 
 
-# Where observables are read that no layer has shown at the decoder's entry.
-IN_LAYERS = (
-    ObservedAt.LAYER_BEFORE,
-    ObservedAt.NEXT_LAYER,
-    ObservedAt.INPUT_BEFORE,
-    ObservedAt.UNROTATED,
-    ObservedAt.OWN,
-)
+# What is read of layers, of which none ran yet at the decoder's entry.
+_LATER = (ObservedAt.LAYER_BEFORE, ObservedAt.NEXT_LAYER, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED, ObservedAt.OWN)
 # A draft reads the prompt of its target: where methods may act in it.
 IN_DRAFTS = frozenset(Site) - {Site.PRE_ENCODER}
 
@@ -70,12 +64,14 @@ def in_transformers(method: Method, family: Family | str | None, acts: bool, con
         yield Obstacle(
             f"{method.name} needs {', '.join(missing)}, which is not to be had of models of transformers", OptionError
         )
-    if method.site is Site.PRE_LLM and (seen := [one.name for one in observables_of(method.needs, *IN_LAYERS)]):
+    if method.site is Site.PRE_LLM and (seen := [one.name for one in observables_of(method.needs, *_LATER)]):
         yield Obstacle(f"{method.name}: a PRE_LLM method cannot need {seen}: no layer ran yet", OptionError)
     if method.site is Site.DECODE and not isinstance(method, DecodeMethod):
         yield Obstacle(
             f"{method.name}: a method at the site DECODE must derive from tokenprune.DecodeMethod", OptionError
         )
+    if isinstance(method, EncoderMethod) and method.vtu not in VTU_FORMS:
+        yield Obstacle(f"{method.name}: vtu={method.vtu!r} must be one of {', '.join(VTU_FORMS)}", OptionError)
     if family is None:
         return
     row = family if isinstance(family, Family) else family_of(family)
@@ -134,10 +130,33 @@ def _by_row(method: Method, row: Family, acts: bool, config: Any) -> Iterator[Ob
 
 def with_cache(site: Site, family: Family | str | None, cache: Cache, name: str) -> Iterator[Obstacle]:
     """Yield what keeps a method at `site`, called `name`, from acting on `family` with `cache`."""
-    if site is Site.DECODE and site not in cache.sites:
-        yield Obstacle(f"{name} drops tokens while decoding, and a {cache.name} cache keeps its slots: {cache.instead}")
-    elif site not in cache.sites:
-        yield Obstacle(f"cannot prune with a {cache.name} cache and attention in blocks: {cache.instead}")
+    if site not in cache.sites:
+        decoding = f"{name} drops tokens while decoding, and a {cache.name} cache keeps its slots"
+        in_blocks = f"cannot prune with a {cache.name} cache and attention in blocks"
+        yield Obstacle(f"{decoding if site is Site.DECODE else in_blocks}: {cache.instead}")
     row = family_of(family) if isinstance(family, str) else family
     if row is not None and not (cache.every_family or row.static_cache):
         yield Obstacle(f"cannot prune with a {cache.name} cache in the decoder of {row.name!r}: {cache.instead}")
+
+
+def in_company(methods: Sequence[Method]) -> Iterator[Obstacle]:
+    """Yield what keeps `methods`, in the order in which data meets them, from acting in one model."""
+    for method in methods:
+        later = [other.name for other in methods if other.site.order > Site.IN_ENCODER.order]
+        if isinstance(method, EncoderMethod) and method.vtu != "off" and later:
+            yield Obstacle(
+                f'{method.name} with vtu="{method.vtu}" cannot be composed with {", ".join(later)}: what the decoder '
+                'attends to and caches are not the tokens that its layers hold; use vtu="off"',
+                OptionError,
+            )
+    decoding = [method.name for method in methods if method.site is Site.DECODE]
+    if len(decoding) > 1:
+        yield Obstacle(f"{decoding[0]}: only one of the composed methods can act while decoding", OptionError)
+    blocks = [method.name for method in methods if method.site is Site.ATTENTION]
+    if blocks and (ranks := [one.name for one in methods if any(of.all_rows for of in observables_of(one.needs))]):
+        yield Obstacle(
+            f"{ranks[0]} ranks tokens by the attention they receive from all others, but with {blocks[0]} the tokens "
+            "of a block never see another block, nor the question; use a method that reads the last token's "
+            "attention, or none",
+            OptionError,
+        )

@@ -128,10 +128,9 @@ def _unserved(method: Method) -> str | None:
         if method.reads_question:
             return "with question_guard it reads the question, and an image is shared by all prompts that hold it"
         return None
-    if isinstance(method, UnitDropper) and method.sees != "pixels":
-        return "it chooses units inside the vision tower, and vLLM knows those alone that are chosen by their pixels"
     if isinstance(method, UnitDropper):
-        return None
+        chosen = "it chooses units inside the vision tower, and vLLM knows those alone that are chosen by their pixels"
+        return None if method.sees == "pixels" else chosen
     if isinstance(method, EncoderMethod):
         if method.vtu != "off":
             return f"vtu={method.vtu} changes attention inside the language model; leave it out"
@@ -145,9 +144,10 @@ def _unserved(method: Method) -> str | None:
     if method.site is not Site.PRE_LLM:
         return f"it acts inside the language model, after the prompt's length is settled ({method.site})"
     if _stages(method) != [method]:
+        others = f" ({method.name}: {options})" if (options := _written(method.query_free)) else ""
         return (
             "it acts at several places, and only what enters the language model can be changed; switch the others off "
-            f"where it has an option for that{_options(method)}"
+            f"where it has an option for that{others}"
         )
     if missing := not_served(method.needs, Backend.VLLM):
         less = method.fallback_hint(missing, json.dumps)
@@ -158,12 +158,6 @@ def _unserved(method: Method) -> str | None:
         instead = f"; {method.name} does without with {options}" if options else ""
         return f"it reads the question, but an image's features are shared by all prompts that hold it{instead}"
     return None
-
-
-def _options(method: Method) -> str:
-    """Return the options that switch the others off, as a request writes them; empty if there are none."""
-    options = _written(method.query_free)
-    return f" ({method.name}: {options})" if options else ""
 
 
 def _written(options: Mapping[str, object]) -> str:

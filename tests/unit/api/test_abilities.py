@@ -169,3 +169,27 @@ def test_the_command_answers_for_every_family_at_80_columns(method: str) -> None
             reasons = [abilities.obstacle(one, name, backend) for one in Setting.from_spec(method).methods]
             assert (said[name] == "yes") == (not any(reasons)), name
         assert all(said[name].startswith("no, as no method may") for name in refused)
+
+
+class Unmerging(tokenprune.method_info("tome").cls):  # type: ignore[misc]
+    vtu = "expanded"
+
+
+class Ranking(TooEarly):
+    site: ClassVar[Site] = Site.IN_LLM
+    needs: ClassVar[frozenset[str]] = frozenset({"received_attention"})
+
+
+@pytest.mark.parametrize(
+    ("methods", "says"),
+    [
+        ([Unmerging(), tokenprune.method("fastv")], 'tome with vtu="expanded" cannot be composed with fastv'),
+        ([tokenprune.method("dyrate"), tokenprune.method("dyrate", layer=3)], "dyrate: only one of the composed"),
+        ([tokenprune.method("pevlm"), Ranking()], "too_early ranks tokens.* but with pevlm the tokens"),
+    ],
+)
+def test_methods_in_company(methods: list[tokenprune.Method], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        abilities.check_together(methods)
+    abilities.check_together([tokenprune.method("tome"), *methods[1:]])  # each without the other
+    abilities.check_together(methods[:1])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from tokenprune import abilities
 from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
@@ -30,7 +31,7 @@ from tokenprune.integrations.hf.parts.kept_inputs import KeptInputs
 from tokenprune.integrations.hf.parts.layer_attention import LayerAttention
 from tokenprune.integrations.hf.parts.static_steps import StaticSteps
 from tokenprune.integrations.hf.parts.video_frames import VideoFrames, compares_frames
-from tokenprune.integrations.hf.parts.virtual_unmerging import VirtualUnmerging, check_composition, form_of
+from tokenprune.integrations.hf.parts.virtual_unmerging import VirtualUnmerging
 from tokenprune.integrations.hf.processor.build import patch_for
 from tokenprune.integrations.hf.processor.full_counts import FullCounts
 from tokenprune.integrations.hf.tower.attention_scores import BlockReader
@@ -89,7 +90,7 @@ def _parts(
     stages.sort(key=lambda step: composition_key(step.method))
     acting = [step.method for step in stages]
     check_places(acting)
-    check_composition(acting)
+    abilities.check_together(acting)
     check_abilities(stages, adapter)
 
     pixels, steps = [], []
@@ -107,10 +108,10 @@ def _parts(
                 parts.append(FrameMerging(adapter, method, budget))
             case EncoderMethod():
                 parts.append(tower_patch(adapter, method, budget))
-                if (form := form_of(method)) != "off":
-                    parts.append(VirtualUnmerging(adapter, form))
+                if method.vtu != "off":
+                    parts.append(VirtualUnmerging(adapter, method.vtu))
             case AttentionPattern():
-                parts.append(BlockAttention(adapter, method, budget, acting))
+                parts.append(BlockAttention(adapter, method, budget))
             case Pruner():
                 steps.append(step)
     unread = processor is not None and not pixels and not any(isinstance(part, UnitDrop) for part in parts)

@@ -62,9 +62,6 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
                 f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
             )
         check_layers(step, adapter)
-    at_steps = [step.method.name for step in steps if step.method.site is Site.DECODE]
-    if len(at_steps) > 1:
-        raise OptionError(f"{at_steps[0]}: only one of the composed methods can act while decoding")
     for step in steps:
         if step.budget.of_videos and adapter.family.after_frames is None:
             raise BudgetError(

@@ -7,7 +7,7 @@ one, and only in a prefill whose prompt holds enough frames. All other calls go 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import AttentionPattern, Method
+from tokenprune.base import AttentionPattern
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Tap
@@ -33,7 +33,6 @@ from tokenprune.integrations.hf.sequence.segments import find_segments
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 from tokenprune.ops.transfer import to_device
 from tokenprune.view.frames import Visual
-from tokenprune.view.registry import observables_of
 
 # What some families' attention functions take that the block attention does not compute.
 _FOREIGN = ("softcap", "s_aux", "position_bias", "sliding_window")
@@ -70,7 +69,7 @@ class BlockAttention(Part):
     Raises BudgetError, OptionError or UnsupportedSetupError for what does not go together with attention in blocks.
     """
 
-    def __init__(self, adapter: Adapter, method: AttentionPattern, budget: Budget, others: Sequence[Method]) -> None:
+    def __init__(self, adapter: Adapter, method: AttentionPattern, budget: Budget) -> None:
         super().__init__()
         self.adapter, self.method = adapter, method
         self._plans: PerCall[BlockPlan] = PerCall()
@@ -80,13 +79,6 @@ class BlockAttention(Part):
                 f"{name} removes no tokens: it takes keep=1.0 alone, not {budget}. To remove some too, compose it with "
                 f'a method that acts before it, for example method=["divprune", "{name}"], keep=[0.25, 1.0]'
             )
-        for other in others:
-            if any(one.all_rows for one in observables_of(other.needs)):
-                raise OptionError(
-                    f"{other.name} ranks tokens by the attention they receive from all others, but with {name} the "
-                    "tokens of a block never see another block, nor the question; use a method that reads the last "
-                    "token's attention, or none"
-                )
         if wrong := [layer for layer in method.dense_layers if layer >= layers]:
             raise OptionError(f"{name}: dense_layers={wrong} are out of range: this decoder has {layers} layers")
         self.layers: list[int] = [layer for layer in range(layers) if layer not in method.dense_layers]

@@ -13,15 +13,14 @@ ones; hooks expand what they return and average what the output projection gets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import Method, Selection, Site
-from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.base import Selection
+from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.checks.decoder import check_arguments, reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part, PerCall
@@ -29,7 +28,6 @@ from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.statistics import note_unmerging
 from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
 from tokenprune.ops.transfer import to_device
-from tokenprune.sites.encoder import VTU_FORMS, EncoderMethod
 from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
@@ -37,25 +35,6 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 _INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
-
-
-def form_of(method: Method) -> str:
-    """Return which form of unmerging a method asks for by its option `vtu`; raises OptionError for an unknown one."""
-    form = method.vtu if isinstance(method, EncoderMethod) else "off"
-    if form not in VTU_FORMS:
-        raise OptionError(f"{method.name}: vtu={form!r} must be one of {', '.join(VTU_FORMS)}")
-    return form
-
-
-def check_composition(methods: Sequence[Method]) -> None:
-    """Raise OptionError for methods that act on the decoder's tokens beside one that unmerges them."""
-    for method in methods:
-        later = [other.name for other in methods if other.site.order > Site.IN_ENCODER.order]
-        if (form := form_of(method)) != "off" and later:
-            raise OptionError(
-                f'{method.name} with vtu="{form}" cannot be composed with {", ".join(later)}: what the decoder '
-                'attends to and caches are not the tokens that its layers hold; use vtu="off"'
-            )
 
 
 @dataclass
