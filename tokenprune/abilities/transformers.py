@@ -68,7 +68,7 @@ def in_transformers(method: Method, family: Family | str | None, acts: bool, con
         yield Obstacle(f"{method.name}: a PRE_LLM method cannot need {seen}: no layer ran yet", OptionError)
     if method.site is Site.DECODE and not isinstance(method, DecodeMethod):
         yield Obstacle(
-            f"{method.name}: a method at the site DECODE must derive from tokenprune.DecodeMethod", OptionError
+            f"{method.name}: a method at the site DECODE must derive from tokenprune.extend.DecodeMethod", OptionError
         )
     if isinstance(method, EncoderMethod) and method.vtu not in VTU_FORMS:
         yield Obstacle(f"{method.name}: vtu={method.vtu!r} must be one of {', '.join(VTU_FORMS)}", OptionError)
