@@ -23,9 +23,10 @@ import typer
 from rank_agreement import agreement, answers, images_of, published_scores
 
 from tokenprune.cli.common import ErrorGroup, get_console
-from tokenprune.errors import OptionError, RunError
+from tokenprune.errors import OptionError
 from tokenprune.shapes.model_config import SHIPPED
 from tokenprune_bench.cli.common import show_progress
+from tokenprune_bench.errors import RunError
 from tokenprune_bench.lines import Lines, read_lines
 from tokenprune_bench.profiling.model import load
 from tokenprune_bench.results import UNPATCHED, Results, read_records, summarise

@@ -70,14 +70,6 @@ class PlaceholderMismatchError(TokenPruneError, ValueError):
     """The prompt holds another number of image placeholders than the encoder returned features."""
 
 
-class DataError(TokenPruneError, ValueError):
-    """Questions to measure on cannot be read, or do not fit the model."""
-
-
-class RunError(TokenPruneError, RuntimeError):
-    """A benchmark cannot go on: its folder belongs to another run or cannot be written, or what it asks fails."""
-
-
 class ConformanceError(TokenPruneError, AssertionError):
     """A method does not do what every method has to; raised by `tokenprune.testing.check_method`."""
 

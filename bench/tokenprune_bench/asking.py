@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from tokenprune.errors import DataError, RunError, TokenPruneError
+from tokenprune.errors import TokenPruneError
+from tokenprune_bench.errors import DataError, RunError
 from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.plan import batched
 

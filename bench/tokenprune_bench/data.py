@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from tokenprune.errors import DataError
+from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling.media import BadRow, Source, image_size, read_image, read_video, short, source_of
 from tokenprune_bench.rows import read_rows
 

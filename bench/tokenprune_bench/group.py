@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.errors import RunError
+from tokenprune_bench.errors import RunError
 
 # One process times the methods, and some questions take longer than others, while the rest wait.
 _PATIENCE = datetime.timedelta(days=2)

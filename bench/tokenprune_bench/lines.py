@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tokenprune.errors import RunError
+from tokenprune_bench.errors import RunError
 
 
 class Lines:

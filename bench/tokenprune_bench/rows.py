@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenprune.errors import DataError
+from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling.media import BadRow
 
 # Files that say how the `datasets` library shall read a folder.

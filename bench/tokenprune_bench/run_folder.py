@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from tokenprune.errors import RunError
 from tokenprune_bench.answers import Batch
+from tokenprune_bench.errors import RunError
 from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.lines import Lines, read_lines, write_whole
 from tokenprune_bench.results import RESULTS

@@ -13,13 +13,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tokenprune.base import ImageChooser
-from tokenprune.errors import BudgetError, DataError, OptionError, RunError, TokenPruneError
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.setting import Setting
 from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.asking import Asking
 from tokenprune_bench.backend import EVIDENCE, BenchBackend, backend_of
 from tokenprune_bench.equal_cost import missed, setting_for
+from tokenprune_bench.errors import DataError, RunError
 from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.metrics import metric_named
 from tokenprune_bench.own_questions import demo

@@ -14,7 +14,7 @@ from PIL import Image
 
 import tokenprune
 from tokenprune.cost.model import CostModel, Load
-from tokenprune.errors import RunError, UnsupportedSetupError
+from tokenprune.errors import UnsupportedSetupError
 from tokenprune.registry import method_info
 from tokenprune.setting import Setting
 from tokenprune.shapes.decoder import DecoderShape
@@ -22,6 +22,7 @@ from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.backend import Answer
 from tokenprune_bench.data import refuse
+from tokenprune_bench.errors import RunError
 from tokenprune_bench.profiling.patched import escalates
 from tokenprune_bench.profiling.timing import NEW_TOKENS, in_turns
 

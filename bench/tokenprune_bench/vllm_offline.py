@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from tokenprune.errors import OptionError, RunError, TokenPruneError
+from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.setting.servable import KEY
 from tokenprune.shapes.model_config import shipped_folder
+from tokenprune_bench.errors import RunError
 from tokenprune_bench.vllm_backend import OFF, Chat, Reply, adds_special
 
 _OURS = {

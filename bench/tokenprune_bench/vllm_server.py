@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from tokenprune.errors import OptionError, RunError, TokenPruneError
+from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.setting.servable import KEY
+from tokenprune_bench.errors import RunError
 from tokenprune_bench.vllm_backend import OFF, Chat, Reply, adds_special
 
 _COUNTER = "tokenprune:visual_tokens_total"

@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Observables of the attention that the text of a prompt pays to the tokens."""
+
 from __future__ import annotations
 
-from tokenprune.view.observable import AttentionOfText, Backend, ObservedAt
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from tokenprune.ops.drawn import uniform
+from tokenprune.view.observable import AttentionOfText, Backend, Observable, ObservedAt, add_up
 from tokenprune.view.registry import register_observable
-from tokenprune.view.segments import SeenAttention
+from tokenprune.view.segments import SeenAttention, Segments, Sizes
 from tokenprune.view.source import TokenSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_observable("text_attention")
@@ -19,3 +30,80 @@ class TextAttention(AttentionOfText):
 
     def observed(self, source: TokenSource) -> SeenAttention:
         return source.before
+
+
+@register_observable("next_text_attention")
+class NextTextAttention(AttentionOfText):
+    """float32 `[S, H, M, N]`: the same as `text_attention` in the layer after the cut, by that layer's own
+    projections, if nothing was cut; `tokens.text.next_attention` is that to the text."""
+
+    where = ObservedAt.NEXT_LAYER
+    text_name = "next_attention"
+
+    def observed(self, source: TokenSource) -> SeenAttention:
+        return source.behind
+
+
+@register_observable("head_maxima")
+class HeadMaxima(AttentionOfText):
+    """float32 `[S, 2, N]`: attention that each visual token gets in the layer before the cut, of each row the most of
+    any head: the mean over the rows of the image's tokens, and that over the text behind it, 0 where there is none."""
+
+    where = ObservedAt.LAYER_BEFORE
+    axes = "SRN"
+    all_rows = True
+    of_text = Observable.of_text  # of visual tokens alone
+
+    def observed(self, source: TokenSource) -> SeenAttention:
+        return source.before
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        own = self._mean(self._rows(source, segments, segments.position), segments.mask)
+        position, mask = source.text_after(segments)
+        by_text = self._mean(self._text_rows(source, segments, position, segments.position), mask)
+        found = torch.stack([own.gather(1, source.slots(segments.position, segments)), by_text], dim=1)
+        return found.masked_fill(~segments.mask[:, None], 0)
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return uniform(sizes.segments, 2, sizes.tokens, generator=generator)
+
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> None:
+        return None
+
+    @staticmethod
+    def _mean(parts: Iterable[tuple[Tensor, slice]], mask: Tensor) -> Tensor:
+        """Return `[S, K]`, of the rows that are there, `mask` `[S, M]`, the mean of the most of any head."""
+        total = add_up(rows.amax(1).mul_(mask[:, part, None]).sum(1) for rows, part in parts)
+        return total / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+@register_observable("text_sum_and_max")
+class TextSumAndMax(AttentionOfText):
+    """float32 `[S, 2, N]`: attention that each visual token gets from the text behind its image in the layer before the
+    cut, mean over heads: the sum over the text's tokens, and the most of any; 0 where no text is behind."""
+
+    where = ObservedAt.LAYER_BEFORE
+    axes = "SRN"
+    of_text = Observable.of_text  # of visual tokens alone
+
+    def observed(self, source: TokenSource) -> SeenAttention:
+        return source.before
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        position, mask = source.text_after(segments)
+        total: Tensor | None = None
+        most: Tensor | None = None
+        for rows, part in self._text_rows(source, segments, position, segments.position):
+            mean = rows.mean(1).mul_(mask[:, part, None])  # padding is among the rows
+            total = mean.sum(1) if total is None else total + mean.sum(1)
+            most = mean.amax(1) if most is None else torch.maximum(most, mean.amax(1))
+        if total is None or most is None:  # no text behind any image
+            return torch.zeros(len(mask), 2, segments.mask.shape[1], dtype=torch.float32, device=mask.device)
+        found = torch.stack([total, most], dim=1)
+        return found.masked_fill(~segments.mask[:, None], 0)
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return uniform(sizes.segments, 2, sizes.tokens, generator=generator)
+
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> None:
+        return None

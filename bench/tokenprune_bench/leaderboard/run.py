@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokenprune.errors import OptionError, RunError
+from tokenprune.errors import OptionError
+from tokenprune_bench.errors import RunError
 from tokenprune_bench.leaderboard.checks import as_plain, check_entry, file_name
 from tokenprune_bench.leaderboard.entry import LeaderboardEntry, entry_of, versions_in
 from tokenprune_bench.lines import write_whole

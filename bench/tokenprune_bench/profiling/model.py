@@ -19,7 +19,7 @@ import transformers
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tokenprune.errors import DataError, OptionError, TokenPruneError
+from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.shapes.model_config import (
@@ -31,6 +31,7 @@ from tokenprune.shapes.model_config import (
     shipped_folder,
 )
 from tokenprune.startup import require
+from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling.media import BadRow, check_sizes
 
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.

@@ -14,9 +14,10 @@ import numpy as np
 from PIL import Image
 
 import tokenprune
-from tokenprune.errors import OptionError, RunError, TokenPruneError, UnsupportedSetupError
+from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.setting import Setting
 from tokenprune.workflows.two_pass import ESCALATE
+from tokenprune_bench.errors import RunError
 from tokenprune_bench.lines import read_lines, write_whole
 from tokenprune_bench.profiling.patched import escalating
 from tokenprune_bench.report.samples import FILE, FOLDER, SCHEMA

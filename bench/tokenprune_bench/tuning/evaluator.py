@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from tokenprune.cost.model import CostModel, Load
-from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError, UnsupportedSetupError
+from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.setting import Setting
 from tokenprune.statistics import Stats
 from tokenprune_bench.asking import Asking
 from tokenprune_bench.backend import BenchBackend, backend_of
+from tokenprune_bench.errors import DataError, RunError
 from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.metrics import Metric, metric_named
 from tokenprune_bench.profiling.cost import record

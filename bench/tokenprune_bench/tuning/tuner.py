@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tokenprune.errors import DataError, RunError, TokenPruneError
+from tokenprune.errors import TokenPruneError
 from tokenprune.setting import Setting
+from tokenprune_bench.errors import DataError, RunError
 from tokenprune_bench.tuning.betting import is_below, questions_likely, upper_bound
 from tokenprune_bench.tuning.candidates import unfit
 from tokenprune_bench.tuning.estimate import CHANCE, Estimate, prior, promote, sequence

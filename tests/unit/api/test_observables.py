@@ -175,7 +175,7 @@ def test_a_wrong_observable_is_refused() -> None:
 
     for name, cls, says in (
         ("nowhere", Nowhere, "where"), ("silent", Silent, "docstring"), ("abroad", Abroad, "tpu"),
-        ("keys", Fine, "taken by tokenprune.observables.keys"), ("my-keys", Fine, "identifier"),
+        ("keys", Fine, "taken by tokenprune.observables.states"), ("my-keys", Fine, "identifier"),
         ("_keys", Fine, "identifier"), ("mask", Fine, "attribute"), ("stranger", int, "tokenprune.extend.Observable"),
     ):  # fmt: skip
         with pytest.raises(RegistrationError, match=says):

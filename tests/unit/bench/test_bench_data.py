@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tokenprune.errors import DataError, OptionError, TokenPruneError
+from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune_bench import metrics
 from tokenprune_bench.data import check_questions, load_data, read_columns
+from tokenprune_bench.errors import DataError
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ from typer.testing import CliRunner, Result
 
 from pretender import VISUAL, Pretender, Talk, pretending
 from tokenprune.cli import app
-from tokenprune.errors import DataError, OptionError, RunError, TokenPruneError
+from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.setting import Setting
 from tokenprune.shapes.decoder import DecoderShape
+from tokenprune_bench.errors import DataError, RunError
 from tokenprune_bench.lines import read_lines
 from tokenprune_bench.plan import Pass
 from tokenprune_bench.results import summarise

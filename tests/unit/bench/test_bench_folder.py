@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import tokenprune
-from tokenprune.errors import RunError
+from tokenprune_bench.errors import RunError
 from tokenprune_bench.group import Group
 from tokenprune_bench.lines import Lines, read_lines, write_whole
 from tokenprune_bench.profiling.model import load
@@ -175,7 +175,7 @@ import os, sys
 from pathlib import Path
 from tokenprune_bench.group import joined
 from tokenprune_bench.run_folder import RunFolder
-from tokenprune.errors import RunError
+from tokenprune_bench.errors import RunError
 
 with joined() as group:
     print(group.gather(10 + group.rank))

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tokenprune.errors import DataError, TokenPruneError
+from tokenprune.errors import TokenPruneError
 from tokenprune_bench.data import load_data
+from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling import media
 from tokenprune_bench.profiling.media import BadRow, read_frames, read_image, read_video
 
@@ -138,7 +139,7 @@ def test_frames_of_several_sizes_are_a_bad_row(tmp_path: Path) -> None:
 
 
 def test_frames_of_several_sizes_are_no_video_for_a_model() -> None:
-    from tokenprune.errors import DataError
+    from tokenprune_bench.errors import DataError
     from tokenprune_bench.profiling.model import Model
 
     subject = Model(None, None, "none")

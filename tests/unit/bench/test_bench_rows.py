@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from processors import llava, special_tokenizer
-from tokenprune.errors import DataError, OptionError
+from tokenprune.errors import OptionError
 from tokenprune_bench.data import Data, check_questions, left_out, load_data, misfits
+from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling.model import Model
 
 GOOD = {"image": "a.png", "question": "what?", "answer": "cat"}

@@ -20,9 +20,10 @@ from typer.testing import CliRunner, Result
 
 import tokenprune
 from tokenprune.cli import app
-from tokenprune.errors import OptionError, RunError
+from tokenprune.errors import OptionError
 from tokenprune.statistics import Stats
 from tokenprune_bench import results
+from tokenprune_bench.errors import RunError
 from tokenprune_bench.group import Group
 from tokenprune_bench.lines import Lines, read_lines
 from tokenprune_bench.profiling import cost

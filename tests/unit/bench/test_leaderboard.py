@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from report_runs import QUESTIONS, header, result, timing
 from tests.unit.docs.test_docs import generator
 from tokenprune.cli import app
-from tokenprune.errors import DataError
+from tokenprune_bench.errors import DataError
 from tokenprune_bench.leaderboard import checks, entry
 from tokenprune_bench.leaderboard.checks import as_plain, check_entry, file_name, read_entry
 from tokenprune_bench.leaderboard.run import read_run

@@ -19,7 +19,8 @@ from report_runs import result
 from tests.unit.api.test_cli import call, refused
 from tests.unit.bench.test_contact_sheet import Video, flat
 from tests.unit.bench.test_report_warnings import write_run
-from tokenprune.errors import OptionError, RunError
+from tokenprune.errors import OptionError
+from tokenprune_bench.errors import RunError
 from tokenprune_bench.report import drawing
 from tokenprune_bench.report.drawing import Wanted, choose, draw_samples
 from tokenprune_bench.report.page import make_page

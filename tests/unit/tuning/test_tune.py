@@ -19,9 +19,10 @@ import tokenprune
 from made_up_panels import Fake, candidates
 from tokenprune.api import attachment_of
 from tokenprune.cli import app
-from tokenprune.errors import OptionError, RunError
+from tokenprune.errors import OptionError
 from tokenprune.setting import Setting
 from tokenprune_bench.backend import HfBackend
+from tokenprune_bench.errors import RunError
 from tokenprune_bench.group import Group
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.run_folder import RunFolder, config_of
