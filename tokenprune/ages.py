@@ -61,7 +61,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def ages(images: int, step: int = 1) -> list[int]:
-    """Return the age of each of a prompt's images, in order: the number of images behind it, as it was when the number
+    """Return the age of each of a prompt's images, in order: the number of images after it, as it was when the number
     of images last was a multiple of `step`. Images that came since are of age 0."""
     counted = step * (images // step)
     return [max(0, counted - 1 - number) for number in range(images)]

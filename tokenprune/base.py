@@ -303,7 +303,7 @@ class ImageChooser(Method):
     default_keep: ClassVar[float] = 1.0
 
     def choose(self, question: str, count: int, most: int) -> list[int]:
-        """Return which of the `count` images of a prompt to encode, sorted, at least one. question: the text behind the
+        """Return which of the `count` images of a prompt to encode, sorted, at least one. question: the text after the
         last image. most: how many `keep` allows."""
         raise NotImplementedError(f"{type(self).__name__} does not implement choose()")
 

@@ -37,7 +37,7 @@ class Budget:
     per:             "image": every image, video or tile has the budget for itself; "frame": so has every frame of a
                      video, such as the decoder sees (Qwen's towers join two); "prompt": all visual tokens of a prompt
                      share it, and compete.
-    age:             pairs (age, what is kept), for prompts of several images: an image with that many images behind it
+    age:             pairs (age, what is kept), for prompts of several images: an image with that many images after it
                      keeps this share of its budget, or this number of tokens. ((0, 1.0), (2, 0.5)) leaves the last two
                      images alone. It goes with `keep` or `tokens`, and with PRE_LLM methods that read no question.
     step:            ages are counted anew when the number of images is a multiple of it. Between, a prompt that gets

@@ -65,7 +65,7 @@ def place(depths: Sequence[float], layers: int, budget: Budget) -> list[int]:
     """Return the decoder layers at which a method that cuts several times inside the decoder does so, for `profile`.
 
     depths: for each cut the share of the layers that come before it, rising. layers: of the decoder. Cuts are at
-    layer 1 or behind it, each at a layer of its own, however few there are. Where the layers before the first cut alone
+    layer 1 or after it, each at a layer of its own, however few there are. Where the layers before the first cut alone
     would spend more than three quarters of the share that `budget` asks for, all depths shrink in proportion, until
     they spend half of it. A number of tokens says no share before an image is seen, and moves nothing.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The spelling of methods and their options: on one line, and as what JSON can hold.
 
-One line: "dart", "dart:pivot_text=0", "divprune+fastv:layer=3". An option follows its method behind a colon, the next
-ones behind commas; a plus puts a method on top of another (a stack, in which each acts at a place of its own). Lists of
+One line: "dart", "dart:pivot_text=0", "divprune+fastv:layer=3". An option follows its method after a colon, the next
+ones after commas; a plus puts a method on top of another (a stack, in which each acts at a place of its own). Lists of
 such settings have commas between them: what has an equals sign belongs to the method before it. Brackets and double
 quotes hold together what stands in them.
 """

@@ -76,7 +76,7 @@ def tokens_of(
     A token lies in a box if its middle does; of a box in which no middle lies, that is the token nearest to the box's
     own. sizes: (width, height) of each image or frame, in pixels. grids: (height, width) in tokens of each image or
     frame of the model: it may have joined several frames to one, and a token then lies in the boxes of all of them.
-    count: visual tokens of the prompt; those behind the last grid (a newline) lie nowhere.
+    count: visual tokens of the prompt; those after the last grid (a newline) lie nowhere.
     """
     step = math.ceil(len(sizes) / len(grids))
     starts = np.cumsum([0, *(height * width for height, width in grids)])

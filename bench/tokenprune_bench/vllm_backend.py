@@ -34,7 +34,7 @@ OFF = {"off": True}
 
 @dataclass(frozen=True)
 class Chat:
-    """One turn of a user: images, and behind them a text."""
+    """One turn of a user: images, and after them a text."""
 
     images: tuple[Image.Image, ...]
     text: str

@@ -123,7 +123,7 @@ def _screen(rng: np.random.Generator, width: int, height: int) -> Image.Image:
 
 
 def _chart(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    """Axes with lines behind and bars of grey colours, on plain paper."""
+    """Axes with lines after and bars of grey colours, on plain paper."""
     image = Image.new("RGB", (width, height), _grey(rng, 242, 256))
     pen, ink, rule = ImageDraw.Draw(image), _grey(rng, 20, 70), _grey(rng, 190, 220)
     left, top, right, bottom = int(width * 0.12), int(height * 0.1), width - 12, height - int(rng.integers(24, 40))

@@ -36,7 +36,7 @@ class Table:
 
 
 def cut(table: Table, width: int) -> list[Table]:
-    """Return the table as tables that a screen of so many letters holds: itself, or some of its columns each, behind
+    """Return the table as tables that a screen of so many letters holds: itself, or some of its columns each, after
     those that name a row. The notes stay with the last."""
     needs, keys = _needs(table), 2 if table.grouped else 1
     groups: list[list[int]] = [[]]

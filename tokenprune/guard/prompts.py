@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from tokenprune.guard.settings import KINDS
 
-# Instructions for the form of an answer, which many benchmarks put behind every question.
+# Instructions for the form of an answer, which many benchmarks put after every question.
 _FORMS = (
     r"\b(?:single|one|a|few|your own|short|more|following|\d+)\s+words?\b(?:\s+or\s+(?:a\s+)?(?:short\s+)?phrases?)?",
     r"\b(?:option|choice|correct|right|best|answer|capital)(?:'s|’s)?\s+letters?\b",

@@ -53,7 +53,7 @@ def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Bu
 
 
 class TimmPatch(Merger):
-    """Merges in the blocks of `model`. Behind the last one each patch gets the feature of its merged token, so that
+    """Merges in the blocks of `model`. After the last one each patch gets the feature of its merged token, so that
     every kind of pooling weighs a merged token by its size."""
 
     def __init__(self, model: Any, method: EncoderMethod, budget: Budget) -> None:
@@ -101,7 +101,7 @@ class TimmPatch(Merger):
 
     def _flops(self, counts: list[list[int]]) -> float:
         """Multiply-adds x 2 of all blocks: attention on the tokens that enter a block, the MLP on those it leaves.
-        counts: tokens of each row before each block, and behind the last."""
+        counts: tokens of each row before each block, and after the last."""
         total = 0.0
         for block, before, after in zip(self.model.blocks, counts[:-1], counts[1:], strict=True):
             attention, mlp = (

@@ -97,5 +97,5 @@ def mask_arguments(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Ten
 
 
 def scales(scaling: float, softcap: float | None) -> tuple[float, float]:
-    """Factors of a logit before and behind the softcap, to base 2."""
+    """Factors of a logit before and after the softcap, to base 2."""
     return (scaling * _LOG2E, 0.0) if softcap is None else (scaling / softcap, softcap * _LOG2E)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One name for each operation, behind it a PyTorch reference and a Triton kernel.
+"""One name for each operation, after it a PyTorch reference and a Triton kernel.
 
     @operation(kernel="tokenprune.kernels.row_max_triton:row_max", limits=_limits)
     def row_max(x: torch.Tensor) -> torch.Tensor:

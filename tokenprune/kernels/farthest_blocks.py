@@ -55,7 +55,7 @@ def distances(a: Tensor, b: Tensor) -> Tensor:
 
 
 def filled(x: Tensor, multiple: int) -> Tensor:
-    """Return `x` `[n, D]` with zeros behind it up to a multiple of so many rows."""
+    """Return `x` `[n, D]` with zeros after it up to a multiple of so many rows."""
     missing = -len(x) % multiple
     return torch.cat([x, x.new_zeros(missing, x.shape[1])]) if missing else x
 
@@ -163,7 +163,7 @@ def _walk(
     """Pick the farthest of a block, at most `number`, while it beats (value, last), those of the first token outside.
 
     among: float `[n, n]`, their distances; apart: float `[n]`, from what is taken; place: their indices, ascending.
-    Returns the picks, and `apart` behind them, -inf for the picks.
+    Returns the picks, and `apart` after them, -inf for the picks.
     """
     chosen: list[int] = []
     while place and len(chosen) < number:

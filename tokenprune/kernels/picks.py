@@ -38,7 +38,7 @@ class Picks:
 
     def first(self, number: Tensor) -> Tensor:
         """bool `[S, N]`: the first `number` (long `[S]`) tokens that each segment took."""
-        keep = torch.nn.functional.pad(torch.zeros_like(self._mask), (0, 1))  # the last entry is for those behind them
+        keep = torch.nn.functional.pad(torch.zeros_like(self._mask), (0, 1))  # the last entry is for those after them
         if self._taken:
             turn = torch.arange(len(self._taken), device=number.device)
             behind = turn >= number.unsqueeze(1)

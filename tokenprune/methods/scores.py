@@ -27,7 +27,7 @@ def saliency(tokens: VisualTokens) -> Tensor:
 
 
 def relevance(tokens: VisualTokens) -> Tensor:
-    """float32 `[S, N]`: mean cosine of each token to the text tokens behind its image, in the language model's space; 0
+    """float32 `[S, N]`: mean cosine of each token to the text tokens after its image, in the language model's space; 0
     where there is no text."""
     text = tokens.text
     if not text.mask.shape[1]:

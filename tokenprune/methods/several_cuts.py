@@ -109,9 +109,9 @@ class OneCut(Pruner):
 
 
 def text_votes(tokens: VisualTokens, weights: Tensor) -> Tensor:
-    """float32 `[S, H, N]`: attention that the text behind each image pays to each visual token in the layer before the
+    """float32 `[S, H, N]`: attention that the text after each image pays to each visual token in the layer before the
     cut, summed over its tokens with `weights`, `[S, M]` or `[S, H, M]`; that of the prompt's last token where no text
-    is behind an image. The method has to need `TEXT`."""
+    is after an image. The method has to need `TEXT`."""
     alone, votes = ~tokens.text.mask.any(1), tokens.attention_from(weights)
     if alone.device.type == "cpu" and not alone.any():  # the host may be asked, and then needs no other row
         return votes

@@ -32,7 +32,7 @@ class OfFrames(Observable):
 @register_observable("frames")
 class FrameSizes(OfFrames):
     """S lists of ints, on the host: how many tokens each frame of each segment has. An image is one frame; tokens
-    behind the last frame of a video (a newline) are in none."""
+    after the last frame of a video (a newline) are in none."""
 
     axes = ""
 
@@ -49,7 +49,7 @@ class FrameSizes(OfFrames):
 
 @register_observable("frame")
 class Frame(OfFrames):
-    """long `[S, N]`: index of each token's frame in its segment; -1 for what is in no frame (a newline behind a video,
+    """long `[S, N]`: index of each token's frame in its segment; -1 for what is in no frame (a newline after a video,
     padding)."""
 
     axes = "SN"

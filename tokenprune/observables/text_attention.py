@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @register_observable("text_attention")
 class TextAttention(AttentionOfText):
-    """float32 `[S, H, M, N]`: softmax attention of each text token behind an image to each visual token, in the layer
+    """float32 `[S, H, M, N]`: softmax attention of each text token after an image to each visual token, in the layer
     before the cut; 0 at padding. `tokens.text.attention`, `[S, H, M, M]`, is that to each text token, and
     `tokens.attention_from(weights)`, `[S, H, N]`, the weighted sum over the text, which never holds all rows."""
 
@@ -47,7 +47,7 @@ class NextTextAttention(AttentionOfText):
 @register_observable("head_maxima")
 class HeadMaxima(AttentionOfText):
     """float32 `[S, 2, N]`: attention that each visual token gets in the layer before the cut, of each row the most of
-    any head: the mean over the rows of the image's tokens, and that over the text behind it, 0 where there is none."""
+    any head: the mean over the rows of the image's tokens, and that over the text after it, 0 where there is none."""
 
     where = ObservedAt.LAYER_BEFORE
     axes = "SRN"
@@ -79,8 +79,8 @@ class HeadMaxima(AttentionOfText):
 
 @register_observable("text_sum_and_max")
 class TextSumAndMax(AttentionOfText):
-    """float32 `[S, 2, N]`: attention that each visual token gets from the text behind its image in the layer before the
-    cut, mean over heads: the sum over the text's tokens, and the most of any; 0 where no text is behind."""
+    """float32 `[S, 2, N]`: attention that each visual token gets from the text after its image in the layer before the
+    cut, mean over heads: the sum over the text's tokens, and the most of any; 0 where no text is after."""
 
     where = ObservedAt.LAYER_BEFORE
     axes = "SRN"
@@ -97,7 +97,7 @@ class TextSumAndMax(AttentionOfText):
             mean = rows.mean(1).mul_(mask[:, part, None])  # padding is among the rows
             total = mean.sum(1) if total is None else total + mean.sum(1)
             most = mean.amax(1) if most is None else torch.maximum(most, mean.amax(1))
-        if total is None or most is None:  # no text behind any image
+        if total is None or most is None:  # no text after any image
             return torch.zeros(len(mask), 2, segments.mask.shape[1], dtype=torch.float32, device=mask.device)
         found = torch.stack([total, most], dim=1)
         return found.masked_fill(~segments.mask[:, None], 0)

@@ -31,7 +31,7 @@ class Merge:
 
     Rows may differ in how many tokens stay and leave. Then `left` has the number that stays in each row and `gone`
     (long `[B]`) the number that leaves; what stands behind these in `keep`, `source` and `target` is padding, of any
-    value. The output's padding is behind its tokens, and has the size 0. count: n.
+    value. The output's padding is after its tokens, and has the size 0. count: n.
 
     drops: whether what neither stays nor is a source is dropped; else there is no such token.
     """
@@ -93,7 +93,7 @@ class Merge:
 
     @cached_property
     def _moves(self) -> tuple[Tensor, Tensor]:
-        """`source` and `target` in rows laid end to end; the target of padding is behind the last row."""
+        """`source` and `target` in rows laid end to end; the target of padding is after the last row."""
         source, target = _end_to_end(self.source, self.count), _end_to_end(self.target, self.keep.shape[1])
         if self.gone is None:
             return source, target

@@ -16,7 +16,7 @@ _BLOCK = 256  # tokens whose fate is settled together
 
 
 def unsuppressed(near: Relation, score: Tensor, mask: Tensor) -> Tensor:
-    """bool `[S, N]`: go through the tokens by falling score; one that is still there stays, and removes all behind it
+    """bool `[S, N]`: go through the tokens by falling score; one that is still there stays, and removes all after it
     that it is near.
 
     near: of bool, N by N, whether the first removes the second; score: float `[S, N]`, of equal ones the lower index

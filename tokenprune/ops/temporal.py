@@ -83,7 +83,7 @@ def likeness(x: Tensor, centre: Tensor) -> Tensor:
 
 
 def segments_at(similarity: Tensor, frames: Tensor, least: int | Tensor = 1, threshold: float = -2.0) -> Tensor:
-    """bool `[S, F - 1]`: whether a segment ends behind each frame, by how similar that is to the next.
+    """bool `[S, F - 1]`: whether a segment ends after each frame, by how similar that is to the next.
 
     similarity: float `[S, F - 1]`. frames: long `[S]`, of each video. It ends where the similarity is below
     `threshold`, and at the lowest ones of all, as many as make `least` segments of the video (an int, or long `[S]`; of
@@ -100,7 +100,7 @@ def segments_at(similarity: Tensor, frames: Tensor, least: int | Tensor = 1, thr
 def segments_by_stillness(
     similarity: Tensor, mask: Tensor, frames: Tensor, threshold: float, most: int = 1024
 ) -> Tensor:
-    """bool `[S, F - 1]`: whether a segment ends behind each frame, in the partition that saves most (HoliTom).
+    """bool `[S, F - 1]`: whether a segment ends after each frame, in the partition that saves most (HoliTom).
 
     similarity: float `[S, F - 1, P]`, see `same_place`; mask: bool `[S, F - 1, P]`, which of it counts. frames: long
     `[S]`. A place of a segment of n frames is still if it is above `threshold` in all n - 1 steps, and saves n - 1

@@ -16,7 +16,7 @@ class StreamMem(MostAttended):
     """Keep the visual tokens that a proxy of a question attends to most, in each layer and KV head by itself
     (StreamMem, arXiv 2508.15717).
 
-    The proxy are the tokens of the chat template between a question and its answer. They run behind what is held
+    The proxy are the tokens of the chat template between a question and its answer. They run after what is held
     whenever it is compressed, and leave no trace. A token's score is the softmax attention that it gets, averaged over
     the proxy's tokens and the query heads of a KV head, in float32; text and the proxy compete for it.
     proxy: None for the chat template's tokens; a text, which is put as a question; or ids, which a session without a

@@ -54,7 +54,7 @@ def current() -> Exchange:
 
 
 def header(served: Served) -> str:
-    """Return the value of the header: `divprune;keep=0.25;profile=fast;by=name;in=576;out=144`, and behind it
+    """Return the value of the header: `divprune;keep=0.25;profile=fast;by=name;in=576;out=144`, and after it
     `;aged=3` where three images are older than the keep of the newest, and `;full=rollout;shadow=144` for a request
     that is served in full though its setting would keep 144."""
     said = served.fields()

@@ -111,7 +111,7 @@ class EncoderMethod(Method):
         """Return what finds the merge of each of the tower's blocks; None where a block merges nothing.
 
         A matcher takes the keys of a block's attention, float32 `[B, n, Dh]` (mean over the heads), and the number of
-        real tokens in each row (the others are padding, behind them), or None if all are real. It returns the `Merge`,
+        real tokens in each row (the others are padding, after them), or None if all are real. It returns the `Merge`,
         or None if nothing merges (see `tokenprune.ops.merging`). Called when the model is patched, and in each forward.
         Blocks from `tower.read` on show no keys: theirs is None. Raises BudgetError for what cannot be reached.
         """

@@ -57,7 +57,7 @@ class FrameMix:
 
 @dataclass(frozen=True)
 class FrameMerger(Method):
-    """Base of the methods that merge frames of a video behind blocks of the vision tower (IN_ENCODER), so that later
+    """Base of the methods that merge frames of a video after blocks of the vision tower (IN_ENCODER), so that later
     blocks run on fewer, and then choose among the tokens of those left.
 
     A subclass implements `blocks`, `mix`, `groups` and `choose_tokens`. It sees one video at a time, and never a model.
@@ -76,7 +76,7 @@ class FrameMerger(Method):
         return budget.is_identity()
 
     def blocks(self, depth: int) -> list[int]:
-        """Return behind which of the `depth` blocks that the model reads frames merge: indices, rising, at least one.
+        """Return after which of the `depth` blocks that the model reads frames merge: indices, rising, at least one.
         Raises OptionError for blocks that there are not."""
         raise NotImplementedError(f"{type(self).__name__} does not implement blocks()")
 
@@ -95,7 +95,7 @@ class FrameMerger(Method):
     def choose_tokens(self, received: Tensor, groups: Sequence[int], keep: int) -> Tensor:
         """Return which tokens of the frames left stay, bool `[F, P]`: at least one, at most `keep`.
 
-        received: float32 `[F, P]`, on the host, what `reads` says of the patches of each token in the last block behind
+        received: float32 `[F, P]`, on the host, what `reads` says of the patches of each token in the last block after
         which frames merge, the attention that they receive; of a mixed frame it is mixed alike. groups: see `groups`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement choose_tokens()")

@@ -27,7 +27,7 @@ _TEXT = 7
 
 @dataclass(frozen=True)
 class _Case:
-    """Tokens that a method is tried on. given: observables by name; text: those of the text behind each image."""
+    """Tokens that a method is tried on. given: observables by name; text: those of the text after each image."""
 
     counts: list[int]
     keep: list[int]

@@ -89,7 +89,7 @@ def _view(
     policy: Policy, frames: int = 6, axes: int = 1, wrapped: bool = False, dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> PolicyView:  # fmt: skip
-    """Return the entries of whole frames of 5 cells. wrapped: with a token before and one behind each."""
+    """Return the entries of whole frames of 5 cells. wrapped: with a token before and one after each."""
     g = torch.Generator("cpu").manual_seed(seed)
     cells = [-1, 0, 1, 2, 3, 4, -1] if wrapped else [0, 1, 2, 3, 4]
     n = frames * len(cells)

@@ -39,7 +39,7 @@ def visual_tokens(
     hidden:  `[S, N, D]`, the visual tokens of S images; `[N, D]` is one image.
     counts:  how many of the N tokens each image has; None is all. What stands behind them is padding.
     keep:    what the method has to keep: a share, a number, a `Budget` of these, or a list of a number for each image.
-    text:    the text behind each image: `hidden` `[S, M, D]` and, if the method reads them, `keys` and others by the
+    text:    the text after each image: `hidden` `[S, M, D]` and, if the method reads them, `keys` and others by the
              names that `VisualTokens.text` has; `mask`, bool `[S, M]`, is all True if it is left out. `text_hidden=`,
              `text_keys=` and so on are another way to say it, where no observable has that name.
     rows:    the prompt that each image stands in, in order; None: each in one of its own.

@@ -21,7 +21,7 @@ class Visual:
     """One video or image of a row.
 
     modality: "image" or "video". frames: for each frame in order (an image is one) the position of its first visual
-    token, and the one behind its last. A frame is what the decoder sees as one: Qwen's towers join two of a video's.
+    token, and the one after its last. A frame is what the decoder sees as one: Qwen's towers join two of a video's.
     """
 
     modality: str
@@ -48,7 +48,7 @@ def tokens_per_frame(tokens: int, frames: int, behind: int = 0) -> list[int] | N
 
 def frame_and_place(frames: Sequence[Sequence[int]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return long `[S, width]` twice: the index of each token's frame in its segment, and of the token in its frame; -1
-    for what is in no frame (a newline behind a video, padding).
+    for what is in no frame (a newline after a video, padding).
 
     frames: how many tokens each frame of each segment has. Both are made on the host, so that the device is not asked.
     """
@@ -65,7 +65,7 @@ def frame_and_place(frames: Sequence[Sequence[int]], width: int, device: torch.d
 
 def frame_counts(tokens: int, frames: int) -> list[int] | None:
     """Return how many of a video's `tokens` each of its `frames` has, or None if they do not split evenly. A rest, the
-    newline behind a video of LLaVA-OneVision, belongs to the last."""
+    newline after a video of LLaVA-OneVision, belongs to the last."""
     size = tokens // frames if frames > 0 else 0
     if size == 0 or tokens - frames * size >= size:
         return None

@@ -75,7 +75,7 @@ class Observable:
     axes:     of the tensor that it is for visual tokens: S segments, N tokens, H heads, M text tokens, D features;
               empty if it is no tensor.
     by_layer: whether it is read of one block at a time, `tokens.<name>(layer)`, out of the method's `encoder_layers`.
-    whole:    whether it takes the whole prompt, with the text behind an image.
+    whole:    whether it takes the whole prompt, with the text after an image.
     all_rows: whether it takes what all tokens attend to.
     rotary:   whether it takes rotary positions, which not every decoder has.
     """
@@ -112,7 +112,7 @@ class Observable:
         raise NotImplementedError(f"{type(self).__name__} does not implement of_visual()")
 
     def of_text(self, source: TokenSource, text: TextView) -> Any:
-        """Return the value for the text tokens behind each segment, `[S, M, ...]`; raise AttributeError if there is
+        """Return the value for the text tokens after each segment, `[S, M, ...]`; raise AttributeError if there is
         none, as here."""
         raise AttributeError(f"the text behind an image has no {self.name!r}")
 
@@ -121,12 +121,12 @@ class Observable:
         return normal(sizes.segments, sizes.tokens, sizes.width, generator=generator)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Any:
-        """Return a made-up value for the text behind each segment; None if it has none."""
+        """Return a made-up value for the text after each segment; None if it has none."""
         return None
 
 
 class PerToken(Observable):
-    """Base of what each token of the sequence has one of; the text behind an image has it too."""
+    """Base of what each token of the sequence has one of; the text after an image has it too."""
 
     def values(self, source: TokenSource) -> Tensor:
         """Return `[B, W, ...]`, one for each slot of the sequence as it is at the cut."""
@@ -167,7 +167,7 @@ def add_up(parts: Iterable[Tensor]) -> Tensor:
 
 
 class AttentionOfText(Observable):
-    """Base of what the attention of a decoder layer pays from the text behind an image, by head."""
+    """Base of what the attention of a decoder layer pays from the text after an image, by head."""
 
     axes = "SHMN"
     whole = True

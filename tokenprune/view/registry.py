@@ -81,21 +81,21 @@ def find_observable(name: str) -> Observable | None:
 
 
 def observable(name: str) -> Observable:
-    """Return the observable registered under `name`, or under the name that it has in the text behind an image
+    """Return the observable registered under `name`, or under the name that it has in the text after an image
     ("text.keys"); raise RegistrationError if there is none."""
     (found,) = observables_of([need_of(name)])
     return found
 
 
 def find_observable_of_text(name: str) -> Observable | None:
-    """Return the observable that the text behind an image has under `name`, None if there is none."""
+    """Return the observable that the text after an image has under `name`, None if there is none."""
     _load()
     return next((one for one in _OBSERVABLES.values() if one.text_name == name), None)
 
 
 def need_of(name: str) -> str:
     """Return the name of the observable that a need means, which may be written as it is read: "text.embeddings", or
-    "text_embeddings", is what the text behind an image has of "embeddings"."""
+    "text_embeddings", is what the text after an image has of "embeddings"."""
     _load()
     of_text = next((name.removeprefix(start) for start in ("text.", "text_") if name.startswith(start)), None)
     if name in _OBSERVABLES or of_text is None:

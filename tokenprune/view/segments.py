@@ -28,7 +28,7 @@ class Segments:
     mask:     bool `[S, N]`, False for padding.
     grids:    list of (frames, height, width) in tokens, or None where a segment is no full grid or this is not known.
     modality: list of "image" or "video".
-    frames:   list of how many tokens each frame has, in order; tokens behind the last frame are in none. An image is
+    frames:   list of how many tokens each frame has, in order; tokens after the last frame are in none. An image is
               one frame; None for a video of which this is not known, or of which tokens are gone. An empty list tells
               it of no segment.
     clips:    list of what budgets of videos go by, None for an image; empty where there is none to go by.
@@ -166,7 +166,7 @@ class SeenAttention(Protocol):
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of made-up tokens. counts: tokens of each of S segments, of which the longest has N. text: M text tokens
-    behind each. width: D. heads: H."""
+    after each. width: D. heads: H."""
 
     counts: tuple[int, ...]
     text: int = 0

@@ -74,7 +74,7 @@ class TokenSource:
         return seen.of_visual(self, tokens.segments, *layer)
 
     def read_text(self, seen: Readable, text: TextView) -> Any:
-        """Return the value of an observable for the text behind an image."""
+        """Return the value of an observable for the text after an image."""
         return seen.of_text(self, text)
 
     def attention_from(self, seen: ReadableByRow, tokens: VisualView, weights: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class TokenSource:
 
     @cached_property
     def text_rows(self) -> dict[str, Tensor]:
-        """`[S, H, M, W]`, attention of the text behind each image, by the name of the observable that made it."""
+        """`[S, H, M, W]`, attention of the text after each image, by the name of the observable that made it."""
         return {}
 
     def real(self) -> Tensor:
@@ -124,7 +124,7 @@ class TokenSource:
         raise _refused("which tokens are padding")
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Return positions, long `[S, M]`, and mask, bool `[S, M]`, of the text tokens behind each segment: the same
+        """Return positions, long `[S, M]`, and mask, bool `[S, M]`, of the text tokens after each segment: the same
         positions for all segments of a row, of which the mask leaves out those before a segment."""
         raise _refused("the text")
 

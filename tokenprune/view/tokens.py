@@ -48,7 +48,7 @@ class _OfVisual:
 
 @dataclass(frozen=True, eq=False)
 class TextTokens(_OfText):
-    """The text tokens that follow each segment in its row; M are the most behind any.
+    """The text tokens that follow each segment in its row; M are the most after any.
 
     mask: bool `[S, M]`; position: long `[S, M]`, in this call's sequence.
     Observables of text are attributes, computed on first use: `hidden` `[S, M, D]`, and `keys` `[S, M, F]` and others
@@ -119,7 +119,7 @@ class VisualTokens(_OfVisual):
         return self._source.final_norm(hidden)
 
     def attention_from(self, weights: Tensor, name: str = "text_attention") -> Tensor:
-        """Return float32 `[S, H, N]`: attention from the text behind each image, the rows of its tokens summed with
+        """Return float32 `[S, H, N]`: attention from the text after each image, the rows of its tokens summed with
         `weights`, `[S, M]` or `[S, H, M]`; memory does not grow with the length of the text. name: "text_attention",
         which the method has to need, or "next_text_attention"."""
         seen = _declared(name, find_observable, self._source, "text")

@@ -37,7 +37,7 @@ _ABOUT = (
 
 
 class Handlers:
-    """The handlers of one page. Sessions belong to a visitor each; the model, behind its lock, to all."""
+    """The handlers of one page. Sessions belong to a visitor each; the model, after its lock, to all."""
 
     def __init__(self, loading: Loading, examples: Examples) -> None:
         self.loading, self.examples = loading, examples

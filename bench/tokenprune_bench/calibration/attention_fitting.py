@@ -107,7 +107,7 @@ def fit_fitprune(
     """Return how many visual tokens each decoder layer can do without, which `fitprune` follows.
 
     For each share of attention that may be lost, in steps of a fiftieth, those tokens of a layer can go that are both
-    among the least attended to by the image and among the least attended to by the text behind it, as many of each as
+    among the least attended to by the image and among the least attended to by the text after it, as many of each as
     lose that share; later layers go on with the others. samples, out, progress: see `fit_d2pruner`. Raises
     AlreadyPatchedError for a patched model, and TokenPruneError if no sample has an image.
     """

@@ -64,7 +64,7 @@ def fit_dyrate(
     """Fit the classifier that `dyrate` with rate="predictor" uses, and return it with what the fit saw.
 
     samples: the model's arguments for prompts with images, as its processor makes them. The model answers each
-    greedily, unpruned; the answer is then forced under each rate in turn, from the first decode step on, behind a
+    greedily, unpruned; the answer is then forced under each rate in turn, from the first decode step on, after a
     prefill cut to `keep`. The label of a step is the highest rate whose next-token distribution is within `divergence`
     (KL, nats, full against pruned) of the full one, or rate 0. The classifier is a multinomial logistic regression on
     the attention masses of each step. Takes `grid` + 1 generations a sample; the same input gives the same file.

@@ -28,7 +28,7 @@ class Line:
     method: as `tokenprune bench` spells it, options and stacks too. keep: what was asked for. site: where it acts.
     query_aware: whether the question may change what stays. score: share right (or mean score) with its 95 % interval,
     as three numbers. tokens: visual tokens averaged over the decoder's layers, as a share of the unpatched model's.
-    kv: bytes of the KV cache behind prefill, as a share of the unpatched model's. ttft: median time to the first token,
+    kv: bytes of the KV cache after prefill, as a share of the unpatched model's. ttft: median time to the first token,
     as a share of the unpatched model's, taken in turn with it. marks: baselines that it is not significantly better
     than, at the same keep. None: not known.
     """

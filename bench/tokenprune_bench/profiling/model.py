@@ -176,7 +176,7 @@ def demo_model(name: str = "demo_vlm", *, device: str | None = None) -> tuple[An
 
 
 def _shown(images: Sequence[Any], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return images as parts of a chat, each behind its label where there are labels."""
+    """Return images as parts of a chat, each after its label where there are labels."""
     parts = [{"type": "image", "image": image} for image in images]
     if not labels:
         return parts

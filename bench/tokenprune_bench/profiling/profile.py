@@ -226,7 +226,7 @@ class _Timed:
 @contextmanager
 def watched(subject: Model, wait: Callable[[], None]) -> Iterator[dict[str, list[float]]]:
     """Return a context that gives the milliseconds of what runs in it: "tower", of each encoding, and "decoder", of
-    each forward. wait: returns when the device is done. Enter it behind a patch, and leave it before."""
+    each forward. wait: returns when the device is done. Enter it after a patch, and leave it before."""
     spans: dict[str, list[float]] = {"tower": [], "decoder": []}
     base, decoder = subject.adapter.base, subject.adapter.decoder
     inside: list[int] = []

@@ -116,7 +116,7 @@ def _facts(results: Results) -> list[tuple[str, str]]:
 
 
 def _score_first(table: Table) -> Table:
-    """Return the table with score and interval behind method and keep, where a narrow screen shows them too."""
+    """Return the table with score and interval after method and keep, where a narrow screen shows them too."""
     if "95 % CI" not in table.columns:
         return table
     score = table.columns.index("95 % CI") - 1

@@ -83,7 +83,7 @@ class PromptView:
     scores: np.ndarray | None = None  # float, of all tokens, where a method ranks them by one; NaN: has none
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
-        """Return what belongs to each frame's tokens as `[height, width]`; what comes behind the last is left out."""
+        """Return what belongs to each frame's tokens as `[height, width]`; what comes after the last is left out."""
         ends = np.cumsum([height * width for height, width in self.grids])
         return [
             values[end - height * width : end].reshape(height, width)

@@ -69,7 +69,7 @@ def sequence(estimates: Sequence[Estimate], most: int) -> list[int]:
     """Return the indices to be tested, at most `most`, in order: first the safest that saves anything, whatever its
     chance; then those that save more than all before them, each less safe than the one before.
 
-    A further one that passes is worth what it saves beyond the last; one that fails keeps those behind it from being
+    A further one that passes is worth what it saves beyond the last; one that fails keeps those after it from being
     tested. Those are left out with which the expected saving of the last one that passes is smaller. For it the chance
     to get through several tests lies halfway between that of tests that know nothing of each other and that of tests
     which only differ in strictness: all are made with the same questions, and hard ones are hard for all.

@@ -275,7 +275,7 @@ class Tuner:
         Why nothing is corrected for the number of tests (a fixed-sequence test): the order is a function of the answers
         of the search and of times, and is fixed before a held-out answer is looked at. A false promise needs a setting
         that loses too much and passes. Take the first in the order that loses too much: whoever passes wrongly is this
-        one or comes behind it, so it must have passed itself, which its own test lets happen with a probability of at
+        one or comes after it, so it must have passed itself, which its own test lets happen with a probability of at
         most 1 - confidence. This holds for any order and any choice among those that passed; that the safest comes
         first, by the search, only makes an answer more likely.
         """

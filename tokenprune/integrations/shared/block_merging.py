@@ -2,7 +2,7 @@
 """Hooks that merge tokens inside the blocks of a vision transformer, whichever library the blocks come from.
 
 A block computes x + attention(norm(x)), then x + mlp(norm(x)). The merge sits between the two. No forward is replaced:
-a hook hands the second norm the merged tokens, so that the MLP runs on these alone; a hook behind the MLP adds its
+a hook hands the second norm the merged tokens, so that the MLP runs on these alone; a hook after the MLP adds its
 result to them, which is the block's output, and hands the block a zero to add to the tokens before the merge.
 """
 
@@ -41,7 +41,7 @@ class Block:
 @dataclass
 class Merging:
     """One forward of a tower. N tokens enter in each of B rows. n are left so far in the row that has most; the others
-    are padded to it, behind their tokens.
+    are padded to it, after their tokens.
 
     plan: what finds the merge of each block. owners: after each block (first: before any) long `[B, N]`, for each token
     that entered the one that it is part of. left: tokens in each row so far; counts: these, as they entered each block.

@@ -32,7 +32,7 @@ def keep_row_ends(
     mask, keep = segments.mask[rows], selection.keep[rows] & segments.mask[rows]
     last = (segments.position[rows] == place) & mask
     there, index = last.any(1, keepdim=True), last.to(torch.uint8).argmax(1, keepdim=True)
-    # The end of a prompt comes behind all of its visual tokens: the nearest that stays is the last that stays.
+    # The end of a prompt comes after all of its visual tokens: the nearest that stays is the last that stays.
     leaves = (keep * torch.arange(keep.shape[1], device=device)).amax(1, keepdim=True)
     assign = None
     if selection.assign is not None:

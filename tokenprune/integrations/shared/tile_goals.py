@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The goal of each tile, where models crop tiles behind their tower, and set rows apart by newlines (LLaVA-NeXT,
+"""The goal of each tile, where models crop tiles after their tower, and set rows apart by newlines (LLaVA-NeXT,
 LLaVA-OneVision).
 
 A budget is for an image as the decoder sees it: its newlines, which stay, and the patches of all its tiles that are not

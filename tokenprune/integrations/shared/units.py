@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches that become one visual token, and so merge as one: pixel shuffle and pooling behind a tower.
+"""Patches that become one visual token, and so merge as one: pixel shuffle and pooling after a tower.
 
 A unit is a square of neighbouring patches. Two units merge patch by patch: each with the one at the same place of the
 other. What a projector makes of a whole unit it then makes of a merged one, and to methods a unit is a token.
@@ -71,7 +71,7 @@ class Units:
         return patches.reshape(len(x), -1, self.size * x.shape[-1])
 
     def spread(self, merge: Merge, order: Tensor | None) -> Merge:
-        """Return the merge of tokens that a merge of units is. order: how the tokens stand before it; behind it they
+        """Return the merge of tokens that a merge of units is. order: how the tokens stand before it; after it they
         stand unit by unit."""
         places = torch.arange(self.size, device=merge.keep.device)
 

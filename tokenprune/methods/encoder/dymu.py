@@ -38,7 +38,7 @@ class DyMU(EncoderMethod):
     attention to all positions. It saves no KV memory (docs/vtu.md).
     exact: every image keeps exactly the number of patches that `keep` asks for: what merges in which block is still
     its content's choice, but no block goes below that number, and where the thresholds would leave more than the blocks
-    behind can still merge, the best pairs below the threshold merge too. For those who must know the number before the
+    after can still merge, the best pairs below the threshold merge too. For those who must know the number before the
     image, such as vLLM.
 
     Source: Wang et al., "DyMU: Dynamic Merging and Virtual Unmerging for Efficient VLMs", sections 3.1 (dynamic
@@ -121,7 +121,7 @@ class DyMU(EncoderMethod):
         ] + [None] * (tower.blocks - tower.read)
 
     def _ceilings(self, floor: int, tower: Tower) -> list[int]:
-        """Return for each block whose output is read how many tokens it may leave at most, so that the blocks behind it
+        """Return for each block whose output is read how many tokens it may leave at most, so that the blocks after it
         can get down to `floor`; raises BudgetError if all of them together cannot."""
         ceilings = [floor]
         for _ in range(tower.read):

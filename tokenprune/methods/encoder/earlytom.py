@@ -27,7 +27,7 @@ class EarlyTom(FrameMerger):
     """Merge frames of a video that are alike inside the vision tower, so that it runs on fewer of them, and keep of the
     others what the tower attends to (EarlyTom).
 
-    Behind three blocks the frames fall into segments: a new one begins where the running similarity to a segment's
+    After three blocks the frames fall into segments: a new one begins where the running similarity to a segment's
     first frame gets too low. Within a segment the first and the last frame stay; of those between, two neighbours that
     are more alike than these become one. Then each frame left keeps an equal part of the budget: in a short segment,
     and at the ends of one, what receives most attention; between, the same in as many stretches of the frame as tokens
@@ -37,7 +37,7 @@ class EarlyTom(FrameMerger):
 
     threshold: running cosine to a segment's first frame below which a new segment begins; above 1 nothing merges.
     longest: frames of a segment, at most.
-    layers: blocks behind which frames merge: shares of the depth that the model reads, or indices.
+    layers: blocks after which frames merge: shares of the depth that the model reads, or indices.
     lose_last: drop the last of four or more frames of a segment but one, where it found no partner, as the authors'
     code does; False keeps it.
 
@@ -137,7 +137,7 @@ class EarlyTom(FrameMerger):
 
 def _similarities(hidden: Tensor, most: int) -> list[list[float]]:
     """Return, for each distance from 1 to `most` frames, the mean over places of the cosine of each frame to the one so
-    far behind it, on the host. hidden: `[F, N, D]`."""
+    far after it, on the host. hidden: `[F, N, D]`."""
     frames = len(hidden)
     most = min(most, frames - 1)
     if most < 1:

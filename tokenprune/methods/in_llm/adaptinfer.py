@@ -21,7 +21,7 @@ class AdaptInfer(SeveralCuts):
     """Keep the visual tokens that the question attends to, each of its words weighted by what the other words make of
     it in the same layer.
 
-    A word weighs, in each head, what it gets of and gives to the words behind the image; at every cut anew.
+    A word weighs, in each head, what it gets of and gives to the words after the image; at every cut anew.
 
     keep: tokens averaged over the decoder's layers; 0.25 (default) is what layers process of 576 tokens in the
     authors' "128 tokens" of LLaVA-1.5, about 146.
@@ -33,8 +33,8 @@ class AdaptInfer(SeveralCuts):
     "After layers 1, 10 and 20" there is at the input of 2, 11 and 21 here.
 
     Differs from the paper: counts follow `keep` by the profile of its 128 tokens, 290 : 72 : 18, and not tables; kept
-    tokens keep their positions (there they are numbered anew behind each cut); at least one token of an image stays.
-    Where no text is behind an image, the prompt's last token rates.
+    tokens keep their positions (there they are numbered anew after each cut); at least one token of an image stays.
+    Where no text is after an image, the prompt's last token rates.
     """
 
     default_keep: ClassVar[float] = 0.25

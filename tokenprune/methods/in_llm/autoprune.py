@@ -45,11 +45,11 @@ class AutoPrune(SeveralCuts):
     Source: Wang et al., "AutoPrune: Each Complexity Deserves a Pruning Policy", sections 3.2 and 3.3, and the authors'
     code for the curve's numbers.
 
-    Differs from the paper: six cuts, each with the mean of the curve up to the next one, where it makes one behind
+    Differs from the paper: six cuts, each with the mean of the curve up to the next one, where it makes one after
     every layer (`cuts=None`). What the authors' code does beside it is left out: the first selection by the vision
     tower's class token, and the recycling of dropped tokens. `keep` counts what layers process (there what leaves them,
     about 17 tokens of 576 less). The mutual information is a mean over heads times 32, for models of any number of
-    heads, and the curve is stretched to the model's depth. Positions are kept. Where no text is behind an image, the
+    heads, and the curve is stretched to the model's depth. Positions are kept. Where no text is after an image, the
     slope is `slope`, and the prompt's last token rates.
     """
 

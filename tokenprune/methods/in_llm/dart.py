@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Dart(Pruner):
     """Keep the visual tokens that least duplicate a few pivot tokens, after the first decoder layers.
 
-    Pivots are the visual tokens, and the text tokens behind the image, whose keys have the largest L1 norm. In turn
+    Pivots are the visual tokens, and the text tokens after the image, whose keys have the largest L1 norm. In turn
     each pivot takes its share of the remaining visual tokens: those least similar to it by cosine of the final-normed
     hidden states. Needs no attention weights.
 
@@ -40,7 +40,7 @@ class Dart(Pruner):
 
     Differs from the paper: exact counts by default; pivots go in order of descending norm, image pivots first (the
     authors iterate over a Python set, an arbitrary order); norms and cosines in float32; shares are clamped to what is
-    left (the authors' code fails); every image has pivots of its own, and text pivots come from the text behind it.
+    left (the authors' code fails); every image has pivots of its own, and text pivots come from the text after it.
     """
 
     query_free: ClassVar[Mapping[str, Any]] = {"pivot_text": 0}

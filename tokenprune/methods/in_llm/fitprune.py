@@ -36,7 +36,7 @@ class FitPrune(CutsInside):
     """Drop a few visual tokens at every decoder layer, as many as a recipe says that was fitted so that attention
     stays what it was.
 
-    Those leave of which the image's own tokens and the text behind it make least: the product of the two means, of each
+    Those leave of which the image's own tokens and the text after it make least: the product of the two means, of each
     row the most attention of any head.
 
     keep: tokens averaged over the decoder's layers.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SEEDS = 0.01  # of an image's tokens
-_SKIPPED = 2  # tokens behind an image, what closes it in the prompt
+_SKIPPED = 2  # tokens after an image, what closes it in the prompt
 
 
 @register("ivc_prune", site=Site.IN_LLM, needs=("value_heads", "rotation"), paper="arXiv 2602.03060, ICLR 2026")
@@ -30,7 +30,7 @@ class IvcPrune(Pruner):
     most like the question's (IVC-Prune).
 
     Coordinates are the tokens whose rotary angles have the largest mean cosine, and those with the largest mean sine.
-    Seeds are the tokens that the values of the text behind the image are most like; with that text they rate the rest.
+    Seeds are the tokens that the values of the text after the image are most like; with that text they rate the rest.
     The first two tokens of the text rate nothing, unless there are no others.
 
     layer: int >= 1, the decoder layer at whose input the cut is made, by values of the layer before it; None: half of
@@ -43,7 +43,7 @@ class IvcPrune(Pruner):
     without a causal mask, mean over heads.
 
     Differs from the paper: `keep` is exact, first coordinates, then seeds, then the best of the rest (for LLaVA its
-    code keeps a union). The softmax is over the image and the text behind it (there over the whole prompt for LLaVA,
+    code keeps a union). The softmax is over the image and the text after it (there over the whole prompt for LLaVA,
     and over the image alone for Qwen-VL). Where positions have several axes (M-RoPE), an angle is that of the axis that
     the layer turns it by (the code takes the mean of all three axes). Layers before the cut keep their keys and values;
     there these are thrown away too. Several images have a budget each.

@@ -42,12 +42,12 @@ class MustDrop(SeveralCuts):
     `keep` an upper bound. None: both thresholds are one number, which follows from `keep`.
 
     Source: "Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large Language Model", the authors' code,
-    its stages 2 and 3. "Behind layers 2, 6, 10 and 14" there is at the input of 3, 7, 11 and 15 here.
+    its stages 2 and 3. "After layers 2, 6, 10 and 14" there is at the input of 3, 7, 11 and 15 here.
 
     Differs from the paper: counts follow `keep`, falling from cut to cut by one ratio (the code has thresholds alone,
-    set for each benchmark); the tower's block is the last that the model reads (there the one behind it), and without
+    set for each benchmark); the tower's block is the last that the model reads (there the one after it), and without
     a class token the attention of all patches counts; kept tokens keep their positions (there they are numbered anew).
-    Where no text is behind an image, the prompt's last token rates. Left out: stage 1, merging windows of patches in
+    Where no text is after an image, the prompt's last token rates. Left out: stage 1, merging windows of patches in
     the tower (compose it with `tome`, and `protected=0`), and stage 4, taking from the caches of earlier layers
     what later cuts drop. The paper's text was not read.
     """

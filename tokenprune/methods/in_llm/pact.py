@@ -43,7 +43,7 @@ class PACT(Pruner):
     keep: exact; the smallest cutoff is looked for that leaves at least so many centres, and of those the least dense
     go. At least `share` of the tokens, or one and a half times `keep`, are clustered.
     layer: int >= 1, the decoder layer at whose input the cut is made, by queries, keys and input of the layer before
-    it; None: behind layer 4 of 28, counted from 0.
+    it; None: after layer 4 of 28, counted from 0.
     share: in (0, 1], how many of an image's tokens matter.
     cutoff: distance in [0, 2]; the image then decides how many tokens stay, whatever `keep` says, unless that is all of
     them (the authors have 0.21). None: by `keep`.

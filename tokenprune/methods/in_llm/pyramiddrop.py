@@ -24,7 +24,7 @@ class PyramidDrop(SeveralCuts):
 
     keep: tokens averaged over the decoder's layers; 0.46875 (default) is the paper's schedule, 576, 288, 144 and 72 of
     576 tokens for a quarter of the layers each.
-    layers: decoder layers at whose input the cuts are made, as many as `ratios`; None: behind a quarter, half and three
+    layers: decoder layers at whose input the cuts are made, as many as `ratios`; None: after a quarter, half and three
     quarters of them (8, 16 and 24 of 32), all earlier in proportion where `keep` is too small for that.
     ratios: what each cut keeps, in proportion to the others, not rising.
 
@@ -34,7 +34,7 @@ class PyramidDrop(SeveralCuts):
 
     Differs from the paper: counts are solved from `keep` and rounded (there `int(count * ratio)`, which is the same
     where 8 divides the number of tokens); which layers and ratios the paper's averages of 192, 128 and 64 tokens have
-    is not said, so that `keep` moves the cuts; kept tokens keep their positions (there they are numbered anew behind
+    is not said, so that `keep` moves the cuts; kept tokens keep their positions (there they are numbered anew after
     each cut); several images have a budget each, and batches may be padded on either side.
     """
 

@@ -46,9 +46,9 @@ class SparseVLM(SeveralCuts):
 
     Differs from the paper: counts follow `keep` by the profile of the 192 tokens of v1.5, 300 : 200 : 110, and not the
     rank of the attention matrix (v1.0); a cut that keeps all drops nothing. A merged token stands where its cluster's
-    centre stood, and has its place in the order (there behind the kept ones); all kept tokens keep their positions,
+    centre stood, and has its place in the order (there after the kept ones); all kept tokens keep their positions,
     also in version "1". Of equally dense tokens the first is denser (there random noise decides). The words of "+" are
-    those of "1". Where no word stands out all rate; where none is behind an image, the prompt's last token does.
+    those of "1". Where no word stands out all rate; where none is after an image, the prompt's last token does.
     """
 
     default_keep: ClassVar[float] = 0.36

@@ -35,8 +35,8 @@ class TransPrune(SeveralCuts):
     keep: tokens averaged over the decoder's layers; 0.41 (default) is the paper's "High" on LLaVA-1.5, 576, 504, 360
     and 72 of 576 tokens.
     layers: three decoder layers at whose input the cuts are made; None: 7, 9 and 12 of 32, in proportion.
-    alpha: in [0, 1], the weight of transitions against that of the attention of the text behind the image, in the layer
-    behind each cut.
+    alpha: in [0, 1], the weight of transitions against that of the attention of the text after the image, in the layer
+    after each cut.
 
     Source: Li et al., "TransPrune: Token Transition Pruning for Efficient Large Vision-Language Model", sections 3.2 to
     3.4, and the authors' code where the two differ: 1 minus the cosine, without its absolute value; the attention of
@@ -44,7 +44,7 @@ class TransPrune(SeveralCuts):
 
     Differs from the paper: the softmax runs over the tokens of an image, as the paper says (the code's over a whole
     batch). Counts follow `keep` by one profile, 504 : 360 : 72, and positions are kept (there they are numbered anew
-    behind each cut). Where no text is behind an image, the prompt's last token rates.
+    after each cut). Where no text is after an image, the prompt's last token rates.
     """
 
     default_keep: ClassVar[float] = 0.41

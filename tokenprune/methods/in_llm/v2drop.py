@@ -19,7 +19,7 @@ class V2Drop(SeveralCuts):
     """Keep the visual tokens that the decoder layer before a cut changed most, and one or none for the last layers.
 
     The change is the length of the difference between what leaves the layer and what enters it. No attention is read,
-    and the question, which comes behind the image, changes nothing.
+    and the question, which comes after the image, changes nothing.
 
     keep: tokens averaged over the decoder's layers; 0.352 (default) is the schedule of the authors' code on LLaVA-1.5:
     576, 288, 144 and 1 of 576 tokens. The second cut keeps half as many as the first.
@@ -30,7 +30,7 @@ class V2Drop(SeveralCuts):
     authors' code: both residual branches of the layer, L2 norm.
 
     Differs from the paper: counts are solved from `keep`, with the shares of LLaVA-1.5 for all models (Qwen2-VL has
-    a quarter, a twentieth of it and one token, behind layers 3, 16 and 22 of 28); differences in float32; several
+    a quarter, a twentieth of it and one token, after layers 3, 16 and 22 of 28); differences in float32; several
     images have a budget each.
     """
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @register("vtw", site=Site.IN_LLM, paper="arXiv 2405.05803, AAAI 2025")
 @dataclass(frozen=True)
 class Vtw(Pruner):
-    """Withdraw all visual tokens at one layer of the decoder: the layers behind it see text alone (VTW).
+    """Withdraw all visual tokens at one layer of the decoder: the layers after it see text alone (VTW).
 
     keep: tokens averaged over the decoder's layers, as near below it as whole layers allow; 0.47 (default) are the 15
     layers of 32 of the paper, as keep=15/32 is.

@@ -45,7 +45,7 @@ class DynRes(ResizeMethod):
     min_scale:  the smallest factor for the sides of an image; `keep` must be at least its square.
     text_guard: leave images of text, diagrams and screens at their full size. They are spent on top of `keep`, unless
                 the budget is shared and the other images can make up for them.
-    question_guard: do the same where the question (the text behind the prompt's last image) has a word of reading,
+    question_guard: do the same where the question (the text after the prompt's last image) has a word of reading,
                 text, numbers or charts. It needs the whole processor, and the choice then depends on the question.
 
     On models whose processor makes every image one size (LLaVA), all images of a call get the mean of their

@@ -43,10 +43,10 @@ class ViewSelect(ImageChooser):
     """Encode only those of a prompt's images that the question names, such as "front left" of six camera views.
 
     A question that names no view gets all of them. So does one that says "all", "each", "other", "except", "which
-    camera" and the like. The question is the text behind the last image.
+    camera" and the like. The question is the text after the last image.
 
     views:       names of a prompt's images, in their order ("front", "CAM_FRONT_LEFT", "rear right", "map"). Words
-                 for directions have synonyms (ahead, forward; rear, behind) and come in any order; the longest name
+                 for directions have synonyms (ahead, forward; rear, after) and come in any order; the longest name
                  wins. Whether given or not, "image 2", "pictures 1 and 3", "the second photo", "the last view" count.
     always_keep: names out of `views` that are never left out.
     scorer:      a function (question, names) -> one number for each view, positive for those that matter, for

@@ -43,13 +43,13 @@ class ApET(Pruner):
     features: what tokens are compared by, "projected" for the tokens as they enter the language model, "tower" for what
     the vision tower makes of each patch before the projector; what is no patch then goes first, and joins nothing.
     inner: True cuts once more, by the hidden states at the middle of the decoder's layers: three times as many stay
-    before it as behind it, and `keep` is an average over the layers.
+    before it as after it, and `keep` is an average over the layers.
 
     Source: "ApET: Approximation-Error Guided Token Compression for Efficient VLMs", the authors' code.
 
     Differs from the paper: it starts from the token of largest norm (theirs from one drawn at random, so that two runs
     differ); a basis token is not merged into another place as well, and one that stays for its error keeps its place;
-    tokens merge behind the projector, and "projected" compares them there, as theirs do on Qwen2.5-VL; tiles of an
+    tokens merge after the projector, and "projected" compares them there, as theirs do on Qwen2.5-VL; tiles of an
     image have one basis; tokens keep their positions of the full prompt. That there are fewer basis tokens than tokens
     to keep is ours (the code fails there). The paper's text was not read.
     """

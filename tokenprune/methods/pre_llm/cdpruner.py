@@ -28,7 +28,7 @@ class CDPruner(Pruner):
     """Keep the visual tokens that are most diverse given the question: a determinantal point process, taken greedily.
 
     The kernel is the cosine of two tokens times the relevance of either; the next pick raises the determinant of those
-    taken most. A token is relevant as it is alike to the text behind its image, on average, brought to the range from 0
+    taken most. A token is relevant as it is alike to the text after its image, on average, brought to the range from 0
     to 1.
 
     sign: 1 takes tokens that are alike to the text as relevant, -1 those that are not; the right one for a space of

@@ -73,7 +73,7 @@ class EADP(Pruner):
         return Selection(by_rows(of, 2 * mask.shape[1] ** 2, *given), counts=tokens.keep)
 
     def _relevance(self, tokens: VisualTokens) -> Tensor:
-        """float32 `[S, N]`: how the text behind each image points at its tokens; all alike without text."""
+        """float32 `[S, N]`: how the text after each image points at its tokens; all alike without text."""
         mask, text = tokens.mask, tokens.text
         if not text.mask.shape[1]:
             return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCKS = 23  # of CLIP-L, up to the one that LLaVA reads
-_CUTS_END = _BLOCKS - 2  # the block behind which the last cut is made
+_CUTS_END = _BLOCKS - 2  # the block after which the last cut is made
 
 
 @register("flowcut", site=Site.PRE_LLM, needs=("encoder_flow",), paper="arXiv 2505.19536, NeurIPS 2025")
@@ -32,7 +32,7 @@ class FlowCut(Pruner):
 
     In each block a patch's score is the class token's attention to it, and how alike its value is to the class token's,
     each as a share of all that are left, times the size of its value; half of the score so far and half of this one go
-    on. Behind every second block some of the worst go, the more the sharper the attention is, and at last as many as
+    on. After every second block some of the worst go, the more the sharper the attention is, and at last as many as
     have to. Tiles, and frames of a video, choose by themselves.
 
     inside: cut inside the tower, as the authors do: later blocks compute, and compare, the patches that are left alone.
@@ -80,7 +80,7 @@ class FlowCut(Pruner):
 
 @dataclass(frozen=True)
 class _InTower(EncoderMethod):
-    """Drops inside the tower, between attention and MLP of a block: the same for those that stay as behind its MLP."""
+    """Drops inside the tower, between attention and MLP of a block: the same for those that stay as after its MLP."""
 
     name: ClassVar[str] = "flowcut"
     proportional = False
@@ -112,7 +112,7 @@ class _Cuts:
     score: Tensor | None = None
 
     def look(self, flow: Tensor, counts: list[int] | None, remaining: tuple[int, ...]) -> Merge | None:
-        """Return what drops patches behind a block. flow: `[B, 3, n]`; counts: tokens of each image, None = all alike;
+        """Return what drops patches after a block. flow: `[B, 3, n]`; counts: tokens of each image, None = all alike;
         remaining: see `_stay`, for each time that the block is looked at."""
         rows, _, width = flow.shape
         counts = [width] * rows if counts is None else [count - self.protected for count in counts]

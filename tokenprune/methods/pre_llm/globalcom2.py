@@ -35,7 +35,7 @@ class GlobalCom2(Pruner):
     Vision-Language Models", by the authors' code for LLaVA-NeXT; the paper's text was not read.
 
     Differs from the paper: the number is exact (the code rounds tiles down); logits are those of the block whose output
-    the model reads, where the code takes the one behind it; the thumbnail keeps its raster order; newline tokens go
+    the model reads, where the code takes the one after it; the thumbnail keeps its raster order; newline tokens go
     first (the code keeps all); a tower without a class token gives the mean of all patches' logits; every image is for
     itself (the code hands the second one the first one's scores); frames of a video share a budget evenly; tokens keep
     their positions.
@@ -72,7 +72,7 @@ def at_same_place(values: Tensor, tiling: Tiling, patches: Patches) -> Tensor:
         return torch.where(thumbnail, sizes, 1).amax(1, keepdim=True)
 
     high, wide = side(patches.height), side(patches.width)
-    spot = torch.where(thumbnail, patches.row * wide + patches.column, width)  # what is no part of it behind the end
+    spot = torch.where(thumbnail, patches.row * wide + patches.column, width)  # what is no part of it after the end
     dense = values.new_zeros(rows, width + 1).scatter(1, spot, values)
 
     def ends(place: Tensor, size: Tensor, to: Tensor) -> tuple[Tensor, Tensor, Tensor]:

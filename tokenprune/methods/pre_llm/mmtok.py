@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class MMTok(Pruner):
     """Keep the visual tokens that cover both the words of the question and the image itself best (MMTok).
 
-    Each text token behind an image, and each visual token, shares itself out among the visual tokens by a softmax of
+    Each text token after an image, and each visual token, shares itself out among the visual tokens by a softmax of
     its cosines to them, and is covered as well as its largest share among the picks. The next pick adds most to the
     sum.
 

@@ -45,7 +45,7 @@ class PruMerge(Pruner):
     head is no better, and which of two blocks is better depends on the model, see the page); "rest" leaves out what the
     code adds to kept tokens, a sum over the 32 nearest weighted by attention, a few hundredths of their length, and its
     token for the rest is a mean where the code has a sum; "clusters" are means, and no patch is in two of them, as the
-    paper says; merged behind the projector; tokens stay in order, and keep their positions of the full prompt; each
+    paper says; merged after the projector; tokens stay in order, and keep their positions of the full prompt; each
     image has its own number, its tiles share it in proportion to their patches, and newline tokens go first.
     """
 

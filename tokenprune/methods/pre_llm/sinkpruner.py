@@ -52,7 +52,7 @@ class SinkPruner(Pruner):
     Differs from the paper: neither its text nor code was to be had, so this is a reconstruction. Its tables of how many
     tokens stay at each stage are not known: here 128 : 86 : 57 : 35, of which the tower's attention and the search for
     different ones have half each. The norm is that of the tower's output before the projector, sinks are found in each
-    image as a whole (not in its tiles), and their mean is taken behind the projector, at the place of the largest.
+    image as a whole (not in its tiles), and their mean is taken after the projector, at the place of the largest.
     "Layers 2, 6 and 15" are taken for the input of 3, 7 and 16 of 32, as in SparseVLM. Positions are kept.
     """
 
@@ -102,7 +102,7 @@ class SinkPruner(Pruner):
 
 @dataclass(frozen=True)
 class _Guided(Pruner):
-    """Keeps what the text behind the image attends to most, each token of it alike. layer: where it cuts."""
+    """Keeps what the text after the image attends to most, each token of it alike. layer: where it cuts."""
 
     name: ClassVar[str] = "sinkpruner"
     site: ClassVar[Site] = Site.IN_LLM

@@ -58,7 +58,7 @@ def even(length: int, number: int) -> list[int]:
 
 def spread_in_frames(videos: Videos, numbers: Sequence[Sequence[int]]) -> Tensor:
     """Return bool `[V, F, P]`: tokens spread evenly over each frame. numbers: how many of each frame of each video;
-    frames behind them keep none."""
+    frames after them keep none."""
     places = [
         [spread(size, number, grid) for size, number in zip(sizes, of_video, strict=False)]
         for sizes, of_video, grid in zip(videos.frames, numbers, videos.grids, strict=True)

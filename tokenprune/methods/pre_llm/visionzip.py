@@ -44,7 +44,7 @@ class VisionZip(Pruner):
 
     Differs from the paper: the class token has no place in the prompt, and its place goes to one more dominant patch;
     a contextual token is half of the authors' code's, which adds the mean of its members to it (twice the length, the
-    same direction); tokens are merged behind the projector, not before it; tiles share the budget in proportion to
+    same direction); tokens are merged after the projector, not before it; tiles share the budget in proportion to
     their patches, newline tokens go first; tokens keep their positions of the full prompt.
     """
 

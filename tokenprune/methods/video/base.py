@@ -19,7 +19,7 @@ class VideoPruner(Pruner):
     """Base of the methods that drop tokens of videos by comparing frames; a subclass implements `choose`.
 
     Register it with `needs=("frames",)`. It sees those videos alone of which something has to go; images beside them,
-    and tokens behind the last frame (the newline of LLaVA-OneVision), stay.
+    and tokens after the last frame (the newline of LLaVA-OneVision), stay.
     """
 
     def choose(self, videos: Videos) -> Tensor:

@@ -38,7 +38,7 @@ class DyCoke(VideoPruner):
     temporal token merging (which drops, in paper and code).
 
     Differs from the paper: the number of tokens is asked for, and the share of the compared frames follows from it (the
-    paper sets that share); frames behind the last whole window are treated as in one (the authors' code drops an odd
+    paper sets that share); frames after the last whole window are treated as in one (the authors' code drops an odd
     last frame, leaves the last window's third frame whole, and needs five frames); below the least share see above. The
     paper's second stage is left out: it keeps the whole cache and lets each step of decoding read the tokens that the
     newest attention favours.

@@ -33,7 +33,7 @@ class FrameFusion(VideoMerger):
     Language Models", the merging step.
 
     Differs from the paper: one merge at the decoder's entry, with a budget, in place of one before each layer until few
-    tokens are similar enough; no pruning by attention behind it.
+    tokens are similar enough; no pruning by attention after it.
     """
 
     def merge(self, videos: Videos) -> tuple[Tensor, Tensor | None]:

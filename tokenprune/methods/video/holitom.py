@@ -82,7 +82,7 @@ class HoliTom(TwoCutMerger):
         similarity = same_place(videos.x, videos.mask)
         both = videos.mask[:, 1:] & videos.mask[:, :-1]
         stands = (similarity > self._thresholds(videos)[:, None, None]) & both
-        # What is behind the last frame of a shorter video begins another segment.
+        # What is after the last frame of a shorter video begins another segment.
         ends = segments_by_stillness(stands.float(), both, videos.number, 0.5) | (videos.sizes[:, 1:] == 0)
         still = StillPlaces.of(videos, ends, _still(stands, ends, videos.mask), similarity)
 
@@ -118,7 +118,7 @@ def _still(stands: Tensor, ends: Tensor, mask: Tensor) -> Tensor:
     step = stands | ends.unsqueeze(-1)  # what a segment's end divides need not be alike
     for frame in range(1, frames):  # as far as to the frame
         still[:, frame] &= step[:, frame - 1] & (still[:, frame - 1] | ends[:, frame - 1, None])
-    for frame in range(frames - 2, -1, -1):  # and behind it
+    for frame in range(frames - 2, -1, -1):  # and after it
         still[:, frame] &= still[:, frame + 1] | ends[:, frame, None]
     apart = torch.nn.functional.pad(ends, (1, 0), value=True) & torch.nn.functional.pad(ends, (0, 1), value=True)
     return still & ~apart.unsqueeze(-1)

@@ -162,7 +162,7 @@ def pivotal(chance: list[float], number: int, generator: torch.Generator) -> lis
                 current = other
             mine = both
             continue
-        # One of the two is drawn: each stays behind the likelier, the farther its chance is from 1.
+        # One of the two is drawn: each stays after the likelier, the farther its chance is from 1.
         if draw * (2 - both) < 1 - mine:
             drawn.append(other)
         else:

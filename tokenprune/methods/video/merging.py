@@ -30,7 +30,7 @@ class VideoMerger(Pruner):
     """Base of the methods that merge tokens of videos by comparing frames; a subclass implements `merge`.
 
     Register it with `needs=("frames", ...)` and `merges=True`. It sees those videos alone of which something has to go;
-    images beside them, and tokens behind the last frame (the newline of LLaVA-OneVision), stay.
+    images beside them, and tokens after the last frame (the newline of LLaVA-OneVision), stay.
     """
 
     def merge(self, videos: Videos) -> tuple[Tensor, Tensor | None]:
@@ -118,7 +118,7 @@ class StillPlaces:
     Where a video keeps more tokens than would be left then, those tokens stay by themselves that are least similar to
     the one before (`alone`).
 
-    ends:  bool `[V, F - 1]`, whether a segment ends behind each frame.
+    ends:  bool `[V, F - 1]`, whether a segment ends after each frame.
     still: bool `[V, F, P]`, tokens at still places of their segment, all its frames or none; never of a segment of one
            frame, never padding.
     alone: bool `[V, F, P]`, tokens at still places that stay all the same.

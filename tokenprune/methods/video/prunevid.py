@@ -46,7 +46,7 @@ class PruneVid(TwoCutMerger):
     Scenes are clusters of frames, made contiguous. A place whose tokens are alike throughout a scene, by the mean of
     all pairs' cosines, becomes its mean over time. The still places of a scene, and the other tokens of each frame, are
     clustered, where they are more than 14 to half as many, and a cluster becomes its mean. The second cut ranks by the
-    most attention that any head of any text token behind the video pays in the layer before; each scene's still part
+    most attention that any head of any text token after the video pays in the layer before; each scene's still part
     and each frame's other part have their share of it.
 
     keep: tokens averaged over the decoder's layers, the second cut included.
@@ -108,7 +108,7 @@ class PruneVid(TwoCutMerger):
         tokens.remember("groups", 2 * group.shape[1])
 
     def _scenes(self, videos: Videos) -> Tensor:
-        """bool `[V, F - 1]`: whether a scene ends behind each frame, also where a video does."""
+        """bool `[V, F - 1]`: whether a scene ends after each frame, also where a video does."""
         real = videos.sizes > 0
         means = frame_means(videos.x, videos.mask)
         wanted = [max(1, int(_SEGMENTS * len(sizes))) for sizes in videos.frames]
@@ -134,7 +134,7 @@ class PruneVid(TwoCutMerger):
 
 
 def scene_ends(labels: Sequence[int]) -> list[bool]:
-    """Return whether a scene ends behind each frame but the last: of each label its longest runs stay (none, where they
+    """Return whether a scene ends after each frame but the last: of each label its longest runs stay (none, where they
     are of one frame), and every stretch of other frames joins the longer of the runs beside it, one after the other; of
     equal ones the earlier. Runs of one label that touch then are one."""
     of_frame = runs_of(labels)
@@ -176,7 +176,7 @@ class _InnerPruneVid(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         rows = tokens.text_attention
-        # Without text behind the video all tokens are alike.
+        # Without text after the video all tokens are alike.
         score = rows.amax((1, 2)) if rows.shape[2] else torch.zeros_like(tokens.mask, dtype=torch.float32)
         groups = tokens.carry.get("groups", 1)
         group = tokens.carry.get("group", torch.zeros_like(tokens.mask, dtype=torch.long))

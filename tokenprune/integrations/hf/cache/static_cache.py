@@ -22,7 +22,7 @@ from tokenprune.integrations.hf.cache.reduced_cache import Reduced, Reduction, r
 
 class KeySpan(NamedTuple):
     """Columns of a group that are the keys that a layer attends to: from `start` to before `stop`, and empty slots
-    behind them up to `slots` in all."""
+    after them up to `slots` in all."""
 
     start: int | None
     stop: int | None

@@ -38,7 +38,7 @@ def reads_layer_before(method: Method) -> bool:
 
 
 def reads_next_layer(method: Method) -> bool:
-    """Return whether a method reads the attention that the decoder layer behind its cut would have."""
+    """Return whether a method reads the attention that the decoder layer after its cut would have."""
     return bool(observables_of(method.needs, ObservedAt.NEXT_LAYER))
 
 

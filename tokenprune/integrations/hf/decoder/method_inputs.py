@@ -96,7 +96,7 @@ class Sources(TokenSource):
         return real if layout.valid is None else real & layout.valid
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        # The same for all images of a row, as many as the host can tell: all text behind the row's first placeholder.
+        # The same for all images of a row, as many as the host can tell: all text after the row's first placeholder.
         visual, on_host = self.call.visual(self.hidden.device), self.call.host.visual
         width = max(1, int(((on_host.cumsum(1) > 0) & ~on_host).sum(1).max()))
         text = (visual.cumsum(1) > 0) & ~visual

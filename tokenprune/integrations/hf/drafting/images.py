@@ -84,7 +84,7 @@ class Target(Attachable):
         for name in _ENCODERS:
             if getattr(self.base, name, None) is not None:
                 self.wrap(self.base, name, _NotingEncoder)
-        # A draft that is dropped, not unpatched, leaves nothing behind either.
+        # A draft that is dropped, not unpatched, leaves nothing after either.
         dropped = weakref.finalize(self._draft(), self.detach)
         dropped.atexit = False
         self.on_detach(dropped.detach)

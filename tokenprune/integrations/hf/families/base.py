@@ -196,7 +196,7 @@ class Adapter(PatchSource):
         return rest | {"inputs_embeds": self.base.get_input_embeddings()(kwargs["input_ids"])}
 
     def positions(self, kwargs: dict[str, Any], past: int) -> Tensor:
-        """Return the positions (long `[1 or B, L]`) that the decoder would count itself for a call with `kwargs` behind
+        """Return the positions (long `[1 or B, L]`) that the decoder would count itself for a call with `kwargs` after
         `past` tokens."""
         embeds = kwargs["inputs_embeds"]
         return torch.arange(past, past + embeds.shape[1], device=embeds.device)[None]

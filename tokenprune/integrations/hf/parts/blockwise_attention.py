@@ -187,7 +187,7 @@ class BlockAttention(Part):
                 f"{self.adapter.config.model_type!r} asks for; keep it as it is with dense_layers=[{layer}]"
             )
         ids, rows = plan.at(call.held.layout if call.active else None, call.groups[-1].first if call.groups else 0)
-        # A cache of fixed length has room behind the prompt.
+        # A cache of fixed length has room after the prompt.
         key, value = key[:, :, : ids.shape[1]], value[:, :, : ids.shape[1]]
         scale, dropout = kwargs["scaling"], kwargs.get("dropout", 0.0)
         if len(rows) == 1:

@@ -141,7 +141,7 @@ def _add_cut(method: DecodeMethod, step: int, alive: Tensor, stats: Stats) -> No
 
 
 def sum_by_type(row: Tensor, types: Tensor) -> Tensor:
-    """float32 `[B, H, 4]`: a row of attention `[B, H, L]` summed over the types of its tokens; behind the prompt all is
+    """float32 `[B, H, 4]`: a row of attention `[B, H, L]` summed over the types of its tokens; after the prompt all is
     answer."""
     types = torch.nn.functional.pad(types.to(row.device), (0, row.shape[2] - types.shape[1]), value=int(TokenType.RES))
     masses = row.new_zeros(*row.shape[:2], len(TokenType))

@@ -83,7 +83,7 @@ def _no_drafts(input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
 
 
 def _first_draft(generator: Any, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-    """Stands in for `generator.get_candidates` once: propose nothing behind the prompt `input_ids`, long `[1, L]`."""
+    """Stands in for `generator.get_candidates` once: propose nothing after the prompt `input_ids`, long `[1, L]`."""
     del generator.get_candidates
     # It is run all the same, as short as it can be: its own cache and positions start at the prompt.
     number = getattr(generator, "num_assistant_tokens", None)

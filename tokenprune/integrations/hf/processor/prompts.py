@@ -25,7 +25,7 @@ _FRAMES = (
 @dataclass(frozen=True)
 class Prompt:
     """One text, cut at its images. marks: the placeholder of each image, with its frame; texts: what stands before,
-    between and behind them (one more than marks)."""
+    between and after them (one more than marks)."""
 
     marks: tuple[str, ...]
     texts: tuple[str, ...]
@@ -40,7 +40,7 @@ class Prompt:
         for number, mark in enumerate(self.marks):
             if number in kept:
                 words = [text for text in between if text.strip()]
-                # Behind the first text there is nothing to keep apart, so blanks only stay between kept images.
+                # After the first text there is nothing to keep apart, so blanks only stay between kept images.
                 parts += words or (between[-1:] if len(parts) > 1 else [])
                 parts.append(mark)
                 between = []

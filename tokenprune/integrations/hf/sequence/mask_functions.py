@@ -76,7 +76,7 @@ class MaskFunctions:
 
     make: returns the masks that a decoder of a config would make for a call. config: the decoder's. length: of the full
     sequence, with what is in the cache. kinds: of the layers, None = all are of one. attention: name of the
-    implementation. real_behind_cut: whether it is known that behind a cut no padding is left of the call's tokens.
+    implementation. real_behind_cut: whether it is known that after a cut no padding is left of the call's tokens.
     """
 
     make: Callable[[Any], Any]

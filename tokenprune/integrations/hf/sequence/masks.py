@@ -97,7 +97,7 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def padding_of(made: Any, past: int, length: int) -> Tensor | None:
-    """bool `[B, length]`, True at padding behind `past` tokens (it may not attend to itself); None without a mask.
+    """bool `[B, length]`, True at padding after `past` tokens (it may not attend to itself); None without a mask.
 
     made: the mask that `generate` makes ahead for a static cache, or those by kind of layer.
     """

@@ -65,7 +65,7 @@ def reanchor(memory: Memory, adapter: Adapter) -> int:
     """Move all entries of a memory down, and return by how much the next position moves.
 
     Entries of one frame move together, and the newest of each head by as much as the next position. In the head with
-    the widest span no gap between frames is left; other heads keep gaps behind their oldest frames.
+    the widest span no gap between frames is left; other heads keep gaps after their oldest frames.
     """
     if not memory.held:
         return 0
@@ -79,7 +79,7 @@ def reanchor(memory: Memory, adapter: Adapter) -> int:
         table, layer = memory.tables[place], memory.cache.layers[index]
         if id(table) not in tables:
             gaps = closed[id(table)]
-            moved = gaps[:, -1:] - gaps - down  # the newest by `down`, older ones also by the gaps behind them
+            moved = gaps[:, -1:] - gaps - down  # the newest by `down`, older ones also by the gaps after them
             made = table.clone()
             made[POSITION:] += moved.to(made.dtype)
             tables[id(table)] = made

@@ -18,7 +18,7 @@ from tokenprune.policies.most_attended import MostAttended
 
 
 class Attending(LogitsProcessor):
-    """Narrows the cache of a running `generate` behind the question's own forward, which reads all that is held.
+    """Narrows the cache of a running `generate` after the question's own forward, which reads all that is held.
 
     `generate` calls it after each forward; logits stay as they are. Within the context it observes the question's
     attention, and the next forwards read the `keep` visual entries of each layer with full attention that get the most

@@ -30,7 +30,7 @@ def block_positions(adapter: Adapter, ids: Tensor, inputs: Mapping[str, Any], st
     """Return positions of a block (long `[A, 1, n]`), and the position of a token of text after it.
 
     ids: long `[1, n]`. start: position of the block's first token. After a video that is not the greatest position
-    plus one, so a token of text is put behind the block, and the family's own rule is asked.
+    plus one, so a token of text is put after the block, and the family's own rule is asked.
     """
     if axes(adapter) == 1 or not any("grid" in name for name in inputs):
         return text_positions(adapter, start, ids.shape[1], ids.device), start + ids.shape[1]
@@ -61,7 +61,7 @@ def frames_and_cells(adapter: Adapter, ids: Tensor, inputs: Mapping[str, Any]) -
     runs = [(modality, [place for place, _ in run]) for modality, run in
             groupby(enumerate(row), lambda one: modality_of.get(one[1])) if modality]  # fmt: skip
     found = torch.full((2, len(row)), -1, device="cpu")
-    number, before = 0, 0  # frames so far; the place behind the last run
+    number, before = 0, 0  # frames so far; the place after the last run
     for modality, places in runs:
         start, end = places[0], places[-1] + 1
         if number:

@@ -72,7 +72,7 @@ def _write(processor: Any, turns: Sequence[tuple[str, list]], **options: Any) ->
 
 
 def _repeats(once: str, twice: str) -> list[int]:
-    """Return where in `once` a part may begin that `twice` has two of, one behind the other."""
+    """Return where in `once` a part may begin that `twice` has two of, one after the other."""
     length = len(twice) - len(once)
     return [
         start

@@ -2,7 +2,7 @@
 """Merge the frames of videos inside towers whose rows are frames (CLIP and SigLIP of LLaVA-OneVision and
 LLaVA-NeXT-Video).
 
-Behind some blocks frames become one, and the blocks after them run on fewer rows. As the tower ends each frame of the
+After some blocks frames become one, and the blocks after them run on fewer rows. As the tower ends each frame of the
 video gets the features of the one that holds it, so that the model finds the number of rows that it counts on. At the
 decoder's entry the tokens of all frames but the first of each leave, and those that the method does not choose.
 """
@@ -45,7 +45,7 @@ _CLASS_TOKENS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}  # before the p
 class FramesEncoded:
     """One encoding of V videos; of images there are no frames.
 
-    frames: of each video, as they enter the tower. left: of each video, so far. owners: before each block, and behind
+    frames: of each video, as they enter the tower. left: of each video, so far. owners: before each block, and after
     the last, for each frame that entered the row that holds it. counts: tokens that entered each block. groups: of each
     video, see `FrameMerger.groups`. received: float32 `[rows, patches]`, attention in the last block that merges.
     """
@@ -67,7 +67,7 @@ class FramesEncoded:
         return torch.cat([mix.apply(rows) for mix, rows in pairs])
 
     def follow(self, mixes: list[FrameMix]) -> None:
-        """Note what became of the rows behind a block."""
+        """Note what became of the rows after a block."""
         rows: list[int] = []  # that hold the rows so far
         left = [len(mix.first) for mix in mixes]
         for number, (mix, before) in enumerate(zip(mixes, self.left, strict=True)):

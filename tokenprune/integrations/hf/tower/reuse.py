@@ -164,7 +164,7 @@ class FeatureReuse(Part):
         if sizes is not None and self.adapter.family.patches == "packed" and pixels.ndim == 5:
             tiles = tiles_of(self.adapter, arguments, sizes.cpu())
             for (own, _), count in zip(images, tiles, strict=True):
-                own[name] = own[name][:, :count]  # behind them there is padding, as the others of the call need it
+                own[name] = own[name][:, :count]  # after them there is padding, as the others of the call need it
         return images
 
 

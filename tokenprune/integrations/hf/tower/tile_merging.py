@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging inside the towers of models that crop tiles behind them, and set rows apart by newlines (LLaVA-NeXT,
+"""Merging inside the towers of models that crop tiles after them, and set rows apart by newlines (LLaVA-NeXT,
 LLaVA-OneVision): each tile has its goal, see `integrations.shared.tile_goals`."""
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ the layers after the cut see fewer tokens (`layout`). Hooks on the decoder's lay
 out (`reducer`, `select`); a wrapper of the runner says what a step holds (`runner`). How many tokens an item loses
 follows from its shape, so nothing has to be remembered from step to step: preemption and recomputation need no care.
 
-With prefix caching an item loses whole blocks of the KV cache. Then every token behind it keeps the slot that it has in
+With prefix caching an item loses whole blocks of the KV cache. Then every token after it keeps the slot that it has in
 the full prompt, and what a block holds depends on nothing but the prompt up to the block's end and the images that
 begin there, which is what its hash stands for. Packing the tokens without gaps instead would write one request's text
 into blocks that others share.

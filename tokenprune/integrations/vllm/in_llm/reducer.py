@@ -25,8 +25,8 @@ from tokenprune.view.segments import LayerInput
 class RequestCut:
     """One request whose images lose tokens in this step.
 
-    start: the row of its first token in the step. end: behind its last one; of a method that reads the whole prompt,
-    behind the prompt's last one (a recomputed request holds some of its answer too).
+    start: the row of its first token in the step. end: after its last one; of a method that reads the whole prompt,
+    after the prompt's last one (a recomputed request holds some of its answer too).
     grids: of each piece, if it is a full grid of known shape.
     """
 

@@ -161,7 +161,7 @@ def rehearse(
     norm: Norm | None = None, encoded: Encoded | None = None,
 ) -> None:  # fmt: skip
     """Let `method` choose among made-up `rows` `[sum(counts), D]`. encoded: of a vision tower, if it reads one."""
-    # What an odd number leaves over is behind the last frame.
+    # What an odd number leaves over is after the last frame.
     frames: list[list[int] | None] = [[n // 2] * 2 for n in counts]
     modality = "video" if compares_frames(method) else "image"
     segments = segments_of(counts, grid, modality, rows.device, frames=frames)

@@ -88,7 +88,7 @@ def _problems(model_config: Any) -> Iterator[str]:
 def check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: Any, reduces: bool) -> None:
     """Raise OptionError for a prompt whose placeholders do not tell positions. Those of kept tokens follow from the
     placeholders that it holds, counted from the text before them: there have to be no others, and there has to be some
-    text. Those of the answer follow from the text behind."""
+    text. Those of the answer follow from the text after."""
     tokens = {"image": config.image_token_id, "video": config.video_token_id}
     for modality, token in tokens.items():
         found, wanted = prompt.count(token), items.get(modality, 0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images and videos of a prompt for methods that trace visual tokens to patches of the tower, or merge them there: what
-is checked in the front end; and how a model packs the tiles of an image that it crops behind the tower."""
+is checked in the front end; and how a model packs the tiles of an image that it crops after the tower."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _check(condition: bool, message: str) -> None:
 
 
 def crops(config: Any) -> bool:
-    """Return True for a model that crops its tiles behind the tower."""
+    """Return True for a model that crops its tiles after the tower."""
     return family_of_config(config).patches == "packed"
 
 

@@ -57,7 +57,7 @@ def within_item(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
         embeds = plan.is_embed[first:end]
         begins[first + 1 : end] = ~(embeds[1:] & embeds[:-1])
     starts = begins.nonzero().flatten()
-    # As `place` will do it: one behind the token before.
+    # As `place` will do it: one after the token before.
     base = torch.where(starts > 0, positions[:, (starts - 1).clamp(min=0)].amax(0) + 1, 0)
     run = begins.cumsum(0).clamp(min=1) - 1
     run[end:] = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging inside the towers of LLaVA-NeXT and LLaVA-OneVision, which crop tiles behind them: each tile has its goal, as
+"""Merging inside the towers of LLaVA-NeXT and LLaVA-OneVision, which crop tiles after them: each tile has its goal, as
 on the Hugging Face side (see `integrations.shared.tile_goals`)."""
 
 from __future__ import annotations

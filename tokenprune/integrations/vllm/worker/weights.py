@@ -14,7 +14,7 @@ _NESTED = ("embeddings", "pre_layrnorm", "encoder", "post_layernorm", "head")
 
 def mapper(base: Any) -> WeightsMapper:
     """Return vLLM's mapper of a model class with a nested tower (see `Family`), which takes both forms of names."""
-    # Behind vLLM's own, which bring all names to begin with "vision_tower.".
+    # After vLLM's own, which bring all names to begin with "vision_tower.".
     nested = {f"vision_tower.{name}.": f"vision_tower.vision_model.{name}." for name in _NESTED}
     return base.hf_to_vllm_mapper | WeightsMapper(orig_to_new_prefix=nested)
 
