@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tokenprune
-from basics import MODEL_METHODS, SINGLE_CUT, pieces
+from basics import MODEL_METHODS, SINGLE_CUT, at_the_decoder, pieces
 from tokenprune import Budget, BudgetError
 from tokenprune.shapes.decoder import DecoderShape
 from zoo import FAMILIES, Family
@@ -155,7 +155,7 @@ def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
     """Each image keeps what it was given, all text stays, and the statistics say so."""
     keep, per, expected = BUDGETS[budget]
     inputs = family.make_inputs(images=(2, 1))
-    out, stats = run(model, method, keep, inputs)
+    out, stats = run(model, at_the_decoder(method), keep, inputs)
     (cut,) = stats.cuts
     places = pieces(family, inputs, per)
     for row, row_pieces in enumerate(places):

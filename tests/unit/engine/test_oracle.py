@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tokenprune
-from basics import MODEL_METHODS, VIDEO_METHODS
+from basics import MODEL_METHODS, VIDEO_METHODS, at_the_decoder
 from oracle import close, generate_logits, reduced, survivors
 from zoo import FAMILIES, Family
 
@@ -69,7 +69,7 @@ def compare_forward(family: Family, model: Any, method: Any, inputs: Any, keep: 
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize(("family", "batch"), CASES)
 def test_forward(method: str, family: Family, batch: str, build) -> None:
-    compare_forward(family, build(family), method, family.make_inputs(**BATCHES[batch]), 0.3)
+    compare_forward(family, build(family), at_the_decoder(method), family.make_inputs(**BATCHES[batch]), 0.3)
 
 
 VIDEO_BATCHES: dict[str, dict[str, Any]] = {
@@ -110,7 +110,7 @@ def test_generate(method: str, family: Family, model, batch: str) -> None:
 
 def check_generate(method: str, family: Family, model: Any, batch: dict[str, Any]) -> None:
     inputs = family.make_inputs(**batch)
-    with tokenprune.patched(model, method, keep=0.3, record=True):
+    with tokenprune.patched(model, at_the_decoder(method), keep=0.3, record=True):
         got, tokens, _ = generate_logits(model, inputs, 4)
         cuts = tokenprune.stats(model).cuts
     check_survivors(cuts, inputs, family, model)

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import tokenprune
-from tokenprune import Budget, Site
+from tokenprune import Budget, Method, Site
 from tokenprune.abilities.obstacle import not_on
 from tokenprune.families import SUPPORTED
 from tokenprune.view.observable import ObservedAt
@@ -39,6 +39,11 @@ SINGLE_CUT = [
     for name in MODEL_METHODS
     if len(tokenprune.method(name).stages(Budget(keep=0.3), 4)) == 1 and tokenprune.method(name).least
 ]
+
+
+def at_the_decoder(method: str) -> Method:
+    """Return a method in its form that cuts at the decoder: flowcut cuts inside a tower that lets it."""
+    return tokenprune.method(method).forms()[-1]
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
