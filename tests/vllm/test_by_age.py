@@ -78,7 +78,7 @@ def test_requests_of_other_lengths_at_once(engine: Engine, reference: Any, check
 
 
 def kept_of(counts: list[int]) -> list[int]:
-    """What images of so many tokens keep under `AGE`: those with two more behind them a half, counted in twos."""
+    """Return the tokens that images keep under `AGE`: those with two more after them a half, counted in twos."""
     whole = len(counts) // 2 * 2
     return [round(count * 0.5) if number + 2 < whole else count for number, count in enumerate(counts)]
 
@@ -132,7 +132,7 @@ def asking(folder: Path, name: str, setting: Any, model: str) -> Callable[..., d
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
 def test_an_image_is_to_caches_what_it_is_at_its_age(folder: Callable[[str], Path], name: str) -> None:
-    """What is cached changes nothing, and whoever wrote the same for all images shares them."""
+    """Cached images change nothing, and are shared with a request that wrote the same for all."""
     ask = asking(folder(name), name, SERVER, f"ages-{name}")
     images = CHECKPOINTS[name].images(5)
     whole, half = (ask(images, {"keep": keep}, cached=False)["mm_hashes"]["image"] for keep in (1.0, 0.5))
@@ -219,7 +219,7 @@ def test_images_in_crops_are_refused(folder: Callable[[str], Path]) -> None:
 
 
 def test_a_rollout_counts_each_image_by_its_age(folder: Callable[[str], Path]) -> None:
-    """What it would keep, under the names of its own keep: the same that is kept where nothing holds back."""
+    """The shadow is counted under the names of its own keep, as it would be kept without a rollout."""
     name, images = "qwen2_5_vl", CHECKPOINTS["qwen2_5_vl"].images(4)
     real, held = (
         asking(folder(name), name, SERVER, "really"),

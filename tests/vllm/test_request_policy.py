@@ -122,12 +122,13 @@ def loaded():
     return sorted(name for name in sys.modules if name.startswith("tokenprune.serve"))
 
 ask(), ask(keep=0.5), ask(off=True)
-try:
-    ask(keep=7.5)
-except ValueError:
-    assert loaded() == [], loaded()
-else:
-    raise AssertionError
+for wrong in (7.5, {{"average_share": 7.5}}):
+    try:
+        ask(keep=wrong)
+    except ValueError:
+        assert loaded() == [], loaded()
+    else:
+        raise AssertionError
 ask(**ASKED)
 assert "tokenprune.serve.policy" in loaded()
 """

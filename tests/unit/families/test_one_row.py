@@ -25,7 +25,7 @@ NEW = "made_up"
 
 @pytest.fixture(autouse=True)
 def tables() -> Iterator[None]:
-    """What a test registers is gone after it."""
+    """Take back all that a test registers."""
     rows, adapters = dict(families.FAMILIES), dict(base.ADAPTERS)
     yield
     for table, before in ((families.FAMILIES, rows), (base.ADAPTERS, adapters)):

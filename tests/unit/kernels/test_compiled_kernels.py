@@ -33,7 +33,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def ran(script: str, *arguments: str, fails: bool = False) -> str:
-    """What a script of experiments/ prints, in a process that compiles kernels."""
+    """Return the output of a script of experiments/, in a process that compiles kernels."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "experiments" / script), *arguments]

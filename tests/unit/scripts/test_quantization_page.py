@@ -45,7 +45,7 @@ def test_closed_forms(script: Any) -> None:
 
 
 def test_the_page_is_current(script: Any) -> None:
-    """`python experiments/quantization.py --page` would change nothing, and what is told is what is stored."""
+    """`python experiments/quantization.py --page` would change nothing, and the page says what is stored."""
     path = ROOT / "experiments/results/cpu/quantization.jsonl"
     text = script.PAGE.read_text()
     for table in (*script.closed_forms(), script.measured(path)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server offers to requests: profiles, limits, and profiles under load. For the server see tests/vllm/."""
+"""The offer of a server to requests: profiles, limits, and profiles under load. For the server see tests/vllm/."""
 
 from __future__ import annotations
 

@@ -59,7 +59,10 @@ def needs_add_on(model_config: Any, asked: Any = NOTHING) -> bool:
     request's value of our key."""
     if HTTP in sys.modules or hasattr(model_config.multimodal_config, OFFER) or not isinstance(asked, Mapping):
         return True
-    return bool(set(asked) & {PROFILE, *BESIDE}) or "age" in str(asked.get("keep"))
+    keep = asked.get("keep")
+    budgets = keep if isinstance(keep, list | tuple) else [keep]  # of a stack, one a method
+    ages = any(isinstance(one, Mapping) and "age" in one for one in budgets)
+    return ages or bool(set(asked) & {PROFILE, *BESIDE})
 
 
 def add_on(room: str) -> Any:
