@@ -28,6 +28,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # The package of each distribution, and the folder of the repository in which it lies.
 PACKAGES = {"tokenprune": ".", "tokenprune_bench": "bench", "tokenprune_demo": "demo"}
+# Rooms that the core loads by name where a caller asks for one (tokenprune/addons.py), and never to patch or to serve as
+# such: what counts is the folder, with all that only its add-on needs.
+ADD_ONS = ["sessions", "guard", "drafting", "serve"]
 # All that a forward of a patched model may run, whatever the method and the family: what takes tokens out of a decoder,
 # the parts that plug into it, the checks, and the notes on encoded images.
 ENGINE = [
@@ -201,6 +204,7 @@ def sizes(root: Path = ROOT) -> dict[str, dict[str, int]]:
         if folders[0] == "tokenprune" and folders[1:]:
             # An integration is a room; elsewhere a folder of the package is.
             lines["/".join(folders[: 3 if folders[1] == "integrations" else 2])] += length
+    lines["core without add-ons"] = lines["tokenprune"] - sum(lines[f"tokenprune/{one}"] for one in ADD_ONS)
     core = [path for module, path in files_of(packages_of(root)).items() if module.partition(".")[0] == "tokenprune"]
     homes = next(
         node.value

@@ -21,7 +21,7 @@ _HOMES = {
     "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "feature_cache", "method"),
     "tokenprune.workflows.processors": ("patch_processor", "unpatch_processor"),
     "tokenprune.workflows.two_pass": ("escalate", "Escalation"),
-    "tokenprune.workflows.drafts": ("assistant",),
+    "tokenprune.drafting.assistant": ("assistant",),
     "tokenprune.workflows.frame_weights": ("frame_weights",),
     "tokenprune_bench.recommend.recommendation": ("recommend",),
     "tokenprune_bench.profiling.model": ("demo_model",),
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from tokenprune.budget import Budget
     from tokenprune.config import Config, read_config, write_config
     from tokenprune.cost.draft import DraftCost
+    from tokenprune.drafting.assistant import assistant
     from tokenprune.errors import (
         AlreadyPatchedError,
         BudgetError,
@@ -93,7 +94,6 @@ if TYPE_CHECKING:
     from tokenprune.shapes.token_counts import count_visual_tokens
     from tokenprune.statistics import Stats
     from tokenprune.view.tokens import VisualTokens
-    from tokenprune.workflows.drafts import assistant
     from tokenprune.workflows.frame_weights import frame_weights
     from tokenprune.workflows.processors import patch_processor, unpatch_processor
     from tokenprune.workflows.two_pass import Escalation, escalate

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from annotated_types import Ge
 
+from tokenprune.addons import add_on
 from tokenprune.base import Method
 from tokenprune.budget import Budget, joint_share
 from tokenprune.config import read_config
@@ -22,7 +23,6 @@ from tokenprune.errors import (
     TokenPruneError,
     UnsupportedSetupError,
 )
-from tokenprune.guard.settings import Guard
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.limit import limited
 from tokenprune.options import fits, in_words
@@ -32,6 +32,7 @@ from tokenprune.startup import DEFAULT_METHOD
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
+    from tokenprune.guard.settings import Guard
     from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 
 _ATTRIBUTE = "_tokenprune_patch"
@@ -94,7 +95,7 @@ def patch(
                 f'{read.name} is meant with guard="auto", which reads prompts: pass processor=, or guard="off"'
             )
         guard = read.guard if guard is None else guard
-    guard = Guard.of(guard, processor)
+    guard = _guard(guard, processor)
     alone = max_visual_tokens is not None and method is None and keep is None and not options
     methods = [] if alone else _methods(DEFAULT_METHOD if method is None else method, options)
     methods, budgets = limited(methods, _budgets(keep, methods), max_visual_tokens)
@@ -115,6 +116,14 @@ def patch(
             present.attach()
         raise
     return model
+
+
+def _guard(given: Any, processor: Any) -> Guard | None:
+    """Return the guard that is meant, None where it is off; raises OptionError."""
+    if given == "off" or (given is None and processor is None):
+        return None
+    made: Guard = add_on("guard.settings").Guard.of("warn" if given is None else given)
+    return None if made.mode == "off" else made
 
 
 def _methods(method: str | Method | Sequence[str | Method], options: dict[str, Any]) -> list[Method]:
@@ -153,7 +162,7 @@ def _parts(
     budgets: list[Budget],
     record: bool,
     processor: Any,
-    guard: Guard,
+    guard: Guard | None,
     feature_cache: int | None,
 ) -> list[Any]:
     """Return what has to be attached to `model`, in order; the last part has the statistics."""
@@ -162,7 +171,7 @@ def _parts(
     if is_timm(model):
         if processor is not None:
             raise OptionError("a model of timm has no processor to act on: leave out processor=")
-        if guard.mode == "auto":
+        if guard is not None and guard.mode == "auto":
             raise UnsupportedSetupError('a model of timm gets no prompts: guard="auto" has nothing to go by')
         if feature_cache is not None:
             raise UnsupportedSetupError("a model of timm is asked no questions about images: leave out feature_cache=")

@@ -29,7 +29,7 @@ from rows import write
 
 import tokenprune
 from tokenprune.cli.common import get_console
-from tokenprune.policies.most_attended import MostAttended
+from tokenprune.sessions.policies.most_attended import MostAttended
 from tokenprune_bench.metrics import ending
 from tokenprune_bench.profiling.model import load
 from tokenprune_bench.significance import wilson

@@ -32,7 +32,7 @@ from common import RESULTS, Rows, add_options, code_version, header
 from PIL import Image
 
 import tokenprune
-from tokenprune.integrations.hf.session.anchors import reanchor
+from tokenprune.sessions.anchors import reanchor
 from tokenprune_bench.evidence import tokens_of
 from tokenprune_bench.profiling.model import load
 from tokenprune_demo.drawn_streams import DrawnStream, draw_stream

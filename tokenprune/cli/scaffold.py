@@ -12,8 +12,8 @@ from string import Template
 
 from tokenprune.base import Site
 from tokenprune.errors import OptionError, RegistrationError
-from tokenprune.policies import registry as policies
 from tokenprune.registry import ENTRY_POINT_GROUP, available_methods, method_class
+from tokenprune.sessions.policies import registry as policies
 
 _TEMPLATES = Path(__file__).parent.parent / "assets/new_method"
 _NAME = re.compile(r"[a-z](?:[a-z0-9_]*[a-z0-9])?")

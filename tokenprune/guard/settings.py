@@ -65,11 +65,8 @@ class Guard:
                 raise OptionError(f"guard: {name}={value!r} must be a share in (0, 1]{hint if name in KINDS else ''}")
 
     @classmethod
-    def of(cls, value: Any, processor: Any = None) -> Guard:
-        """Return a mode as a Guard, or a Guard already; raises OptionError. None: "warn" with a processor, which brings
-        the prompts to read, else "off"."""
-        if value is None:
-            return cls("off" if processor is None else "warn")
+    def of(cls, value: Any) -> Guard:
+        """Return a mode as a Guard, or a Guard already; raises OptionError."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, str):

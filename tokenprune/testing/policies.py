@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tokenprune.errors import ConformanceError, SessionError
 from tokenprune.ops.drawn import normal, uniform
-from tokenprune.policies.base import PROXY_ATTENTION, Policy, PolicyView, check_choice
-from tokenprune.policies.registry import policy as registered
+from tokenprune.sessions.policies.base import PROXY_ATTENTION, Policy, PolicyView, check_choice
+from tokenprune.sessions.policies.registry import policy as registered
 from tokenprune.testing.rules import check_dataclass, made, naming, require
 
 _HEADS, _GROUP, _WIDTH = 2, 3, 8

@@ -38,8 +38,9 @@ def patch_processor(
     UnsupportedSetupError for the others, and OptionError, BudgetError or AlreadyPatchedError; the processor is then as
     it was before.
     """
-    from tokenprune.integrations.hf.processor.build import patch_for
+    from tokenprune.integrations.hf.processor.image_selection import ViewPatch
     from tokenprune.integrations.hf.processor.marker import patch_on
+    from tokenprune.integrations.hf.processor.resizing import PixelPatch
 
     if isinstance(method, (list, tuple)):
         raise OptionError("patch_processor takes one method: those that act on the model go to tokenprune.patch")
@@ -62,7 +63,8 @@ def patch_processor(
         check_limit(max_visual_tokens, [])
         keep = Budget(tokens=max_visual_tokens)
     (budget,) = _budgets(keep, [method])
-    made = patch_for(method, budget, processor)
+    kind: Any = ViewPatch if isinstance(method, ImageChooser) else PixelPatch
+    made = kind(method, budget, processor)
     present = patch_on(processor)
     if present is not None and replace:
         unpatch_processor(processor)

@@ -161,13 +161,15 @@ def test_what_a_method_says_of_itself_is_what_running_it_says() -> None:
         assert unserved(method) == tried
 
 
+# The add-ons, and what else of the core is loaded where it is asked for alone.
 ASIDE = (
-    "tokenprune.guard", "tokenprune.policies", "tokenprune.workflows", "tokenprune.integrations.hf.session",
-    "tokenprune.integrations.hf.guard", "tokenprune.integrations.hf.drafting", "tokenprune.integrations.hf.tower.reuse",
+    "tokenprune.serve",
+    "tokenprune.guard", "tokenprune.sessions", "tokenprune.drafting", "tokenprune.workflows",
+    "tokenprune.integrations.hf.tower.reuse",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["divprune", "fastv"])
+@pytest.mark.parametrize("method", ["divprune", "fastv", "dart"])
 def test_a_plain_patch_loads_nothing_that_is_not_asked_for(method: str) -> None:
     """Sessions, policies, the guard, drafts, two passes, frame weights and the feature cache."""
     code = f"""if True:
@@ -182,5 +184,4 @@ def test_a_plain_patch_loads_nothing_that_is_not_asked_for(method: str) -> None:
     """
     names = set(run(code).split())
     assert "tokenprune.integrations.hf.decoder.engine" in names
-    # The settings stand in the signature of `patch`.
-    assert {name for name in names if name.startswith(ASIDE)} <= {"tokenprune.guard", "tokenprune.guard.settings"}
+    assert {name for name in names if name.startswith(ASIDE)} == set()

@@ -24,7 +24,7 @@ from far_device import Far, counting, device, far_inputs, to_far
 from tokenprune import Site
 from tokenprune.errors import TokenPruneError
 from tokenprune.guard import images as images
-from tokenprune.integrations.hf.guard import pixels as guard_pixels
+from tokenprune.guard import pixels as guard_pixels
 from tokenprune.kernels import block_attention
 from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune.sites.encoder import Tower

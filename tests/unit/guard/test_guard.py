@@ -18,11 +18,12 @@ from guard_drawings import page, scene
 from tokenprune import Budget, Guard, OptionError, UnsupportedSetupError
 from tokenprune.api import attachment_of
 from tokenprune.base import Method
+from tokenprune.guard import pixels as guard_pixels
 from tokenprune.guard.floors import shipped
-from tokenprune.guard.images import AsyncValues, blocks_of
+from tokenprune.guard.images import blocks_of
+from tokenprune.guard.part import GuardPart
 from tokenprune.guard.settings import KINDS, TEXT_LIMIT
-from tokenprune.integrations.hf.guard import pixels as guard_pixels
-from tokenprune.integrations.hf.guard.part import GuardPart
+from tokenprune.ops.transfer import AsyncValues
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES

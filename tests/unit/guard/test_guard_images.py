@@ -14,9 +14,9 @@ from PIL import Image
 import tokenprune
 from guard_drawings import measured, page, planes, scene
 from tokenprune.families import Family
+from tokenprune.guard import pixels as guard_pixels
 from tokenprune.guard.images import SIDE, blocks_of, text_shares
 from tokenprune.guard.settings import TEXT_LIMIT
-from tokenprune.integrations.hf.guard import pixels as guard_pixels
 
 SCENES = ("noise", "stripes", "hills", "blocks", "plain")
 

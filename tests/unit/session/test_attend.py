@@ -11,8 +11,8 @@ import tokenprune
 from processors import demo_model, llava, photo
 from session_oracle import NAMES, Recorded, close, played, recorded
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.integrations.hf.session.memory import FRAME
-from tokenprune.integrations.hf.session.positions import text_positions
+from tokenprune.sessions.memory import FRAME
+from tokenprune.sessions.positions import text_positions
 from zoo import FAMILIES
 
 QUESTION = [30, 31, 32]

@@ -22,8 +22,8 @@ from tokenprune.errors import (
     UnsupportedModelError,
     UnsupportedSetupError,
 )
-from tokenprune.integrations.hf.session.prompts import as_frames
-from tokenprune.policies import registry as policies
+from tokenprune.sessions.policies import registry as policies
+from tokenprune.sessions.prompts import as_frames
 from zoo import FAMILIES, IMAGE
 
 LLAVA = FAMILIES["llava"]
@@ -117,8 +117,8 @@ def test_a_failure_in_the_second_block_takes_back_the_first(session, monkeypatch
 
     monkeypatch.setattr(session._stream, "see", fails)
     monkeypatch.setattr(type(session), "_words", None)
-    monkeypatch.setattr("tokenprune.workflows.session.blocks_of", lambda *given: iter([made, made]))
-    monkeypatch.setattr("tokenprune.workflows.session.as_frames", lambda frames: frames)
+    monkeypatch.setattr("tokenprune.sessions.api.blocks_of", lambda *given: iter([made, made]))
+    monkeypatch.setattr("tokenprune.sessions.api.as_frames", lambda frames: frames)
     with pytest.raises(MemoryError):
         session.see([1])
     assert len(calls) == 2 and unchanged(session, before)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tokenprune
 from policy_views import view_of
 from session_oracle import close, played, recorded
-from tokenprune.policies.base import PolicyView
+from tokenprune.sessions.policies.base import PolicyView
 from zoo import FAMILIES
 
 INFINIPOT = tokenprune.sessions.policy("infinipot_v")

@@ -16,8 +16,8 @@ import tokenprune
 from policy_views import view_of
 from tokenprune import registry
 from tokenprune.errors import OptionError, RegistrationError, UnknownPolicyError
-from tokenprune.policies import registry as policies
-from tokenprune.policies.base import Policy, PolicyView
+from tokenprune.sessions.policies import registry as policies
+from tokenprune.sessions.policies.base import Policy, PolicyView
 
 SIZES = given(frames=st.integers(2, 12), cells=st.integers(1, 9), share=st.floats(0.05, 0.95), seed=st.integers(0, 9))
 

@@ -15,8 +15,8 @@ from policy_views import view_of
 from processors import demo_model, llava, photo
 from session_oracle import Recorded, close, images_of, played, recorded
 from tokenprune.errors import OptionError, SessionError, UnsupportedSetupError
-from tokenprune.integrations.hf.session.memory import FRAME, INDEX, Memory
-from tokenprune.integrations.hf.session.positions import text_positions
+from tokenprune.sessions.memory import FRAME, INDEX, Memory
+from tokenprune.sessions.positions import text_positions
 from zoo import FAMILIES, IMAGE
 
 PROXY = (30, 31, 32, 33)

@@ -19,7 +19,7 @@ from session_oracle import close, played, recorded
 from tokenprune import registry
 from tokenprune.cli import app, scaffold
 from tokenprune.errors import ConformanceError, RegistrationError
-from tokenprune.policies import registry as policies
+from tokenprune.sessions.policies import registry as policies
 from zoo import FAMILIES
 
 
@@ -79,7 +79,7 @@ def test_a_class_does_not_shadow_what_it_uses(name: str, tmp_path: Path, monkeyp
 
 
 def test_the_name_of_a_policy_is_taken_and_that_of_a_method_not(tmp_path: Path) -> None:
-    with pytest.raises(RegistrationError, match=r"'window' is taken by tokenprune.policies.window"):
+    with pytest.raises(RegistrationError, match=r"'window' is taken by tokenprune.sessions.policies.window"):
         scaffold.new_method("window", "session", tmp_path / "made")
     scaffold.new_method("divprune", "session", tmp_path / "made")
     with pytest.raises(RegistrationError, match=r"is taken by tokenprune\.methods"):

@@ -13,7 +13,7 @@ from jinja2 import Template as Jinja
 from processors import demo_model, llava, photo
 from tokenprune import sessions
 from tokenprune.errors import SessionError
-from tokenprune.integrations.hf.session.prompts import Template
+from tokenprune.sessions.prompts import Template
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n"

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import tokenprune
 from tokenprune.families import SUPPORTED
-from tokenprune.integrations.hf.session.memory import INDEX
+from tokenprune.sessions.memory import INDEX
 from zoo import FAMILIES, IMAGE, Family, InputImage, join
 
 NAMES = [name for name in FAMILIES if SUPPORTED[name].sessions]

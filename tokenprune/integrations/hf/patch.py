@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tokenprune import abilities
+from tokenprune.addons import add_on
 from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.guard.settings import Guard
 from tokenprune.integrations.hf.checks.decoder import check_abilities, check_steps
 from tokenprune.integrations.hf.decoder.engine import Engine
 from tokenprune.integrations.hf.families import Adapter, adapter_for
@@ -32,8 +32,9 @@ from tokenprune.integrations.hf.parts.layer_attention import LayerAttention
 from tokenprune.integrations.hf.parts.static_steps import StaticSteps
 from tokenprune.integrations.hf.parts.video_frames import VideoFrames, compares_frames
 from tokenprune.integrations.hf.parts.virtual_unmerging import VirtualUnmerging
-from tokenprune.integrations.hf.processor.build import patch_for
 from tokenprune.integrations.hf.processor.full_counts import FullCounts
+from tokenprune.integrations.hf.processor.image_selection import ViewPatch
+from tokenprune.integrations.hf.processor.resizing import PixelPatch
 from tokenprune.integrations.hf.tower.attention_scores import BlockReader
 from tokenprune.integrations.hf.tower.base import InTower
 from tokenprune.integrations.hf.tower.build import tower_patch
@@ -49,6 +50,7 @@ from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 
 if TYPE_CHECKING:
+    from tokenprune.guard.settings import Guard
     from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 
 
@@ -58,7 +60,7 @@ def hf_parts(
     budgets: Sequence[Budget],
     record: bool,
     processor: Any,
-    guard: Guard,
+    guard: Guard | None,
     feature_cache: FeatureCache | None = None,
 ) -> list[Any]:
     """Return what `patch` has to attach, in order; the last is the engine, which has the statistics. Nothing is changed
@@ -76,7 +78,7 @@ def _parts(
     budgets: Sequence[Budget],
     record: bool,
     processor: Any,
-    guard: Guard,
+    guard: Guard | None,
     feature_cache: FeatureCache | None,
 ) -> list[Any]:
     """See `hf_parts`; methods have one form each."""
@@ -93,13 +95,16 @@ def _parts(
     abilities.check_together(acting)
     check_abilities(stages, adapter)
 
-    pixels, steps = [], []
+    pixels: list[PixelPatch | ViewPatch] = []
+    steps = []
     parts: list[Part] = []
     for step in stages:
         method, budget = step.method, step.budget
         match method:
-            case ResizeMethod() | ImageChooser():
-                pixels.append(patch_for(method, budget, processor, adapter))
+            case ResizeMethod():
+                pixels.append(PixelPatch(method, budget, processor, adapter))
+            case ImageChooser():
+                pixels.append(ViewPatch(method, budget, processor, adapter))
             case UnitDropper() | FrameMerger() | EncoderMethod() if method.is_identity(budget):
                 pass
             case UnitDropper():
@@ -115,10 +120,8 @@ def _parts(
             case Pruner():
                 steps.append(step)
     unread = processor is not None and not pixels and not any(isinstance(part, UnitDrop) for part in parts)
-    if guard.mode != "off" and unread:
-        from tokenprune.integrations.hf.guard.part import check_processor
-
-        check_processor(processor, methods)
+    if guard is not None and unread:
+        add_on("guard.part").check_processor(processor, methods)
     check_steps(steps, adapter)
     # A method that will not cut needs to see nothing.
     cutting = [step.method for step in steps if step.acts]
@@ -140,10 +143,8 @@ def _parts(
         merges = [part.method.name for part in parts if isinstance(part, InTower)]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
     removes = bool(cutting or parts)
-    if guard.mode != "off":
-        from tokenprune.integrations.hf.guard.part import guard_for
-
-        parts += guard_for(adapter, guard, methods, budgets, processor)
+    if guard is not None:
+        parts += add_on("guard.part").guard_for(adapter, guard, methods, budgets, processor)
     if feature_cache is not None:
         from tokenprune.integrations.hf.tower.reuse import FeatureReuse
 

@@ -51,8 +51,9 @@ def _register_models(whole: bool) -> None:
 
 
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
+    from tokenprune.addons import add_on
     from tokenprune.integrations.vllm.front.of_workers import listen
-    from tokenprune.integrations.vllm.setting.configuration import add_on, configure, needs_add_on
+    from tokenprune.integrations.vllm.setting.configuration import configure, needs_add_on
     from tokenprune.integrations.vllm.setting.settings import KEY
 
     kwargs = getattr(model_config.multimodal_config, "mm_processor_kwargs", None) or {}
@@ -63,7 +64,7 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
     compat.check_version()
     configure(model_config)
     if needs_add_on(model_config):
-        add_on("reload").attach(model_config)
+        add_on("serve.reload").attach(model_config)
     listen(model_config)
     _keep_in_step()
     return result

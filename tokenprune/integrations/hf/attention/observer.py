@@ -15,14 +15,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, distributed, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.attention.tensor_parallel import heads_of_all_ranks
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.integrations.shared.observation import Observation
+from tokenprune.integrations.shared.observation import Join, Observation
 
 # transformers recognises flash back ends by "flash" in the name.
 _NAMES = ("tokenprune_observed", "tokenprune_observed_flash")
@@ -146,3 +146,28 @@ def observed_attention(
     if computed is not None:
         return computed[0], None
     return taps.original()(_ModuleView(module, taps.config), query, key, value, attention_mask, **kwargs)
+
+
+def heads_of_all_ranks(module: nn.Module) -> Join | None:
+    """Return what joins the heads (axis 1) of all processes that share a tensor-parallel `module`, None if this one has
+    them all. Without it every process would choose by its own heads, and they would keep different tokens.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    from torch.distributed.tensor import DTensor, Shard
+
+    for weight in module.parameters():
+        if isinstance(weight, DTensor):
+            for axis, placement in enumerate(weight.placements):
+                if isinstance(placement, Shard):
+                    return _join_over(weight.device_mesh.get_group(axis))
+    return None
+
+
+def _join_over(group: distributed.ProcessGroup) -> Join:
+    def join(own: Tensor) -> Tensor:
+        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        distributed.all_gather(parts, own.contiguous(), group=group)
+        return torch.cat(parts, dim=1)
+
+    return join

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.abilities import reads_tower
+from tokenprune.addons import add_on
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.front import metrics
 from tokenprune.integrations.vllm.front.items import CountedDetails
 from tokenprune.integrations.vllm.front.served import BY_KEY, Served, ServedRequest, is_of_input, selecting
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import (
-    add_on,
     checked,
     configured,
     family_of,
@@ -150,5 +150,5 @@ class RequestPolicy:
 
 def policy_of(model_config: Any, asked: Any = NOTHING) -> RequestPolicy:
     """Return the policy of a server with a setting, for a request with this value of our key."""
-    serves = add_on("policy").ServePolicy if needs_add_on(model_config, asked) else RequestPolicy
+    serves = add_on("serve.policy").ServePolicy if needs_add_on(model_config, asked) else RequestPolicy
     return serves(model_config)

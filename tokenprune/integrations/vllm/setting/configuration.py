@@ -8,7 +8,6 @@ which is not imported unless one of them is named, or the server speaks HTTP.
 from __future__ import annotations
 
 import difflib
-import importlib
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune import abilities
+from tokenprune.addons import add_on
 from tokenprune.config import read_config
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.families import SERVED, Family
@@ -63,11 +63,6 @@ def needs_add_on(model_config: Any, asked: Any = NOTHING) -> bool:
     budgets = keep if isinstance(keep, list | tuple) else [keep]  # of a stack, one a method
     ages = any(isinstance(one, Mapping) and "age" in one for one in budgets)
     return ages or bool(set(asked) & {PROFILE, *BESIDE})
-
-
-def add_on(room: str) -> Any:
-    """Return a module of `tokenprune.serve`, which stands above this package: nothing here imports it otherwise."""
-    return importlib.import_module(f"tokenprune.serve.{room}")
 
 
 def in_llm(model_config: Any) -> bool:
@@ -201,7 +196,7 @@ def configure(model_config: Any) -> None:
     setting = whole()
     keys = ServerKeys.of(beside, setting)
     named = bool(set(beside) & set(ADD_ON)) or setting.age is not None
-    offer = add_on("offer").Offer.of(beside, setting, whole) if named else None
+    offer = add_on("serve.offer").Offer.of(beside, setting, whole) if named else None
     if multimodal.video_pruning_rate:
         raise OptionError(
             f"video_pruning_rate and {KEY} both prune videos: leave one of them out "

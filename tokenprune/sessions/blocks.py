@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tokenprune.integrations.hf.session.prompts import Words
-from tokenprune.integrations.hf.session.stream import Stream
+from tokenprune.sessions.prompts import Words
+from tokenprune.sessions.stream import Stream
 
 if TYPE_CHECKING:
     from PIL import Image

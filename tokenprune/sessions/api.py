@@ -14,24 +14,24 @@ from annotated_types import Ge, Gt, Le
 
 from tokenprune.api import attachment_of, is_patched
 from tokenprune.errors import BudgetError, ConfigError, OptionError, SessionError, UnsupportedSetupError
-from tokenprune.integrations.hf.session import storage
-from tokenprune.integrations.hf.session.anchors import why_fixed
-from tokenprune.integrations.hf.session.blocks import blocks_of
-from tokenprune.integrations.hf.session.checks import adapter_of, check_patch, check_window, place_of
-from tokenprune.integrations.hf.session.limits import Limits, entries_of
-from tokenprune.integrations.hf.session.prompts import Words, as_frames
-from tokenprune.integrations.hf.session.proxy import proxy_of
-from tokenprune.integrations.hf.session.stream import Stream
 from tokenprune.options import fits, in_words
-from tokenprune.policies.registry import policy_named, policy_of
-from tokenprune.workflows.session_results import Answer, HeldEntries, SessionStats, held_of, stats_of
+from tokenprune.sessions import storage
+from tokenprune.sessions.anchors import why_fixed
+from tokenprune.sessions.blocks import blocks_of
+from tokenprune.sessions.checks import adapter_of, check_patch, check_window, place_of
+from tokenprune.sessions.limits import Limits, entries_of
+from tokenprune.sessions.policies.registry import policy_named, policy_of
+from tokenprune.sessions.prompts import Words, as_frames
+from tokenprune.sessions.proxy import proxy_of
+from tokenprune.sessions.results import Answer, HeldEntries, SessionStats, held_of, stats_of
+from tokenprune.sessions.stream import Stream
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-    from tokenprune.policies.base import Policy
+    from tokenprune.sessions.policies.base import Policy
 
 
 class Session:

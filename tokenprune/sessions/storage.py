@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tokenprune.errors import ConfigError
 from tokenprune.files import reason
-from tokenprune.integrations.hf.session.memory import FRAME, Memory
-from tokenprune.integrations.hf.session.positions import axes
-from tokenprune.integrations.hf.session.stream import Progress, Stream
+from tokenprune.sessions.memory import FRAME, Memory
+from tokenprune.sessions.positions import axes
+from tokenprune.sessions.stream import Progress, Stream
 from tokenprune.shapes.fingerprint import fingerprint
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from typing import Any
 
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
+from tokenprune.guard.pixels import SegmentLooks
 from tokenprune.guard.settings import KINDS, is_tokens
 from tokenprune.integrations.hf.forward.plan import Plan, Stage, Step, allowed
-from tokenprune.integrations.hf.guard.pixels import SegmentLooks
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Guarded
 

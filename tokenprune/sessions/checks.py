@@ -13,9 +13,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from tokenprune.base import Site
 from tokenprune.errors import BudgetError, OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.families import SUPPORTED
+from tokenprune.guard.part import GuardPart
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import Adapter, adapter_for
-from tokenprune.integrations.hf.guard.part import GuardPart
 
 SINCE = "5.19"  # the oldest transformers on which sessions are tested
 

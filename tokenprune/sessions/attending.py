@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.session.memory import Memory
-from tokenprune.integrations.hf.session.proxy import observed
-from tokenprune.policies.most_attended import MostAttended
+from tokenprune.sessions.memory import Memory
+from tokenprune.sessions.policies.most_attended import MostAttended
+from tokenprune.sessions.proxy import observed
 
 
 class Attending(LogitsProcessor):

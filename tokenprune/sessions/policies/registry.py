@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tokenprune.errors import OptionError, RegistrationError, UnknownPolicyError
-from tokenprune.policies.base import Policy
 from tokenprune.registry import configured, import_all, nearest
+from tokenprune.sessions.policies.base import Policy
 
 ENTRY_POINT_GROUP = "tokenprune.policies"
 
@@ -58,7 +58,7 @@ def _load() -> None:
     global _loaded
     if not _loaded:
         _loaded = True
-        import_all("tokenprune.policies", ENTRY_POINT_GROUP)
+        import_all("tokenprune.sessions.policies", ENTRY_POINT_GROUP)
 
 
 def available_policies() -> list[str]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from tokenprune.errors import OptionError, SessionError
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.session.memory import Memory
-from tokenprune.integrations.hf.session.prompts import Words
 from tokenprune.integrations.shared.observation import Observation
-from tokenprune.policies.base import PROXY_ATTENTION, Policy
+from tokenprune.sessions.memory import Memory
+from tokenprune.sessions.policies.base import PROXY_ATTENTION, Policy
+from tokenprune.sessions.prompts import Words
 
 # Sessions of several threads may share a model, whose attention one of them observes at a time.
 _OBSERVING = threading.Lock()

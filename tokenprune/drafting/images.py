@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
+from tokenprune.drafting.checks import writer
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.drafting.checks import writer
 from tokenprune.integrations.hf.encoded.record import KEY
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.parts.drafts import Drafts

@@ -19,13 +19,13 @@ from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.guard.floors import Floors, shipped
 from tokenprune.guard.messages import statement, warning
+from tokenprune.guard.pixels import look, looks_of_segments
 from tokenprune.guard.prompts import KindReader
 from tokenprune.guard.settings import KINDS, Guard
+from tokenprune.guard.verdict import Verdict, Watch, Watched, share_of
 from tokenprune.integrations.hf.encoded.record import open_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
-from tokenprune.integrations.hf.guard.pixels import look, looks_of_segments
-from tokenprune.integrations.hf.guard.verdict import Verdict, Watch, Watched, share_of
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.statistics import Stats
 

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam between the core and its add-ons.
+
+An add-on (sessions, the guard, drafting, and `serve` on a vLLM server) builds on the core, and no file of the core
+imports one: where a caller asks for one, it is loaded by name, here. A plain patch and a plain server load none.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def add_on(module: str) -> Any:
+    """Return a module of an add-on, as in "guard.part", which is loaded now if it was not before."""
+    return importlib.import_module(f"tokenprune.{module}")
