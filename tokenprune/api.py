@@ -13,7 +13,6 @@ from annotated_types import Ge
 
 from tokenprune.base import Method
 from tokenprune.budget import Budget, joint_share
-from tokenprune.config import read_config
 from tokenprune.errors import (
     AlreadyPatchedError,
     BudgetError,
@@ -24,10 +23,11 @@ from tokenprune.errors import (
 )
 from tokenprune.guard.settings import Guard
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.limit import limited
 from tokenprune.options import fits, in_words
 from tokenprune.registry import build
-from tokenprune.scope import check_scope
+from tokenprune.setting.budget_checks import check_scope
+from tokenprune.setting.max_visual_tokens import limited
+from tokenprune.setting.saved import read_config
 from tokenprune.startup import DEFAULT_METHOD
 from tokenprune.statistics import Stats
 

@@ -11,8 +11,8 @@ from tokenprune.base import ImageChooser, Method, ResizeMethod, Site
 from tokenprune.errors import BudgetError
 from tokenprune.options import option_types
 from tokenprune.setting import Setting
+from tokenprune.setting.one_line import Entry
 from tokenprune.sites.encoder import EncoderMethod
-from tokenprune.spelling import Entry
 from tokenprune_bench.profiling.patched import escalates
 
 _INSIDE = (Site.IN_LLM, Site.DECODE)

@@ -9,8 +9,8 @@ from tokenprune.api import _budgets
 from tokenprune.base import ImageChooser, Method, ResizeMethod, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import NotPatchedError, OptionError
-from tokenprune.limit import LIMITER, check_limit
 from tokenprune.registry import available_methods, build, method_info
+from tokenprune.setting.max_visual_tokens import LIMITER, check_limit
 
 ProcessorT = TypeVar("ProcessorT")
 
