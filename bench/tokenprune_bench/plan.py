@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import tokenprune
-from tokenprune.base import ImageChooser, Site
+from tokenprune.base import Site
 from tokenprune.errors import OptionError
 from tokenprune.setting import Setting
+from tokenprune.sites.pixels import ImageChooser
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.profiling.patched import escalates, escalating
 from tokenprune_bench.results import MARKS, UNPATCHED

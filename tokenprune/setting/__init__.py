@@ -103,7 +103,7 @@ class Setting:
     @property
     def draws_at_random(self) -> bool:
         """True if a method draws at random, with a seed that is not given."""
-        return self != self.filled({}, seed=0)
+        return any(entry.draws_at_random for entry in self.entries or ())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the setting as JSON holds it; `of` reads it."""

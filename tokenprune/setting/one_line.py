@@ -48,9 +48,14 @@ class Entry:
             options.append(f"{name}={value if plain else json.dumps(value, ensure_ascii=False)}")
         return self.name + (":" + ",".join(options) if options else "")
 
+    @property
+    def draws_at_random(self) -> bool:
+        """True if its method draws at random, with a seed that is not given."""
+        return "seed" in option_types(method_class(self.name)) and "seed" not in self.options
+
     def filled(self, defaults: Mapping[str, Any], seed: int | None = None) -> Entry:
         """Return the entry with options for which it has none. seed: of a method that draws at random."""
-        random = {} if seed is None or "seed" not in option_types(method_class(self.name)) else {"seed": seed}
+        random = {"seed": seed} if seed is not None and self.draws_at_random else {}
         return Entry(self.name, {**random, **defaults, **self.options})
 
 

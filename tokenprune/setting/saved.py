@@ -73,9 +73,7 @@ def read_config(source: str | Path | Mapping[str, Any] | Setting | Config) -> Co
     if isinstance(source, Config):
         return source
     if isinstance(source, Setting):
-        config = Config(source.as_dict(), name=source.where)
-        config.__dict__["parsed"] = source  # as it was read already
-        return config
+        return Config(source.as_dict(), name=source.where)
     if isinstance(source, Mapping):
         return _checked(source, "config")
     if not isinstance(source, (str, Path)):

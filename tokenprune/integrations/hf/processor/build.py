@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenprune.base import ImageChooser, ResizeMethod
 from tokenprune.budget import Budget
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.processor.image_selection import ViewPatch
 from tokenprune.integrations.hf.processor.resizing import PixelPatch
+from tokenprune.sites.pixels import ImageChooser, ResizeMethod
 
 
 def patch_for(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from tokenprune.base import Method, ResizeMethod, Site
+from tokenprune.base import Method, Site
 from tokenprune.budget import AGES, Budget, as_json
 from tokenprune.budget.by_age import Tiers, ages, left, reached
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, short
@@ -22,6 +22,7 @@ from tokenprune.setting.budget_checks import check_scope
 from tokenprune.setting.json_values import plain
 from tokenprune.setting.one_line import Entry
 from tokenprune.sites.composition import check_places
+from tokenprune.sites.pixels import ResizeMethod
 from tokenprune.view.registry import compares_frames
 
 __all__ = ["IN_LLM", "KEY", "ServedSetting", "check_method", "check_override", "servable"]
