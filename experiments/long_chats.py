@@ -19,7 +19,7 @@ from pathlib import Path
 import calm_threads  # noqa: F401
 from common import fill_page
 
-from tokenprune.ages import aged
+from tokenprune.budget.by_age import aged
 
 PAGE = Path(__file__).parents[1] / "docs/recipes/agent.md"
 BEGIN, END = "<!-- chats:begin (experiments/long_chats.py --page) -->", "<!-- chats:end -->"

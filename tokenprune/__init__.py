@@ -35,7 +35,7 @@ _HOMES = {
     "tokenprune.integrations.hf.encoded.feature_cache": ("FeatureCache",),
     "tokenprune.view.tokens": ("VisualTokens",),
     "tokenprune.shapes.token_counts": ("count_visual_tokens",),
-    "tokenprune.config": ("Config", "read_config", "write_config"),
+    "tokenprune.setting.saved": ("Config", "read_config", "write_config"),
     "tokenprune.errors": (
         "TokenPruneError",
         "UnknownMethodError",
@@ -75,7 +75,6 @@ if TYPE_CHECKING:
     from tokenprune.api import feature_cache, is_patched, method, patch, patched, stats, unpatch
     from tokenprune.base import Method, Pruner, Selection, Site
     from tokenprune.budget import Budget
-    from tokenprune.config import Config, read_config, write_config
     from tokenprune.cost.draft import DraftCost
     from tokenprune.drafting.assistant import assistant
     from tokenprune.errors import (
@@ -91,6 +90,7 @@ if TYPE_CHECKING:
     from tokenprune.guard.settings import Guard
     from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
+    from tokenprune.setting.saved import Config, read_config, write_config
     from tokenprune.shapes.token_counts import count_visual_tokens
     from tokenprune.statistics import Stats
     from tokenprune.view.tokens import VisualTokens

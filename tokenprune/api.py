@@ -14,7 +14,6 @@ from annotated_types import Ge
 from tokenprune.addons import add_on
 from tokenprune.base import Method
 from tokenprune.budget import Budget, joint_share
-from tokenprune.config import read_config
 from tokenprune.errors import (
     AlreadyPatchedError,
     BudgetError,
@@ -24,10 +23,11 @@ from tokenprune.errors import (
     UnsupportedSetupError,
 )
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.limit import limited
 from tokenprune.options import fits, in_words
-from tokenprune.registry import build
-from tokenprune.scope import check_scope
+from tokenprune.registry import build, without_base
+from tokenprune.setting.budget_checks import check_scope
+from tokenprune.setting.max_visual_tokens import limited
+from tokenprune.setting.saved import read_config
 from tokenprune.startup import DEFAULT_METHOD
 from tokenprune.statistics import Stats
 
@@ -137,7 +137,11 @@ def _methods(method: str | Method | Sequence[str | Method], options: dict[str, A
         )
     if options and isinstance(given[0], Method):
         raise OptionError(f"options {', '.join(options)} are ignored by a configured method: set them when you make it")
-    return [one if isinstance(one, Method) else build(one, options) for one in given]
+    methods = [one if isinstance(one, Method) else build(one, options) for one in given]
+    for one in methods:
+        if problem := without_base(type(one), one.site):
+            raise OptionError(f"{one!r} cannot act: {problem}")
+    return methods
 
 
 def _budgets(keep: Any, methods: Sequence[Method]) -> list[Budget]:

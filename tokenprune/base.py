@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The definition of a method: its site, its needs, and the base class of the methods of each site."""
+"""The definition of a method: its site, its needs, and the base class of those that choose among visual tokens. The
+bases of other sites are in `tokenprune.sites`."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from tokenprune.budget import Budget
-    from tokenprune.view.frames import Visual
-    from tokenprune.view.images import InputImage
     from tokenprune.view.tokens import VisualTokens
 
 
@@ -85,22 +84,8 @@ class Selection:
         return Selection(keep, counts=tokens.keep)
 
 
-class _SiteBase(type):
-    """Give a class written on `Method` itself the base of its site, by the members that it defines: `score` makes it a
-    `Pruner`."""
-
-    def __new__(mcs, name: str, bases: tuple[type, ...], members: dict[str, Any], **kwargs: Any) -> _SiteBase:
-        base = next((_BASES[member] for member in _BASES if member in members), None)
-        if base is not None:
-            bases = tuple(base if one is Method else one for one in bases)
-        return super().__new__(mcs, name, bases, members, **kwargs)
-
-
-_BASES: dict[str, type[Method]] = {}  # of a site, by a member that only methods of this site define
-
-
 @dataclass(frozen=True)
-class Method(ReprIsCall, metaclass=_SiteBase):
+class Method(ReprIsCall):
     """Base of all methods: a frozen dataclass whose fields are the method's options.
 
     It says who a method is. What a method does is said by the base class of its site, which a method of yours derives
@@ -110,15 +95,10 @@ class Method(ReprIsCall, metaclass=_SiteBase):
     The repr of a method is its call, `dart(pivot_image=8)`: its name, and the options that differ from their defaults.
 
     name, site, paper, merges: set by `register`.
-    needs:        names of the observables that it reads (see `tokenprune.observables`), set by `register`; a property
-                  where they depend on the options.
     default_keep: the `keep` of a user who gives none.
     query_free:   options, by name, under which the choice no longer depends on the question; empty if there are none.
     fallback_options: options, by name, under which it reads less of a model than it may; empty if there are none.
-    by_content_count: the method chooses the count at run time; it runs even where its budget is all tokens, as a stage
-                  that only observes and remembers does. With `keep=1.0` no stage runs.
     asks_device:  choosing reads values on the host, which waits for the device, in one of its stages at least.
-    least:        the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
     reconstruction: True if it is written from other sources than its authors' full text or code, so that parts of it
                   are guesses, which its docstring names.
     fit:          for a method that is fitted to a model first, a static method
@@ -141,27 +121,27 @@ class Method(ReprIsCall, metaclass=_SiteBase):
     fit_limit: ClassVar[int | None] = 48
     fit_question: ClassVar[str | None] = "Describe this image."
 
-    # Attributes of most classes; a property where the options decide.
-    if TYPE_CHECKING:
-
-        @property
-        def needs(self) -> frozenset[str]: ...
-
-        @property
-        def by_content_count(self) -> bool: ...
-
-        @property
-        def least(self) -> int: ...
-
-    else:
-        needs = frozenset()
-        by_content_count = False
-        least = 1
-
     def __post_init__(self) -> None:
         """Raise OptionError for an option that its field's type does not allow. A class with checks of its own calls
         this one first."""
         check_options(self)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of the observables that it reads (see `tokenprune.observables`): set by `register`, or a property of a
+        class whose options decide."""
+        return frozenset()
+
+    @property
+    def by_content_count(self) -> bool:
+        """True if the method chooses the count at run time: it runs even where its budget is all tokens, as a stage
+        that only observes and remembers does. With `keep=1.0` no stage runs."""
+        return False
+
+    @property
+    def least(self) -> int:
+        """The fewest tokens of an image that it may keep; 0 for a method that may withdraw an image."""
+        return 1
 
     @property
     def query_aware(self) -> bool:
@@ -207,11 +187,6 @@ class Method(ReprIsCall, metaclass=_SiteBase):
             raise OptionError(f"{self.name}: {message}")
 
 
-def is_ours(cls: type[Method]) -> bool:
-    """Return True if a class is of this library, not of a third party."""
-    return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
-
-
 @dataclass(frozen=True)
 class Pruner(Method):
     """Base of the methods that choose among visual tokens, at the decoder's entry (PRE_LLM) or inside it (IN_LLM).
@@ -219,7 +194,12 @@ class Pruner(Method):
     A subclass implements `score` (higher is kept), or overrides `select` when its choice is not a plain top-k. It sees
     a read-only `VisualTokens` and never a model, a cache, a mask or position ids. A method inside the decoder has a
     field `layer`, the index of the decoder layer at whose input it cuts.
+
+    never_nan: the scores of an image are never all NaN; that is then not checked, for which the host waits for the
+               device.
     """
+
+    never_nan: ClassVar[bool] = False
 
     @property
     def cut_layer(self) -> int:
@@ -249,101 +229,7 @@ class Pruner(Method):
         if score.shape != mask.shape or not ranks or score.device != mask.device:
             found = f"{str(score.dtype).removeprefix('torch.')} {list(score.shape)} on {score.device}"
             raise TokenPruneError(f"{wanted} on {mask.device}, not {found}")
-        # NaN counts as lowest, so that an image of nothing else would keep its first tokens in silence. To ask for it
-        # the host has to wait for the device; our own methods are known not to need that.
-        if not is_ours(type(self)) and bool((score.isnan() | ~mask).all(dim=1).any()):
+        # NaN counts as lowest, so that an image of nothing else would keep its first tokens in silence.
+        if not self.never_nan and bool((score.isnan() | ~mask).all(dim=1).any()):
             raise TokenPruneError(f"{wanted}, and all scores of an image are NaN: that ranks nothing")
         return score
-
-
-@dataclass(frozen=True)
-class ResizeMethod(Method):
-    """Base of the methods that resize images before they are encoded (PRE_ENCODER); a subclass implements `shares`.
-
-    takes_tokens: True if `keep` may be a number of tokens: larger images then shrink to that many, and `shares` is not
-    asked.
-    """
-
-    site: ClassVar[Site] = Site.PRE_ENCODER
-    takes_tokens: ClassVar[bool] = False
-    # True if frames of videos shrink too, each by `keep`; an option of some methods.
-    if TYPE_CHECKING:
-
-        @property
-        def videos(self) -> bool: ...
-
-    else:
-        videos = False
-
-    @property
-    def reads_question(self) -> bool:
-        """True if `shares` looks at the question of an image, which needs the whole processor."""
-        return False
-
-    @property
-    def by_content(self) -> bool:
-        """True if one image may get another share than the next."""
-        return False
-
-    def shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
-        """Return the share of its visual tokens, in (0, 1], that each image of a processor's call gets. per: see
-        `Budget`."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement shares()")
-
-    def check_keep(self, keep: float) -> None:
-        """Raise BudgetError if the method cannot reach the share `keep`."""
-
-
-@dataclass(frozen=True)
-class ImageChooser(Method):
-    """Base of the methods that choose which of a prompt's images are encoded (PRE_ENCODER); a subclass implements
-    `choose`."""
-
-    site: ClassVar[Site] = Site.PRE_ENCODER
-    default_keep: ClassVar[float] = 1.0
-
-    def choose(self, question: str, count: int, most: int) -> list[int]:
-        """Return which of the `count` images of a prompt to encode, sorted, at least one. question: the text after the
-        last image. most: how many `keep` allows."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement choose()")
-
-
-@dataclass(frozen=True)
-class AttentionPattern(Method):
-    """Base of the methods that remove nothing, and change which tokens attend to which in prefill (ATTENTION).
-
-    A subclass implements `block_starts`. It may make fields, which are options then, of:
-    dense_layers: decoder layers, counted from 0, that keep full attention.
-    position_mode: "sequential" keeps the positions of full attention; "reuse" starts every block where the first one
-    starts.
-    """
-
-    site: ClassVar[Site] = Site.ATTENTION
-    default_keep: ClassVar[float] = 1.0
-    if TYPE_CHECKING:
-
-        @property
-        def dense_layers(self) -> Sequence[int]: ...
-
-        @property
-        def position_mode(self) -> str: ...
-
-    else:
-        dense_layers = ()
-        position_mode = "sequential"
-
-    def block_starts(self, visuals: Sequence[Visual], end: int) -> list[int] | str:
-        """Return where in a prompt of `end` tokens each context block starts, and at last where the part that attends
-        to everything does; or, in words, why the prompt keeps full attention. What comes before the first block is the
-        sink."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement block_starts()")
-
-
-_BASES |= {
-    "score": Pruner,
-    "select": Pruner,
-    "stages": Pruner,
-    "shares": ResizeMethod,
-    "choose": ImageChooser,
-    "block_starts": AttentionPattern,
-}

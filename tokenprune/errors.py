@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "AlreadyPatchedError",
     "BudgetError",
@@ -80,3 +82,12 @@ class MissingPackageError(TokenPruneError, ImportError):
 
 class ConfigError(TokenPruneError, ValueError):
     """A file such as `tokenprune.json` cannot be read or written, or is none."""
+
+
+def short(value: Any) -> str:
+    """Return what to show of a wrong value."""
+    try:
+        text = repr(value)
+    except Exception:  # too deep, or a number of too many digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}..."

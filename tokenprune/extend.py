@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from tokenprune.base import AttentionPattern, ImageChooser, ResizeMethod
 from tokenprune.methods.video.base import VideoPruner
+from tokenprune.sites.attention import AttentionPattern
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod, Tower
 from tokenprune.sites.frames import FrameMerger, FrameMix
+from tokenprune.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.frames import Visual
 from tokenprune.view.observable import AttentionToTokens, Backend, Observable, ObservedAt, PerToken, TowerBlock

@@ -49,10 +49,13 @@ def _option_types(cls: Any) -> dict[str, Any]:
 
 
 def check_options(method: Any) -> None:
-    """Raise OptionError for an option of a configured method whose value is not of the type that its field declares."""
+    """Raise OptionError for an option of a configured method whose value is not of the type that its field declares.
+    A list becomes a tuple, as which it can be hashed, and is equal to what JSON made a list."""
     for name, hint in option_types(type(method)).items():
         value = getattr(method, name)
-        if not fits(value, hint):
+        if isinstance(value, list) and fits(tuple(value), hint):
+            object.__setattr__(method, name, tuple(value))
+        elif not fits(value, hint):
             raise OptionError(f"{method.name}: {name}={value!r} must be {in_words(hint)}")
 
 

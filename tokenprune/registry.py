@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
 
-from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Site, is_ours
+from tokenprune.base import Method, Pruner, Site
 from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError
+from tokenprune.sites.attention import AttentionPattern
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.sites.frames import FrameMerger
+from tokenprune.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.registry import available_observables, need_of
 
@@ -75,8 +77,9 @@ class MethodInfo:
     def capturable(self) -> bool:
         """True if a CUDA graph can hold the choice, by default options: it is made before or inside the language model,
         the budget alone decides how many tokens stay, and no value of the device is asked for."""
-        checked = not is_ours(self.cls) and getattr(self.cls, "select", None) is Pruner.select  # its scores, for NaN
-        asks = self.cls.asks_device or self.cls().by_content_count or checked
+        method = self.cls()
+        checked = isinstance(method, Pruner) and type(method).select is Pruner.select and not method.never_nan
+        asks = method.asks_device or method.by_content_count or checked
         return self.site in (Site.PRE_LLM, Site.IN_LLM) and not asks
 
 
@@ -125,17 +128,23 @@ def _problem(name: str, cls: type, site: Site, needs: frozenset[str] | None) -> 
         return "decorate the class with @dataclass(frozen=True) below @register(...)"
     if not (cls.__dict__.get("__doc__") or "").strip() or (cls.__doc__ or "").startswith(f"{cls.__name__}("):
         return "the class needs a docstring; its first sentence is what `tokenprune methods` prints"
-    if needs is not None and isinstance(inspect.getattr_static(cls, "needs"), property):
+    own_needs: Any = cls.needs
+    if needs is not None and isinstance(own_needs, property) and own_needs is not Method.needs:
         return "its class has a property `needs`, so leave out needs= of @register(...)"
     if unknown := (needs or frozenset()) - set(available_observables()):
         return f"unknown needs {sorted(unknown)}; known are {available_observables()}"
     present = _METHODS.get(name)
     if present is not None and (present.__module__, present.__qualname__) != (cls.__module__, cls.__qualname__):
         return f"the name is taken by {present.__module__}.{present.__qualname__}"
-    if not issubclass(cls, BASES[site]):
-        bases = " or ".join(f"tokenprune.{'extend.' * (base is not Pruner)}{base.__name__}" for base in BASES[site])
-        return f"a method of the site {site} must derive from {bases}"
-    return None
+    return without_base(cls, site)
+
+
+def without_base(cls: type[Method], site: Site) -> str | None:
+    """Return what a method's class must derive from at `site`, in words; None if it does."""
+    if issubclass(cls, BASES[site]):
+        return None
+    bases = " or ".join(f"tokenprune.{'extend.' * (base is not Pruner)}{base.__name__}" for base in BASES[site])
+    return f"a method of the site {site} must derive from {bases}"
 
 
 def _load() -> None:
@@ -226,10 +235,8 @@ def configured(name: str, cls: Callable[..., C], options: dict[str, Any]) -> C:
     """Return an object of the dataclass `cls`, called `name`, with `options`; raises OptionError for one it does not
     have."""
     known = {f.name: f.default for f in dataclasses.fields(cast(Any, cls))}
-    for option, value in options.items():
+    for option in options:
         if option not in known:
             hint = _did_you_mean(option, known)
             raise OptionError(f"{name} has no option {option!r}: {hint}its options are {', '.join(known) or '(none)'}")
-        if isinstance(value, list) and isinstance(known[option], tuple):  # JSON has no tuples
-            options = options | {option: tuple(value)}
     return cls(**options)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from tokenprune.base import ResizeMethod, Site
+from tokenprune.base import Site
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.setting import Setting
 from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune.sites.pixels import ResizeMethod
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.answers import Batch
 from tokenprune_bench.data import misfits, refuse, refused_images

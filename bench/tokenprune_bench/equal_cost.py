@@ -7,12 +7,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tokenprune.base import ImageChooser, Method, ResizeMethod, Site
+from tokenprune.base import Method, Site
 from tokenprune.errors import BudgetError
 from tokenprune.options import option_types
 from tokenprune.setting import Setting
+from tokenprune.setting.one_line import Entry
 from tokenprune.sites.encoder import EncoderMethod
-from tokenprune.spelling import Entry
+from tokenprune.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune_bench.profiling.patched import escalates
 
 _INSIDE = (Site.IN_LLM, Site.DECODE)

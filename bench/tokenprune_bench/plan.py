@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import tokenprune
-from tokenprune.base import ImageChooser, Site
+from tokenprune.base import Site
 from tokenprune.errors import OptionError
 from tokenprune.setting import Setting
+from tokenprune.sites.pixels import ImageChooser
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.profiling.patched import escalates, escalating
 from tokenprune_bench.results import MARKS, UNPATCHED
@@ -49,7 +50,7 @@ class Pass:
 class BenchPlan:
     """The methods, keeps and seeds to run. The baselines are put in front of `methods`; () means all registered methods
     except those that choose between images unless `several` is set, and video methods unless `videos` is set.
-    `ESCALATE` can be named beside them. Options and stacks are written as in spelling.py, or read already, and the plan
+    `ESCALATE` can be named beside them. Options and stacks are written on one line, or read already, and the plan
     has them in their one spelling (`methods`) and as objects (`settings`); every method of a stack gets the keep.
 
     several, videos: whether a question may have several images, or a video. images: how many held-out images (or

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tokenprune.base import ImageChooser
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.setting import Setting
+from tokenprune.sites.pixels import ImageChooser
 from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.asking import Asking

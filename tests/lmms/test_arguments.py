@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -14,7 +13,7 @@ from lmms_eval.utils import simple_parse_args_string
 
 import tokenprune
 from tokenprune import Budget, BudgetError, OptionError, UnknownMethodError
-from tokenprune.config import read_config
+from tokenprune.setting.saved import read_config
 from tokenprune_bench.lmms_eval.arguments import ModelArguments, read
 from tokenprune_bench.lmms_eval.bases import TESTED
 
@@ -114,7 +113,6 @@ def test_what_is_wrong_is_said(text: str, error: type[Exception], words: str) ->
     assert words in str(raised.value)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tokenprune.config") is None, reason="there is no tokenprune.config yet")
 def test_a_tuned_configuration(tmp_path: Any) -> None:
     path = tmp_path / "tokenprune.json"
     path.write_text('{"schema": 1, "setting": {"method": "downsample", "keep": 0.25}}')

@@ -247,7 +247,7 @@ class TestFastV:
 
 
 @dataclass(frozen=True)
-class Loud(Method):
+class Loud(Pruner):
     """Keep the tokens of the largest norm."""
 
     layer: int = 2

@@ -17,7 +17,7 @@ import tokenprune
 from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
-from tokenprune import BudgetError, Method, OptionError, Site, UnsupportedSetupError
+from tokenprune import BudgetError, OptionError, Pruner, Site, UnsupportedSetupError
 from tokenprune.abilities.obstacle import not_on
 from tokenprune.families import SUPPORTED, TOWERS, family_of, tower_of
 from tokenprune.integrations.vllm.setting import tower_items, towers
@@ -38,7 +38,7 @@ FAMILIES = [
 
 @register("seer", site=Site.PRE_LLM, needs=("encoder_attention",), paper="none")
 @dataclass(frozen=True)
-class Seer(Method):
+class Seer(Pruner):
     """Somebody else's: keep what the tower looks at in two of its blocks."""
 
     early: float = 0.3

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.abilities.obstacle import AFTER_THE_TOWER, ON_IMAGES_TOO, Obstacle, in_joined_layers, in_reading
-from tokenprune.base import Method, ResizeMethod, Site
+from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.families import REFUSED, Family, family_of
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import VTU_FORMS, EncoderMethod
 from tokenprune.sites.frames import FrameMerger
+from tokenprune.sites.pixels import ResizeMethod
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import Backend, ObservedAt
 from tokenprune.view.registry import compares_frames, not_served, observables_of

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenprune.abilities.obstacle import AFTER_THE_TOWER, ON_IMAGES_TOO, Obstacle, in_joined_layers, in_reading
-from tokenprune.base import ImageChooser, Method, ResizeMethod, Site
+from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, tower_kind, tower_of
 from tokenprune.setting import IN_LLM
 from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import Backend
 from tokenprune.view.registry import compares_frames, not_served

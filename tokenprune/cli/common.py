@@ -136,7 +136,7 @@ def load_config(model: str | None) -> Any:
 
 
 def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
-    from tokenprune.spelling import number
+    from tokenprune.setting.one_line import number
 
     keeps = tuple(number(part) for part in text.split(",") if part.strip())
     if not keeps or any(isinstance(keep, str) for keep in keeps) or (one and len(keeps) > 1):
@@ -154,7 +154,7 @@ def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
 def read_specs(methods: str) -> list[Setting]:
     """Return the methods and stacks that --methods names, each a setting without a keep."""
     from tokenprune.setting import Setting
-    from tokenprune.spelling import split_methods
+    from tokenprune.setting.one_line import split_methods
 
     return [Setting.from_spec(one).checked() for one in split_methods(methods)]
 
@@ -166,8 +166,8 @@ def read_settings(methods: str, keep: str, most: int | None = None) -> list[Sett
     """
     from tokenprune.budget import as_json
     from tokenprune.errors import OptionError
-    from tokenprune.limit import LIMITER, check_limit
     from tokenprune.setting import Setting
+    from tokenprune.setting.max_visual_tokens import LIMITER, check_limit
 
     settings: list[Setting] = []
     if most is not None and not methods.strip():

@@ -197,10 +197,10 @@ def _keep(info: MethodInfo) -> str:
 def _costs() -> Callable[[MethodInfo], str]:
     """Return a function from a method to the share of a prefill's FLOPs that its default keep leaves; "" where the
     method promises none."""
-    from tokenprune.base import ImageChooser
     from tokenprune.cost.model import LLAVA_7B as model
     from tokenprune.cost.model import LLAVA_7B_LOAD as load
     from tokenprune.errors import TokenPruneError
+    from tokenprune.sites.pixels import ImageChooser
 
     whole = model.cost(load).flops
 

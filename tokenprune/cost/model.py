@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.base import ImageChooser, Method, Site
+from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.shapes.tower import TowerShape, views_of
+from tokenprune.sites.pixels import ImageChooser
 
 TEXT = 64  # tokens of text where nobody says how many
 IN_LLM_LAYER = 2  # where methods inside the decoder usually cut

@@ -9,8 +9,8 @@ from typing import Any
 from tokenprune import abilities
 from tokenprune.api import attachment_of, is_patched, patch, unpatch
 from tokenprune.base import Method, Site
-from tokenprune.config import read_config
 from tokenprune.registry import method_info
+from tokenprune.setting.saved import read_config
 
 
 def assistant(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tokenprune.base import ImageChooser, Method, Site
+from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.guard.floors import Floors, shipped
@@ -27,6 +27,7 @@ from tokenprune.integrations.hf.encoded.record import open_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
 from tokenprune.integrations.shared.attachable import states
+from tokenprune.sites.pixels import ImageChooser
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:

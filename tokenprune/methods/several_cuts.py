@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Ge
@@ -58,7 +59,6 @@ class SeveralCuts(CutsInside):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers is not None:
-            object.__setattr__(self, "layers", tuple(self.layers))
             number = len(self.depths)
             rises = all(one < later for one, later in pairwise(self.layers))
             self._check(
@@ -76,6 +76,11 @@ class SeveralCuts(CutsInside):
         return [(OneCut(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
 
 
+def _of(name: str) -> Any:
+    """Return a property of a cut that is its method's."""
+    return property(attrgetter(f"of.{name}"))
+
+
 @dataclass(frozen=True)
 class OneCut(Pruner):
     """One of the cuts of a method. of: the method. number: of the cut, from 0. layer: at whose input it is made."""
@@ -84,19 +89,10 @@ class OneCut(Pruner):
     number: int
     layer: int
 
-    def __post_init__(self) -> None:
-        for name in ("name", "site", "paper", "merges", "needs", "by_content_count", "least", "encoder_layers"):
-            object.__setattr__(self, name, getattr(self.of, name))
-
-    encoder_layers = ()
-
-    @property
-    def query_aware(self) -> bool:
-        return self.of.query_aware
-
-    @property
-    def prefix_cache_safe(self) -> bool:
-        return self.of.prefix_cache_safe
+    name, site, paper, merges = _of("name"), _of("site"), _of("paper"), _of("merges")
+    needs, by_content_count, least = _of("needs"), _of("by_content_count"), _of("least")
+    encoder_layers, query_aware = _of("encoder_layers"), _of("query_aware")
+    prefix_cache_safe = _of("prefix_cache_safe")
 
     def check_model(self, decoder: nn.Module) -> None:
         self.of.check_model(decoder)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tokenprune.ops.drawn import normal, uniform
+from tokenprune.ops.masses import evenly
 from tokenprune.ops.transfer import to_device
-from tokenprune.ops.weights import evenly
 from tokenprune.view.observable import AttentionToTokens, Backend, Observable, ObservedAt
 from tokenprune.view.registry import register_observable
 from tokenprune.view.segments import SeenAttention, Segments, Sizes

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.errors import ConfigError, OptionError, TokenPruneError
+from tokenprune.errors import ConfigError, OptionError, TokenPruneError, short
 from tokenprune.files import File
 from tokenprune.integrations.vllm.log import SERVER
 from tokenprune.integrations.vllm.setting.configuration import OFFER, check_key, configured, split
@@ -21,7 +21,7 @@ from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting, ch
 from tokenprune.serve.callers import CallerError, Callers
 from tokenprune.serve.overload import Overload
 from tokenprune.serve.rules import REFUSE, Rules
-from tokenprune.spelling import plain, short
+from tokenprune.setting.json_values import plain
 
 logger = logging.getLogger(SERVER)
 SECONDS = 60.0  # for which profiles are served that a reload has removed

@@ -15,8 +15,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenprune.errors import short
 from tokenprune.integrations.vllm.setting.configuration import check_key
-from tokenprune.spelling import short
 
 _MOST = 32  # steps
 _LONGEST = 3600.0  # seconds of rise and dwell

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.errors import OptionError
+from tokenprune.errors import OptionError, short
 from tokenprune.integrations.vllm.setting.configuration import check_key
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 from tokenprune.registry import method_class
-from tokenprune.spelling import short
 
 REFUSE, FULL = "refuse", "full"  # values of `on_error`
 _MOST = 32  # methods

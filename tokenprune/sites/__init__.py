@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bases of methods by site, beside those in base.py."""
+"""Bases of methods by site, beside `Pruner`."""

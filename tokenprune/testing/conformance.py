@@ -6,12 +6,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tokenprune.base import AttentionPattern, ImageChooser, Method, ResizeMethod
+from tokenprune.base import Method
 from tokenprune.budget import Budget
-from tokenprune.registry import BASES, build
+from tokenprune.registry import build, without_base
+from tokenprune.sites.attention import AttentionPattern
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod, Tower
 from tokenprune.sites.frames import FrameMerger
+from tokenprune.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.sites.units import UnitDropper
 from tokenprune.testing import others
 from tokenprune.testing.choices import check_choices
@@ -20,6 +22,10 @@ from tokenprune.view.registry import available_observables
 
 LAYERS = 32  # of the decoder that a method hears of
 _STAGES = 6  # of a method are checked; what has more does the same at each
+_CHECKS: dict[type[Method], Any] = {
+    FrameMerger: others.check_frames, UnitDropper: others.check_units, ResizeMethod: others.check_shares,
+    ImageChooser: others.check_chosen_images, AttentionPattern: others.check_blocks,
+}  # fmt: skip
 
 
 def check_method(method: str | Method | type[Method], *, tower: Tower | None = None) -> None:
@@ -40,16 +46,8 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
         _check_class(one)
         if isinstance(one, EncoderMethod):
             others.check_merges(one, tower)
-        elif isinstance(one, FrameMerger):
-            others.check_frames(one)
-        elif isinstance(one, UnitDropper):
-            others.check_units(one)
-        elif isinstance(one, ResizeMethod):
-            others.check_shares(one)
-        elif isinstance(one, ImageChooser):
-            others.check_chosen_images(one)
-        elif isinstance(one, AttentionPattern):
-            others.check_blocks(one)
+        elif check := next((check for base, check in _CHECKS.items() if isinstance(one, base)), None):
+            check(one)
         else:
             stages: list[Any] = [stage for stage, _ in one.stages(Budget.of(0.5), LAYERS)]
             for number in range(min(_STAGES, len(stages))):
@@ -60,8 +58,8 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
 
 def _check_class(method: Method) -> None:
     check_dataclass(method, "register")
-    bases = " or ".join(base.__name__ for base in BASES[method.site])
-    require(isinstance(method, BASES[method.site]), f"a method of the site {method.site} must derive from {bases}")
+    problem = without_base(type(method), method.site)
+    require(problem is None, problem)
     unknown = sorted(set(method.needs) - set(available_observables()))
     require(not unknown, f"it needs {unknown}, which are no observables; known are {available_observables()}")
     own = [field.name for field in dataclasses.fields(method)]

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenprune.base import AttentionPattern, ImageChooser, ResizeMethod
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError
 from tokenprune.ops.drawn import normal, uniform
+from tokenprune.sites.attention import AttentionPattern
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod, Tower
 from tokenprune.sites.frames import FrameMerger
+from tokenprune.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.sites.units import UnitDropper
 from tokenprune.testing.rules import require
 from tokenprune.view.frames import Visual

@@ -13,7 +13,7 @@ from tokenprune.errors import ConformanceError
 Kind = TypeVar("Kind")
 
 
-def require(condition: Any, message: str) -> None:
+def require(condition: Any, message: str | None) -> None:
     """Raise ConformanceError with `message` unless `condition`."""
     if not condition:
         raise ConformanceError(message)

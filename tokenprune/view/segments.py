@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from tokenprune.clips import Clip
+from tokenprune.budget.of_videos import Clip
 from tokenprune.ops.transfer import to_device
 
 if TYPE_CHECKING:

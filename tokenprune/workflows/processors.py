@@ -6,11 +6,12 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from tokenprune.api import _budgets
-from tokenprune.base import ImageChooser, Method, ResizeMethod, Site
+from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import NotPatchedError, OptionError
-from tokenprune.limit import LIMITER, check_limit
 from tokenprune.registry import available_methods, build, method_info
+from tokenprune.setting.max_visual_tokens import LIMITER, check_limit
+from tokenprune.sites.pixels import ImageChooser, ResizeMethod
 
 ProcessorT = TypeVar("ProcessorT")
 

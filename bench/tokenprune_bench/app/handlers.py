@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 import tokenprune
-from tokenprune.base import ImageChooser
 from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.sites.pixels import ImageChooser
 from tokenprune_bench.app import link, render, snippets
 from tokenprune_bench.app.examples import Examples
 from tokenprune_bench.app.loading import Loading

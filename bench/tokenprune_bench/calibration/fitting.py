@@ -17,7 +17,7 @@ from PIL import Image
 from tokenprune.errors import OptionError
 from tokenprune.options import file_options, fits, in_words
 from tokenprune.registry import available_methods, method_class
-from tokenprune.spelling import value_of
+from tokenprune.setting.one_line import value_of
 from tokenprune.startup import require
 from tokenprune_bench.calibration.images import ImageFiles, read_image
 from tokenprune_bench.profiling.model import Model

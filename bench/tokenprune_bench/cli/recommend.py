@@ -36,7 +36,7 @@ def recommend(
     that, on your questions."""
     defer_torch()
     import tokenprune
-    from tokenprune.config import Config, write_config
+    from tokenprune.setting.saved import Config, write_config
 
     check_output(out)
     found = tokenprune.recommend(model, task=task)

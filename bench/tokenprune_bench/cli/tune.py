@@ -107,7 +107,7 @@ def tune(
 
     To share the work: accelerate launch --num_processes N -m tokenprune tune ...
     """
-    from tokenprune.config import write_config
+    from tokenprune.setting.saved import write_config
     from tokenprune_bench.backend import backend_of
     from tokenprune_bench.cli.engines import Engines
     from tokenprune_bench.data import left_out, load_data, read_columns

@@ -11,11 +11,11 @@ from typing import Any
 import tokenprune
 from tokenprune.base import Method, Site
 from tokenprune.budget import TARGETS
-from tokenprune.config import Config, read_config
 from tokenprune.errors import OptionError
 from tokenprune.registry import method_class
 from tokenprune.setting import Setting
-from tokenprune.spelling import number
+from tokenprune.setting.one_line import number
+from tokenprune.setting.saved import Config, read_config
 
 UNPATCHED = ("none", "unpatched")
 _BUDGET = (*(name for name in TARGETS if name != "frames"), "per")  # a list is no argument, and a base may have it

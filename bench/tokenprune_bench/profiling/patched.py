@@ -10,7 +10,7 @@ from tokenprune import api
 from tokenprune.base import Method, Site
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.setting import Setting
-from tokenprune.spelling import Entry
+from tokenprune.setting.one_line import Entry
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.profiling.model import Model
 

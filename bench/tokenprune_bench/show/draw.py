@@ -12,9 +12,10 @@ import torch
 from einops import rearrange
 from PIL import Image, ImageDraw
 
-from tokenprune.base import ImageChooser, Method
+from tokenprune.base import Method
 from tokenprune.errors import OptionError
 from tokenprune.setting import Setting
+from tokenprune.sites.pixels import ImageChooser
 from tokenprune.statistics import Stats
 from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.profiling.model import Model

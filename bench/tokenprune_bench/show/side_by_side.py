@@ -12,7 +12,7 @@ from PIL import Image
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.setting import Setting
-from tokenprune.spelling import split_methods
+from tokenprune.setting.one_line import split_methods
 from tokenprune.startup import DEFAULT_METHOD
 from tokenprune_bench.profiling.kept import keep_in_words
 from tokenprune_bench.profiling.model import Model

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tokenprune.base import ImageChooser, Site
+from tokenprune.base import Site
 from tokenprune.errors import OptionError
 from tokenprune.registry import available_methods
 from tokenprune.setting import Setting
+from tokenprune.sites.pixels import ImageChooser
 from tokenprune.view.registry import compares_frames
 
 KEEPS = (0.75, 0.5, 0.33, 0.25, 0.15)

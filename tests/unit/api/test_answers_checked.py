@@ -15,7 +15,7 @@ import tokenprune
 from basics import pieces
 from tests.unit.api.test_registry import first, registry_as_it_was  # noqa: F401 - a fixture that runs by itself
 from tokenprune import (
-    Method,
+    Pruner,
     Selection,
     Site,
     TokenPruneError,
@@ -44,7 +44,7 @@ WRONG = {
 @torch.no_grad()
 def test_a_wrong_selection(case: str, build) -> None:
     @dataclass(frozen=True)
-    class Wrong(Method):
+    class Wrong(Pruner):
         """Select nonsense."""
 
         def select(self, tokens: VisualTokens) -> Any:
@@ -87,7 +87,7 @@ def test_a_wrong_score(case: str, build) -> None:
 
     @register("loud", site=Site.PRE_LLM, paper="none")
     @dataclass(frozen=True)
-    class Loud(Method):
+    class Loud(Pruner):
         """Score nonsense."""
 
         def score(self, tokens: VisualTokens) -> Any:
@@ -110,7 +110,7 @@ def test_a_score_with_some_nan_ranks(build) -> None:
 
     @register("patchy", site=Site.PRE_LLM, paper="none")
     @dataclass(frozen=True)
-    class Patchy(Method):
+    class Patchy(Pruner):
         """Score the last third."""
 
         def score(self, tokens: VisualTokens) -> Tensor:
@@ -128,7 +128,7 @@ def test_a_score_with_some_nan_ranks(build) -> None:
 
 @torch.no_grad()
 def test_whole_numbers_rank(build) -> None:
-    class Places(Method):
+    class Places(Pruner):
         name = "places"
 
         def score(self, tokens: VisualTokens) -> Tensor:

@@ -22,10 +22,10 @@ from basics import snapshot
 from tokenprune import Budget, BudgetError, UnsupportedModelError
 from tokenprune.budget import joint_share
 from tokenprune.cli import app
-from tokenprune.config import Config, read_config, write_config
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.schedule import profile
 from tokenprune.setting import Setting
+from tokenprune.setting.saved import Config, read_config, write_config
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune_bench.app import snippets
 from tokenprune_bench.lmms_eval.arguments import read

@@ -273,16 +273,18 @@ def test_needs_are_of_the_instance() -> None:
         ("ATTENTION", "block_starts", extend.AttentionPattern),
     ],
 )  # fmt: skip
-def test_a_method_that_derives_from_method_gets_the_base_of_its_site(site: str, member: str, base: type) -> None:
-    """As all methods did when there was one base."""
-    made = type("Old", (tokenprune.Method,), {"__doc__": "Old.", member: lambda self, *args: None})
-    made = tokenprune.register("old", site=site)(dataclass(frozen=True)(made))
-    assert isinstance(tokenprune.method("old"), base) and made.__bases__ == (base,)
+def test_a_method_that_derives_from_method_is_told_the_base_of_its_site(site: str, member: str, base: type) -> None:
+    members = {"__doc__": "Old.", "site": Site(site), member: lambda self, *args: None}
+    made = dataclass(frozen=True)(type("Old", (tokenprune.Method,), members))
+    with pytest.raises(RegistrationError, match=f"must derive from tokenprune.*{base.__name__}"):
+        tokenprune.register("old", site=site)(made)
+    with pytest.raises(tokenprune.OptionError, match=f"must derive from tokenprune.*{base.__name__}"):
+        tokenprune.patch(torch.nn.Linear(1, 1), made())
 
 
 @torch.no_grad()
 def test_a_method_that_was_never_registered_works(build) -> None:
-    class Places(tokenprune.Method):
+    class Places(tokenprune.Pruner):
         name = "places"
 
         def score(self, tokens: Any) -> Tensor:

@@ -17,7 +17,18 @@ from torch import Tensor
 import tokenprune
 from basics import pieces
 from oracle import close, generate_logits, reduced
-from tokenprune import Budget, Method, OptionError, Selection, Site, TokenPruneError, VisualTokens, register, registry
+from tokenprune import (
+    Budget,
+    Method,
+    OptionError,
+    Pruner,
+    Selection,
+    Site,
+    TokenPruneError,
+    VisualTokens,
+    register,
+    registry,
+)
 from tokenprune.errors import RegistrationError
 from zoo import FAMILIES, Family
 
@@ -32,7 +43,7 @@ def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def norms() -> type[Method]:
     @register("norms", site=Site.PRE_LLM, paper="none (a test)")
     @dataclass(frozen=True)
-    class Norms(Method):
+    class Norms(Pruner):
         """Keep what is long. Nothing else.
 
         Second paragraph.
@@ -99,6 +110,13 @@ def test_registration_errors() -> None:
     class Plain(Method):
         """Inherits a dataclass without being one of its own."""
 
+    @dataclass(frozen=True)
+    class Rootless(Method):
+        """Score, on no base of a site."""
+
+        def score(self, tokens: VisualTokens) -> Tensor:
+            return tokens.hidden.norm(dim=-1)
+
     assert "taken" in refused("dart", Good) and "Dart" in refused("dart", Good)
     assert "Method" in refused("thawed", Thawed)
     assert "Method" in refused("stranger", Stranger)
@@ -108,6 +126,7 @@ def test_registration_errors() -> None:
     for name in ("Good", "my-method", "2d", ""):
         assert "name" in refused(name, Good)
     assert "dataclass" in refused("plain", Plain)
+    assert "must derive from tokenprune.Pruner" in refused("rootless", Rootless)
     assert tokenprune.available_methods() == before
     # The same class again, as when a notebook cell runs twice, is no error.
     for _ in range(2):
@@ -175,7 +194,7 @@ def test_only_options_that_are_close_are_offered(option: str, offered: str | Non
 def test_what_is_not_asked_for_is_not_there(build) -> None:
     @register("nosy", site=Site.IN_LLM, paper="none")
     @dataclass(frozen=True)
-    class Nosy(Method):
+    class Nosy(Pruner):
         """Read keys without saying so."""
 
         layer: int = 2
@@ -203,7 +222,7 @@ def test_merging(layer: int, weighted: bool, family: Family, model) -> None:
     """Kept tokens become means of their sources, features that are added later included; -1 leaves no trace."""
 
     @dataclass(frozen=True)
-    class Merge(Method):
+    class Merge(Pruner):
         """Keep every third token, which absorbs the one behind it; drop the rest."""
 
         layer: int = 0
@@ -238,7 +257,7 @@ def test_merging(layer: int, weighted: bool, family: Family, model) -> None:
 def test_weights_of_a_merge(build) -> None:
     @register("all_in_one", site=Site.PRE_LLM, paper="none", merges=True)
     @dataclass(frozen=True)
-    class AllInOne(Method):
+    class AllInOne(Pruner):
         """Merge everything into the first token, later tokens weighing more."""
 
         def select(self, tokens: VisualTokens) -> Selection:
@@ -274,7 +293,7 @@ def test_a_selection_of_another_size_than_asked(build) -> None:
 
     @register("three", site=Site.PRE_LLM, paper="none")
     @dataclass(frozen=True)
-    class Three(Method):
+    class Three(Pruner):
         """Keep three tokens whatever is asked."""
 
         def select(self, tokens: VisualTokens) -> Selection:

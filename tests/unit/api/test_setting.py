@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenprune
-from tokenprune import Budget, BudgetError, Method, OptionError, TokenPruneError, registry
+from tokenprune import Budget, BudgetError, Method, OptionError, Pruner, TokenPruneError, registry
 from tokenprune.files import File
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.options import file_options
@@ -321,7 +321,7 @@ def test_budgets_can_be_said() -> None:
 def test_what_a_method_does_not_check_is_told_all_the_same() -> None:
     @registry.register("careless")
     @dataclass(frozen=True)
-    class Careless(Method):
+    class Careless(Pruner):
         """Trust everyone."""
 
         rates: tuple[float, ...] = ()

@@ -38,8 +38,7 @@ sys.meta_path.insert(0, Watch())
 """
 ENTRIES = {
     "main": "from tokenprune.cli import main; sys.argv = ['tokenprune', 'demo']; main()",
-    "tokenprune": "sys.argv = ['tokenprune', 'demo']; runpy.run_module('tokenprune', run_name='__main__')",
-    "tokenprune.cli": "sys.argv = ['tokenprune', 'bench']; runpy.run_module('tokenprune.cli', run_name='__main__')",
+    "tokenprune": "sys.argv = ['tokenprune', 'bench']; runpy.run_module('tokenprune', run_name='__main__')",
     "app": "sys.modules['gradio'] = types.ModuleType('gradio')\n"
     "from tokenprune.cli import main; sys.argv = ['tokenprune', 'app']; main()",
     "benchmarks": f"sys.path.insert(0, {str(BENCHMARKS)!r}); runpy.run_path({str(BENCHMARKS / 'scaling.py')!r})",

@@ -12,12 +12,12 @@ import torch
 import tokenprune
 from basics import pieces
 from oracle import close, generate_logits, reduced, survivors
-from tokenprune import Method, Selection, Site, VisualTokens
+from tokenprune import Pruner, Selection, Site, VisualTokens
 from zoo import FAMILIES, IMAGE, Inputs
 
 
 @dataclass(frozen=True)
-class OneEnd(Method):
+class OneEnd(Pruner):
     """Keeps the visual tokens of one end of an image; merges the others into the first that it keeps, if told to."""
 
     name: ClassVar[str] = "one_end"
@@ -44,7 +44,7 @@ class Entry(OneEnd):
 
 
 @dataclass(frozen=True)
-class Nothing(Method):
+class Nothing(Pruner):
     """Withdraws every image."""
 
     name: ClassVar[str] = "nothing"

@@ -17,7 +17,7 @@ from families.special import FAMILIES
 from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
 from tests.unit.engine.test_cache import longer, words
-from tokenprune import OptionError, UnsupportedModelError
+from tokenprune import OptionError, Pruner, UnsupportedModelError
 from tokenprune.base import Method, Selection, Site
 from tokenprune.view.tokens import VisualTokens
 from zoo import Family
@@ -38,7 +38,7 @@ def oracle(family: Family) -> Any:
 
 
 @dataclass(frozen=True)
-class Probe(Method):
+class Probe(Pruner):
     """Keeps every third token, reads nothing of a layer's attention, and remembers what it saw."""
 
     name: ClassVar[str] = "probe"

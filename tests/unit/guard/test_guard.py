@@ -15,9 +15,8 @@ import torch
 import tokenprune
 from basics import snapshot
 from guard_drawings import page, scene
-from tokenprune import Budget, Guard, OptionError, UnsupportedSetupError
+from tokenprune import Budget, Guard, OptionError, Pruner, UnsupportedSetupError
 from tokenprune.api import attachment_of
-from tokenprune.base import Method
 from tokenprune.guard import pixels as guard_pixels
 from tokenprune.guard.floors import shipped
 from tokenprune.guard.images import blocks_of
@@ -348,7 +347,7 @@ def test_methods_on_pixels_are_judged_by_their_keep(subject: Model, caplog: pyte
 
 
 def test_a_method_of_somebody_else(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
-    class Theirs(Method):
+    class Theirs(Pruner):
         name = "theirs"
 
         def score(self, tokens: Any) -> torch.Tensor:

@@ -12,8 +12,7 @@ import torch
 import tokenprune
 from greedy import alone, cosine_table, image_tokens, picked
 from tests.unit.methods.naive.cdpruner import naive_centred, naive_relevance
-from tokenprune.methods.centering import centred
-from tokenprune.methods.scores import stretched
+from tokenprune.methods.scores import centred, stretched
 
 
 @pytest.mark.parametrize("center", [True, "standardised"])

@@ -15,7 +15,7 @@ import torch
 from tests.unit.methods.naive.ottvid import cover, naive, sinkhorn
 from tokenprune.methods.video.ottvid import picks_of_frames
 from tokenprune.ops.clusters import covering
-from tokenprune.ops.transport import transport
+from tokenprune.ops.masses import transport
 from videos import attention_of, cos, given, moving, same, select, shares_of
 
 

@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from tokenprune import Budget, Method, Site, VisualTokens
+from tokenprune import Budget, Method, Pruner, Site, VisualTokens
 from tokenprune.schedule import profile
 
 
 @dataclass(frozen=True)
-class Pyramid(Method):
+class Pyramid(Pruner):
     """Keep half as many visual tokens behind each quarter of the decoder, ranked by the next layer's last row.
 
     keep: tokens averaged over the decoder's layers. depths: where it cuts, as shares of the decoder's depth.
@@ -29,7 +29,7 @@ class Pyramid(Method):
 
 
 @dataclass(frozen=True)
-class PyramidStage(Method):
+class PyramidStage(Pruner):
     """One cut of `Pyramid`, at the input of decoder layer `layer`."""
 
     name: ClassVar[str] = "pyramid"

@@ -16,7 +16,7 @@ from families.special import FAMILIES as SPECIAL
 from families.special import STATEFUL
 from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
-from tokenprune import Budget, Method, Selection, Site, VisualTokens
+from tokenprune import Budget, Method, Pruner, Selection, Site, VisualTokens
 from zoo import FAMILIES, Family
 
 Choose = Callable[[VisualTokens], Tensor | Selection]
@@ -39,7 +39,7 @@ KINDS = ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma3n", "llama4", "lfm2
 
 
 @dataclass(frozen=True)
-class Stage(Method):
+class Stage(Pruner):
     """Keeps what `choose` makes of the tokens that reach `layer`."""
 
     name: ClassVar[str] = "staged"
@@ -59,7 +59,7 @@ class ByContent(Stage):
 
 
 @dataclass(frozen=True)
-class Staged(Method):
+class Staged(Pruner):
     """Consists of stages, which all get `budget`, or what `budgets` say."""
 
     name: ClassVar[str] = "staged"

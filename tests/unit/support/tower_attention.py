@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from tokenprune import Method, Selection, Site
+from tokenprune import Pruner, Selection, Site
 
 
 def make_seer(layers: tuple = (0.25, -1), site: str = "PRE_LLM") -> tuple[Any, list]:
@@ -15,7 +15,7 @@ def make_seer(layers: tuple = (0.25, -1), site: str = "PRE_LLM") -> tuple[Any, l
     seen: list[Any] = []
 
     @dataclass(frozen=True)
-    class Seer(Method):
+    class Seer(Pruner):
         """Keep what the tower attends to."""
 
         layer: int = 1

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.vllm.test_offer import offer
 from tokenprune import Budget
-from tokenprune.ages import aged
+from tokenprune.budget.by_age import aged
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.integrations.vllm.front.served import Served, ServedRequest
 from tokenprune.integrations.vllm.setting.plan import Plan

@@ -14,7 +14,7 @@ import torch
 
 import tokenprune
 import zoo
-from tokenprune import Method, Site, registry
+from tokenprune import Pruner, Site, registry
 from tokenprune.base import Selection
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
@@ -202,7 +202,7 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
 
     @registry.register("moody")
     @dataclass(frozen=True)
-    class Moody(Method):
+    class Moody(Pruner):
         """Keep what is positive."""
 
         def select(self, tokens) -> Selection:
@@ -210,7 +210,7 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
 
     @registry.register("reader")
     @dataclass(frozen=True)
-    class Reader(Method):
+    class Reader(Pruner):
         """Keep what resembles the text."""
 
         def score(self, tokens):
@@ -218,7 +218,7 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
 
     @registry.register("twofold")
     @dataclass(frozen=True)
-    class Twofold(Method):
+    class Twofold(Pruner):
         """Cut twice."""
 
         def stages(self, budget, layers):

@@ -15,7 +15,7 @@ from torch import nn
 
 from tokenprune import abilities
 from tokenprune.addons import add_on
-from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Site
+from tokenprune.base import Method, Pruner, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.hf.checks.decoder import check_abilities, check_steps
@@ -41,10 +41,12 @@ from tokenprune.integrations.hf.tower.build import tower_patch
 from tokenprune.integrations.hf.tower.frame_merging import FrameMerging
 from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
+from tokenprune.sites.attention import AttentionPattern
 from tokenprune.sites.composition import check_places, composition_key
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.sites.frames import FrameMerger
+from tokenprune.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.sites.units import UnitDropper
 from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of

@@ -9,11 +9,11 @@ import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tokenprune.base import ResizeMethod
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
 from tokenprune.shapes.token_counts import Reader, countable_processors, image_processor_of, rule_for
+from tokenprune.sites.pixels import ResizeMethod
 from tokenprune.view.images import InputImage, collect
 
 # `Rule.grid`.

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from tokenprune.base import AttentionPattern, Site
+from tokenprune.base import Site
 from tokenprune.registry import register
+from tokenprune.sites.attention import AttentionPattern
 from tokenprune.view.frames import Visual
 
 _LONG_TEXT = 32  # text between two visuals that is longer than this is a block of its own

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -56,6 +57,7 @@ class DyRate(DecodeMethod):
     compete while decoding; labels by KL divergence instead of training end to end.
     """
 
+    never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.5
     fit = FitAt("tokenprune_bench.calibration.rate_fitting", "fit_dyrate")
     fit_limit: ClassVar[int | None] = 24
@@ -69,14 +71,8 @@ class DyRate(DecodeMethod):
     schedule: Sequence[Share] = ()
     predictor: str | Path | None = field(default=None, metadata={"file": True})
 
-    if TYPE_CHECKING:
-
-        @property
-        def _fitted(self) -> RatePredictor: ...
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "schedule", tuple(self.schedule))
         wanted = self.rate == "schedule"
         self._check(wanted == bool(self.schedule), "schedule=[...] and rate='schedule' go together: give both or none")
         self._check(
@@ -88,14 +84,17 @@ class DyRate(DecodeMethod):
         self._check(
             self.rate == "predictor" or self.predictor is None, "predictor= is used by rate='predictor' only: add that"
         )
-        if self.rate == "predictor" and self.predictor is not None:
-            # Read here, so that a file that is missing or broken is refused before a model is touched.
-            fitted = RatePredictor.load(self.predictor)
-            object.__setattr__(self, "_fitted", fitted)
+        if self.rate == "predictor":
+            fitted = self._fitted  # a file that is missing or broken is refused before a model is touched
             self._check(
                 (fitted.grid, fitted.layer) == (self.grid, self.layer),
                 f"{self.predictor} was fitted for grid={fitted.grid}, layer={fitted.layer}: pass these options",
             )
+
+    @cached_property
+    def _fitted(self) -> RatePredictor:
+        assert self.predictor is not None
+        return RatePredictor.load(self.predictor)
 
     def decides(self, step: int) -> bool:
         return self.rate == "schedule" or (step > self.warmup and (step - self.warmup - 1) % self.update_every == 0)

@@ -37,6 +37,7 @@ class AdaptInfer(SeveralCuts):
     Where no text is after an image, the prompt's last token rates.
     """
 
+    never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.25
     depths = (2 / 32, 11 / 32, 21 / 32)
     sizes = (290.0, 72.0, 18.0)

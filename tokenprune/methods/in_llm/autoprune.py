@@ -12,8 +12,8 @@ from tokenprune.base import Method, Selection, Site
 from tokenprune.budget import Budget
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.several_cuts import TEXT, OneCut, SeveralCuts, text_votes
+from tokenprune.ops.masses import evenly
 from tokenprune.ops.transfer import to_device
-from tokenprune.ops.weights import evenly
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
 from tokenprune.view.tokens import VisualTokens

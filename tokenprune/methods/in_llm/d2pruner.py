@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -74,19 +75,17 @@ class D2Pruner(Pruner):
     threshold: float = 0.8
     radius: Annotated[float, Gt(0)] = 1.0
 
-    if TYPE_CHECKING:
-
-        @property
-        def _fitted(self) -> AttentionPrior | None: ...
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        fitted = None if self.prior is None else AttentionPrior.load(self.prior)
-        object.__setattr__(self, "_fitted", fitted)
+        fitted = self._fitted
         self._check(
             fitted is None or fitted.layer == self.layer,
             f"{self.prior} was fitted for layer={fitted and fitted.layer}: pass this option",
         )
+
+    @cached_property
+    def _fitted(self) -> AttentionPrior | None:
+        return None if self.prior is None else AttentionPrior.load(self.prior)
 
     @property
     def query_aware(self) -> bool:

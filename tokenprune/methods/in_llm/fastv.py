@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
@@ -30,6 +30,8 @@ class FastV(Pruner):
     code knows one span. Batches, padding and any attention back end work: only the rows that are needed are recomputed
     from queries and keys.
     """
+
+    never_nan: ClassVar[bool] = True
 
     layer: Annotated[int, Ge(1)] = 2
     query: Literal["last", "all"] = "last"

@@ -40,6 +40,7 @@ class Feather(SeveralCuts):
     an image is not known, every stride * stride-th token stands for the grid. Several images have a budget each.
     """
 
+    never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.36
     depths = (0.25, 0.5)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -52,19 +52,19 @@ class FitPrune(CutsInside):
     before the MLP of the same one, which later states do not tell). Without a recipe the schedule is ours.
     """
 
+    never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.4
     fit = FitAt("tokenprune_bench.calibration.attention_fitting", "fit_fitprune")
 
     recipe: str | Path | None = field(default=None, metadata={"file": True})
 
-    if TYPE_CHECKING:
-
-        @property
-        def _fitted(self) -> Recipe | None: ...
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "_fitted", None if self.recipe is None else Recipe.load(self.recipe))
+        _ = self._fitted  # a file that is missing or broken is refused before a model is touched
+
+    @cached_property
+    def _fitted(self) -> Recipe | None:
+        return None if self.recipe is None else Recipe.load(self.recipe)
 
     @property
     def query_aware(self) -> bool:

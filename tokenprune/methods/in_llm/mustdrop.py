@@ -61,9 +61,8 @@ class MustDrop(SeveralCuts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.thresholds is not None:
-            object.__setattr__(self, "thresholds", tuple(self.thresholds))
-            self._check(len(self.thresholds) == 2, f"thresholds={self.thresholds!r} must be two numbers, (share, word)")
+        two = self.thresholds is None or len(self.thresholds) == 2
+        self._check(two, f"thresholds={self.thresholds!r} must be two numbers, (share, word)")
 
     @property
     def query_aware(self) -> bool:

@@ -38,13 +38,13 @@ class PyramidDrop(SeveralCuts):
     each cut); several images have a budget each, and batches may be padded on either side.
     """
 
+    never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.46875
 
     ratios: Sequence[Annotated[float, Gt(0), Le(1)]] = (0.5, 0.25, 0.125)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "ratios", tuple(self.ratios))
         falls = all(one >= later for one, later in pairwise(self.ratios))
         self._check(bool(self.ratios) and falls, f"ratios={self.ratios!r} must be numbers that do not rise")
 

@@ -12,8 +12,8 @@ from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.several_cuts import TEXT, SeveralCuts, text_votes
 from tokenprune.ops.clusters import nearest, peaks
+from tokenprune.ops.masses import evenly
 from tokenprune.ops.transfer import to_device
-from tokenprune.ops.weights import evenly
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 

@@ -10,7 +10,7 @@ from annotated_types import Ge, Le
 from tokenprune.base import Method, Selection, Site
 from tokenprune.budget import Budget
 from tokenprune.methods.several_cuts import OneCut, SeveralCuts
-from tokenprune.ops.weights import evenly
+from tokenprune.ops.masses import evenly
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -47,6 +47,7 @@ class TransPrune(SeveralCuts):
     after each cut). Where no text is after an image, the prompt's last token rates.
     """
 
+    never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.41
     depths = (7 / 32, 9 / 32, 12 / 32)
     sizes = (7 / 8, 5 / 8, 1 / 8)
@@ -77,10 +78,8 @@ class TransPrune(SeveralCuts):
 class _Look(OneCut):
     """Adds the transitions of the layer before to what is known, and removes nothing."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "needs", _LOOKS)
-        object.__setattr__(self, "by_content_count", True)  # asked, though all tokens stay
+    needs = _LOOKS
+    by_content_count = True  # asked, though all tokens stay
 
     def select(self, tokens: VisualTokens) -> Selection:
         added(tokens)

@@ -34,6 +34,7 @@ class V2Drop(SeveralCuts):
     images have a budget each.
     """
 
+    never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.352
     depths = (3 / 32, 17 / 32, 22 / 32)
     sizes = (1.0, 0.5, 1e-9)  # the least there is, which is one token

@@ -34,6 +34,7 @@ class Vtw(Pruner):
     size withdraw each image at a layer of its own.
     """
 
+    never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.47
     least: ClassVar[int] = 0
 
@@ -51,6 +52,7 @@ class Vtw(Pruner):
 class _Withdrawal(Pruner):
     """Keeps all tokens of an image, or none, as its budget says. layer: at whose input."""
 
+    never_nan: ClassVar[bool] = True
     name: ClassVar[str] = "vtw"
     site: ClassVar[Site] = Site.IN_LLM
     least: ClassVar[int] = 0

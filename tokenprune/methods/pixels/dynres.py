@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from annotated_types import Gt, Le
 
-from tokenprune.base import ResizeMethod, Site
+from tokenprune.base import Site
 from tokenprune.errors import BudgetError
 from tokenprune.registry import register
+from tokenprune.sites.pixels import ResizeMethod
 
 if TYPE_CHECKING:
     from torch import Tensor

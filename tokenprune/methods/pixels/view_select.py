@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from annotated_types import Ge, Lt
 
-from tokenprune.base import ImageChooser, Site
+from tokenprune.base import Site
 from tokenprune.errors import OptionError
 from tokenprune.registry import register
+from tokenprune.sites.pixels import ImageChooser
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,8 +74,6 @@ class ViewSelect(ImageChooser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option in ("views", "always_keep"):
-            object.__setattr__(self, option, tuple(getattr(self, option)))
         self._check(all(view.strip() for view in self.views), f"views={list(self.views)}: a view needs a name")
         said = [phrases(view) for view in self.views]
         for (a, one), (b, other) in itertools.combinations(zip(self.views, said, strict=True), 2):

@@ -10,8 +10,7 @@ from annotated_types import Ge, Le
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.kernels.pairs import unit
-from tokenprune.methods.centering import Centering, centred, needs_of
-from tokenprune.methods.scores import relevance, stretched
+from tokenprune.methods.scores import Centering, centred, needs_of, relevance, stretched
 from tokenprune.ops.clusters import by_rows
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.farthest import farthest
-from tokenprune.methods.centering import Centering, centred, needs_of
+from tokenprune.methods.scores import Centering, centred, needs_of
 from tokenprune.ops.clusters import farthest_weighted
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens

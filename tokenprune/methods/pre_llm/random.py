@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -24,6 +24,8 @@ class Random(Pruner):
     seed: int. The draw depends on the seed, the number of tokens and the image's place in its prompt, so that a batch
     gives what its rows give alone, and a second run gives the same tokens.
     """
+
+    never_nan: ClassVar[bool] = True
 
     seed: int = 0
 

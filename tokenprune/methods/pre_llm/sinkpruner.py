@@ -17,8 +17,8 @@ from tokenprune.kernels.pairs import Products, unit
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.several_cuts import TEXT, text_votes
 from tokenprune.ops.clusters import in_parts
+from tokenprune.ops.masses import evenly
 from tokenprune.ops.transfer import to_device
-from tokenprune.ops.weights import evenly
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
 from tokenprune.view.tokens import VisualTokens
@@ -104,6 +104,7 @@ class SinkPruner(Pruner):
 class _Guided(Pruner):
     """Keeps what the text after the image attends to most, each token of it alike. layer: where it cuts."""
 
+    never_nan: ClassVar[bool] = True
     name: ClassVar[str] = "sinkpruner"
     site: ClassVar[Site] = Site.IN_LLM
     needs: ClassVar[frozenset[str]] = TEXT

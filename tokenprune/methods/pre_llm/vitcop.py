@@ -188,6 +188,7 @@ def _alone(clusters: Sequence[Sequence[int]], total: Sequence[float], free: int)
 class _Shortest(Pruner):
     """Keeps the tokens with the shortest keys. layer: where it cuts."""
 
+    never_nan: ClassVar[bool] = True
     name: ClassVar[str] = "vitcop"
     site: ClassVar[Site] = Site.IN_LLM
     needs: ClassVar[frozenset[str]] = frozenset({"key_heads"})

@@ -150,6 +150,8 @@ class _Middle(Pruner):
     layer: where it cuts.
     """
 
+    never_nan: ClassVar[bool] = True
+
     layer: int
 
     name: ClassVar[str] = "vscan"

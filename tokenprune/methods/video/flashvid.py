@@ -151,6 +151,8 @@ class _InnerFlashVid(Pruner):
     layer: where it cuts.
     """
 
+    never_nan: ClassVar[bool] = True
+
     layer: int
 
     name: ClassVar[str] = "flashvid"

@@ -13,10 +13,9 @@ from tokenprune.kernels.pairs import unit
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.video.merging import VideoMerger, spots, tower_attention
 from tokenprune.ops.clusters import covering, roots
+from tokenprune.ops.masses import evenly, transport
 from tokenprune.ops.temporal import same_place, shares
 from tokenprune.ops.transfer import to_device
-from tokenprune.ops.transport import transport
-from tokenprune.ops.weights import evenly
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
 

@@ -32,11 +32,6 @@ class StreamMem(MostAttended):
 
     needs: ClassVar[frozenset[str]] = frozenset({PROXY_ATTENTION})
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.proxy is not None and not isinstance(self.proxy, str):
-            object.__setattr__(self, "proxy", tuple(self.proxy))  # as files of sessions have it, a list, is equal
-
     @property
     def proxy_query(self) -> str | Sequence[int] | None:
         return self.proxy

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from tokenprune.base import Method, Selection
 from tokenprune.budget import Budget
-from tokenprune.clips import Clip
+from tokenprune.budget.of_videos import Clip
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.view.segments import Segments
 

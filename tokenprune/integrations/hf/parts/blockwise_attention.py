@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import AttentionPattern
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Tap
@@ -32,6 +31,7 @@ from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.integrations.hf.sequence.segments import find_segments
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 from tokenprune.ops.transfer import to_device
+from tokenprune.sites.attention import AttentionPattern
 from tokenprune.view.frames import Visual
 
 # What some families' attention functions take that the block attention does not compute.

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tokenprune.base import ImageChooser
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError
 from tokenprune.integrations.hf.processor.marker import MARK, refuse_second_patch
@@ -18,6 +17,7 @@ from tokenprune.integrations.hf.processor.prompts import PromptReader, intercept
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
 from tokenprune.shapes.token_counts import Reader, Rule, rule_for
+from tokenprune.sites.pixels import ImageChooser
 from tokenprune.view.images import InputImage
 
 

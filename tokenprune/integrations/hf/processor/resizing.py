@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from tokenprune.base import ResizeMethod
 from tokenprune.budget import Budget
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.processor.marker import MARK, refuse_second_patch
@@ -20,6 +19,7 @@ from tokenprune.integrations.hf.processor.prompts import PromptReader, intercept
 from tokenprune.integrations.hf.processor.videos import smaller_videos
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.resizing import Resizer
+from tokenprune.sites.pixels import ResizeMethod
 
 # The question of each image of the processor's call that is under way, for methods that read it.
 _QUESTIONS: ContextVar[list[str] | None] = ContextVar("tokenprune_questions", default=None)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenprune.clips import Clip
+from tokenprune.budget.of_videos import Clip
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.alignment import align_per_image
 from tokenprune.integrations.hf.encoded.record import record_of

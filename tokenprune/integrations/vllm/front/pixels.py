@@ -13,12 +13,12 @@ from torch import Tensor
 from vllm.multimodal.parse import ImageProcessorItems
 from vllm.multimodal.processing import BaseProcessingInfo
 
-from tokenprune.base import ResizeMethod
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.shared.resizing import Resizer
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.shapes.token_counts import Reader, rule_for
+from tokenprune.sites.pixels import ResizeMethod
 from tokenprune.sites.units import UnitDropper
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from tokenprune import abilities
 from tokenprune.addons import add_on
-from tokenprune.config import read_config
-from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
+from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError, short
 from tokenprune.families import SERVED, Family
 from tokenprune.integrations.vllm.setting.position_checks import arrange
 from tokenprune.integrations.vllm.setting.servable import ADD_ON, BESIDE, DEFAULT, FREE_KV, NOTHING, PROFILE
@@ -25,7 +24,7 @@ from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, ServedSet
 from tokenprune.integrations.vllm.setting.towers import check_tower, drops_units, merges_in_tower
 from tokenprune.registry import available_methods, method_info
 from tokenprune.setting import SCOPE
-from tokenprune.spelling import short
+from tokenprune.setting.saved import read_config
 from tokenprune.view.observable import Backend
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from tokenprune import abilities
 from tokenprune.base import Method, Site
@@ -34,7 +34,7 @@ def check_method(method: Method, in_llm: bool = False) -> None:
 
 def servable(in_llm: bool = False) -> list[str]:
     """Return the names of the methods that can be served with their default options."""
-    return [name for name in available_methods() if _is_served(method_class(name), in_llm)]
+    return [name for name in available_methods() if _is_served(cast(Any, method_class(name)), in_llm)]
 
 
 # The check runs each method, and the answer to a refused request names all of them: without a cache the front end would

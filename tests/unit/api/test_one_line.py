@@ -10,7 +10,7 @@ import pytest
 import tokenprune
 from tokenprune.errors import OptionError, UnknownMethodError
 from tokenprune.setting import Setting
-from tokenprune.spelling import split_methods
+from tokenprune.setting.one_line import split_methods
 
 
 def spec(text: str) -> str:

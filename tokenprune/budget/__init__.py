@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from tokenprune.ages import Tiers, aged, checked_tiers
-from tokenprune.clips import OPTIONS, Clip, check_rate, checked_frames, checked_weights, of_videos
+from tokenprune.budget.by_age import Tiers, aged, checked_tiers
+from tokenprune.budget.of_videos import OPTIONS, Clip, check_rate, checked_frames, checked_weights, of_videos
 from tokenprune.errors import BudgetError
 from tokenprune.shapes.decoder import DecoderShape
 
@@ -46,7 +46,7 @@ class Budget:
     fps:             frames a second at which videos were sampled, for `per_second`, in the place of what the processor
                      says, if it does (Qwen2.5-VL's).
     frame_weights:   a number for each frame of a video, by which its frames share what `keep` or `tokens` leaves of it
-                     (`tokenprune.clips.spread`).
+                     (`tokenprune.budget.of_videos.spread`).
 
     Budgets of videos (`per_second`, `frames`, `frame_weights`) go with methods that cut once, at the decoder. A frame
     is such as the decoder sees it; with the last two `per` is "frame".

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spelling of methods and their options: on one line, and as what JSON can hold.
+"""Methods and their options on one line, as command lines, tables and files name them.
 
-One line: "dart", "dart:pivot_text=0", "divprune+fastv:layer=3". An option follows its method after a colon, the next
-ones after commas; a plus puts a method on top of another (a stack, in which each acts at a place of its own). Lists of
-such settings have commas between them: what has an equals sign belongs to the method before it. Brackets and double
-quotes hold together what stands in them.
+"dart", "dart:pivot_text=0", "divprune+fastv:layer=3": an option follows its method after a colon, the next ones after
+commas; a plus puts a method on top of another (a stack, in which each acts at a place of its own). Lists of such
+settings have commas between them: what has an equals sign belongs to the method before it. Brackets and double quotes
+hold together what stands in them.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import numbers
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.errors import BudgetError, OptionError
+from tokenprune.errors import OptionError, short
 from tokenprune.options import file_options, fits, option_types
 from tokenprune.registry import build, method_class
 
@@ -26,12 +23,6 @@ _OPTION = re.compile(r"\s*\w+\s*=")
 _METHOD = re.compile(r"\s*[a-z_]")
 _OPEN, _CLOSE = "[{(", "]})"
 _CONSTANTS = {"True": True, "False": False, "None": None}
-
-_LONGEST = 2048  # characters of a text
-_LONGEST_NAME = 100  # characters of a key
-_MOST = 1024  # values in all
-_DEEPEST = 6  # lists and objects within each other
-_LARGEST = 2**63  # no number is larger
 
 
 @dataclass(frozen=True)
@@ -57,9 +48,14 @@ class Entry:
             options.append(f"{name}={value if plain else json.dumps(value, ensure_ascii=False)}")
         return self.name + (":" + ",".join(options) if options else "")
 
+    @property
+    def draws_at_random(self) -> bool:
+        """True if its method draws at random, with a seed that is not given."""
+        return "seed" in option_types(method_class(self.name)) and "seed" not in self.options
+
     def filled(self, defaults: Mapping[str, Any], seed: int | None = None) -> Entry:
         """Return the entry with options for which it has none. seed: of a method that draws at random."""
-        random = {} if seed is None or "seed" not in option_types(method_class(self.name)) else {"seed": seed}
+        random = {"seed": seed} if seed is not None and self.draws_at_random else {}
         return Entry(self.name, {**random, **defaults, **self.options})
 
 
@@ -139,55 +135,4 @@ def number(text: str) -> Any:
     return text
 
 
-def plain(value: Any, name: str) -> Any:
-    """Return `value` as json.loads would have made it; `name` is what messages call it. Raises OptionError, or
-    BudgetError of "keep", for what JSON cannot hold, or what is too long, too deep or no finite number."""
-    return _plain(value, name, _DEEPEST, iter(range(_MOST)))
-
-
-def _plain(value: Any, name: str, deeper: int, left: Iterator[int]) -> Any:
-    if next(left, None) is None:
-        raise OptionError(f"{name}: there are more than {_MOST} values in this setting")
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, numbers.Real):
-        return _number(value, name)
-    if isinstance(value, (str, os.PathLike)):
-        text = value if isinstance(value, str) else os.fsdecode(value)
-        if len(text) > _LONGEST:
-            raise OptionError(f"{name} is {len(text)} characters long; at most {_LONGEST} are read")
-        if any("\ud800" <= letter <= "\udfff" for letter in text):  # an answer that quoted it could not be sent
-            raise OptionError(f"{name} is no text: {short(text)}")
-        return text
-    if not isinstance(value, (list, tuple, Mapping)):
-        raise OptionError(f"{name} must be what JSON can hold: a {type(value).__name__} is nothing of that")
-    if deeper == 0:
-        raise OptionError(f"{name}: lists and objects stand more than {_DEEPEST} deep in each other")
-    if not isinstance(value, Mapping):
-        return [_plain(one, name, deeper - 1, left) for one in value]
-    made = {}
-    for key, one in value.items():
-        if not isinstance(key, str) or len(key) > _LONGEST_NAME or not key.isprintable():
-            raise OptionError(f"{name} must be an object whose keys are names of options, not {short(key)}")
-        made[key] = _plain(one, key, deeper - 1, left)
-    return made
-
-
-def _number(value: Any, name: str) -> float | int:
-    if not -_LARGEST < value < _LARGEST:  # neither is NaN
-        odd = value != value or abs(value) == math.inf
-        problem = f"must be a number that is finite, not {value}" if odd else "is beyond what is read, -2**63 to 2**63"
-        raise (BudgetError if name == "keep" else OptionError)(f"{name} {problem}")
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
-
-
-def short(value: Any) -> str:
-    """Return what to show of a wrong value."""
-    try:
-        text = repr(value)
-    except Exception:  # too deep, or a number of too many digits
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-__all__ = ["Entry", "number", "plain", "read_entries", "short", "split_methods", "value_of"]
+__all__ = ["Entry", "number", "read_entries", "split_methods", "value_of"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimal transport between two sets of masses (Sinkhorn's algorithm)."""
+"""Masses that sum to 1: even ones, and optimal transport between two sets of them (Sinkhorn's algorithm)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def evenly(mask: Tensor) -> Tensor:
+    """Return float32 weights, alike where a bool mask is True and 0 elsewhere, that add up to 1 along its last axis."""
+    # In float32: counts divided by counts take a process's default dtype.
+    return mask.float() / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def transport(cost: Tensor, rows: Tensor, columns: Tensor, blur: float = 0.01, steps: int = 200) -> Tensor:

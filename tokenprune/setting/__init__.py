@@ -16,12 +16,13 @@ from typing import Any, cast
 
 from tokenprune.base import Method
 from tokenprune.budget import AGES, TARGETS, Budget
-from tokenprune.clips import OPTIONS
-from tokenprune.errors import BudgetError, OptionError, TokenPruneError
+from tokenprune.budget.of_videos import OPTIONS
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError, short
 from tokenprune.files import File, reason
 from tokenprune.registry import build, method_class
+from tokenprune.setting.json_values import plain
+from tokenprune.setting.one_line import Entry, read_entries
 from tokenprune.sites.composition import check_places
-from tokenprune.spelling import Entry, plain, read_entries, short
 
 IN_LLM = "experimental_in_llm"  # how vLLM shall serve a method; it changes nothing elsewhere
 LIMIT = "max_visual_tokens"  # an argument of patch()
@@ -61,7 +62,7 @@ class Setting:
 
     @classmethod
     def from_spec(cls, text: str, keep: Any = None) -> Setting:
-        """Read methods with their options on one line (see spelling.py); raises like `of`. keep: see `Setting`."""
+        """Read methods with their options on one line (see `one_line`); raises like `of`. keep: see `Setting`."""
         return cls(read_entries(text), keep)
 
     def checked(self) -> Setting:
@@ -102,7 +103,7 @@ class Setting:
     @property
     def draws_at_random(self) -> bool:
         """True if a method draws at random, with a seed that is not given."""
-        return self != self.filled({}, seed=0)
+        return any(entry.draws_at_random for entry in self.entries or ())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the setting as JSON holds it; `of` reads it."""

@@ -12,7 +12,7 @@ import torch
 import tokenprune
 from oracle import close, reduced
 from tokenprune import Budget, BudgetError
-from tokenprune.ages import aged, ages
+from tokenprune.budget.by_age import aged, ages
 from tokenprune.setting import Setting
 from zoo import FAMILIES, Family
 

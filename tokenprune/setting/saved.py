@@ -2,7 +2,7 @@
 """`tokenprune.json`: the setting that `tokenprune tune` found, and what is promised of it.
 
 {"schema": 1, "setting": {"method": ..., "keep": ..., option: ...}, "tuned": {...}, "guard": "auto"}, or the setting
-alone, with a guard beside its method. The setting has the shape that the vLLM plugin takes, see setting.py.
+alone, with a guard beside its method. The setting has the shape that the vLLM plugin takes, see `tokenprune.setting`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import Any
 
 from tokenprune.base import Method
 from tokenprune.budget import Budget
-from tokenprune.errors import ConfigError
+from tokenprune.errors import ConfigError, short
 from tokenprune.files import File, reason
 from tokenprune.setting import Setting
-from tokenprune.spelling import short
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +73,7 @@ def read_config(source: str | Path | Mapping[str, Any] | Setting | Config) -> Co
     if isinstance(source, Config):
         return source
     if isinstance(source, Setting):
-        config = Config(source.as_dict(), name=source.where)
-        config.__dict__["parsed"] = source  # as it was read already
-        return config
+        return Config(source.as_dict(), name=source.where)
     if isinstance(source, Mapping):
         return _checked(source, "config")
     if not isinstance(source, (str, Path)):

@@ -14,7 +14,7 @@ from families import FAMILIES as EVERY_FAMILY
 from oracle import close, reduced
 from session_oracle import recorded
 from tokenprune import Budget, BudgetError, UnsupportedSetupError
-from tokenprune.clips import spread
+from tokenprune.budget.of_videos import spread
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.setting import Setting
