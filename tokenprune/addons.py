@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam between the core and its add-ons.
 
-An add-on (sessions, the guard, drafting, and `serve` on a vLLM server) builds on the core, and no file of the core
+An add-on (sessions, the guard, drafting, graphs, `serve` of a vLLM server) builds on the core, and no file of the core
 imports one: where a caller asks for one, it is loaded by name, here. A plain patch and a plain server load none.
 """
 

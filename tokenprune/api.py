@@ -32,6 +32,7 @@ from tokenprune.startup import DEFAULT_METHOD
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
+    from tokenprune.graphs.settings import Graphs
     from tokenprune.guard.settings import Guard
     from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 
@@ -52,6 +53,7 @@ def patch(
     config: str | Path | Mapping[str, Any] | None = None,
     feature_cache: int | None = None,
     max_visual_tokens: int | None = None,
+    graphs: bool | Graphs | None = None,
     **options: Any,
 ) -> ModelT:
     """Make `model` see fewer visual tokens, in place, and return it.
@@ -76,6 +78,8 @@ def patch(
     feature_cache: bytes, on the tower's device, that encoded images may take, so that further questions about an image
     do not encode it again (docs/guide/feature-cache.md). None: nothing is kept.
     max_visual_tokens: the most tokens of an image, ahead of the tower and of the methods: `downsample` with a number.
+    graphs:    True, or a `tokenprune.graphs.Graphs`: replay the decoder's prefill as CUDA graphs where a call fits them
+    (docs/guide/gpu.md); with keep=1.0 the unpruned model's.
     options:   the method's own options (`method_info(name).options`); for a list of methods pass configured `Method`s
     instead.
 
@@ -105,7 +109,7 @@ def patch(
             f"the model is patched already with {present.describe()}: call tokenprune.unpatch(model) first, "
             "or pass replace=True"
         )
-    parts = _parts(model, methods, budgets, record, processor, guard, feature_cache)
+    parts = _parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
     made = Attachment(methods, budgets, parts, feature_cache)
     if present is not None:
         present.detach()
@@ -168,6 +172,7 @@ def _parts(
     processor: Any,
     guard: Guard | None,
     feature_cache: int | None,
+    graphs: bool | Graphs | None,
 ) -> list[Any]:
     """Return what has to be attached to `model`, in order; the last part has the statistics."""
     from tokenprune.integrations.timm import is_timm, timm_patch
@@ -179,12 +184,14 @@ def _parts(
             raise UnsupportedSetupError('a model of timm gets no prompts: guard="auto" has nothing to go by')
         if feature_cache is not None:
             raise UnsupportedSetupError("a model of timm is asked no questions about images: leave out feature_cache=")
+        if graphs:
+            raise UnsupportedSetupError("a model of timm has no decoder to be graphed: leave out graphs=")
         return [timm_patch(model, methods, budgets)]
     from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
     from tokenprune.integrations.hf.patch import hf_parts
 
     cache = None if feature_cache is None else FeatureCache(feature_cache)
-    return hf_parts(model, methods, budgets, record, processor, guard, cache)
+    return hf_parts(model, methods, budgets, record, processor, guard, cache, graphs)
 
 
 class Attachment(Attachable):

@@ -89,6 +89,20 @@ class Guarded:
 
 
 @dataclass(frozen=True)
+class GraphCounts:
+    """Prefills of `patch(..., graphs=...)` since the model was patched (docs/guide/gpu.md).
+
+    hits:     prefills that were replayed. misses: those that ran without a graph, by reason.
+    captured: graphs that were made. bytes: what those take that are kept.
+    """
+
+    hits: int
+    misses: dict[str, int]
+    captured: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class FeatureCacheCounts:
     """Hits and misses of `patch(..., feature_cache=...)` since the model was patched (docs/guide/feature-cache.md).
 
@@ -146,6 +160,7 @@ class Stats:
     guard:                   one `Guarded` for each row with visual tokens; None where the guard is off, or has nothing
                              to look for because `keep` is enough for any question.
     feature_cache:           a `FeatureCacheCounts`, since the model was patched; None without `feature_cache=`.
+    graphs:                  a `GraphCounts`, since the model was patched; None without `graphs=`.
     overhead_ms:             wall time on the host spent in choosing and removing tokens. On a GPU this is launch time.
                              None: an engine in another process, which does not tell.
     cuts:                    one `Cut` per cut in order, with record=True; else empty.
@@ -173,6 +188,7 @@ class Stats:
     notes: list[str] = field(default_factory=list)
     guard: list[Guarded] | None = None
     feature_cache: FeatureCacheCounts | None = field(default=None, kw_only=True)
+    graphs: GraphCounts | None = field(default=None, kw_only=True)
     overhead_ms: float | None = 0.0
     cuts: list[Cut] = field(default_factory=list)
     decode_rates: list[list[float]] = field(default_factory=list)

@@ -52,6 +52,7 @@ from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 
 if TYPE_CHECKING:
+    from tokenprune.graphs.settings import Graphs
     from tokenprune.guard.settings import Guard
     from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 
@@ -64,14 +65,15 @@ def hf_parts(
     processor: Any,
     guard: Guard | None,
     feature_cache: FeatureCache | None = None,
+    graphs: bool | Graphs | None = None,
 ) -> list[Any]:
     """Return what `patch` has to attach, in order; the last is the engine, which has the statistics. Nothing is changed
     yet, and everything that cannot work is refused. Methods act in the best of their forms in which all can."""
     *better, last = product(*(method.forms() for method in methods))
     for formed in better:
         with suppress(TokenPruneError):
-            return _parts(model, formed, budgets, record, processor, guard, feature_cache)
-    return _parts(model, last, budgets, record, processor, guard, feature_cache)
+            return _parts(model, formed, budgets, record, processor, guard, feature_cache, graphs)
+    return _parts(model, last, budgets, record, processor, guard, feature_cache, graphs)
 
 
 def _parts(
@@ -82,6 +84,7 @@ def _parts(
     processor: Any,
     guard: Guard | None,
     feature_cache: FeatureCache | None,
+    graphs: bool | Graphs | None,
 ) -> list[Any]:
     """See `hf_parts`; methods have one form each."""
     adapter = adapter_for(model)
@@ -158,6 +161,11 @@ def _parts(
         parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
     if not all(budget.is_identity() for budget in budgets):
         parts.append(ChunkedPrefillCheck(adapter))
+    if graphs is not None and graphs is not False:
+        near = {layer for step in steps if step.layer for layer in (step.layer - 1, step.layer)}
+        whole = [step.method.name for step in stages if step.method.site is Site.ATTENTION]
+        why_not = f"{whole[0]} changes what all layers attend to" if whole else ""
+        parts += add_on("graphs.prefill").graphed_prefill(adapter, graphs, near, why_not)
     if pixels:
         parts.append(FullCounts(pixels))
     return [*pixels, Engine(adapter, steps, [*parts, *_decoder_parts(adapter, steps, record)], record)]

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphed prefill: the same code without a GPU runs the layers of a bucket instead of replaying their graph."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tokenprune
+from oracle import close
+from tokenprune import NotPatchedError, OptionError
+from tokenprune.graphs import Graphs, graphed, warm_up
+from tokenprune.graphs.walk import LEARNING
+from zoo import FAMILIES
+
+MASKED = "rows have padding, other lengths than each other, or masks of their own"
+NEVER = {"gemma3": MASKED}  # attends to all of an image, by a mask
+
+
+def generate(model: Any, inputs: Any, **options: Any) -> Any:
+    wanted = dict(max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    with torch.no_grad():
+        return model.generate(**inputs, **wanted | options)
+
+
+def same(got: Any, want: Any) -> None:
+    """Tokens, logits, and the keys and values of each layer."""
+    assert torch.equal(got.sequences, want.sequences)
+    for one, other in zip(got.logits, want.logits, strict=True):
+        close(one, other)
+    for layer, other in zip(got.past_key_values.layers, want.past_key_values.layers, strict=True):
+        close(layer.keys, other.keys)
+        close(layer.values, other.values)
+
+
+def counts(model: Any) -> Any:
+    return tokenprune.stats(model).graphs
+
+
+@pytest.mark.parametrize("keep", [0.4, 1.0])
+def test_families(family: Any, model: Any, keep: float) -> None:
+    """All give the answer that they give without graphs; what does not fit says why."""
+    inputs = family.make_inputs(images=(1,))
+    with tokenprune.patched(model, "divprune", keep=keep):
+        want = generate(model, inputs)
+    with tokenprune.patched(model, "divprune", keep=keep, graphs=True):
+        for _ in range(3):
+            same(generate(model, inputs), want)
+        found, notes = counts(model), tokenprune.stats(model).notes
+    if family.name in NEVER:
+        assert (found.hits, found.captured) == (0, 0) and found.misses == {LEARNING: 1, NEVER[family.name]: 2}
+        assert f"prefill was not graphed: {NEVER[family.name]}" in notes
+    else:
+        assert found.hits == 2 and found.misses == {LEARNING: 1} and found.bytes > 0 and not notes
+
+
+@pytest.mark.parametrize("method", ["fastv", "dart", "v2drop", "vscan", "tome", "dyrate", "vtw"])
+def test_methods(method: str, build: Any) -> None:
+    """Cuts inside the decoder too: layers at which something is read or cut run as they are, the others in groups."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(1,))
+    with tokenprune.patched(model, method, keep=0.4):
+        want = generate(model, inputs)
+    with tokenprune.patched(model, method, keep=0.4, graphs=True):
+        for _ in range(3):
+            got = generate(model, inputs)
+        same(got, want)
+        assert (counts(model).hits == 2) == (method != "v2drop")  # which reads all four layers
+
+
+def test_rows(build: Any) -> None:
+    """Rows of one length share a graph; rows of several lengths run as they are, to the last bit."""
+    family = FAMILIES["llava"]
+    model, one = build(family), family.make_inputs(images=(1,))
+    even = {name: torch.cat([value, value]) for name, value in one.items()}
+    ragged = family.make_inputs(images=(1, 2))
+    with tokenprune.patched(model, "divprune", keep=0.4):
+        want, ragged_want = generate(model, even), generate(model, ragged)
+    with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
+        for _ in range(2):
+            got = generate(model, even)
+        same(got, want)
+        assert counts(model).hits == 1
+        got = generate(model, ragged)
+        assert torch.equal(got.logits[0], ragged_want.logits[0])
+        assert counts(model).misses[MASKED] == 1
+
+
+@pytest.mark.parametrize("length", [2, 63, 64, 65, 128])
+def test_lengths(length: int, build: Any) -> None:
+    """At the ends of buckets, and beyond the longest."""
+    model = build(FAMILIES["llava"])
+    ids = torch.randint(3, 50, (1, length), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    want = generate(model, inputs)
+    with tokenprune.patched(model, "divprune", graphs=Graphs(most=100)):
+        for _ in range(2):
+            same(generate(model, inputs), want)
+        found = counts(model)
+    assert found.hits == (length <= 100) and (f"{length} tokens are more than most=100" in found.misses) == (
+        length > 100
+    )
+
+
+def test_next_turn(build: Any) -> None:
+    """A second question on a kept cache."""
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(1,))
+
+    def talk() -> Any:
+        first = generate(model, inputs)
+        more = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], 1)
+        return generate(
+            model, {"input_ids": more, "attention_mask": torch.ones_like(more)}, past_key_values=first.past_key_values
+        )
+
+    with tokenprune.patched(model, "divprune", keep=0.4):
+        want = talk()
+    with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
+        talk()
+        same(talk(), want)
+        assert counts(model).hits == 1
+
+
+def test_stale(build: Any) -> None:
+    """Weights written in place are read where they lie; what is replaced or hooked is captured anew."""
+    family = FAMILIES["llava"]
+    model, inputs = copy.deepcopy(build(family)), family.make_inputs(images=(1,))
+    layers = model.model.language_model.layers
+    tokenprune.patch(model, "divprune", keep=0.4, graphs=True)
+
+    def compare(captured: int) -> None:
+        for _ in range(2):
+            got = generate(model, inputs)
+        assert counts(model).captured == captured
+        tokenprune.unpatch(plain := copy.deepcopy(model))
+        with tokenprune.patched(plain, "divprune", keep=0.4):
+            same(got, generate(plain, inputs))
+
+    compare(1)
+    with torch.no_grad():
+        layers[1].mlp.up_proj.weight.mul_(0.5)
+    compare(1)
+    layers[1].mlp.up_proj.weight = nn.Parameter(layers[1].mlp.up_proj.weight * 3)
+    compare(2)
+    layers[2].mlp = copy.deepcopy(layers[0].mlp)
+    compare(3)
+    seen: list[Tensor] = []
+    layers[2].register_forward_hook(lambda module, args, output: seen.append(output))
+    compare(5)  # the layers before it, and after it
+    assert len(seen) == 2 * 3 + 3
+
+
+def test_numbers_of_an_earlier_prompt(build: Any) -> None:
+    """A prompt whose numbers overflowed leaves nothing to the shorter one after it."""
+    model = build(FAMILIES["llava"])
+    decoder = model.model.language_model
+    bad = torch.full((1, 60, decoder.config.hidden_size), float("nan"))
+    good = torch.randn(1, 20, decoder.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want = decoder(inputs_embeds=good, use_cache=True).last_hidden_state
+        with graphed(model):
+            for embeds in (bad, bad, good):
+                got = decoder(inputs_embeds=embeds, use_cache=True).last_hidden_state
+    close(got, want)
+
+
+def test_bounds(build: Any) -> None:
+    """The graph that was used last longest ago goes first, by number and by bytes; unpatching frees all."""
+    model = build(FAMILIES["llava"])
+    tokenprune.patch(model, "divprune", graphs=Graphs(step=16, number=2))
+    part = next(part for part in tokenprune.api.attachment_of(model).engine.parts if hasattr(part, "buckets"))
+    try:
+        warm_up(model, [10, 30, 10, 50])
+        assert counts(model).captured == 3 and len(part.buckets) == 2
+        warm_up(model, [10])
+        assert counts(model).captured == 3  # 30 left
+        part.buckets.graphs = Graphs(step=16, bytes=1)
+        warm_up(model, [90])
+        assert len(part.buckets) == 1
+    finally:
+        tokenprune.unpatch(model)
+    assert len(part.buckets) == 0 and not any("forward" in vars(layer) for layer in part.decoder.layers)
+
+
+def test_warm_up(build: Any) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(1,))
+    with tokenprune.patched(model, "divprune", keep=1.0, graphs=True):
+        warm_up(model, [inputs["input_ids"].shape[1], 100])
+        assert counts(model).captured == 2
+        for _ in range(2):
+            generate(model, inputs)
+        assert counts(model).captured == 2
+
+
+def test_threads(build: Any) -> None:
+    """Threads share graphs, and get each its own answer."""
+    family = FAMILIES["llava"]
+    model = build(family)
+    prompts = [family.make_inputs(images=(1,), seed=seed) for seed in range(4)]
+    with tokenprune.patched(model, "divprune", keep=0.4):
+        wanted = [generate(model, inputs) for inputs in prompts]
+    got: dict[int, list[Any]] = {}
+
+    def ask(number: int) -> None:
+        got[number] = [generate(model, prompts[number]) for _ in range(4)]
+
+    with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
+        generate(model, prompts[0])
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert counts(model).hits == 16 and counts(model).captured == 1
+    for number, want in enumerate(wanted):
+        for one in got[number]:
+            same(one, want)
+
+
+def test_gradients_and_training(build: Any) -> None:
+    """What learns is not graphed, and what was captured in inference mode serves calls outside of it."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(1,))
+    with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
+        with torch.inference_mode():
+            for _ in range(2):
+                model(**inputs)
+        generate(model, inputs)
+        assert counts(model).hits == 2
+        model(**inputs).logits.sum().backward()
+        model.zero_grad()
+        assert counts(model).hits == 2 and any("gradients are on" in reason for reason in counts(model).misses)
+        with torch.no_grad():
+            hidden = model(**inputs, output_hidden_states=True).hidden_states
+        assert len(hidden) > 2 and counts(model).hits == 2
+
+
+def test_copies(build: Any) -> None:
+    """A copy of a patched model has graphs of its own weights."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(1,))
+    with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
+        for _ in range(2):
+            want = generate(model, inputs)
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.model.language_model.layers[0].mlp.up_proj.weight.mul_(3)
+        assert counts(other).hits == 1 and len(tokenprune.api.attachment_of(other).engine.parts[0].__dict__) > 0
+        moved = [generate(other, inputs) for _ in range(2)][-1]
+        assert not torch.equal(moved.logits[0], want.logits[0])
+        same(generate(model, inputs), want)
+
+
+def test_without_a_patch(build: Any) -> None:
+    """The fair baseline: the model as it is, in graphs."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(1,))
+    want = generate(model, inputs)
+    with graphed(model):
+        for _ in range(2):
+            same(generate(model, inputs), want)
+    with graphed(model, False):
+        assert torch.equal(generate(model, inputs).logits[0], want.logits[0])
+
+
+def test_something_else_between_layers(build: Any) -> None:
+    """A decoder that puts something between two layers in a later call ends in an error, not in a wrong answer."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(1,))
+    with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
+        generate(model, inputs)
+        part = next(part for part in tokenprune.api.attachment_of(model).engine.parts if hasattr(part, "buckets"))
+        layer = part.decoder.layers[1]
+        found = layer.forward
+        layer.forward = lambda hidden, **kwargs: found(hidden + 1, **kwargs)
+        try:
+            part.watched._seen = part.watched._look()  # as if it were not seen
+            with pytest.raises(tokenprune.TokenPruneError, match="gets something else than layer 0 returned"):
+                generate(model, inputs)
+        finally:
+            layer.forward = found
+
+
+def test_refusals(build: Any) -> None:
+    model = build(FAMILIES["llava"])
+    for wrong in ("yes", 1, Graphs):
+        with pytest.raises(OptionError, match="must be True, False or a"):
+            tokenprune.patch(model, graphs=wrong)
+    for fields in ({"step": 0}, {"most": 1.5}, {"step": 64, "most": 32}, {"number": True}):
+        with pytest.raises(OptionError, match="graphs: "):
+            Graphs(**fields)
+    with tokenprune.patched(model, "divprune"), pytest.raises(NotPatchedError, match="pass graphs=True"):
+        warm_up(model, [64])
+    with tokenprune.patched(model, "divprune", graphs=True):
+        for lengths, batch in (([], 1), ([1], 1), ([64], 0)):
+            with pytest.raises(OptionError, match="numbers of tokens from 2 on"):
+                warm_up(model, lengths, batch=batch)
+    assert not tokenprune.is_patched(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu(build: Any) -> None:
+    """Real graphs, in two dtypes."""
+    family = FAMILIES["llava"]
+    for dtype in (torch.float32, torch.bfloat16):
+        model = copy.deepcopy(build(family)).to("cuda", dtype)
+        inputs = {name: value.to("cuda") for name, value in family.make_inputs(images=(1,)).items()}
+        inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+        with tokenprune.patched(model, "divprune", keep=0.4):
+            want = generate(model, inputs)
+        with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
+            got = [generate(model, inputs) for _ in range(3)][-1]
+            assert counts(model).hits == 2 and counts(model).captured == 1
+        assert (got.logits[0] - want.logits[0]).abs().max() < (1e-4 if dtype == torch.float32 else 0.1)

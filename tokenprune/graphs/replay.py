@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run some decoder layers on a fixed number of tokens again and again, on a GPU as the replay of one CUDA graph."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from tokenprune.graphs.settings import Graphs
+from tokenprune.integrations.hf import compat
+
+States = dict[int, tuple[Tensor, Tensor]]
+
+
+class NotGraphedError(Exception):
+    """Raised where a call, or some layers, cannot be graphed; its text says why."""
+
+
+class _Recorder(DynamicCache):
+    """A cache that hands out what it is given, and keeps it: `states`, keys and values of each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: States = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.states[layer] = (keys, values)
+        return keys, values
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A call of a layer: everything that layers of a group read.
+
+    hidden: `[B, L, D]`. tensors: arguments that have an entry for each token, by name, and the dimension of that; a
+    tuple of tensors is one argument. plain: the other arguments, by name. caches: whether keys are cached.
+    """
+
+    hidden: Tensor
+    tensors: Mapping[str, tuple[Any, int]]
+    plain: Mapping[str, Any]
+    caches: bool
+
+    @property
+    def key(self) -> Hashable:
+        """Everything that a run depends on but the number of tokens."""
+        shapes = tuple(
+            (name, *((_without(one.shape, dim), one.dtype, one.device) for one in _flat(value)))
+            for name, (value, dim) in self.tensors.items()
+        )
+        shape = (self.hidden.shape[0], self.hidden.shape[2], self.hidden.dtype, self.hidden.device)
+        return shape, shapes, tuple(self.plain.items()), self.caches
+
+
+def _flat(value: Any) -> tuple[Tensor, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _without(shape: torch.Size, dim: int) -> tuple[int, ...]:
+    sizes = list(shape)
+    del sizes[dim]
+    return tuple(sizes)
+
+
+@dataclass(eq=False)
+class Bucket:
+    """One run of some layers on `[B, bucket]` tokens; `replay` computes it anew from what `given` holds.
+
+    given: the hidden states, `[B, bucket, D]`, and what else has an entry for each token, with the dimension of that.
+    hidden: `[B, bucket, D]`, after the last layer. flat: keys and values of all layers, one after the other; shapes: of
+    each, `[B, H, bucket, K]`, by layer. bytes: what the run holds on to. done: on a GPU, recorded after what read the
+    outputs last.
+    """
+
+    given: list[tuple[Tensor, int]]
+    hidden: Tensor
+    flat: Tensor
+    shapes: dict[int, tuple[torch.Size, torch.Size]]
+    replay: Callable[[], None]
+    bytes: int
+    done: torch.cuda.Event | None = None
+
+    def run(self, call: LayerCall) -> tuple[Tensor, States]:
+        """Return the hidden states, `[B, L, D]`, and keys and values of each layer, for a call of at most `bucket`
+        tokens; the next run changes none of them."""
+        length = call.hidden.shape[1]
+        if self.done is not None:
+            self.done.wait()  # for another thread, on a stream of its own
+        for (held, dim), new in zip(self.given, _tensors(call), strict=True):
+            held.narrow(dim, 0, length).copy_(new)
+        # After the prompt there may be what is no number, from an earlier one: no mask would stop that.
+        self.given[0][0][:, length:].zero_()
+        self.replay()
+        hidden, flat = self.hidden[:, :length].clone(), self.flat.clone()
+        if hidden.is_cuda:
+            self.done = self.done or torch.cuda.Event()
+            self.done.record()
+        parts = iter(flat.split([shape.numel() for pair in self.shapes.values() for shape in pair]))
+        states = {
+            layer: (next(parts).view(keys)[..., :length, :], next(parts).view(values)[..., :length, :])
+            for layer, (keys, values) in self.shapes.items()
+        }
+        return hidden, states
+
+
+def _tensors(call: LayerCall) -> list[Tensor]:
+    return [call.hidden, *chain.from_iterable(_flat(value) for value, _ in call.tensors.values())]
+
+
+class Buckets:
+    """The runs that were captured, the one used last at the end; bounded by `graphs`. One thread at a time may use them
+    (`lock`). A copy, as one of the model has, is empty."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self.graphs, self.lock, self.captured = graphs, threading.RLock(), 0
+        self._buckets: OrderedDict[Hashable, Bucket] = OrderedDict()
+        self._refused: dict[Hashable, str] = {}  # what failed once is not tried in every call
+        self._pool: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buckets:
+        return type(self)(copy.deepcopy(self.graphs, memo))
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    @property
+    def bytes(self) -> int:
+        return sum(bucket.bytes for bucket in self._buckets.values())
+
+    def clear(self) -> None:
+        """Free all runs."""
+        with self.lock:
+            self._buckets.clear()
+            self._refused.clear()
+            self._pool = None
+
+    def get(self, layers: Mapping[int, Callable[..., Any]], call: LayerCall) -> Bucket:
+        """Return the run of `layers`, by index their forwards, for `call`, captured where it is new. Raises
+        NotGraphedError where they cannot be captured."""
+        bucket = self.graphs.bucket(call.hidden.shape[1])
+        casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+        key = (tuple(layers), bucket, call.key, casts, torch.get_float32_matmul_precision())
+        if key in self._refused:
+            raise NotGraphedError(self._refused[key])
+        if key not in self._buckets:
+            if call.hidden.is_cuda:
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+            try:
+                self._buckets[key] = _captured(layers, call, bucket, self._pool)
+            except RuntimeError as error:
+                self._refused[key] = f"layers could not be captured ({str(error).strip().partition(chr(10))[0]})"
+                raise NotGraphedError(self._refused[key]) from error
+            self.captured += 1
+        self._buckets.move_to_end(key)
+        while len(self._buckets) > 1 and (len(self._buckets) > self.graphs.number or self.bytes > self.graphs.bytes):
+            self._buckets.popitem(last=False)
+        return self._buckets[key]
+
+
+def _captured(layers: Mapping[int, Callable[..., Any]], call: LayerCall, bucket: int, pool: Any) -> Bucket:
+    """Return the run of `layers` on `bucket` tokens."""
+    # Not tensors of inference mode, which nobody could write to outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        hidden = _wider(call.hidden, 1, bucket)
+        held = {name: (_each(value, dim, bucket), dim) for name, (value, dim) in call.tensors.items()}
+        latest: dict[str, Any] = {}
+
+        def once() -> None:
+            recorder, states = _Recorder(), hidden
+            arguments = dict(call.plain) | {name: value for name, (value, _) in held.items()}
+            cache = {compat.CACHE: recorder if call.caches else None}
+            for forward in layers.values():
+                output = forward(states, **arguments, **cache)
+                states = output[0] if isinstance(output, tuple) else output
+            made = [one.flatten() for pair in recorder.states.values() for one in pair]
+            shapes = {layer: (keys.shape, values.shape) for layer, (keys, values) in recorder.states.items()}
+            latest.update(hidden=states, flat=torch.cat(made) if made else states.new_empty(0), shapes=shapes)
+
+        given = [(hidden, 1), *((one, dim) for value, dim in held.values() for one in _flat(value))]
+        if hidden.is_cuda:
+            return _graph(once, latest, given, pool)
+        once()
+        return _plain(once, latest, given)
+
+
+def _wider(value: Tensor, dim: int, bucket: int) -> Tensor:
+    sizes = list(value.shape)
+    sizes[dim] = bucket
+    made = value.new_zeros(sizes)
+    made.narrow(dim, 0, value.shape[dim]).copy_(value)
+    return made
+
+
+def _each(value: Any, dim: int, bucket: int) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_wider(one, dim, bucket) for one in value)
+    return _wider(value, dim, bucket)
+
+
+def _graph(once: Callable[[], None], latest: dict[str, Any], given: list[tuple[Tensor, int]], pool: Any) -> Bucket:
+    device = given[0][0].device
+    side, before = torch.cuda.Stream(device), torch.cuda.memory_reserved(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        once()  # libraries make their handles and workspaces in a first run
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        once()
+    taken = torch.cuda.memory_reserved(device) - before
+    return Bucket(given, **latest, replay=graph.replay, bytes=max(0, taken))
+
+
+def _plain(once: Callable[[], None], latest: dict[str, Any], given: list[tuple[Tensor, int]]) -> Bucket:
+    """Return a bucket that runs the layers each time, and writes where their first run did: a graph without a GPU."""
+    hidden, flat = latest["hidden"], latest["flat"]
+
+    def replay() -> None:
+        once()
+        hidden.copy_(latest["hidden"])
+        flat.copy_(latest["flat"])
+
+    taken = sum(tensor.nbytes for tensor in (hidden, flat, *(one for one, _ in given)))
+    return Bucket(given, hidden, flat, latest["shapes"], replay, taken)
