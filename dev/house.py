@@ -28,8 +28,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # The package of each distribution, and the folder of the repository in which it lies.
 PACKAGES = {"tokenprune": ".", "tokenprune_bench": "bench", "tokenprune_demo": "demo"}
-# Rooms that the core loads by name where a caller asks for one (tokenprune/addons.py), and never to patch or to serve as
-# such: what counts is the folder, with all that only its add-on needs.
+# Rooms that the core loads by name, where a caller asks for one (tokenprune/addons.py), and imports nowhere: a folder
+# counts as a whole, with all that its add-on alone needs.
 ADD_ONS = ["sessions", "guard", "drafting", "serve"]
 # All that a forward of a patched model may run, whatever the method and the family: what takes tokens out of a decoder,
 # the parts that plug into it, the checks, and the notes on encoded images.

@@ -45,7 +45,7 @@ def _is_served(cls: type[Method], in_llm: bool) -> bool:
     return not (abilities.unserved(method, in_llm) or _failure(method, in_llm))
 
 
-def _failure(method: Method, in_llm: bool) -> str | None:
+def _failure(method: Any, in_llm: bool) -> str | None:
     """Return the reason why a method fails on a small example, or None if it passes."""
     if method.site is Site.PRE_ENCODER or isinstance(method, (EncoderMethod, UnitDropper)):
         return None  # these see pixels, or the tower
