@@ -18,7 +18,7 @@ from tokenprune.addons import add_on
 from tokenprune.base import AttentionPattern, ImageChooser, Method, Pruner, ResizeMethod, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.hf.checks.decoder import check_abilities, check_steps
+from tokenprune.integrations.hf.checks import check_abilities, check_steps
 from tokenprune.integrations.hf.decoder.engine import Engine
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.integrations.hf.forward.part import Part
