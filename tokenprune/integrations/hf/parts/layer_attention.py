@@ -51,7 +51,7 @@ class LayerAttention(Part):
     def before_cut(self, call: Call, step: Step, observed: Observed, args: tuple, kwargs: dict[str, Any]) -> None:
         observed.before = self._before.pop(call, None)
         if step.layer in self.next and call.cuts_at(step.layer):
-            observed.behind = self._next(call, step.layer, args, kwargs)
+            observed.after = self._next(call, step.layer, args, kwargs)
 
     def _observe(self, layer: int, observation: Observation) -> None:
         call = self.current()
