@@ -28,14 +28,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # The package of each distribution, and the folder of the repository in which it lies.
 PACKAGES = {"tokenprune": ".", "tokenprune_bench": "bench", "tokenprune_demo": "demo"}
-# Rooms that the core loads by name where a caller asks for one (tokenprune/addons.py), never to patch or serve as such:
-# what counts is the folder, with all that only its add-on needs.
+# Rooms that the core loads by name, where a caller asks for one (tokenprune/addons.py), and imports nowhere: a folder
+# counts as a whole, with all that its add-on alone needs.
 ADD_ONS = ["sessions", "guard", "drafting", "graphs", "serve"]
 # All that a forward of a patched model may run, whatever the method and the family: what takes tokens out of a decoder,
 # the parts that plug into it, the checks, and the notes on encoded images.
 ENGINE = [
     f"tokenprune/integrations/hf/{room}"
-    for room in ("decoder", "forward", "sequence", "cache", "attention", "parts", "checks", "encoded")
+    for room in ("decoder", "forward", "sequence", "cache", "attention", "parts", "checks.py", "encoded")
 ]
 # How large the house may be; see the head of the file.
 SIZES = ROOT / "dev/sizes.toml"
@@ -291,7 +291,8 @@ def main() -> int:
         print(f"  {one} -> {other}")
     total = [0, 0]
     for folder in ENGINE:
-        texts = [path.read_text() for path in sorted((root / folder).glob("*.py"))]
+        place = root / folder
+        texts = [path.read_text() for path in (sorted(place.glob("*.py")) if place.is_dir() else [place])]
         counts = sum(len(text.splitlines()) for text in texts), sum(map(code_lines, texts))
         total = [one + more for one, more in zip(total, counts, strict=True)]
         print(f"{folder}: {counts[0]} lines, {counts[1]} of code")

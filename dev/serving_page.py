@@ -164,7 +164,7 @@ def chats() -> str:
     first = records[0]
     setting = (
         f"Tokens over {first['turns']} turns, by vLLM's own counters of its prefix cache: a screenshot of "
-        f"{first['visual']} visual tokens and {first['text']} of words each, behind a system prompt of "
+        f"{first['visual']} visual tokens and {first['text']} of words each, after a system prompt of "
         f"{first['system']}. A random Qwen2.5-VL, `{first['method']}`, vLLM {first['vllm']} on a CPU, blocks of "
         f"{first['block_size']}, an encoder cache of {first['batched']:,} tokens."
     )

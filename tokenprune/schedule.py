@@ -73,7 +73,7 @@ def place(depths: Sequence[float], layers: int, budget: Budget) -> list[int]:
     """
     if layers <= len(depths):
         raise OptionError(
-            f"a decoder of {layers} layers is too shallow for {len(depths)} cuts, each at a layer of its own behind "
+            f"a decoder of {layers} layers is too shallow for {len(depths)} cuts, each at a layer of its own after "
             "the first: use a method that cuts once, such as fastv"
         )
     share = budget.share

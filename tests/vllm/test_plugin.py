@@ -310,7 +310,7 @@ def test_placeholders_that_would_mislead_are_refused(start: Callable[..., Engine
     with pytest.raises(OptionError, match="3 image placeholders for 2 images"):
         engine.generate([engine.request("<|image_pad|> <|image_pad|> <|image_pad|> what? ", images)])
     engine.generate([engine.request("<|image_pad|> <|image_pad|> what? ", images)])
-    with pytest.raises(OptionError, match=r"prompt ends with an image, .*end tag behind it"):
+    with pytest.raises(OptionError, match=r"prompt ends with an image, .*end tag after it"):
         engine.generate([engine.request("what? <|image_pad|>", images[:1])])
     engine.generate([engine.request("what? <|image_pad|>", images[:1], {"off": True})])
 

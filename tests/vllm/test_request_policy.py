@@ -103,11 +103,14 @@ def test_threads_do_not_share_a_request(folder: Callable[[str], Path]) -> None:
 
 
 def test_a_plain_setting_needs_no_tokenprune_serve(folder: Callable[[str], Path]) -> None:
-    """Not even for what a request writes; and a request that names a profile, or ages, is answered by it."""
+    """Not even for what a request writes; and a request that names a profile, or ages, is answered by it. Nor does it
+    need what takes tokens out inside the language model, in a front end or a worker."""
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
+ASIDE = ("tokenprune.serve", "tokenprune.integrations.vllm.in_llm", "tokenprune.integrations.vllm.selection.in_llm")
 from checkpoints import CHECKPOINTS
+from tokenprune.integrations.vllm.worker import models, warm_up
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal import MULTIMODAL_REGISTRY
 kwargs = {{"tokenprune": {DIVPRUNE | {"log": "json"}!r}}}
@@ -119,7 +122,7 @@ def ask(**asked):
     return made(checkpoint.prompt(2), items, hf_processor_mm_kwargs={{"tokenprune": asked}} if asked else {{}})
 
 def loaded():
-    return sorted(name for name in sys.modules if name.startswith("tokenprune.serve"))
+    return sorted(name for name in sys.modules if name.startswith(ASIDE))
 
 ask(), ask(keep=0.5), ask(off=True)
 for wrong in (7.5, {{"average_share": 7.5}}):

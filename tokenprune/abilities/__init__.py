@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tokenprune.abilities.obstacle import AFTER_THE_TOWER, Obstacle, reads_tower
-from tokenprune.abilities.transformers import DYNAMIC, STATIC, Cache, in_company, in_drafts, in_transformers, with_cache
+from tokenprune.abilities.transformers import DYNAMIC, STATIC, Cache, in_company, in_transformers, with_cache
 from tokenprune.abilities.vllm import in_vllm, refusal, unserved, unserved_family
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
@@ -28,7 +28,6 @@ __all__ = [
     "Obstacle",
     "check",
     "check_cache",
-    "check_draft",
     "check_together",
     "obstacle",
     "reads_tower",
@@ -76,12 +75,6 @@ def check_cache(site: Site, family: Family | str, cache: Cache, name: str = "a m
 def check_together(methods: Sequence[Method]) -> None:
     """Raise OptionError where `methods`, in the order in which data meets them, may not act in one model."""
     for found in in_company(methods):
-        raise found.error(found.reason)
-
-
-def check_draft(site: Site, name: str) -> None:
-    """Raise OptionError where a method at `site`, called `name`, may not act in a draft."""
-    for found in in_drafts(site, name):
         raise found.error(found.reason)
 
 

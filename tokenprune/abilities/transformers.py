@@ -45,18 +45,6 @@ STATIC = Cache(
 
 # What is read of layers, of which none ran yet at the decoder's entry.
 _LATER = (ObservedAt.LAYER_BEFORE, ObservedAt.NEXT_LAYER, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED, ObservedAt.OWN)
-# A draft reads the prompt of its target: where methods may act in it.
-IN_DRAFTS = frozenset(Site) - {Site.PRE_ENCODER}
-
-
-def in_drafts(site: Site, name: str) -> Iterator[Obstacle]:
-    """Yield what keeps a method at `site`, called `name`, from acting in a draft."""
-    if site not in IN_DRAFTS:
-        yield Obstacle(
-            f"{name} acts on pixels, and a draft reads the prompt of its target: the target would see less too. Use a "
-            "method that acts in the model, such as divprune or fastv",
-            OptionError,
-        )
 
 
 def in_transformers(method: Method, family: Family | str | None, acts: bool, config: Any) -> Iterator[Obstacle]:

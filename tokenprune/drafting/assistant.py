@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tokenprune import abilities
 from tokenprune.api import attachment_of, is_patched, patch, unpatch
 from tokenprune.base import Method, Site
+from tokenprune.errors import OptionError
 from tokenprune.registry import method_info
 from tokenprune.setting.saved import read_config
 
@@ -58,7 +58,11 @@ def assistant(
     model = getattr(model, "_orig_mod", model)
     check_target(model)
     for name, site in _sites(method, options).items():
-        abilities.check_draft(site, name)
+        if site is Site.PRE_ENCODER:
+            raise OptionError(
+                f"{name} acts on pixels, and a draft reads the prompt of its target: the target would see less too. "
+                "Use a method that acts in the model, such as divprune or fastv"
+            )
     own_weights = draft is not None
     if own_weights:
         check_pair(model, draft)

@@ -63,7 +63,7 @@ class SeveralCuts(CutsInside):
             rises = all(one < later for one, later in pairwise(self.layers))
             self._check(
                 len(self.layers) == number and rises,
-                f"layers={self.layers!r} must name {number} decoder layers, each behind the one before",
+                f"layers={self.layers!r} must name {number} decoder layers, each after the one before",
             )
 
     @property

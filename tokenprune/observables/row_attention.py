@@ -53,7 +53,7 @@ class NextRowAttention(AttentionToTokens):
     where = ObservedAt.NEXT_LAYER
 
     def columns(self, source: TokenSource) -> Tensor:
-        return source.behind.rows(source.last_slot())[:, :, 0, -source.width :]
+        return source.after.rows(source.last_slot())[:, :, 0, -source.width :]
 
 
 @register_observable("unrotated_last_row")

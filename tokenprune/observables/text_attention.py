@@ -41,7 +41,7 @@ class NextTextAttention(AttentionOfText):
     text_name = "next_attention"
 
     def observed(self, source: TokenSource) -> SeenAttention:
-        return source.behind
+        return source.after
 
 
 @register_observable("head_maxima")

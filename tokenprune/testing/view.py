@@ -180,7 +180,7 @@ class _GivenSource(TokenSource):
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         if not self.of_text:
-            raise TokenPruneError("it reads the text behind an image, and none was given: pass text=")
+            raise TokenPruneError("it reads the text after an image, and none was given: pass text=")
         mask = self.of_text.get("mask")
         if mask is None:
             mask = torch.ones(next(iter(self.of_text.values())).shape[:2], dtype=torch.bool, device=self.hidden.device)

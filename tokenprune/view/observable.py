@@ -114,7 +114,7 @@ class Observable:
     def of_text(self, source: TokenSource, text: TextView) -> Any:
         """Return the value for the text tokens after each segment, `[S, M, ...]`; raise AttributeError if there is
         none, as here."""
-        raise AttributeError(f"the text behind an image has no {self.name!r}")
+        raise AttributeError(f"the text after an image has no {self.name!r}")
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Any:
         """Return a made-up value for visual tokens, on which methods are tried (`tokenprune.testing`)."""

@@ -140,7 +140,7 @@ class TokenSource:
         raise _refused("the attention of the language model")
 
     @property
-    def behind(self) -> SeenAttention:
+    def after(self) -> SeenAttention:
         """Queries and keys that the attention of the layer after the cut would have without the cut."""
         raise _refused("the attention of the layer after the cut")
 

@@ -61,7 +61,7 @@ class TextTokens(_OfText):
     _source: TokenSource = field(repr=False)
 
     def __getattr__(self, name: str) -> Any:
-        seen = _declared(name, find_observable_of_text, self._source, "the text behind an image")
+        seen = _declared(name, find_observable_of_text, self._source, "the text after an image")
         value = self._source.read_text(seen, self)
         self.__dict__[name] = value
         return value

@@ -18,7 +18,7 @@ from tokenprune.addons import add_on
 from tokenprune.base import Method, Pruner, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.hf.checks.decoder import check_abilities, check_steps
+from tokenprune.integrations.hf.checks import check_abilities, check_steps
 from tokenprune.integrations.hf.decoder.engine import Engine
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.integrations.hf.forward.part import Part
@@ -32,9 +32,8 @@ from tokenprune.integrations.hf.parts.layer_attention import LayerAttention
 from tokenprune.integrations.hf.parts.static_steps import StaticSteps
 from tokenprune.integrations.hf.parts.video_frames import VideoFrames, compares_frames
 from tokenprune.integrations.hf.parts.virtual_unmerging import VirtualUnmerging
-from tokenprune.integrations.hf.processor.full_counts import FullCounts
 from tokenprune.integrations.hf.processor.image_selection import ViewPatch
-from tokenprune.integrations.hf.processor.resizing import PixelPatch
+from tokenprune.integrations.hf.processor.resizing import FullCounts, PixelPatch
 from tokenprune.integrations.hf.tower.attention_scores import BlockReader
 from tokenprune.integrations.hf.tower.base import InTower
 from tokenprune.integrations.hf.tower.build import tower_patch

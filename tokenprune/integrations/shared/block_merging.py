@@ -116,7 +116,7 @@ class Merger(Attachable):
         if method.reads and (not self.shows or units is not None):
             raise UnsupportedSetupError(
                 f"{method.name} drops patches inside the tower by {method.reads}, which takes a CLIP or SigLIP tower "
-                "that sees an image as one tile, and each of whose patches becomes a visual token; use a method behind "
+                "that sees an image as one tile, and each of whose patches becomes a visual token; use a method after "
                 "the tower, or leave out the option"
             )
         self.method, self.budget, self.blocks, self.shape = method, budget, list(blocks), tower

@@ -168,7 +168,7 @@ def _reduced(server: RemoteServer, info: Mapping[str, str], model: str | None) -
     if info["setting"].endswith("in the language model"):
         return Finding(0, ("It acts inside the language model, where prompts stay as long: not visible from outside",))
     if ";full=" in own.served:
-        return Finding(0, (f"This request was served in full by a rollout, or behind a failure: {own.served}",))
+        return Finding(0, (f"This request was served in full by a rollout, or after a failure: {own.served}",))
     whole = _ask(server, name, url, {KEY: {"off": True}})
     header = re.search(r"in=(\d+);out=(\d+)", own.served)
     if whole.status == 200:

@@ -56,7 +56,7 @@ class EarlyTom(FrameMerger):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check(len(self.layers) > 0, "layers names no block behind which frames merge")
+        self._check(len(self.layers) > 0, "layers names no block after which frames merge")
         for layer in self.layers:
             fine = layer >= 0 and (isinstance(layer, int) or layer <= 1)
             self._check(fine, f"layers={self.layers!r}: {layer!r} is no index of a block, and no share of the depth")

@@ -21,7 +21,7 @@ from torch import nn
 
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import needs_masks_alone
-from tokenprune.integrations.hf.checks.decoder import check_call
+from tokenprune.integrations.hf.checks import check_call
 from tokenprune.integrations.hf.decoder.entry import cut_entry, prepare
 from tokenprune.integrations.hf.decoder.planner import Planner
 from tokenprune.integrations.hf.decoder.pruning import apply, choose

@@ -54,8 +54,8 @@ class Sources(TokenSource):
         return _shown(self.observed.before)
 
     @property
-    def behind(self) -> Observation:
-        return _shown(self.observed.behind)
+    def after(self) -> Observation:
+        return _shown(self.observed.after)
 
     @property
     def input_before(self) -> LayerInput:

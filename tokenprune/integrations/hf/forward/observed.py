@@ -17,14 +17,14 @@ from tokenprune.view.segments import LayerInput
 class Observed:
     """Everything that a method may read of the layers around its cut, as far as it asks for it.
 
-    before: attention in the layer before the cut. behind: in the layer after it, as it would be if nothing was cut.
+    before: attention in the layer before the cut. after: in the layer after it, as it would be if nothing was cut.
     unrotated: what the layer before would attend to without rotation; input_before: what it was called with. entry:
     `[B, W, D]`, what entered the decoder, and the layout of its slots. recorded: of each observable with a place of its
     own, the value of each module, None where it did not run.
     """
 
     before: Observation | None = None
-    behind: Observation | None = None
+    after: Observation | None = None
     unrotated: Observation | None = None
     input_before: LayerInput | None = None
     entry: tuple[Tensor, Layout] | None = None

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep drafts out of the forward that reads a prompt.
-
-Assisted generation (an assistant model, prompt lookup) has drafts written before the prompt is read, and hands both to
-the model at once. Methods would then see a prompt that ends in drafts: the last token that they rank by is a guess, and
-budgets and statistics count it. Here the first call of `generate` drafts nothing, which costs one forward of one token;
-the answer is then that without help.
-"""
+"""Have drafts of assisted generation kept out of the forward that reads a prompt; `tokenprune.drafting.prompts` does
+so, and is loaded with the first draft."""
 
 from __future__ import annotations
 
@@ -14,9 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.generation import GenerationMixin
 
+from tokenprune.addons import add_on
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.shared.attachable import states
 
@@ -66,42 +62,9 @@ class Drafts(Part):
 
     def _generator(self, original: Callable[..., CandidateGenerator], *args: Any, **kwargs: Any) -> CandidateGenerator:
         generator: Any = original(*args, **kwargs)
-        if "get_candidates" in vars(generator) and self.decides is None:
-            return generator  # another patch, or an assistant of ours, saw to it
-        if self.decides is None:
-            generator.get_candidates = partial(_first_draft, generator)
-        else:
+        if self.decides is not None:
             note = f"{self.decides} decides by one token after the other: drafts of assisted generation are not used"
             logger.warning(note)
             states()[self] = note
-            generator.get_candidates = _no_drafts
+        add_on("drafting.prompts").hold_back(generator, always=self.decides is not None)
         return generator
-
-
-def _no_drafts(input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-    return input_ids, None
-
-
-def _first_draft(generator: Any, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-    """Stands in for `generator.get_candidates` once: propose nothing after the prompt `input_ids`, long `[1, L]`."""
-    del generator.get_candidates
-    # It is run all the same, as short as it can be: its own cache and positions start at the prompt.
-    number = getattr(generator, "num_assistant_tokens", None)
-    if number is not None:
-        generator.num_assistant_tokens = 1
-    try:
-        drafted, _ = generator.get_candidates(input_ids, **kwargs)
-    finally:
-        if number is not None:
-            generator.num_assistant_tokens = number
-    if drafted.shape[1] > input_ids.shape[1]:
-        generator.update_candidate_strategy = partial(_forget_draft, generator)
-    return input_ids, None
-
-
-def _forget_draft(generator: CandidateGenerator, *args: Any, **kwargs: Any) -> None:
-    """Stands in for `generator.update_candidate_strategy` once: where nothing was proposed, it says nothing of drafts
-    that nothing was accepted."""
-    del generator.update_candidate_strategy
-    # How sure an assistant was of each draft, to be matched with those accepted.
-    getattr(generator, "probs", []).clear()

@@ -12,7 +12,7 @@ import torch
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Observer
-from tokenprune.integrations.hf.checks.decoder import reads_layer_before, reads_next_layer
+from tokenprune.integrations.hf.checks import AFTER, BEFORE
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.observed import Observed
@@ -21,6 +21,7 @@ from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.parts.decode_pruning import decides
 from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.observation import Observation
+from tokenprune.view.registry import observables_of
 
 
 class _Stop(Exception):
@@ -36,8 +37,9 @@ class LayerAttention(Part):
     def __init__(self, adapter: Adapter, steps: Mapping[int, Step]) -> None:
         super().__init__()
         self.adapter, self.steps = adapter, steps
-        self.before = {layer for layer, step in steps.items() if reads_layer_before(step.method)}
-        self.next = {layer for layer, step in steps.items() if reads_next_layer(step.method)}
+        needs = {layer: step.method.needs for layer, step in steps.items()}
+        self.before = {layer for layer, needed in needs.items() if observables_of(needed, *BEFORE)}
+        self.next = {layer for layer, needed in needs.items() if observables_of(needed, *AFTER)}
         self._before: PerCall[Observation] = PerCall()
         self._trials: PerCall[list[Observation]] = PerCall()  # what a layer shows that is run for this alone
 
@@ -49,7 +51,7 @@ class LayerAttention(Part):
     def before_cut(self, call: Call, step: Step, observed: Observed, args: tuple, kwargs: dict[str, Any]) -> None:
         observed.before = self._before.pop(call, None)
         if step.layer in self.next and call.cuts_at(step.layer):
-            observed.behind = self._next(call, step.layer, args, kwargs)
+            observed.after = self._next(call, step.layer, args, kwargs)
 
     def _observe(self, layer: int, observation: Observation) -> None:
         call = self.current()

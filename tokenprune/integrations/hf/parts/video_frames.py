@@ -50,7 +50,7 @@ class VideoFrames(Part):
             if before := [*merges, *(one.method.name for one in steps[:index] if one.acts)]:
                 raise OptionError(
                     f"{name} compares the frames of a video token by token, and {before[0]} removes some of them "
-                    f"before; leave {before[0]} out, or let it act behind {name}"
+                    f"before; leave {before[0]} out, or let it act after {name}"
                 )
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:

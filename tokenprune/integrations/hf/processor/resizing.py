@@ -4,22 +4,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from tokenprune.budget import Budget
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.processor.marker import MARK, refuse_second_patch
 from tokenprune.integrations.hf.processor.prompts import PromptReader, intercepted
 from tokenprune.integrations.hf.processor.videos import smaller_videos
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.resizing import Resizer
 from tokenprune.sites.pixels import ResizeMethod
+
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 # The question of each image of the processor's call that is under way, for methods that read it.
 _QUESTIONS: ContextVar[list[str] | None] = ContextVar("tokenprune_questions", default=None)
@@ -87,3 +92,21 @@ class PixelPatch(Attachable):
         if self.resizer.check_tower_pixels(*pixels.shape[-2:]):
             kwargs = kwargs | {"interpolate_pos_encoding": True}
         return args, kwargs
+
+
+class FullCounts(Part):
+    """Puts into the statistics how many visual tokens a prompt would have had without the methods that acted on its
+    pixels. patches: those that have `counts`."""
+
+    def __init__(self, patches: Sequence[Any]) -> None:
+        super().__init__()
+        self.patches = patches
+
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
+        if not call.has_images:
+            return
+        rows = [0] * (max(call.held.segments.row) + 1)
+        for row, count in zip(call.held.segments.row, call.held.segments.counts, strict=True):
+            rows[row] += count
+        for patch in self.patches:
+            call.report.stats.visual_tokens_full = patch.counts.full(rows)

@@ -115,7 +115,7 @@ class Shrinker:
             raise OptionError(
                 f"{method.name} cannot be served with this model, whose {image_processor} makes as many tokens of a "
                 "small image as of a large one, and whose vision tower takes one size in vLLM: use a method that "
-                "acts behind it, such as pool, uniform or divprune"
+                "acts after it, such as pool, uniform or divprune"
             )
         try:
             return Resizer(method, Budget.of_checked(self.setting.share), processor)

@@ -124,7 +124,7 @@ def _size(parallel: Any, name: str) -> int:
 def _of_batches(vllm_config: Any, method: Method) -> Iterator[str]:
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     if not method.prefix_cache_safe:
-        why = f"{method.name} reads the question behind an image"
+        why = f"{method.name} reads the question after an image"
         instead = "".join(f", or set {option} to {value}" for option, value in method.query_free.items())
         if cache.enable_prefix_caching:
             yield (

@@ -63,16 +63,16 @@ class RequestSource(TokenSource):
         return torch.ones(1, self.width, dtype=torch.bool, device=self.hidden.device)
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        self._check_whole("the text behind an image")
+        self._check_whole("the text after an image")
         is_text = torch.ones(self.width, dtype=torch.bool, device="cpu")
         is_text[self.visual] = False
         places = torch.arange(self.width, device="cpu")
         last = segments.position.masked_fill(~segments.mask, -1).amax(1).cpu()
-        behind = is_text & (places > last[:, None])
-        # The same for all images: what is behind any.
-        any_of = behind.any(0)
-        order = (~any_of).to(torch.uint8).argsort(stable=True)[: max(1, int(any_of.sum()))].expand(len(behind), -1)
-        return order.to(self.hidden.device), behind.gather(1, order).to(self.hidden.device)
+        after = is_text & (places > last[:, None])
+        # The same for all images: what is after any.
+        any_of = after.any(0)
+        order = (~any_of).to(torch.uint8).argsort(stable=True)[: max(1, int(any_of.sum()))].expand(len(after), -1)
+        return order.to(self.hidden.device), after.gather(1, order).to(self.hidden.device)
 
     def _check_whole(self, what: str) -> None:
         if not self.whole:

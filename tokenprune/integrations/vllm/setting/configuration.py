@@ -145,7 +145,7 @@ class ServerKeys:
         check_key(isinstance(free_kv, bool), FREE_KV, f"true or false, not {short(free_kv)}")
         if free_kv and not setting.in_llm:
             raise OptionError(
-                f"{KEY}: {FREE_KV} gives back what layers behind a cut inside the language model do not need, so it "
+                f"{KEY}: {FREE_KV} gives back what layers after a cut inside the language model do not need, so it "
                 f'goes with "{IN_LLM}": true; a method that acts before the language model saves all of it anyway'
             )
         known = "positions" not in given or (isinstance(positions, str) and positions in POSITIONS)

@@ -104,5 +104,5 @@ def check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: 
     if reduces and prompt[-1:] and prompt[-1] in tokens.values():
         raise OptionError(
             "the prompt ends with an image, so that nothing tells where its answer stands; put the model's end tag "
-            "behind it, as its chat template does"
+            "after it, as its chat template does"
         )

@@ -45,15 +45,16 @@ def _is_served(cls: type[Method], in_llm: bool) -> bool:
     return not (abilities.unserved(method, in_llm) or _failure(method, in_llm))
 
 
-def _failure(method: Method, in_llm: bool) -> str | None:
+def _failure(method: Any, in_llm: bool) -> str | None:
     """Return the reason why a method fails on a small example, or None if it passes."""
     if method.site is Site.PRE_ENCODER or isinstance(method, (EncoderMethod, UnitDropper)):
         return None  # these see pixels, or the tower
-    from tokenprune.integrations.vllm.selection import before_llm
-    from tokenprune.integrations.vllm.selection import in_llm as inside
-
+    if in_llm:
+        from tokenprune.integrations.vllm.selection.in_llm import probe
+    else:
+        from tokenprune.integrations.vllm.selection.before_llm import probe
     try:
-        (inside if in_llm else before_llm).probe(method)
+        probe(method)
     except TokenPruneError as error:
         return abilities.refusal(method, str(error), in_llm)
     return None

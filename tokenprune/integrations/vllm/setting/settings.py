@@ -225,7 +225,7 @@ def _checked(whole: Setting) -> ServedSetting:
     pixels = [step for step in steps if step[0].site is Site.PRE_ENCODER]
     others = [step for step in steps if step[0].site is not Site.PRE_ENCODER]
     if len(others) > 1:
-        raise OptionError(f"{KEY}: one method can act behind an image's pixels, not {len(others)}: leave one out")
+        raise OptionError(f"{KEY}: one method can act after an image's pixels, not {len(others)}: leave one out")
     nothing: tuple[Method | None, Budget, Files] = (None, Budget(keep=1.0), ())
     method, budget, files = others[0] if others else nothing
     shrinker, smaller, _ = pixels[0] if pixels else nothing

@@ -207,4 +207,4 @@ def place_line(embeddings: Sequence[Tensor], positions: Tensor, computed: int) -
 
 def _check_rows(rows: int, slots: int, computed: int) -> None:
     if rows != slots:
-        raise PlaceholderMismatchError(f"{rows} rows for {slots} placeholders behind place {computed}")
+        raise PlaceholderMismatchError(f"{rows} rows for {slots} placeholders after place {computed}")

@@ -21,7 +21,6 @@ from tokenprune.base import Pruner
 from tokenprune.errors import TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import wrap
 from tokenprune.integrations.vllm.selection import before_llm
-from tokenprune.integrations.vllm.selection import in_llm as inside
 from tokenprune.integrations.vllm.setting.configuration import settings_of
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 from tokenprune.kernels.dispatch import compiles
@@ -99,11 +98,13 @@ def _run(
     dtype, keep = vllm_config.model_config.dtype, [setting.wanted(count)]
     width = model.tokenprune_width
     if setting.in_llm:
+        from tokenprune.integrations.vllm.selection.in_llm import rehearse
+
         reducer = model.tokenprune_in_llm.reducer
         hidden = normal(1, count + 2 * _TEXT, width, generator=generator).to(device, dtype)
         heads = (reducer.attention.num_heads, reducer.attention.num_kv_heads, reducer.attention.head_size)
         places = [list(range(_TEXT, _TEXT + count))]
-        inside.rehearse(method, places, keep, hidden, heads, reducer.decoder.norm)
+        rehearse(method, places, keep, hidden, heads, reducer.decoder.norm)
         return
     encoded = None
     if reads_tower(method):

@@ -7,17 +7,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tokenprune import abilities
-from tokenprune.base import Method, Site
+from tokenprune.base import Site
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import is_offloaded, is_quantized
-from tokenprune.integrations.hf.cache.static_cache import is_static
-from tokenprune.integrations.hf.checks import caches
-from tokenprune.integrations.hf.checks.caches import check_static
+from tokenprune.integrations.hf.cache.static_cache import ReducedStatic, is_static
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
@@ -31,15 +36,17 @@ from tokenprune.view.registry import observables_of
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", *compat.CACHE_NAMES}
 
-
-def reads_layer_before(method: Method) -> bool:
-    """Return whether a method reads the attention of the decoder layer before its cut."""
-    return bool(observables_of(method.needs, ObservedAt.LAYER_BEFORE, ObservedAt.UNROTATED))
-
-
-def reads_next_layer(method: Method) -> bool:
-    """Return whether a method reads the attention that the decoder layer after its cut would have."""
-    return bool(observables_of(method.needs, ObservedAt.NEXT_LAYER))
+# Kinds of cache layers of which tokens can be left out, beside quantized ones.
+_KNOWN_LAYERS = {
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+    compat.LINEAR_LAYER,
+    compat.EMPTY_LAYER,
+}
+# Where a method reads the attention of the layer before its cut, and that which the layer after it would have.
+BEFORE, AFTER = (ObservedAt.LAYER_BEFORE, ObservedAt.UNROTATED), (ObservedAt.NEXT_LAYER,)
 
 
 def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:
@@ -76,12 +83,12 @@ def check_layers(step: Step, adapter: Adapter) -> None:
     """Raise OptionError for a cut that this decoder's layers do not allow where it is asked for."""
     method, layer, family = step.method, step.layer, adapter.config.model_type
     attending = [index for index in range(len(adapter.decoder.layers)) if index not in adapter.stateful]
-    if reads_layer_before(method) and layer - 1 in adapter.stateful:
+    if observables_of(method.needs, *BEFORE) and layer - 1 in adapter.stateful:
         raise OptionError(
             f"{method.name}: layer={layer} reads the attention of decoder layer {layer - 1}, which has none in "
-            f"{family!r}; choose a layer behind one of {attending}"
+            f"{family!r}; choose a layer after one of {attending}"
         )
-    if reads_next_layer(method) and layer in adapter.stateful:
+    if observables_of(method.needs, *AFTER) and layer in adapter.stateful:
         raise OptionError(
             f"{method.name}: layer={layer} reads the attention of that decoder layer, which has none in {family!r}; "
             f"choose one of {attending}"
@@ -106,15 +113,12 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
     """
     cache = compat.cache_in(kwargs)
     if isinstance(cache, Cache):
-        caches.check(cache)
+        check_cache(cache)
         if is_static(cache):
-            check_static(cache, int(cache.get_seq_length()))
-            check_static_call(steps, adapter, in_blocks)
+            check_static(cache, steps, adapter, in_blocks)
     for step in steps:
         if isinstance(step.method, DecodeMethod):
-            check_decoding(step.method, adapter.text_config, len(kwargs["inputs_embeds"]))
-            if isinstance(cache, Cache):
-                check_eviction(step.method, cache)
+            check_decoding(step.method, adapter.text_config, cache, len(kwargs["inputs_embeds"]))
     if reruns_hooks(adapter.decoder) and any(step.layer for step in steps):
         raise UnsupportedSetupError(
             "gradient checkpointing runs decoder layers a second time here, with their hooks and without the state of "
@@ -124,8 +128,33 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
     check_arguments(adapter, kwargs)
 
 
-def check_static_call(steps: Iterable[Step], adapter: Adapter, in_blocks: bool) -> None:
-    """Raise UnsupportedSetupError if a decoder with a static cache cannot be cut by `steps`."""
+def check_cache(cache: Cache) -> None:
+    """Raise UnsupportedSetupError if tokens cannot be left out of this kind of cache."""
+    for layer in getattr(cache, "layers", []):
+        if type(layer) not in _KNOWN_LAYERS and not is_quantized(layer):
+            kind = type(layer).__name__
+            known = "dynamic, static or quantized ones" if isinstance(layer, CacheLayerMixin) else "keys and values"
+            raise UnsupportedSetupError(
+                f"cannot prune with cache layers of kind {kind}: only caches of {known} can hold fewer tokens per "
+                "layer; use a DynamicCache, or unpatch the model first"
+            )
+
+
+def check_static(cache: Cache, steps: Iterable[Step], adapter: Adapter, in_blocks: bool) -> None:
+    """Raise UnsupportedSetupError if a decoder with this static cache cannot be cut by `steps`."""
+    sliding: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
+    if sliding and len(sliding) == len(cache.layers):
+        raise UnsupportedSetupError(
+            "cannot prune with a static cache all of whose layers are sliding: it does not know for how many tokens it "
+            "was made; leave out cache_implementation, or use a dynamic cache"
+        )
+    past = int(cache.get_seq_length())
+    filled = past and any(past >= layer.max_cache_len for layer in sliding)
+    if filled and not isinstance(cache, ReducedStatic):
+        raise UnsupportedSetupError(
+            "cannot prune the images of a later turn on a static cache whose sliding layers are full already; put "
+            "images into the first turn, or use a dynamic cache"
+        )
     use, family = abilities.STATIC.instead, adapter.family
     if compat.COUNTS_OUTSIDE:
         raise UnsupportedSetupError(
@@ -156,21 +185,18 @@ def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
             )
 
 
-def check_decoding(method: DecodeMethod, config: Any, batch: int) -> None:
-    """Raise UnsupportedSetupError where a sliding window hides how long each row is."""
+def check_decoding(method: DecodeMethod, config: Any, cache: Any, batch: int) -> None:
+    """Raise UnsupportedSetupError where a method would take keys out of a cache that does not hold them as they are, or
+    where a sliding window hides how long each row is."""
+    if method.mode != "evict":
+        return
     sliding = any(layer >= method.layer for layer in sliding_layers(config))
-    if method.mode == "evict" and sliding and batch > 1 and "flash" in config._attn_implementation:
+    if sliding and batch > 1 and "flash" in config._attn_implementation:
         raise UnsupportedSetupError(
             f"{method.name}: mode='evict' with several rows, sliding-window layers and flash attention at once: flash "
             "kernels cannot leave out single slots of a window; use mode='mask', one row at a time, or sdpa"
         )
-
-
-def check_eviction(method: DecodeMethod, cache: Cache) -> None:
-    """Raise UnsupportedSetupError where a method would take keys out of a cache that does not hold them as they are."""
-    if method.mode != "evict":
-        return
-    quantized = any(is_quantized(layer) for layer in cache.layers)
+    quantized = any(is_quantized(layer) for layer in getattr(cache, "layers", ()))
     if quantized or is_offloaded(cache):
         kind = "a quantized" if quantized else "an offloaded"
         raise UnsupportedSetupError(
