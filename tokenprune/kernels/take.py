@@ -21,18 +21,13 @@ def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, most: int) -> Tenso
     score: float `[S, P, N]`; mask: bool `[S, N]`, what can be taken; count: long `[S, P]`, how many each takes, as far
     as there are; most: at least the largest count. Ties go to the lower index; NaN counts as lowest.
     """
-    score = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
-    left = mask
+    # Lowest first: what cannot be taken is NaN, which comes last, and -inf stays a legal score.
+    least = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf).neg()
+    rank, left = torch.arange(score.shape[2], device=score.device), mask
     for turn in range(score.shape[1]):
-        one = score[:, turn]
-        # The lowest score that is taken. -inf is a legal score, so its value alone does not mark what cannot be taken.
-        best = one.masked_fill(~left, -torch.inf).topk(min(most, one.shape[1]), dim=1).values
-        place = count[:, turn, None].clamp(1, max(1, best.shape[1])) - 1
-        lowest = best.gather(1, place) if best.shape[1] else one.new_full((len(one), 1), torch.inf)
-        above, equal = left & (one > lowest), left & (one == lowest)
-        room = count[:, turn, None] - above.sum(dim=1, keepdim=True)
-        left = left & ~(above & (count[:, turn, None] > 0) | equal & (equal.cumsum(dim=1) <= room))
-    return mask & ~left
+        order = least[:, turn].masked_fill(~left, torch.nan).argsort(dim=1, stable=True)
+        left = left & torch.empty_like(left).scatter_(1, order, rank >= count[:, turn, None])
+    return mask ^ left
 
 
 def top_mask(score: Tensor, mask: Tensor, count: Tensor, most: int) -> Tensor:
