@@ -21,7 +21,7 @@ from tests.unit.methods.test_tome import naive
 from tests.unit.tower.test_encoder import with_features
 from tokenprune import BudgetError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.integrations.shared.units import Units
+from tokenprune.integrations.shared.squares import Squares
 from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
 
@@ -305,7 +305,7 @@ def test_pixels_of_another_size(build) -> None:
 
 
 def test_units_of_a_grid() -> None:
-    units = Units(3, 2)
+    units = Squares(3, 2)
     assert (units.size, units.count(2 + 36), units.left([2 + 18, 2 + 9])) == (9, 4, [2, 1])
     order = units.order(2 + 36, torch.device("cpu")).view(4, 9)
     assert order[1].tolist() == [3, 4, 5, 9, 10, 11, 15, 16, 17]

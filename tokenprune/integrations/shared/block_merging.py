@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import Attachable, hidden_states, states
-from tokenprune.integrations.shared.units import Units
+from tokenprune.integrations.shared.squares import Squares
 from tokenprune.ops.merging import Merge
 from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
 
@@ -105,7 +105,7 @@ class Merger(Attachable):
         budget: Budget,
         blocks: Sequence[Block],
         tower: Tower,
-        units: Units | None = None,
+        units: Squares | None = None,
     ) -> None:
         super().__init__()
         if budget.keep is None or budget.per != "image":

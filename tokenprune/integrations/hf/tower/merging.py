@@ -3,7 +3,7 @@
 what lies behind.
 
 Where a square of patches becomes one visual token after the tower (`Family.unit_side`), such units merge as
-wholes, patch by patch (units.py).
+wholes, patch by patch (squares.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tokenprune.integrations.shared.block_merging import Block, Merging
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
 from tokenprune.integrations.shared.patch_grid import patches_of
+from tokenprune.integrations.shared.squares import Squares
 from tokenprune.integrations.shared.tower_scores import block_observable
-from tokenprune.integrations.shared.units import Units
 from tokenprune.sites.encoder import EncoderMethod, Tower
 
 
@@ -74,7 +74,7 @@ class EncoderPatch(TowerPatch):
         tokens, side = patches_of(adapter.config.vision_config) + block.protected, adapter.family.side(adapter.config)
         shape, units = Tower(tokens, block.protected, len(layers), read, self.tower), None
         if side > 1:
-            units = Units(side, block.protected)
+            units = Squares(side, block.protected)
             shape = Tower(units.count(tokens), 0, len(layers), read, self.tower, units.size)
         super().__init__(adapter, method, budget, blocks, shape, units)
         self.observers = [

@@ -15,8 +15,8 @@ from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.families import TOWERS, TowerRow, family_of, family_of_config, tower_kind, tower_of
 from tokenprune.integrations.shared.patch_grid import patches_of
+from tokenprune.integrations.shared.squares import Squares
 from tokenprune.integrations.shared.tower_scores import block_index, read_block, without_tower
-from tokenprune.integrations.shared.units import Units
 from tokenprune.shapes.fingerprint import Fingerprint
 from tokenprune.sites import encoder
 from tokenprune.sites.encoder import EncoderMethod
@@ -130,10 +130,10 @@ def served_tower(method: EncoderMethod, config: Any) -> ServedTower:
     return ServedTower(units.count(tokens), 0, depth, read, unit=units.size, claimed=method.calibrated_for)
 
 
-def units_of(config: Any) -> Units | None:
+def units_of(config: Any) -> Squares | None:
     """Return the patches that become one visual token, of a tower whose images are rows; None where each does."""
     side = family_of(config.model_type).side(config)
-    return Units(side, row_of(config).class_tokens) if side > 1 else None
+    return Squares(side, row_of(config).class_tokens) if side > 1 else None
 
 
 def tiles_of(method: EncoderMethod, config: Any, count: int) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Units:
+class Squares:
     """The units of a square grid of patches.
 
     side: patches on a side of a unit. ahead: tokens before the patches (class tokens), which are in no unit.
