@@ -75,22 +75,22 @@ def oracle(tower: torch.nn.Module, pixels: torch.Tensor, counts: list[list[int]]
 
 def counts_of(tower: torch.nn.Module, pixels: torch.Tensor) -> list[list[int]]:
     """The tokens of each row before each block of a patched tower, and behind the last."""
-    from tokenprune.integrations.shared.reducer import Reducer, Run
+    from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun
 
     seen = []
-    end = Reducer.end
+    end = TowerReducer.end
 
-    def spy(self: Reducer) -> Run | None:
+    def spy(self: TowerReducer) -> TowerRun | None:
         run = end(self)
         if run is not None:
             seen.append([*run.counts, run.units.left])
         return run
 
-    Reducer.end = spy
+    TowerReducer.end = spy
     try:
         tower(pixels)
     finally:
-        Reducer.end = end
+        TowerReducer.end = end
     return seen[-1]
 
 

@@ -19,7 +19,7 @@ from tokenprune import OptionError
 from tokenprune.abilities import unserved
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.shared.parts import joining
-from tokenprune.integrations.shared.reducer import Run
+from tokenprune.integrations.shared.reducer import TowerRun
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.merging import Merge
 from tokenprune.testing import check_method
@@ -79,7 +79,7 @@ def test_rows_of_any_tower_are_dropped_and_merged() -> None:
 def test_units_may_leave_at_several_blocks() -> None:
     """And what each block returned gets a row for each patch back, zeros for the units that it did not have."""
     drops = {1: lambda hidden: dropping(True, False, True, True), 2: lambda hidden: dropping(True, True, False)}
-    run = Run(Units.packed(4, 2, torch.device("cpu")), [None] * 3, drops, [4])
+    run = TowerRun(Units.packed(4, 2, torch.device("cpu")), [None] * 3, drops, [4])
     states, given = [rows(1, 2, 3, 4)], {"cu_seqlens": torch.tensor([0, 8]), "max_seqlen": 8}
     for index in range(3):
         states.append(run.enter(index, states[-1], proportional=False))

@@ -14,14 +14,14 @@ from tokenprune.errors import BudgetError, UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import hidden_states, states
 from tokenprune.integrations.shared.packed_features import first_of_group
 from tokenprune.integrations.shared.parts import Plan, frames_apart
-from tokenprune.integrations.shared.reducer import Block, Reducer, Run
+from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun
 from tokenprune.integrations.shared.squares import Squares
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.merging import Merge
 from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
 
 
-class Merger(Reducer):
+class Merger(TowerReducer):
     """Base of what merges in a tower as `method` says.
 
     tower: what the method knows of it; its `tokens` are those of an image as the config has it. shows: whether blocks
@@ -84,10 +84,10 @@ class RowMerger(Merger):
         if index == 0:
             hidden = hidden_states(args, kwargs)
             rows, count = hidden.shape[:2]
-            states()[self] = Run(Units.of(rows, count, hidden.device), self.plan_of(rows, count))
+            states()[self] = TowerRun(Units.of(rows, count, hidden.device), self.plan_of(rows, count))
         return super()._enter_block(index, module, args, kwargs)
 
-    def find(self, match: Matcher, keys: Tensor, run: Run) -> Merge | None:
+    def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
         left = run.units.left if run.units.padded else None
         if self.method.reads:
             return match(keys, left)
@@ -111,23 +111,23 @@ class PackedMerger(Merger):
 
     patches: int
 
-    def begin(self, grids: Sequence[Sequence[int]], order: Tensor | None, device: torch.device) -> Run:
-        """Return the state of a forward; for `order` see `Run`. grids: (frames, height, width) in patches of each image
-        or video."""
+    def begin(self, grids: Sequence[Sequence[int]], order: Tensor | None, device: torch.device) -> TowerRun:
+        """Return the state of a forward; for `order` see `TowerRun`. grids: (frames, height, width) in patches of each
+        image or video."""
         sizes = [frames * height * width // self.patches for frames, height, width in grids]
         parts = frames_apart(grids, self.patches, self.keep, self._plan_of_frame)
         units = Units.packed(sum(sizes), self.patches, device)
-        return Run(units, parts.plan(len(self.blocks)), sizes=sizes, order=order)
+        return TowerRun(units, parts.plan(len(self.blocks)), sizes=sizes, order=order)
 
     def _plan_of_frame(self, count: int, keep: float | int) -> Plan:
         return self.method.plan(Budget.of_checked(keep), self.shape.of(count))
 
-    def find(self, match: Matcher, keys: Tensor, run: Run) -> Merge | None:
+    def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
         return match(keys.view(1, run.units.left[0], -1), None)
 
 
 def firsts(owners: Sequence[Tensor]) -> list[Tensor]:
     """Return for each image of a packed tower, for each of its units, the first that is one with it; long `[units]`.
-    owners: see `Run.owners`."""
+    owners: see `TowerRun.owners`."""
     units = sum(map(len, owners))  # more than there are groups
     return [first_of_group(of_image[None], units)[0] for of_image in owners]

@@ -25,7 +25,7 @@ Plan = list[Matcher | None]
 Goal = TypeVar("Goal", bound=Hashable)
 
 
-class Parts:
+class PartMatcher:
     """Matches the parts of rows apart, in one forward of a tower.
 
     left: units in each part so far. row: the row of each. kinds: for each kind of part, of one size and one goal, its
@@ -127,7 +127,7 @@ def joining(into: Tensor, before: list[int], left: list[int]) -> Merge:
 
 def frames_apart(
     grids: Sequence[Sequence[int]], patches: int, keep: float | int, plan_of: Callable[[int, float | int], Plan]
-) -> Parts:
+) -> PartMatcher:
     """Return what merges the frames of images and videos apart, of which (frames, height, width) in patches are known,
     so many patches in a unit. plan_of: what finds the merges in a frame of so many units that keeps so much."""
     counts: list[int] = []
@@ -139,4 +139,4 @@ def frames_apart(
             goals += [share + (frame < over) for frame in range(frames)]
         else:
             goals += [keep] * frames
-    return Parts(counts, goals, plan_of)
+    return PartMatcher(counts, goals, plan_of)

@@ -36,7 +36,7 @@ class Block:
 
 
 @dataclass
-class Run:
+class TowerRun:
     """One forward of a tower.
 
     units: what is left so far. plan: what finds the merge of each block. drops: what finds, of the hidden states that
@@ -104,7 +104,7 @@ class Run:
         return list(owner.split(self.sizes))
 
 
-class Reducer(Attachable):
+class TowerReducer(Attachable):
     """Attached to the blocks of one tower, in their order; the state of a forward is kept per thread. A subclass starts
     it.
 
@@ -142,10 +142,10 @@ class Reducer(Attachable):
 
     # -- the state of this thread
 
-    def state(self) -> Run | None:
+    def state(self) -> TowerRun | None:
         return states().get(self)
 
-    def end(self) -> Run | None:
+    def end(self) -> TowerRun | None:
         """Forget this thread's state and return it."""
         return states().pop(self, None)
 
@@ -191,7 +191,7 @@ class Reducer(Attachable):
         """Return why a block showed no keys."""
         raise NotImplementedError
 
-    def find(self, match: Matcher, keys: Tensor, run: Run) -> Merge | None:
+    def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
         """Return the merge of the block that runs, and of which `keys` were noted."""
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tokenprune.errors import BudgetError
 from tokenprune.integrations.shared.packed_features import PackedFeatures
-from tokenprune.integrations.shared.parts import Parts, Plan
+from tokenprune.integrations.shared.parts import PartMatcher, Plan
 from tokenprune.ops.merging import most
 from tokenprune.sites.encoder import Tower
 
@@ -52,7 +52,7 @@ def goals_of(packed: PackedFeatures, image: Tensor, tiles: int, left: int, read:
     ]
 
 
-def parts_of_tiles(goals: Sequence[Goal], tower: Tower, plan: Callable[[Tower], Plan]) -> Parts:
+def parts_of_tiles(goals: Sequence[Goal], tower: Tower, plan: Callable[[Tower], Plan]) -> PartMatcher:
     """Return what merges the tiles of a forward so that each reaches its goal: of each what is shown, then what is
     cropped. plan: of a tile's part, which it sees as the tower of an image. Raises BudgetError for goals that cannot be
     reached."""
@@ -65,7 +65,7 @@ def parts_of_tiles(goals: Sequence[Goal], tower: Tower, plan: Callable[[Tower], 
     counts = torch.bincount(place.flatten(), minlength=2 * len(goals)).tolist()
     row = [part // 2 for part in range(len(counts))]
     place = torch.nn.functional.pad(place, (tower.protected, 0), value=-1)
-    return Parts(counts, [wanted for _, both in goals for wanted in both], plan_of, row, place, tower.protected)
+    return PartMatcher(counts, [wanted for _, both in goals for wanted in both], plan_of, row, place, tower.protected)
 
 
 def _cropped(count: int, share: float, read: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.shared.reducer import Run
+from tokenprune.integrations.shared.reducer import TowerRun
 from tokenprune.ops.merging import Merge
 from tokenprune.ops.transfer import to_device
 from tokenprune.sites.units import UnitDropper
@@ -35,7 +35,7 @@ def choose_units(method: UnitDropper, x: Tensor, grids: Grids, most: Sequence[in
 
 
 def choose_inside(
-    run: Run, method: UnitDropper, grids: Grids, most: Sequence[int], patches: int, hidden: Tensor
+    run: TowerRun, method: UnitDropper, grids: Grids, most: Sequence[int], patches: int, hidden: Tensor
 ) -> Merge:
     """Return what drops units by the hidden states that enter a block, `[patches, ...]` of all units, and note which
     stay in `run.kept`."""
@@ -48,6 +48,7 @@ def choose_inside(
 
 
 def dropping(stays: Tensor, order: Tensor | None, device: torch.device) -> Merge:
-    """Return what drops all units but some. stays: bool `[N]` on the host, in the order of rows; order: see `Run`."""
+    """Return what drops all units but some. stays: bool `[N]` on the host, in the order of rows; order: see
+    `TowerRun`."""
     stays = stays if order is None else stays[order.cpu()]
     return Merge.dropping(to_device(stays[None], device), [int(stays.sum())])

@@ -28,7 +28,7 @@ from tokenprune.integrations.shared.merging import RowMerger
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
 from tokenprune.integrations.shared.patch_grid import patches_of
-from tokenprune.integrations.shared.reducer import Block, Run
+from tokenprune.integrations.shared.reducer import Block, TowerRun
 from tokenprune.integrations.shared.squares import Squares
 from tokenprune.integrations.shared.tower_scores import block_observable
 from tokenprune.sites.encoder import EncoderMethod, Tower
@@ -116,7 +116,7 @@ class EncoderPatch(RowMerger, TowerPatch):
         with torch.no_grad():
             return block_observable(self.method.reads).of_patches(observation, self.shape.protected).float()
 
-    def _note_masked(self, run: Run, observation: Observation, mask: Tensor) -> None:
+    def _note_masked(self, run: TowerRun, observation: Observation, mask: Tensor) -> None:
         """Give masked patches the weight 0: they weigh nothing in a mean, and stay masked."""
         if mask.ndim != 4:
             raise UnsupportedSetupError(

@@ -19,7 +19,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.tower.base import GroupedTokens, TowerPatch
 from tokenprune.integrations.shared.attachable import hidden_states, states
 from tokenprune.integrations.shared.merging import PackedMerger, firsts
-from tokenprune.integrations.shared.reducer import Block, Reducer, Run
+from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun
 from tokenprune.integrations.shared.units import mean_of_groups
 from tokenprune.sites.encoder import EncoderMethod, Tower
 
@@ -29,7 +29,7 @@ BLOCKS = frozenset(
 Order = Callable[[], Tensor | None]
 
 
-class PackedTower(Reducer, GroupedTokens):
+class PackedTower(TowerReducer, GroupedTokens):
     """Has the blocks of `tower` run on the units that are left. A subclass says in `start` which leave.
 
     patches: that become one visual token.
@@ -49,9 +49,9 @@ class PackedTower(Reducer, GroupedTokens):
         """Bring back the rows of all units after a merger, so that it runs on those that are left."""
         self.hook(merger.register_forward_hook, self._leave_merger)
 
-    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> Run:
+    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> TowerRun:
         """Return the state of a forward that begins. pixels: `[patches, P]` of all images or videos; grids: (frames,
-        height, width) in patches of each; order: returns that of `Run`; device: of the units."""
+        height, width) in patches of each; order: returns that of `TowerRun`; device: of the units."""
         raise NotImplementedError
 
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class PackedTowerPatch(PackedMerger, PackedTower, TowerPatch):
         run = states().get(self)
         return None if run is None else (run.units.full(args[0]), *args[1:])
 
-    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> Run:
+    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> TowerRun:
         self._check_attention()  # it may have been changed after the patch
         return self.begin(grids, order(), device)
 

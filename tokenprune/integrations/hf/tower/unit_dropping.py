@@ -21,7 +21,7 @@ from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.tower.base import ThreadKey
 from tokenprune.integrations.hf.tower.packed import Order, PackedTower, blocks_of
 from tokenprune.integrations.shared.attachable import states
-from tokenprune.integrations.shared.reducer import Run
+from tokenprune.integrations.shared.reducer import TowerRun
 from tokenprune.integrations.shared.unit_dropping import choose_inside, choose_units, dropping
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.transfer import to_device
@@ -66,14 +66,14 @@ class UnitDrop(PackedTower):
         states()[self.key] = self.adapter.grids(encoding.modality, encoding.on_host)
         return encode(encoding)
 
-    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> Run:
+    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> TowerRun:
         known = states().pop(self.key, None)
         if known is None or sum(map(math.prod, known)) * self.patches != len(pixels):
             side = self.tower.spatial_merge_size
             known = [(t, h // side, w // side) for t, h, w in grids]
         sizes = [math.prod(grid) for grid in known]
         most = [self.budget.resolve([size], layer=0, shape=self.shape, text_tokens=0)[0] for size in sizes]
-        run = Run(Units.packed(sum(sizes), self.patches, device), [None] * len(self.blocks), sizes=sizes)
+        run = TowerRun(Units.packed(sum(sizes), self.patches, device), [None] * len(self.blocks), sizes=sizes)
         if self.method.sees == "hidden":
             run.order = order()
             run.drops = {self.block: partial(choose_inside, run, self.method, known, most, self.patches)}

@@ -19,7 +19,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.merging import PackedMerger, firsts
-from tokenprune.integrations.shared.reducer import Block, Reducer, Run
+from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun
 from tokenprune.integrations.shared.unit_dropping import choose_inside, dropping
 from tokenprune.integrations.shared.units import Units, mean_of_groups
 from tokenprune.integrations.vllm.setting.plan import Plan
@@ -29,7 +29,7 @@ from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.sites.units import UnitDropper
 
 
-class Wrapping(Reducer):
+class Wrapping(TowerReducer):
     """Wraps the forward of modules: vLLM calls that of some by itself, past their hooks."""
 
     def around(
@@ -48,7 +48,7 @@ def _around(
     return output if changed is None else changed
 
 
-class PackedTower(Wrapping):
+class WrappedTower(Wrapping):
     """Has the blocks of `tower` run on the units that are left. A subclass says in `start` which leave.
 
     refused: what cannot be done with a tower that attends otherwise.
@@ -63,13 +63,13 @@ class PackedTower(Wrapping):
         for merger in (self.tower.merger, *getattr(self.tower, "deepstack_merger_list", ())):
             self.around(merger, None, self._leave_merger)
 
-    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> Run:
+    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> TowerRun:
         """Return the state of a forward that begins. grids: (frames, height, width) in patches of each image or video;
-        order: see `Run`; device: of the units."""
+        order: see `TowerRun`; device: of the units."""
         raise NotImplementedError
 
     @property
-    def run(self) -> Run:
+    def run(self) -> TowerRun:
         """The forward that runs."""
         run = self.state()
         assert run is not None  # `_describe` makes it, before the first block
@@ -92,7 +92,7 @@ class PackedTower(Wrapping):
         return self.run.units.full(output)
 
 
-class UnitDropping(PackedTower):
+class UnitDropping(WrappedTower):
     """Drops units at the input of a block. The front end chose them, where the method sees pixels (front/pixels.py).
 
     plans: of the items of one call, in the order in which their patches stand in the tower's sequence. kept: bool, the
@@ -105,13 +105,13 @@ class UnitDropping(PackedTower):
         super().__init__()
         self.tower, self.plans = tower, plans
         self.blocks = [Block(block, block.norm2, block.mlp) for block in tower.blocks]
-        self._ran: Run | None = None
+        self._ran: TowerRun | None = None
 
-    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> Run:
+    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> TowerRun:
         side, depth, method = self.tower.spatial_merge_size, len(self.blocks), self.plans[0].setting.acting
         assert isinstance(method, UnitDropper)  # see `dropping_plan`
         sizes = [sum(plan.counts) for plan in self.plans]
-        self._ran = run = Run(Units.packed(sum(sizes), side**2, device), [None] * depth, sizes=sizes, order=order)
+        self._ran = run = TowerRun(Units.packed(sum(sizes), side**2, device), [None] * depth, sizes=sizes, order=order)
         if self.plans[0].kept is None:
             units = [(frames, height // side, width // side) for frames, height, width in grids]
             most = [sum(plan.keep) for plan in self.plans]
@@ -132,7 +132,7 @@ class UnitDropping(PackedTower):
         return int(self.kept.sum())
 
 
-class PackedTowerMerger(PackedMerger, PackedTower):
+class PackedTowerMerger(PackedMerger, WrappedTower):
     """Merges in the tower of vLLM's `model` between `attach` and `detach`. Afterwards `kept` tells what is left.
 
     kept: bool, of the units of all images and videos end to end; True for the first of each merged one. left: how
@@ -155,7 +155,7 @@ class PackedTowerMerger(PackedMerger, PackedTower):
             self.wrap(attention, "forward", partial(partial, self._attend, attention))
         self.around(self.tower, None, self._leave_tower)
 
-    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> Run:
+    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> TowerRun:
         return self.begin(grids, order, device)
 
     def _note_keys(self, index: int, module: nn.Module, args: tuple, output: Any) -> None:

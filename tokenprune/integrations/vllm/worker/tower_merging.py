@@ -26,9 +26,9 @@ from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.families import tower_kind
 from tokenprune.integrations.shared.merging import RowMerger
 from tokenprune.integrations.shared.packed_features import PackedFeatures, first_of_group
-from tokenprune.integrations.shared.parts import Parts
+from tokenprune.integrations.shared.parts import PartMatcher
 from tokenprune.integrations.shared.parts import Plan as BlockPlan
-from tokenprune.integrations.shared.reducer import Block, Run
+from tokenprune.integrations.shared.reducer import Block, TowerRun
 from tokenprune.integrations.shared.tile_goals import Goal, parts_of_tiles
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.tower_items import goals_of_image, pack
@@ -112,7 +112,7 @@ class TowerMerger(RowMerger, Wrapping):
         self._note_left(run, first)
         return run.units.full(output)
 
-    def _note_left(self, run: Run, first: Tensor) -> None:
+    def _note_left(self, run: TowerRun, first: Tensor) -> None:
         """Set `kept` and `left`. first: long `[rows, patches or units]`, for each the first of those that it is one
         with."""
         if self.squares is None:
@@ -139,7 +139,7 @@ class TileTowerMerger(TowerMerger):
             packed = pack(type(model), model.config, shape, count, self.shape.patches)
             self.packed.append((count, packed))
             self.goals += goals_of_image(packed, count, sum(plan.keep), plan.setting, model.config)
-        self._parts: Parts | None = None
+        self._parts: PartMatcher | None = None
 
     def plan_of(self, rows: int, count: int) -> BlockPlan:
         if rows != len(self.goals):
@@ -147,7 +147,7 @@ class TileTowerMerger(TowerMerger):
         self._parts = parts_of_tiles(self.goals, self.shape, partial(self.method.plan, self.budget))
         return self._parts.plan(len(self.blocks))
 
-    def _note_left(self, run: Run, first: Tensor) -> None:
+    def _note_left(self, run: TowerRun, first: Tensor) -> None:
         assert self._parts is not None  # `plan_of` made it
         self.left = sum(self._parts.left[::2])  # of each tile what is shown, then what is cropped
         kept, sizes = [], [count for count, _ in self.packed]

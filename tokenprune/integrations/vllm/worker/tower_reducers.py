@@ -36,7 +36,7 @@ class TowerResult:
     encoded: Encoded | None = None
 
 
-class TowerReducer(Protocol):
+class TowerTreatment(Protocol):
     """Acts on the vision tower during one call of the model's `embed_multimodal`."""
 
     def running(self) -> AbstractContextManager[Any]:
@@ -129,7 +129,7 @@ def _reading_method(plan: Plan) -> Pruner | None:
     return method
 
 
-def tower_reducer(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str) -> TowerReducer:
+def tower_treatment(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str) -> TowerTreatment:
     """Return the reducer for plans that are treated alike in the tower of vLLM's `model` (see `stretches`).
 
     kwargs: arguments of `embed_multimodal`.
