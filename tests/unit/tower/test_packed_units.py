@@ -22,7 +22,7 @@ from tokenprune.integrations.shared.parts import joining
 from tokenprune.integrations.shared.reducer import TowerRun
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.merging import Merge
-from tokenprune.testing import check_method
+from tokenprune.testing import ConformanceError, check_method
 
 
 def rows(*values: float) -> Tensor:
@@ -98,6 +98,7 @@ class Loudest(tokenprune.extend.UnitDropper):
 
     name: ClassVar[str] = "loudest"
     sees: ClassVar[str] = "hidden"
+    by_content_count: ClassVar[bool] = False
     at: int = 0
 
     def block(self, depth: int) -> int:
@@ -110,8 +111,24 @@ class Loudest(tokenprune.extend.UnitDropper):
         return keep.view_as(norm)
 
 
-@pytest.mark.parametrize("at", [0, 1, -1])
-@pytest.mark.parametrize("name", DIFFERENT)
+@dataclass(frozen=True)
+class Fewer(Loudest):
+    """Keep one unit, whatever may stay."""
+
+    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+        return super().keep_units(pixels, 1)
+
+
+@dataclass(frozen=True)
+class Some(Fewer):
+    """Say that nobody knows how many."""
+
+    by_content_count: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(
+    ("name", "at"), [(name, at) for name in DIFFERENT for at in (0, 1, 2, -1) if (name, at) != ("glm4v", 2)]
+)  # which has two blocks
 @torch.no_grad()
 def test_units_that_leave_at_a_block_equal_the_tower_masked_from_there(name: str, at: int, build) -> None:
     """A method that chooses by hidden states sees those of its block, in the order of rows."""
@@ -141,6 +158,18 @@ def test_units_that_leave_at_a_block_equal_the_tower_masked_from_there(name: str
         close(mine[torch.cat(kept)], theirs[torch.cat(kept)])
 
 
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_what_keeps_all_units_at_a_block_changes_nothing(name: str, build) -> None:
+    """keep=1.0 leaves the tower alone; a budget that no image reaches asks the method, and is equal to the bit, too."""
+    family = FAMILIES[name]
+    model, inputs = build(family), drawn(family.make_inputs(images=(2, 1)))
+    want = model(**inputs).logits
+    for keep in (1.0, 10**4):
+        with tokenprune.patched(model, Loudest(1), keep=keep):
+            assert torch.equal(model(**inputs).logits, want)
+
+
 def in_rows(tower: Any, grids: Tensor) -> Tensor:
     """The places of the units, in the order of rows, in the sequence of a tower."""
     order, start = [], 0
@@ -156,5 +185,8 @@ def test_a_method_inside_the_tower_conforms_and_what_cannot_be_is_refused(build)
     check_method(Loudest(1))
     with pytest.raises(OptionError, match="has 4 blocks, and no block 9"):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), Loudest(9), keep=0.5)
-    assert "inside the vision tower" in unserved(Loudest(0))
-    assert unserved(tokenprune.method("pixelprune")) is None
+    assert unserved(Loudest(0)) is None and unserved(tokenprune.method("pixelprune")) is None
+    check_method(Some())
+    assert "what it sees decides how many tokens stay" in unserved(Some())
+    with pytest.raises(ConformanceError, match=r"keeps 1 of \d+, not (\d+) to \1"):
+        check_method(Fewer())

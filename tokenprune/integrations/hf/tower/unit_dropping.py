@@ -43,10 +43,7 @@ class UnitDrop(PackedTower):
         self.belong(adapter, method, budget)
         self.tower, self.key = _tower_of(adapter), ThreadKey()  # of grids
         self.blocks, self.patches = blocks_of(self.tower), self.tower.spatial_merge_size**2
-        depth = len(self.blocks)
-        self.block = method.block(depth)
-        if not 0 <= self.block < depth:
-            raise OptionError(f"{method.name}: the vision tower has {depth} blocks, and no block {self.block}")
+        self.block = method.checked_block(len(self.blocks))
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.colours = _colours(processor) if method.sees == "pixels" else None
         if self.colours is None and (why := method.reads_colours):
