@@ -75,22 +75,22 @@ def oracle(tower: torch.nn.Module, pixels: torch.Tensor, counts: list[list[int]]
 
 def counts_of(tower: torch.nn.Module, pixels: torch.Tensor) -> list[list[int]]:
     """The tokens of each row before each block of a patched tower, and behind the last."""
-    from tokenprune.integrations.shared import block_merging as blocks
+    from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun
 
     seen = []
-    end = blocks.Merger.end
+    end = TowerReducer.end
 
-    def spy(self: blocks.Merger) -> blocks.Merging | None:
-        state = end(self)
-        if state is not None:
-            seen.append([*state.counts, state.left])
-        return state
+    def spy(self: TowerReducer) -> TowerRun | None:
+        run = end(self)
+        if run is not None:
+            seen.append([*run.counts, run.units.left])
+        return run
 
-    blocks.Merger.end = spy
+    TowerReducer.end = spy
     try:
         tower(pixels)
     finally:
-        blocks.Merger.end = end
+        TowerReducer.end = end
     return seen[-1]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from tokenprune.integrations.vllm.setting.servable import check_method
 from tokenprune.integrations.vllm.worker.tower import blocks_of
 from tokenprune.registry import available_methods, method_class, register
 from tokenprune.sites.encoder import Tower
+from tokenprune.sites.units import UnitDropper
 from tokenprune.view.registry import compares_frames
 from tokenprune_bench.calibration import Thresholds
 
@@ -62,6 +63,25 @@ class Keyhole(Seer):
         received = sum(tokens.encoder_received_attention(layer).mean(1) for layer in self.encoder_layers)
         count = tokens.mask.sum(1, keepdim=True)
         return keys + queries + received * count
+
+
+@register("loudest", site=Site.IN_ENCODER)
+@dataclass(frozen=True)
+class Loudest(UnitDropper):
+    """Somebody else's: keep the units whose hidden states are the largest, at the input of block `at`."""
+
+    sees: ClassVar[str] = "hidden"
+    by_content_count: ClassVar[bool] = False
+    at: int = 0
+
+    def block(self, depth: int) -> int:
+        return self.at
+
+    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+        norm = pixels.norm(dim=-1)
+        keep = torch.zeros(norm.numel(), dtype=torch.bool)
+        keep[norm.flatten().topk(most).indices] = True
+        return keep.view_as(norm)
 
 
 SETTINGS = [
@@ -231,6 +251,30 @@ def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Ch
     side = getattr(config.vision_config, "spatial_merge_size", family_of(config.model_type).side(config))
     assert sum(last) == side**2 * sum(map(tokens.count, shown))
     assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.modules())
+
+
+def test_units_leave_at_a_block_of_the_tower(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """By a third party's score of the hidden states there: as many of each image, of a video, and beside others."""
+    if checkpoint.name not in PACKED:
+        pytest.skip("its tower takes whole grids alone")
+    two, first = ({"method": "loudest", "keep": 0.4, "at": at} for at in (2, 0))
+    cases = [(2, two), (1, first), (3, two | {"keep": 5}), (2, {"off": True}), (1, {"method": "tome", "keep": 0.5})]
+    asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one, []) for n, one in cases]
+    asked.append((checkpoint.prompt(1, video=True), checkpoint.images(1), two, [checkpoint.clip()]))
+    engine.forget()
+    rows: list[list[int]] = [[], []]  # patches in the MLPs of the first block, and of the last
+    handles = [
+        blocks_of(engine.model)[at].mlp.register_forward_hook(lambda m, args, out, at=at: rows[at].append(len(args[0])))
+        for at in (0, -1)
+    ]
+    outputs = engine.generate([engine.request(*one) for one in asked])
+    for handle in handles:
+        handle.remove()
+    for one, output in zip(asked, outputs, strict=True):
+        check(reference(checkpoint.name), output, *one)
+    assert sum(rows[1]) < sum(rows[0])
+    with pytest.raises(OptionError, match="blocks, and no block 9"):
+        engine.generate([engine.request(checkpoint.prompt(1), checkpoint.images(1), two | {"at": 9})])
 
 
 def test_what_cannot_merge_leaves_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:

@@ -107,8 +107,8 @@ def refusal(method: Method, reason: str, in_llm: bool = False) -> str:
 
 def _uncounted(method: Method) -> str | None:
     """Return why vLLM cannot know ahead how many tokens a method leaves; None if it can."""
-    if isinstance(method, UnitDropper):
-        return None  # by pixels, which the front end has; others: see `_unserved`
+    if isinstance(method, UnitDropper) and method.sees == "pixels":
+        return None  # the front end has them
     if method.by_content_count or not method.least:
         return "what it sees decides how many tokens stay, and vLLM has to know before; use the Hugging Face engine"
     return None
@@ -130,8 +130,7 @@ def _unserved(method: Method) -> str | None:
             return "with question_guard it reads the question, and an image is shared by all prompts that hold it"
         return None
     if isinstance(method, UnitDropper):
-        chosen = "it chooses units inside the vision tower, and vLLM knows those alone that are chosen by their pixels"
-        return None if method.sees == "pixels" else chosen
+        return None
     if isinstance(method, EncoderMethod):
         if method.vtu != "off":
             return f"vtu={method.vtu} changes attention inside the language model; leave it out"

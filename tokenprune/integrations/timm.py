@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.shared.block_merging import Block, Merger
+from tokenprune.integrations.shared.merging import RowMerger
+from tokenprune.integrations.shared.reducer import Block
 from tokenprune.sites.composition import check_places
 from tokenprune.sites.encoder import EncoderMethod, Tower
 from tokenprune.statistics import Stats
@@ -52,12 +53,12 @@ def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Bu
     return TimmPatch(model, method, budgets[0])
 
 
-class TimmPatch(Merger):
+class TimmPatch(RowMerger):
     """Merges in the blocks of `model`. After the last one each patch gets the feature of its merged token, so that
     every kind of pooling weighs a merged token by its size."""
 
     def __init__(self, model: Any, method: EncoderMethod, budget: Budget) -> None:
-        blocks = [Block(block, block.norm2, block.drop_path2, "attn_mask", 1) for block in model.blocks]
+        blocks = [Block(block, block.norm2, block.drop_path2) for block in model.blocks]
         protected = model.num_prefix_tokens
         tokens = model.patch_embed.num_patches + protected
         super().__init__(method, budget, blocks, Tower(tokens, protected, len(blocks), len(blocks), model))
@@ -79,12 +80,18 @@ class TimmPatch(Merger):
             )
 
     def _see_keys(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
-        self.note_keys(index, output)
+        self.note(index, output)
+
+    def _with_bias(self, index: int, bias: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
+        hidden, *given = args
+        if any(one is not None for one in (*given[:1], kwargs.get("attn_mask"))):
+            raise UnsupportedSetupError(f"{self.method.name}: the tower's blocks got an attention mask of their own")
+        return (hidden, bias, *given[1:]), {name: value for name, value in kwargs.items() if name != "attn_mask"}
 
     def _leave(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        state = self.end()
-        assert state is not None  # the first block of this forward made it
-        counts, protected = [*state.counts, state.left], self.shape.protected
+        run = self.end()
+        assert run is not None  # the first block of this forward made it
+        counts, protected = [*run.counts, run.units.left], self.shape.protected
         patches = [sum(n - protected for n in rows) for rows in counts]
         flops, full = self._flops(counts), self._flops([counts[0]] * len(counts))
         self.stats = Stats(
@@ -97,7 +104,7 @@ class TimmPatch(Merger):
             prefill_flops_ratio=flops / full,
             encoder_tokens_per_layer=[sum(rows) for rows in counts[:-1]],
         )
-        return state.restore(output)
+        return run.units.full(output)
 
     def _flops(self, counts: list[list[int]]) -> float:
         """Multiply-adds x 2 of all blocks: attention on the tokens that enter a block, the MLP on those it leaves.

@@ -76,8 +76,11 @@ class Merge:
         scratch = torch.cat([stays.flatten(), stays.new_zeros(1)])
         return scratch.index_add(0, target, x.flatten()[source])[:-1].view_as(stays)
 
-    def mean(self, x: Tensor, size: Tensor) -> Tensor:
-        """`[B, n, D]` -> `[B, m, D]`: means weighted by `size` `[B, n]`, in float32; what nothing joins is copied."""
+    def mean(self, x: Tensor, size: Tensor | None) -> Tensor:
+        """`[B, n, D]` -> `[B, m, D]`: means weighted by `size` `[B, n]`, in float32; what nothing joins is copied.
+        size: None where nothing joins anything."""
+        if size is None:
+            return x.flatten(0, 1)[self._stays].view(*self.keep.shape, -1)
         weight, (source, target) = size.flatten(), self._moves
         mean = join(x.flatten(0, 1), self._stays, weight[self._stays], source, target, weight[source])
         return mean.view(*self.keep.shape, -1)

@@ -21,8 +21,9 @@ class UnitDropper(Method):
     A unit is the patches that become one visual token. A subclass implements `keep_units`: it sees one image or video
     and never a model. Places, attention's pieces, and what the decoder gets, are the engine's.
 
-    sees: what `keep_units` gets, the image's "pixels", or the "hidden" states that enter the block, which takes
-    transformers.
+    sees: what `keep_units` gets, the image's "pixels", or the "hidden" states that enter the block.
+    by_content_count: False in a subclass whose `keep_units` keeps exactly `most`, which vLLM asks of one that sees
+    hidden states.
     """
 
     site: ClassVar[Site] = Site.IN_ENCODER
@@ -42,6 +43,12 @@ class UnitDropper(Method):
     def block(self, depth: int) -> int:
         """Return the index of the block, of a tower's `depth`, at whose input units leave."""
         return 0
+
+    def checked_block(self, depth: int) -> int:
+        """Return `block(depth)`; raises OptionError for a block that there is not."""
+        block = self.block(depth)
+        self._check(0 <= block < depth, f"the vision tower has {depth} blocks, and no block {block}")
+        return block
 
     def keep_units(self, pixels: Tensor, most: int) -> Tensor:
         """Return which units of one image or video stay, bool `[T, H, W]`: at least one, and at most `most`.

@@ -16,7 +16,7 @@ from tokenprune import abilities
 from tokenprune.api import is_patched
 from tokenprune.budget import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError
-from tokenprune.integrations.shared.block_merging import Merger
+from tokenprune.integrations.shared.merging import Merger
 from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune_bench.calibration.images import ImageFiles, PackedPixels, Pixels
 from tokenprune_bench.calibration.merge import SCHEDULES, Calibrator

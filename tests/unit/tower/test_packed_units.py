@@ -18,8 +18,11 @@ from tests.unit.tower.test_unit_dropping import DIFFERENT, UNIT, drawn, encode, 
 from tokenprune import OptionError
 from tokenprune.abilities import unserved
 from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.integrations.shared.packed import PackedRun, PackedUnits
-from tokenprune.testing import check_method
+from tokenprune.integrations.shared.parts import joining
+from tokenprune.integrations.shared.reducer import TowerRun
+from tokenprune.integrations.shared.units import Units
+from tokenprune.ops.merging import Merge
+from tokenprune.testing import ConformanceError, check_method
 
 
 def rows(*values: float) -> Tensor:
@@ -27,45 +30,66 @@ def rows(*values: float) -> Tensor:
     return torch.tensor([[value + patch] for value in values for patch in (0.0, 10.0)])
 
 
+def dropping(*stays: bool) -> Merge:
+    return Merge.dropping(torch.tensor([stays]), [sum(stays)])
+
+
 def test_units_are_dropped_and_merged_in_any_order() -> None:
-    cpu = torch.device("cpu")
-    units, hidden = PackedUnits.of(5, 2, cpu).keep(torch.tensor([True, False, True, True, True]), rows(0, 1, 2, 3, 4))
-    assert torch.equal(hidden, rows(0, 2, 3, 4)) and units.log_weight(torch.float32) is None
-    units, hidden = units.merge(torch.tensor([0, 0, 2, 0]), hidden, 2)  # of 0, 2, 3, 4 the first takes two
+    units = Units.packed(5, 2, torch.device("cpu"))
+    units, hidden = units.apply(dropping(True, False, True, True, True), rows(0, 1, 2, 3, 4))
+    assert torch.equal(hidden, rows(0, 2, 3, 4)) and units.bias(True, torch.float32) is None
+    merge = joining(torch.tensor([[0, 0, 2, 0]]), [4], [2])  # of 0, 2, 3, 4 the first takes two
+    units, hidden = units.apply(merge, hidden)
     assert torch.equal(hidden, rows(2, 3))
     assert torch.equal(units.full(hidden), torch.tensor([[2.0], [12], [0], [0], [2], [12], [3], [13], [2], [12]]))
-    assert torch.equal(units.log_weight(torch.float32), torch.tensor([3.0, 3, 1, 1]).log())
-    units, hidden = units.keep(torch.tensor([False, True]), hidden)
-    assert (units.kept.tolist(), units.owner.tolist(), units.weight.tolist()) == ([3], [-1, -1, -1, 0, -1], [1.0])
+    assert torch.equal(units.bias(True, torch.float32).flatten(), torch.tensor([3.0, 3, 1, 1]).log())
+    units, hidden = units.apply(dropping(False, True), hidden)
+    assert (units.kept.tolist(), units.owner.tolist(), units.weight.tolist()) == ([3], [[-1, -1, -1, 0, -1]], [[1.0]])
     assert torch.equal(units.full(torch.tensor([[7.0]])), torch.tensor([[0.0], [0], [0], [7], [0]]))
     assert torch.equal(units.full(torch.ones(10, 1)), torch.ones(10, 1))  # what has a row for each patch
 
 
 def test_borders_are_those_of_the_units_that_are_left() -> None:
-    units = PackedUnits.of(6, 2, torch.device("cpu"))
+    units = Units.packed(6, 2, torch.device("cpu"))
     ends = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
-    left, places = units.keep(torch.tensor([True, False, False, True, True, False]), rows(*range(6)))
+    left, hidden = units.apply(dropping(True, False, False, True, True, False), rows(*range(6)))
     assert left.borders(ends).tolist() == [0, 2, 6]  # the second piece is empty
     assert left.borders(ends).dtype == ends.dtype
-    assert torch.equal(left.rows(rows(*range(6))), places)
+    assert torch.equal(left.places(rows(*range(6))), hidden)
+
+
+def test_rows_of_any_tower_are_dropped_and_merged() -> None:
+    """Of two rows the second one is left with fewer units: it is padded, and padding weighs nothing."""
+    x = torch.arange(8.0).view(2, 4, 1)
+    units, hidden = Units.of(2, 4, x.device).apply(
+        joining(torch.tensor([[0, 1, 0, 3], [0, 1, 1, 0]]), [4, 4], [3, 2]), x
+    )
+    assert units.left == [3, 2] and units.padded and not units.whole
+    assert torch.equal(hidden[0].flatten(), torch.tensor([1.0, 1, 3]))
+    assert torch.equal(hidden[1, :2].flatten(), torch.tensor([5.5, 5.5]))
+    assert torch.equal(units.weight, torch.tensor([[2.0, 1, 1], [2, 2, 0]]))
+    assert torch.equal(units.bias(False, x.dtype)[:, 0, 0], torch.tensor([[0.0, 0, 0], [0, 0, -torch.inf]]))
+    assert torch.equal(units.full(hidden).flatten(), torch.tensor([1.0, 1, 1, 3, 5.5, 5.5, 5.5, 5.5]))
+    units, hidden = units.apply(
+        Merge.dropping(torch.tensor([[False, True, True], [True, False, False]]), [2, 1]), hidden
+    )
+    assert torch.equal(units.full(hidden).flatten(), torch.tensor([0.0, 1, 0, 3, 5.5, 0, 0, 5.5]))
 
 
 def test_units_may_leave_at_several_blocks() -> None:
     """And what each block returned gets a row for each patch back, zeros for the units that it did not have."""
-    stays = {1: torch.tensor([True, False, True, True]), 2: torch.tensor([True, True, False])}
-    drops = {index: lambda hidden, left=left: left for index, left in stays.items()}
-    run = PackedRun(PackedUnits.of(4, 2, torch.device("cpu")), [4], drops=drops)
+    drops = {1: lambda hidden: dropping(True, False, True, True), 2: lambda hidden: dropping(True, True, False)}
+    run = TowerRun(Units.packed(4, 2, torch.device("cpu")), [None] * 3, drops, [4])
     states, given = [rows(1, 2, 3, 4)], {"cu_seqlens": torch.tensor([0, 8]), "max_seqlen": 8}
     for index in range(3):
-        hidden = run.drop(index, states[-1]) if index in drops else states[-1]
-        changed = run.enter(index, given)
-        states.append(hidden)
-    assert run.counts == [4, 3, 2]
+        states.append(run.enter(index, states[-1], proportional=False))
+        changed = run.carry(given)
+    assert run.counts == [[4], [3], [2]]
     assert changed["cu_seqlens"].tolist() == [0, 4] and changed["max_seqlen"] == 4
     none = torch.zeros(2, 1)
     one, three = rows(1), rows(3)
     want = [states[0], states[0], torch.cat([one, none, rows(3, 4)]), torch.cat([one, none, three, none])]
-    assert all(map(torch.equal, run.spread(states), want))
+    assert all(torch.equal(units.full(x), full) for units, x, full in zip(run.stages(), states, want, strict=True))
 
 
 @dataclass(frozen=True)
@@ -74,6 +98,7 @@ class Loudest(tokenprune.extend.UnitDropper):
 
     name: ClassVar[str] = "loudest"
     sees: ClassVar[str] = "hidden"
+    by_content_count: ClassVar[bool] = False
     at: int = 0
 
     def block(self, depth: int) -> int:
@@ -86,8 +111,24 @@ class Loudest(tokenprune.extend.UnitDropper):
         return keep.view_as(norm)
 
 
-@pytest.mark.parametrize("at", [0, 1, -1])
-@pytest.mark.parametrize("name", DIFFERENT)
+@dataclass(frozen=True)
+class Fewer(Loudest):
+    """Keep one unit, whatever may stay."""
+
+    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+        return super().keep_units(pixels, 1)
+
+
+@dataclass(frozen=True)
+class Some(Fewer):
+    """Say that nobody knows how many."""
+
+    by_content_count: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(
+    ("name", "at"), [(name, at) for name in DIFFERENT for at in (0, 1, 2, -1) if (name, at) != ("glm4v", 2)]
+)  # which has two blocks
 @torch.no_grad()
 def test_units_that_leave_at_a_block_equal_the_tower_masked_from_there(name: str, at: int, build) -> None:
     """A method that chooses by hidden states sees those of its block, in the order of rows."""
@@ -117,6 +158,18 @@ def test_units_that_leave_at_a_block_equal_the_tower_masked_from_there(name: str
         close(mine[torch.cat(kept)], theirs[torch.cat(kept)])
 
 
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_what_keeps_all_units_at_a_block_changes_nothing(name: str, build) -> None:
+    """keep=1.0 leaves the tower alone; a budget that no image reaches asks the method, and is equal to the bit, too."""
+    family = FAMILIES[name]
+    model, inputs = build(family), drawn(family.make_inputs(images=(2, 1)))
+    want = model(**inputs).logits
+    for keep in (1.0, 10**4):
+        with tokenprune.patched(model, Loudest(1), keep=keep):
+            assert torch.equal(model(**inputs).logits, want)
+
+
 def in_rows(tower: Any, grids: Tensor) -> Tensor:
     """The places of the units, in the order of rows, in the sequence of a tower."""
     order, start = [], 0
@@ -132,5 +185,8 @@ def test_a_method_inside_the_tower_conforms_and_what_cannot_be_is_refused(build)
     check_method(Loudest(1))
     with pytest.raises(OptionError, match="has 4 blocks, and no block 9"):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), Loudest(9), keep=0.5)
-    assert "inside the vision tower" in unserved(Loudest(0))
-    assert unserved(tokenprune.method("pixelprune")) is None
+    assert unserved(Loudest(0)) is None and unserved(tokenprune.method("pixelprune")) is None
+    check_method(Some())
+    assert "what it sees decides how many tokens stay" in unserved(Some())
+    with pytest.raises(ConformanceError, match=r"keeps 1 of \d+, not (\d+) to \1"):
+        check_method(Fewer())

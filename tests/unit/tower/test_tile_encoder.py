@@ -18,8 +18,7 @@ from tests.unit.methods.test_tome import naive
 from tokenprune import Budget, BudgetError
 from tokenprune.extend import Tower
 from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.integrations.shared.apart import Apart
-from tokenprune.integrations.shared.tile_goals import share_out
+from tokenprune.integrations.shared.tile_goals import parts_of_tiles, share_out
 from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
 
@@ -166,10 +165,11 @@ def test_parts_merge_apart() -> None:
     wanted = [[count - min(2, count // 2) for count in row] for row in counts]
     method = tokenprune.method("tome")
 
-    def plan_of(count: int, left: int) -> list:
-        return method.plan(Budget(keep=left), Tower(count + 1, 1, 1, 1))
+    def plan_of(tower: Tower) -> list:
+        return method.plan(Budget(keep=tower.wanted), tower)
 
-    (match,) = Apart(part, 1, wanted, plan_of).plan(1)
+    goals = [(row.bool(), left) for row, left in zip(part, wanted, strict=True)]
+    (match,) = parts_of_tiles(goals, Tower(13, 1, 1, 1), plan_of).plan(1)
     merge = match(keys, None)
     assert merge.left == [1 + sum(row) for row in wanted]
     for row in range(3):

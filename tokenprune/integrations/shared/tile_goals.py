@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import BudgetError
-from tokenprune.integrations.shared.apart import Apart, Plan
 from tokenprune.integrations.shared.packed_features import PackedFeatures
+from tokenprune.integrations.shared.parts import PartMatcher, Plan
 from tokenprune.ops.merging import most
 from tokenprune.sites.encoder import Tower
 
@@ -52,15 +52,20 @@ def goals_of(packed: PackedFeatures, image: Tensor, tiles: int, left: int, read:
     ]
 
 
-def apart_of(goals: Sequence[Goal], tower: Tower, plan: Callable[[Tower], Plan]) -> Apart:
-    """Return what merges the tiles of a forward so that each reaches its goal. plan: of a tile's part, which it sees as
-    the tower of an image. Raises BudgetError for goals that cannot be reached."""
+def parts_of_tiles(goals: Sequence[Goal], tower: Tower, plan: Callable[[Tower], Plan]) -> PartMatcher:
+    """Return what merges the tiles of a forward so that each reaches its goal: of each what is shown, then what is
+    cropped. plan: of a tile's part, which it sees as the tower of an image. Raises BudgetError for goals that cannot be
+    reached."""
 
     def plan_of(patches: int, wanted: int) -> Plan:
-        return plan(tower.of(patches + tower.protected, wanted))
+        return plan(tower.of(patches + tower.protected, wanted)) if wanted < patches else [None] * tower.blocks
 
     cropped = torch.stack([row for row, _ in goals]).long()
-    return Apart(cropped, tower.protected, [wanted for _, wanted in goals], plan_of)
+    place = cropped + 2 * torch.arange(len(goals), device="cpu")[:, None]
+    counts = torch.bincount(place.flatten(), minlength=2 * len(goals)).tolist()
+    row = [part // 2 for part in range(len(counts))]
+    place = torch.nn.functional.pad(place, (tower.protected, 0), value=-1)
+    return PartMatcher(counts, [wanted for _, both in goals for wanted in both], plan_of, row, place, tower.protected)
 
 
 def _cropped(count: int, share: float, read: int) -> int:

@@ -23,8 +23,6 @@ from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.tower.merge_map import keep_one_per_group
-from tokenprune.integrations.shared.block_merging import Merger
-from tokenprune.sites.encoder import EncoderMethod
 
 
 class InTower(Part):
@@ -35,7 +33,12 @@ class InTower(Part):
 
     adapter: Adapter
     method: Any
+    budget: Budget
     step: Step
+
+    def belong(self, adapter: Adapter, method: Any, budget: Budget) -> None:
+        """Note the model that the part is for, and what it carries out."""
+        self.adapter, self.method, self.budget, self.step = adapter, method, budget, Step(method, budget)
 
 
 class ThreadKey:
@@ -92,19 +95,12 @@ class GroupedTokens(InTower):
         return keep_one_per_group(call.held.segments.to(device), call.host.masks, left, merges=self.merges)
 
 
-class TowerPatch(Merger, GroupedTokens):
+class TowerPatch(GroupedTokens):
     """Base of all merging inside a tower: it brings the provenance of merged tokens to the decoder's entry.
 
     As the tower ends, a subclass calls `leave_tokens` with the owner of each token. After the tower, `groups_of`
     returns which features are one. Both are kept in the `EncoderRecord` of the output.
     """
-
-    def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget, *built: Any) -> None:
-        """built: blocks, tower and units, as `Merger` takes them."""
-        super().__init__(method, budget, *built)
-        self.adapter = adapter
-        self.step = Step(method, budget)
-        self.merges = not method.reads
 
     @property
     def uneven(self) -> bool:

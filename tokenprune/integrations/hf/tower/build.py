@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from tokenprune.budget import Budget
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.hf.tower.merging import EncoderPatch
-from tokenprune.integrations.hf.tower.packed_merging import BLOCKS, PackedTowerPatch
+from tokenprune.integrations.hf.tower.packed import BLOCKS, PackedTowerPatch
 from tokenprune.integrations.hf.tower.tile_merging import TilePatch
 from tokenprune.sites.encoder import EncoderMethod
 
 
-def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> TowerPatch:
+def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> EncoderPatch | PackedTowerPatch:
     """Return the patch for the kind of tower that `adapter`'s model has; see the classes for what they raise."""
     blocks = getattr(getattr(adapter.base, "visual", None), "blocks", None)
     if blocks and type(blocks[0]).__name__ in BLOCKS:

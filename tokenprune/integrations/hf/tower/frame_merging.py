@@ -25,14 +25,13 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
-from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.hf.tower.base import GroupedTokens
 from tokenprune.integrations.hf.tower.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.shared.attachable import hidden_states, states, with_output
-from tokenprune.integrations.shared.block_merging import check_checkpointing
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.patch_grid import place
+from tokenprune.integrations.shared.reducer import check_checkpointing
 from tokenprune.integrations.shared.tower_scores import block_observable
 from tokenprune.ops.transfer import to_device
 from tokenprune.shapes.decoder import DecoderShape
@@ -92,8 +91,8 @@ class FrameMerging(GroupedTokens):
 
     def __init__(self, adapter: Adapter, method: FrameMerger, budget: Budget) -> None:
         super().__init__()
-        self.adapter, self.method, self.budget = adapter, method, budget
-        self.step, self.merges = Step(method, budget), method.merges
+        self.belong(adapter, method, budget)
+        self.merges = method.merges
         if budget.per != "image" or budget.flops_share is not None or budget.of_videos or budget.age is not None:
             raise BudgetError(
                 f"{method.name} decides before the prompt is known, for each video by itself: of {budget}, say keep, "

@@ -24,10 +24,11 @@ from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.hf.tower.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.hf.tower.merge_map import feature_groups
 from tokenprune.integrations.shared.attachable import with_output
-from tokenprune.integrations.shared.block_merging import Block, Merging
+from tokenprune.integrations.shared.merging import RowMerger
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
 from tokenprune.integrations.shared.patch_grid import patches_of
+from tokenprune.integrations.shared.reducer import Block, TowerRun
 from tokenprune.integrations.shared.squares import Squares
 from tokenprune.integrations.shared.tower_scores import block_observable
 from tokenprune.sites.encoder import EncoderMethod, Tower
@@ -53,7 +54,7 @@ _KINDS = {
 }
 
 
-class EncoderPatch(TowerPatch):
+class EncoderPatch(RowMerger, TowerPatch):
     """Merges inside the tower of `adapter`'s model, and tells which visual tokens became one.
 
     Raises UnsupportedSetupError for towers and projectors whose tokens cannot be merged, and for attention back ends
@@ -72,11 +73,13 @@ class EncoderPatch(TowerPatch):
             Block(layer, getattr(layer, block.norm), getattr(layer, block.end), scale=block.scale) for layer in layers
         ]
         tokens, side = patches_of(adapter.config.vision_config) + block.protected, adapter.family.side(adapter.config)
-        shape, units = Tower(tokens, block.protected, len(layers), read, self.tower), None
+        shape, squares = Tower(tokens, block.protected, len(layers), read, self.tower), None
         if side > 1:
-            units = Squares(side, block.protected)
-            shape = Tower(units.count(tokens), 0, len(layers), read, self.tower, units.size)
-        super().__init__(adapter, method, budget, blocks, shape, units)
+            squares = Squares(side, block.protected)
+            shape = Tower(squares.count(tokens), 0, len(layers), read, self.tower, squares.size)
+        super().__init__(method, budget, blocks, shape, squares)
+        self.belong(adapter, method, budget)
+        self.merges = not method.reads
         self.observers = [
             Observer(attention_of(layer), partial(self._observe, index)) for index, layer in enumerate(layers)
         ]
@@ -96,25 +99,25 @@ class EncoderPatch(TowerPatch):
             self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
 
     def _observe(self, index: int, observation: Observation) -> Tensor | None:
-        state = self.state()
-        if state is None:
+        run = self.state()
+        if run is None:
             return None
-        if self.method.reads and state.plan[index] is not None:
-            padding = state.added
-            if padding is not None:
-                padding = padding.expand(-1, -1, observation.query.shape[2], -1)
-            seen = observation if padding is None else replace(observation, mask=padding, causal=False)
-            with torch.no_grad():
-                shown = block_observable(self.method.reads).of_patches(seen, self.shape.protected)
-            self.note_keys(index, shown.float())
-        else:
-            self.note_keys(index, observation.key)
+        if run.plan[index] is not None:
+            run.keys = self._shown(observation, run.bias) if self.method.reads else observation.key
         if index == 0 and observation.mask is not None:
-            self._note_masked(state, observation, observation.mask)
-        return state.added
+            self._note_masked(run, observation, observation.mask)
+        return run.bias
 
-    def _note_masked(self, state: Merging, observation: Observation, mask: Tensor) -> None:
-        """Give masked patches the size 0: they weigh nothing in a mean, and stay masked."""
+    def _shown(self, observation: Observation, padding: Tensor | None) -> Tensor:
+        """Return what the method reads of a block."""
+        if padding is not None:
+            padding = padding.expand(-1, -1, observation.query.shape[2], -1)
+            observation = replace(observation, mask=padding, causal=False)
+        with torch.no_grad():
+            return block_observable(self.method.reads).of_patches(observation, self.shape.protected).float()
+
+    def _note_masked(self, run: TowerRun, observation: Observation, mask: Tensor) -> None:
+        """Give masked patches the weight 0: they weigh nothing in a mean, and stay masked."""
         if mask.ndim != 4:
             raise UnsupportedSetupError(
                 f"{self.method.name}: some patches of these images are padding, and attention of this kind takes no "
@@ -123,10 +126,7 @@ class EncoderPatch(TowerPatch):
         rows, device = len(observation.query), observation.query.device
         first = torch.zeros(1, 1, dtype=torch.long, device=device)
         seen = observation.visible(first.expand(rows, 1))[:, 0, 0]
-        state.size, state.masked = seen.float().expand(rows, -1), True
-
-    def _with_bias(self, index: int, bias: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Nothing: `_observe` hands it to the attention, whatever arguments the block takes."""
+        run.units = replace(run.units, weight=seen.float().expand(rows, -1), masked=True)
 
     # -- the tower's outside contract
 
@@ -136,19 +136,20 @@ class EncoderPatch(TowerPatch):
         self.end()
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        state = self.state()
-        assert state is not None  # the first block made it
-        return with_output(state.restore, output)
+        run = self.state()
+        assert run is not None  # the first block made it
+        return with_output(run.units.full, output)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        state = self.end()
-        assert state is not None  # see `_leave_encoder`
-        owners = state.owners[self.shape.read]
-        owners = owners if self.units is None else self.units.owners(owners)
-        self.leave_tokens(output, [sum(rows) for rows in state.counts], owners)
+        run = self.end()
+        assert run is not None  # see `_leave_encoder`
+        stages = run.stages()
+        owners = stages[self.shape.read].owner
+        owners = owners if self.squares is None else self.squares.owners(owners)
+        self.leave_tokens(output, [sum(rows) for rows in run.counts], owners)
         if output.hidden_states is not None:
-            restored = [None if x is None else state.restore(x, i) for i, x in enumerate(output.hidden_states)]
-            output.hidden_states = tuple(restored)
+            pairs = zip(stages, output.hidden_states, strict=False)
+            output.hidden_states = tuple(None if x is None else units.full(x) for units, x in pairs)
         return output
 
     # -- after the tower

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of what reduces towers that pack the patches of all images into one sequence: hooks that have a tower of
-transformers run on the units that are left (see `integrations.shared.packed`)."""
+"""Towers of transformers that pack the patches of all images into one sequence, made to run on the units that are left
+(see `integrations.shared.reducer`), and merging inside those of Qwen2-VL to Qwen3.5."""
 
 from __future__ import annotations
 
@@ -11,31 +11,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokenprune.budget import Budget
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.tower.base import GroupedTokens
-from tokenprune.integrations.shared.attachable import hidden_states, states, with_hidden_states
-from tokenprune.integrations.shared.block_merging import check_checkpointing
-from tokenprune.integrations.shared.packed import PackedRun
-from tokenprune.integrations.shared.packed_merging import mean_of_groups
+from tokenprune.integrations.hf.attention.observer import Observer
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.tower.base import GroupedTokens, TowerPatch
+from tokenprune.integrations.shared.attachable import hidden_states, states
+from tokenprune.integrations.shared.merging import PackedMerger, firsts
+from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun
+from tokenprune.integrations.shared.units import mean_of_groups
+from tokenprune.sites.encoder import EncoderMethod, Tower
 
+BLOCKS = frozenset(
+    f"{name}VisionBlock" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
+)
 Order = Callable[[], Tensor | None]
 
 
-class PackedTower(GroupedTokens):
+class PackedTower(TowerReducer, GroupedTokens):
     """Has the blocks of `tower` run on the units that are left. A subclass says in `start` which leave.
 
-    unit: patches that become one visual token.
+    patches: that become one visual token.
     """
 
     tower: Any
-    unit: int
+    patches: int
 
     def _attach(self) -> None:
         super()._attach()
         self.hook(self.tower.register_forward_pre_hook, self._enter_tower, with_kwargs=True)
         self.hook(self.tower.register_forward_hook, self._leave_tower)
-        for index, block in enumerate(self.tower.blocks):
-            self.hook(block.register_forward_pre_hook, partial(self._enter_block, index), with_kwargs=True)
         for merger in (self.tower.merger, *getattr(self.tower, "deepstack_merger_list", ())):
             self._hook_merger(merger)
 
@@ -43,15 +49,15 @@ class PackedTower(GroupedTokens):
         """Bring back the rows of all units after a merger, so that it runs on those that are left."""
         self.hook(merger.register_forward_hook, self._leave_merger)
 
-    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> PackedRun:
+    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> TowerRun:
         """Return the state of a forward that begins. pixels: `[patches, P]` of all images or videos; grids: (frames,
-        height, width) in patches of each; order: returns that of `PackedRun`; device: of the units."""
+        height, width) in patches of each; order: returns that of `TowerRun`; device: of the units."""
         raise NotImplementedError
 
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         grids = kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]
         order = partial(self._order, grids, kwargs.get("window_index"))
-        pixels, weight = hidden_states(args, kwargs).detach(), next(self.tower.merger.parameters())
+        pixels, weight = hidden_states(args, kwargs), next(self.tower.merger.parameters())
         device = pixels.device if weight.is_meta else weight.device  # that of offloaded weights is not known yet
         states()[self] = self.start(pixels, torch.as_tensor(grids, device="cpu").tolist(), order, device)
 
@@ -60,30 +66,99 @@ class PackedTower(GroupedTokens):
             return known
         return compat.window_order(self.tower, grids)  # its units stand window by window
 
-    def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        run = states().get(self)
-        if run is None or not (run.drops or run.match):
-            return None  # a block that checkpointing runs again, or all units stay
-        check_checkpointing(module, hidden_states(args, kwargs))
-        if index in run.drops:
-            args, kwargs = with_hidden_states(run.drop(index, hidden_states(args, kwargs)), args, kwargs)
-        changed = run.enter(index, kwargs)
-        return (args, kwargs | changed) if changed else None
-
     def _leave_merger(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         run = states().get(self)
-        return run.units.full(output) if run is not None and run.counts else None
+        return run.units.full(output) if run is not None and run.acts else None
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = states().pop(self)
-        counts = run.counts or [len(run.units.kept)] * len(self.tower.blocks)
-        owners = run.owners() if run.match else None
-        self.leave_tokens(output, [count * self.unit for count in counts], owners, run.kept)
-        if run.counts:
+        run = self.end()
+        assert run is not None  # `_enter_tower` made it
+        counts = [left for (left,) in run.counts] or run.units.left * len(self.blocks)
+        owners = run.owners() if self.middle else None
+        self.leave_tokens(output, [count * self.patches for count in counts], owners, run.kept)
+        if run.acts:
             output.last_hidden_state = run.units.full(output.last_hidden_state)
             if getattr(output, "hidden_states", None) is not None:
-                output.hidden_states = run.spread(output.hidden_states)
+                pairs = zip(run.stages(), output.hidden_states, strict=True)
+                output.hidden_states = tuple(units.full(x) for units, x in pairs)
         features = getattr(output, "deepstack_features", None)
         if owners and features:  # of blocks at which not all members of a group were one yet
             output.deepstack_features = [mean_of_groups(x, torch.cat(owners)) for x in features]
         return output
+
+
+class PackedTowerPatch(PackedMerger, PackedTower, TowerPatch):
+    """Merges inside a packed tower of `adapter`'s model, and tells which visual tokens became one.
+
+    Raises UnsupportedSetupError for attention back ends that take no bias.
+    """
+
+    uneven = False  # frames lie end to end
+
+    def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
+        self.tower, self.patches = adapter.base.visual, adapter.base.visual.spatial_merge_size**2
+        blocks = blocks_of(self.tower)
+        # How many units an image has, only the image tells: 1 stands for that.
+        super().__init__(method, budget, blocks, Tower(1, 0, len(blocks), len(blocks), self.tower))
+        self.observers = []
+        if method.proportional:
+            self.observers = [Observer(block.attn, self._bias) for block in self.tower.blocks]
+        self.belong(adapter, method, budget)
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        self.check_bias(self.tower.blocks[0].attn.config if not self.observers else self.observers[0].config)
+
+    def _attach(self) -> None:
+        super()._attach()
+        for observer in self.observers:
+            self.attach_part(observer)
+        for index, block in enumerate(self.tower.blocks):
+            self.hook(block.attn.qkv.register_forward_hook, partial(self._note_qkv, index))
+
+    def _hook_merger(self, merger: nn.Module) -> None:
+        self.hook(merger.register_forward_pre_hook, self._enter_merger)
+
+    def _enter_merger(self, module: nn.Module, args: tuple) -> tuple | None:
+        """Hand the rows of all patches to a merger: the model's features then are those of a full grid, to the bit."""
+        run = states().get(self)
+        return None if run is None else (run.units.full(args[0]), *args[1:])
+
+    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> TowerRun:
+        self._check_attention()  # it may have been changed after the patch
+        return self.begin(grids, order(), device)
+
+    def unseen(self, index: int) -> str:
+        return (
+            f"{self.method.name}: block {index} of the tower showed no keys: its projections were replaced since the "
+            "patch, as an adapter is when it is merged; unpatch, and patch again"
+        )
+
+    # -- after the tower
+
+    def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor] | None:
+        owners = record_of(output).owners
+        return None if owners is None else firsts(list(owners))
+
+    # -- hooks of the blocks
+
+    def _note_qkv(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
+        """Keep the keys before the rotary embedding, so that units are compared by content and not by place."""
+        run = states().get(self)
+        if run is not None and run.plan[index] is not None:
+            heads = self.tower.blocks[index].attn.num_heads
+            run.keys = output.view(len(output), 3, heads, -1)[:, 1].float().mean(1)
+
+    def _bias(self, observation: Any) -> Tensor | None:
+        """Return the logarithm of the units' weights, for the next piece that attends to itself."""
+        run = states().get(self)
+        if run is None or run.bias is None:
+            return None
+        width = observation.key.shape[2]
+        bias, run.bias = run.bias[..., :width], run.bias[..., width:]
+        return bias.to(observation.key.dtype).expand(1, 1, width, width)
+
+
+def blocks_of(tower: Any) -> list[Block]:
+    """Return the blocks of a packed tower."""
+    return [Block(block, block.norm2, block.mlp) for block in tower.blocks]

@@ -17,10 +17,10 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.tower.base import ThreadKey
 from tokenprune.integrations.hf.tower.merging import EncoderPatch
-from tokenprune.integrations.shared.apart import Plan
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.packed_features import PackedFeatures, newline_number, numbered
-from tokenprune.integrations.shared.tile_goals import Goal, apart_of, goals_of
+from tokenprune.integrations.shared.parts import Plan
+from tokenprune.integrations.shared.tile_goals import Goal, goals_of, parts_of_tiles
 from tokenprune.sites.encoder import EncoderMethod
 
 
@@ -60,7 +60,7 @@ class TilePatch(EncoderPatch):
         goals = states().pop(self.key, None)
         if goals is None or len(goals) != rows or count != self.shape.tokens:
             return super().plan_of(rows, count)
-        return apart_of(goals, self.shape, partial(self.method.plan, self.budget)).plan(len(self.blocks))
+        return parts_of_tiles(goals, self.shape, partial(self.method.plan, self.budget)).plan(len(self.blocks))
 
 
 def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> tuple[list[int], PackedFeatures]:

@@ -5,7 +5,6 @@ the tower runs on the others, see packed.py. Their tokens are taken out at the d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,21 +13,20 @@ from torch import Tensor
 
 from tokenprune.base import Selection
 from tokenprune.budget import Budget
-from tokenprune.errors import BudgetError, OptionError, TokenPruneError
+from tokenprune.errors import BudgetError, OptionError
 from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
-from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.tower.base import ThreadKey
-from tokenprune.integrations.hf.tower.packed import Order, PackedTower
+from tokenprune.integrations.hf.tower.packed import Order, PackedTower, blocks_of
 from tokenprune.integrations.shared.attachable import states
-from tokenprune.integrations.shared.packed import PackedRun, PackedUnits
+from tokenprune.integrations.shared.reducer import TowerRun
+from tokenprune.integrations.shared.unit_dropping import choose_inside, choose_units, dropping
+from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.transfer import to_device
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.sites.units import UnitDropper
-
-Grids = Sequence[tuple[int, int, int]]  # (frames, height, width) in units of each image or video
 
 
 class UnitDrop(PackedTower):
@@ -42,14 +40,10 @@ class UnitDrop(PackedTower):
 
     def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget, processor: Any) -> None:
         super().__init__()
-        self.adapter, self.method, self.budget = adapter, method, budget
-        self.step = Step(method, budget)
+        self.belong(adapter, method, budget)
         self.tower, self.key = _tower_of(adapter), ThreadKey()  # of grids
-        self.unit = self.tower.spatial_merge_size**2
-        depth = len(self.tower.blocks)
-        self.block = method.block(depth)
-        if not 0 <= self.block < depth:
-            raise OptionError(f"{method.name}: the vision tower has {depth} blocks, and no block {self.block}")
+        self.blocks, self.patches = blocks_of(self.tower), self.tower.spatial_merge_size**2
+        self.block = method.checked_block(len(self.blocks))
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.colours = _colours(processor) if method.sees == "pixels" else None
         if self.colours is None and (why := method.reads_colours):
@@ -69,49 +63,32 @@ class UnitDrop(PackedTower):
         states()[self.key] = self.adapter.grids(encoding.modality, encoding.on_host)
         return encode(encoding)
 
-    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> PackedRun:
+    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> TowerRun:
         known = states().pop(self.key, None)
-        if known is None or sum(map(math.prod, known)) * self.unit != len(pixels):
+        if known is None or sum(map(math.prod, known)) * self.patches != len(pixels):
             side = self.tower.spatial_merge_size
             known = [(t, h // side, w // side) for t, h, w in grids]
         sizes = [math.prod(grid) for grid in known]
-        run = PackedRun(PackedUnits.of(sum(sizes), self.unit, device), sizes)
+        most = [self.budget.resolve([size], layer=0, shape=self.shape, text_tokens=0)[0] for size in sizes]
+        run = TowerRun(Units.packed(sum(sizes), self.patches, device), [None] * len(self.blocks), sizes=sizes)
         if self.method.sees == "hidden":
             run.order = order()
-            run.drops = {self.block: partial(self._by_hidden, run, known)}
+            run.drops = {self.block: partial(choose_inside, run, self.method, known, most, self.patches)}
             return run
         with torch.no_grad():
-            kept = self._choose(run, known, pixels)
-        if not bool(kept.all()):
+            stays = choose_units(self.method, self._coloured(pixels.float()), known, most, self.patches)
+        run.kept, run.acts = list(stays.split(sizes)), not bool(stays.all())
+        if run.acts:
             run.order = order()
-            stays = kept if run.order is None else kept[run.order.cpu()]
-            run.drops = {self.block: lambda hidden: stays}
+            run.drops = {self.block: lambda hidden: dropping(stays, run.order, hidden.device)}
         return run
 
-    def _by_hidden(self, run: PackedRun, grids: Grids, hidden: Tensor) -> Tensor:
-        """Return which units stay, bool `[units]`, in the tower's order. hidden: `[patches, D]`, alike."""
-        if run.order is None:
-            return self._choose(run, grids, hidden)
-        order = to_device(run.order, hidden.device)
-        rows = hidden.unflatten(0, (-1, self.unit))[order.argsort()]
-        return self._choose(run, grids, rows.flatten(0, 1))[run.order.cpu()]
-
-    def _choose(self, run: PackedRun, grids: Grids, x: Tensor) -> Tensor:
-        """Note which units of each image or video stay; return them all, bool `[units]` on the host. x: `[patches, P]`,
-        unit by unit in the order of rows."""
-        found = []
-        for one, grid in zip(x.float().split([units * self.unit for units in run.sizes]), grids, strict=True):
-            (most,) = self.budget.resolve([math.prod(grid)], layer=0, shape=self.shape, text_tokens=0)
-            if self.colours is not None:
-                mean, std = (to_device(of, one.device) for of in self.colours)
-                one = torch.addcmul(mean[:, None], one.view(len(one), len(std), -1), std[:, None])
-            keep = self.method.keep_units(one.reshape(*grid, -1), most)
-            if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.shape != grid:
-                raise TokenPruneError(f"{self.method.name}.keep_units() must return a bool tensor {list(grid)}")
-            found.append(keep.flatten())
-        kept = torch.cat(found).cpu()
-        run.kept = list(kept.split(run.sizes))
-        return kept
+    def _coloured(self, pixels: Tensor) -> Tensor:
+        """Return pixels as the method wants them, with colours from 0 to 1 where the processor tells these."""
+        if self.colours is None:
+            return pixels
+        mean, std = (to_device(of, pixels.device) for of in self.colours)
+        return torch.addcmul(mean[:, None], pixels.view(len(pixels), len(std), -1), std[:, None]).flatten(1)
 
     # -- after the tower
 

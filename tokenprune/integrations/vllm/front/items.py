@@ -17,7 +17,7 @@ from tokenprune.integrations.vllm.setting.configuration import family_of
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.setting.tower_items import check_tiles, crops
-from tokenprune.integrations.vllm.setting.towers import check_reachable, drops_units, merges_in_tower, tiles_of
+from tokenprune.integrations.vllm.setting.towers import check_reachable, drops_by_pixels, merges_in_tower, tiles_of
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.view.registry import compares_frames
 
@@ -77,7 +77,7 @@ class PromptItem:
             check_reachable(own, config, plan.counts, self.modality == "video")
             if crops(config):
                 check_tiles(own, self.info, self.fields[self.modality][self.index], sum(plan.keep))
-        if drops_units(own.method) and not own.removes_nothing:
+        if drops_by_pixels(own.method) and not own.removes_nothing:
             item = self.fields[self.modality][self.index]
             kept = kept_units(own, item, self.modality, self.info, self.kwargs, sum(plan.counts))
             plan = dataclasses.replace(plan, kept=kept)

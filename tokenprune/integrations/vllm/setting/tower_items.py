@@ -19,7 +19,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import OptionError
 from tokenprune.families import SERVED, family_of_config
 from tokenprune.integrations.shared.packed_features import PackedFeatures, newline_number, numbered
-from tokenprune.integrations.shared.tile_goals import Goal, apart_of, goals_of
+from tokenprune.integrations.shared.tile_goals import Goal, goals_of, parts_of_tiles
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.setting.towers import merges_in_tower, served_tower
 from tokenprune.sites.encoder import EncoderMethod
@@ -144,4 +144,4 @@ def check_tiles(setting: ServedSetting, info: Any, item: Any, left: int) -> None
     tiles = len(item["pixel_values"].data)
     packed = pack(cls, config, item["image_sizes"].data, tiles, tower.patches)
     goals = goals_of_image(packed, tiles, left, setting, config)
-    apart_of(goals, tower, partial(method.plan, Budget.of_checked(setting.keep)))
+    parts_of_tiles(goals, tower, partial(method.plan, Budget.of_checked(setting.keep)))

@@ -31,6 +31,11 @@ def drops_units(method: Method | None) -> bool:
     return isinstance(method, UnitDropper)
 
 
+def drops_by_pixels(method: Method | None) -> bool:
+    """Return True if the front end chooses the units that leave."""
+    return isinstance(method, UnitDropper) and method.sees == "pixels"
+
+
 def is_known(config: Any) -> bool:
     """Return True where it is known how patches of this model's tower become visual tokens."""
     return family_of_config(config).patches is not None and tower_of(config) is not None
@@ -69,6 +74,7 @@ def check_tower(setting: Any, model_config: Any) -> None:
     check_whole(method, model_config)
     if isinstance(method, UnitDropper):
         method.is_identity(Budget.of_checked(setting.keep))
+        method.checked_block(depth_of(config.vision_config))
     elif isinstance(method, EncoderMethod):
         if not setting.removes_nothing:
             tower = served_tower(method, config)

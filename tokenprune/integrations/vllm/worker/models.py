@@ -30,7 +30,7 @@ from tokenprune.integrations.vllm.worker.rope import prepare_decoder
 from tokenprune.integrations.vllm.worker.runner import prepare_runner
 from tokenprune.integrations.vllm.worker.tower import TowerReader
 from tokenprune.integrations.vllm.worker.tower_merging import stretches
-from tokenprune.integrations.vllm.worker.tower_reducers import TowerResult, tower_reducer
+from tokenprune.integrations.vllm.worker.tower_reducers import TowerResult, tower_treatment
 from tokenprune.integrations.vllm.worker.weights import mapper
 
 # Fields of an item that the models' own rules of positions read.
@@ -85,7 +85,7 @@ class ReducingModel(_Model):
 
         embed: the model's own `embed_multimodal`. asked: see `of_batch`.
         """
-        tower = tower_reducer(self, plans, kwargs, modality)
+        tower = tower_treatment(self, plans, kwargs, modality)
         with tower.running():
             features = embed(**kwargs)
         if len(features) and len(plans) != len(features):

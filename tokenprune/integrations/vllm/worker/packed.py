@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: towers that lay the patches of a call's images end to end, made to run on the units that are left (see
-`integrations.shared.packed`, as on the Hugging Face side).
+"""Worker: towers that lay the patches of a call's images end to end (Qwen2-VL to Qwen3.5, GLM), made to run on the
+units that are left, as on the Hugging Face side (see `integrations.shared.reducer`).
 
-A block gets borders and rotary places of the units that are left, and the merger's output the length that the model
-cuts it by. Everything is attached for one call only.
+Fused attention takes no bias, so proportional attention after the first merge is PyTorch's, piece by piece. Everything
+is attached for one call only.
 """
 
 from __future__ import annotations
@@ -13,47 +13,67 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tokenprune.budget import Budget
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.integrations.shared.packed import PackedRun, PackedUnits
+from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.merging import PackedMerger, firsts
+from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun
+from tokenprune.integrations.shared.unit_dropping import choose_inside, dropping
+from tokenprune.integrations.shared.units import Units, mean_of_groups
 from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.setting.towers import served_tower
+from tokenprune.integrations.vllm.worker.tower import all_heads, attend, attentions_of
+from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.units import UnitDropper
 
 
-class WrappedTower(Attachable):
-    """Has the blocks of `tower` run on the units that are left, between `attach` and `detach`. A subclass says in
-    `start` which leave.
+class Wrapping(TowerReducer):
+    """Wraps the forward of modules: vLLM calls that of some by itself, past their hooks."""
 
-    unit: patches that become one visual token. refused: what cannot be done with a tower that attends otherwise.
+    def around(
+        self, module: nn.Module, before: Callable | None, after: Callable | None = None, last: bool = False
+    ) -> None:
+        self.wrap(module, "forward", partial(partial, _around, module, before, after))
+
+
+def _around(
+    module: nn.Module, before: Callable | None, after: Callable | None, forward: Any, *args: Any, **kwargs: Any
+) -> Any:
+    changed = None if before is None else before(module, args, kwargs)
+    args, kwargs = (args, kwargs) if changed is None else changed
+    output = forward(*args, **kwargs)
+    changed = None if after is None else after(module, args, output)
+    return output if changed is None else changed
+
+
+class WrappedTower(Wrapping):
+    """Has the blocks of `tower` run on the units that are left. A subclass says in `start` which leave.
+
+    refused: what cannot be done with a tower that attends otherwise.
     """
 
     refused: str
-
-    def __init__(self, tower: Any) -> None:
-        super().__init__()
-        self.tower = tower
-        self.unit: int = tower.spatial_merge_size**2
-        self._state: PackedRun | None = None
+    tower: Any
 
     def _attach(self) -> None:
-        # No hooks of modules: vLLM calls the forward of some by itself.
+        super()._attach()
         self.wrap(self.tower, "prepare_encoder_metadata", partial(partial, self._describe))
-        for index, block in enumerate(self.tower.blocks):
-            self.wrap(block, "forward", partial(partial, self._run_block, index))
         for merger in (self.tower.merger, *getattr(self.tower, "deepstack_merger_list", ())):
-            self.wrap(merger, "forward", partial(partial, self._spread))
+            self.around(merger, None, self._leave_merger)
 
-    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> PackedRun:
+    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> TowerRun:
         """Return the state of a forward that begins. grids: (frames, height, width) in patches of each image or video;
-        order: see `PackedRun`; device: of the units."""
+        order: see `TowerRun`; device: of the units."""
         raise NotImplementedError
 
     @property
-    def run(self) -> PackedRun:
+    def run(self) -> TowerRun:
         """The forward that runs."""
-        assert self._state is not None  # `_describe` makes it, before the first block
-        return self._state
+        run = self.state()
+        assert run is not None  # `_describe` makes it, before the first block
+        return run
 
     def _describe(self, prepare: Callable[..., dict[str, Any]], grid_thw: Any, *args: Any, **kwargs: Any) -> Any:
         known = prepare(grid_thw, *args, **kwargs)
@@ -64,41 +84,121 @@ class WrappedTower(Attachable):
             )
         order = known.get("window_index")  # Qwen2.5-VL: units stand window by window
         device = known["rotary_pos_emb_cos"].device
-        self._state = self.start(torch.as_tensor(grid_thw, device="cpu").tolist(), order, device)
+        states()[self] = self.start(torch.as_tensor(grid_thw, device="cpu").tolist(), order, device)
         return known
 
-    def _run_block(self, index: int, forward: Any, x: Tensor, **known: Any) -> Tensor:
-        run = self.run
-        if index in run.drops:
-            x = run.drop(index, x)
-        output = forward(x, **known | run.enter(index, known))
-        return output if run.output is None else run.output
-
-    def _spread(self, forward: Any, x: Tensor) -> Tensor:
-        """Return a merger's rows: each unit that entered gets the row of the unit that it is part of so far, zeros if
-        it was dropped."""
-        return self.run.units.full(forward(x))
+    def _leave_merger(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        """Return a merger's rows, of the length that the model cuts them by."""
+        return self.run.units.full(output)
 
 
 class UnitDropping(WrappedTower):
-    """Drops units ahead of the first block; the front end chose them by their pixels, see front/pixels.py.
+    """Drops units at the input of a block. The front end chose them, where the method sees pixels (front/pixels.py).
 
     plans: of the items of one call, in the order in which their patches stand in the tower's sequence. kept: bool, the
     units that stay, of all items end to end. left: how many these are.
     """
 
-    refused = "units cannot be dropped ahead of"
+    refused = "units cannot be dropped inside"
 
     def __init__(self, tower: Any, plans: Sequence[Plan]) -> None:
-        super().__init__(tower)
-        self.sizes, self.kept = [len(plan.mask) for plan in plans], torch.cat([plan.mask for plan in plans])
-        self.left = int(self.kept.sum())
+        super().__init__()
+        self.tower, self.plans = tower, plans
+        self.blocks = [Block(block, block.norm2, block.mlp) for block in tower.blocks]
+        self._ran: TowerRun | None = None
 
-    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> PackedRun:
-        stays = self.kept if order is None else self.kept[order.cpu()]
-        units = PackedUnits.of(len(stays), self.unit, device)
-        return PackedRun(units, self.sizes, order, drops={0: lambda hidden: stays})
+    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> TowerRun:
+        side, depth, method = self.tower.spatial_merge_size, len(self.blocks), self.plans[0].setting.acting
+        assert isinstance(method, UnitDropper)  # see `dropping_plan`
+        sizes = [sum(plan.counts) for plan in self.plans]
+        self._ran = run = TowerRun(Units.packed(sum(sizes), side**2, device), [None] * depth, sizes=sizes, order=order)
+        if self.plans[0].kept is None:
+            units = [(frames, height // side, width // side) for frames, height, width in grids]
+            most = [sum(plan.keep) for plan in self.plans]
+            run.drops = {method.block(depth): partial(choose_inside, run, method, units, most, side**2)}
+        else:
+            run.kept = [plan.mask for plan in self.plans]
+            stays = torch.cat(run.kept)
+            run.drops = {0: lambda hidden: dropping(stays, order, hidden.device)}
+        return run
+
+    @property
+    def kept(self) -> Tensor:
+        assert self._ran is not None and self._ran.kept is not None  # the tower ran
+        return torch.cat(self._ran.kept)
+
+    @property
+    def left(self) -> int:
+        return int(self.kept.sum())
 
 
-def dropping(plan: Plan) -> bool:
-    return plan.kept is not None and plan.reduces
+class PackedTowerMerger(PackedMerger, WrappedTower):
+    """Merges in the tower of vLLM's `model` between `attach` and `detach`. Afterwards `kept` tells what is left.
+
+    kept: bool, of the units of all images and videos end to end; True for the first of each merged one. left: how
+    many these are.
+    """
+
+    def __init__(self, model: Any, method: EncoderMethod, keep: float | int) -> None:
+        self.tower, self.patches = model.visual, model.visual.spatial_merge_size**2
+        self.refused = f"{method.name} does not merge in"
+        self.attentions, self.heads = attentions_of(model), self.tower.num_heads
+        blocks = [Block(block, block.norm2, block.mlp) for block in self.tower.blocks]
+        super().__init__(method, Budget.of_checked(keep), blocks, served_tower(method, model.config))
+        self.kept: Tensor | None = None
+        self.left = 0
+
+    def _attach(self) -> None:
+        super()._attach()
+        for index, (block, attention) in enumerate(zip(self.tower.blocks, self.attentions, strict=True)):
+            self.around(block.attn.qkv, None, partial(self._note_keys, index))
+            self.wrap(attention, "forward", partial(partial, self._attend, attention))
+        self.around(self.tower, None, self._leave_tower)
+
+    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> TowerRun:
+        return self.begin(grids, order, device)
+
+    def _note_keys(self, index: int, module: nn.Module, args: tuple, output: Any) -> None:
+        """Note the keys before the rotary embedding, so that units are compared by content, not by place."""
+        if self.run.plan[index] is not None:
+            attention, qkv = self.tower.blocks[index].attn, output[0] if isinstance(output, tuple) else output
+            if hasattr(attention, "split_qkv"):  # Qwen2-VL, whose weights may be cut anywhere between devices
+                keys = attention.split_qkv(qkv)[1].flatten(0, 1)
+            else:
+                keys = qkv.view(len(qkv), 3, attention.num_attention_heads_per_partition, -1)[:, 1]
+            self.run.keys = all_heads(keys, self.heads).float().mean(1)
+
+    def _attend(
+        self, attention: Any, fused: Any, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **rest: Any
+    ) -> Tensor:
+        if (bias := self.run.bias) is None:
+            return fused(query=query, key=key, value=value, cu_seqlens=cu_seqlens, **rest)
+        return attend(attention, bias, query, key, value, cu_seqlens.diff().tolist())
+
+    def _merge(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        residual = kwargs.get("residual")
+        if residual is None or self.run.plan[index] is None:
+            return super()._merge(index, module, args, kwargs)
+        # Qwen2.5-VL's norm adds it, and hands on the sum, to which the block adds what the MLP returns.
+        changed = super()._merge(index, module, (args[0] + residual,), {})
+        if changed is None:
+            return None
+        self.run.merged = None
+        (merged,), _ = changed
+        return (merged,), {"residual": torch.zeros_like(merged)}
+
+    def _leave_tower(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        """Note the units that are left, and average the features for deeper layers over each merged unit."""
+        owners = self.run.owners()
+        self.left += sum(self.run.units.left)
+        self.kept = torch.cat([first == torch.arange(len(first), device=first.device) for first in firsts(owners)])
+        width = output.shape[1] // (1 + len(getattr(self.tower, "deepstack_merger_list", ())))
+        main, deeper = output[:, :width], output[:, width:]
+        if not deeper.shape[1]:
+            return output
+        return torch.cat([main, mean_of_groups(deeper, torch.cat(owners))], dim=1)
+
+
+def dropping_plan(plan: Plan) -> bool:
+    """Return True if units of an item leave in the tower."""
+    return plan.reduces and isinstance(plan.setting.method, UnitDropper)

@@ -166,6 +166,20 @@ def heads_first(x: Tensor, heads: int) -> Tensor:
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
+def attend(
+    attention: Any, bias: Tensor, query: Tensor, key: Tensor, value: Tensor, pieces: list[int] | None = None
+) -> Tensor:
+    """Return what PyTorch's attention makes of what a fused one got, `[B, N, H * Dh]` or `[B, N, H, Dh]`, with `bias`
+    `[B, 1, 1, N]` on its logits. pieces: lengths of those that attend to themselves alone; None: all do to all."""
+    pieces = pieces or [query.shape[1]]
+    parts = (heads_first(x, attention.num_heads).split(pieces, dim=2) for x in (query, key, value))
+    out = [
+        nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=attention.scale)
+        for q, k, v, added in zip(*parts, bias.to(query.dtype).split(pieces, dim=3), strict=True)
+    ]
+    return torch.cat(out, dim=2).transpose(1, 2).reshape(query.shape)
+
+
 def _rows(features: Tensor) -> int:
     return features.numel() // features.shape[-1]
 

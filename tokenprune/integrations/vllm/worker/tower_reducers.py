@@ -18,11 +18,9 @@ from tokenprune.integrations.shared.tower_scores import Encoded
 from tokenprune.integrations.shared.tower_scores import Seen as BlockScores
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.tower_items import crops
-from tokenprune.integrations.vllm.worker.packed import UnitDropping, dropping
-from tokenprune.integrations.vllm.worker.packed_merging import PackedTowerMerger
-from tokenprune.integrations.vllm.worker.tile_merging import TileTowerMerger
+from tokenprune.integrations.vllm.worker.packed import PackedTowerMerger, UnitDropping, dropping_plan
 from tokenprune.integrations.vllm.worker.tower import TowerReader
-from tokenprune.integrations.vllm.worker.tower_merging import TowerMerger, merging
+from tokenprune.integrations.vllm.worker.tower_merging import TileTowerMerger, TowerMerger, merging
 from tokenprune.sites.encoder import EncoderMethod
 
 
@@ -38,7 +36,7 @@ class TowerResult:
     encoded: Encoded | None = None
 
 
-class TowerReducer(Protocol):
+class TowerTreatment(Protocol):
     """Acts on the vision tower during one call of the model's `embed_multimodal`."""
 
     def running(self) -> AbstractContextManager[Any]:
@@ -131,14 +129,14 @@ def _reading_method(plan: Plan) -> Pruner | None:
     return method
 
 
-def tower_reducer(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str) -> TowerReducer:
+def tower_treatment(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str) -> TowerTreatment:
     """Return the reducer for plans that are treated alike in the tower of vLLM's `model` (see `stretches`).
 
     kwargs: arguments of `embed_multimodal`.
     """
     if plans and merging(plans[0]):
         return ReducedTower(plans, _merger(model, plans, kwargs))
-    if plans and dropping(plans[0]):
+    if plans and dropping_plan(plans[0]):
         return ReducedTower(plans, UnitDropping(model.visual, plans))
     if any(_reading_method(plan) for plan in plans):
         return ReadTower(model.tokenprune_tower, plans, kwargs, modality)
