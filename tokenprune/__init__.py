@@ -32,7 +32,7 @@ _HOMES = {
     "tokenprune.guard.settings": ("Guard",),
     "tokenprune.statistics": ("Stats",),
     "tokenprune.base": ("Method", "Pruner", "Selection", "Site"),
-    "tokenprune.integrations.hf.encoded.feature_cache": ("FeatureCache",),
+    "tokenprune.reuse.cache": ("FeatureCache",),
     "tokenprune.view.tokens": ("VisualTokens",),
     "tokenprune.shapes.token_counts": ("count_visual_tokens",),
     "tokenprune.setting.saved": ("Config", "read_config", "write_config"),
@@ -88,8 +88,8 @@ if TYPE_CHECKING:
         UnsupportedSetupError,
     )
     from tokenprune.guard.settings import Guard
-    from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
+    from tokenprune.reuse.cache import FeatureCache
     from tokenprune.setting.saved import Config, read_config, write_config
     from tokenprune.shapes.token_counts import count_visual_tokens
     from tokenprune.statistics import Stats

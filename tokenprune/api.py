@@ -34,7 +34,7 @@ from tokenprune.statistics import Stats
 if TYPE_CHECKING:
     from tokenprune.graphs.settings import Graphs
     from tokenprune.guard.settings import Guard
-    from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
+    from tokenprune.reuse.cache import FeatureCache
 
 _ATTRIBUTE = "_tokenprune_patch"
 _BYTES = Annotated[int, Ge(1)] | None
@@ -187,11 +187,9 @@ def _parts(
         if graphs:
             raise UnsupportedSetupError("a model of timm has no decoder to be graphed: leave out graphs=")
         return [timm_patch(model, methods, budgets)]
-    from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
     from tokenprune.integrations.hf.patch import hf_parts
 
-    cache = None if feature_cache is None else FeatureCache(feature_cache)
-    return hf_parts(model, methods, budgets, record, processor, guard, cache, graphs)
+    return hf_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
 
 
 class Attachment(Attachable):
@@ -304,9 +302,7 @@ def feature_cache(model: Any) -> FeatureCache:
         raise NotPatchedError(
             f"this {type(model).__name__} is patched without a feature cache: pass feature_cache=, a number of bytes"
         )
-    from tokenprune.integrations.hf.tower.reuse import FeatureReuse
-
-    found: FeatureCache = attachment.engine.part(FeatureReuse).cache
+    found: FeatureCache = attachment.engine.part(add_on("reuse.part").FeatureReuse).cache
     return found
 
 

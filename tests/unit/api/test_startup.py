@@ -163,8 +163,8 @@ def test_what_a_method_says_of_itself_is_what_running_it_says() -> None:
 # The add-ons, and what else of the core is loaded where it is asked for alone.
 ASIDE = (
     "tokenprune.serve",
-    "tokenprune.guard", "tokenprune.sessions", "tokenprune.drafting", "tokenprune.workflows",
-    "tokenprune.integrations.hf.tower.reuse",
+    "tokenprune.guard", "tokenprune.sessions", "tokenprune.drafting", "tokenprune.reuse", "tokenprune.attention",
+    "tokenprune.workflows",
 )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def test_padding_that_leaves_is_none_of_the_visual_tokens():
 def test_nothing_is_read_of_the_device_until_it_is_asked_for():
     ids = torch.tensor([[5, 1, 1, 6]])
     call = Call({"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
-    assert not call.masks and call.host.ids is None
+    assert not call.host.masks and call.host.ids is None
     call.read_to_host({"image": ids == 1}, with_ids=True)
     assert call.host.ids.tolist() == ids.tolist()
     assert call.host.padding.tolist() == [[True, False, False, False]]
@@ -231,10 +231,10 @@ def test_planning_again_says_nothing(caplog):
         engine.planner._on_plan.append(Watch().on_plan)
         model(**family.make_inputs())
     (call,) = calls
-    assert call.plan.cuts == {1}
+    assert call.report.plan.cuts == {1}
     told = list(caplog.records)
-    again = call.plan.raised(lambda step, arrived, wanted: list(wanted))
-    assert again.kept == call.plan.kept and caplog.records == told
+    again = call.report.plan.raised(lambda step, arrived, wanted: list(wanted))
+    assert again.kept == call.report.plan.kept and caplog.records == told
 
 
 # -- attaching

@@ -19,8 +19,8 @@ from oracle import close, generate_logits
 from tests.unit.engine.test_cache import longer, words
 from tests.unit.tower.test_encoder import expected_sources, with_features
 from tokenprune.api import attachment_of
+from tokenprune.attention.virtual_unmerging import Unmerged
 from tokenprune.base import Selection
-from tokenprune.integrations.hf.parts.virtual_unmerging import Unmerged
 from tokenprune.integrations.hf.sequence.layout import Layout
 from zoo import FAMILIES, HEAD_DIM, TEXT, Family
 

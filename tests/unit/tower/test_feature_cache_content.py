@@ -14,7 +14,7 @@ from accelerate import cpu_offload
 
 import tokenprune
 from asked_again import ROOM, counts
-from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
+from tokenprune.reuse.cache import FeatureCache
 from zoo import FAMILIES
 
 # -- what makes another image ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the parts of a patch out of methods and budgets: one place where it is decided which part does what.
 
-The guard and the feature cache are imported where they are asked for: a plain patch loads neither.
+Parts of add-ons are loaded where they are asked for: a plain patch loads none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tokenprune.integrations.hf.decoder.engine import Engine
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.parts.blockwise_attention import BlockAttention
 from tokenprune.integrations.hf.parts.call_check import CallCheck
 from tokenprune.integrations.hf.parts.decode_pruning import DecodePruning
 from tokenprune.integrations.hf.parts.drafts import Drafts
@@ -31,7 +30,6 @@ from tokenprune.integrations.hf.parts.kept_inputs import KeptInputs
 from tokenprune.integrations.hf.parts.layer_attention import LayerAttention
 from tokenprune.integrations.hf.parts.static_steps import StaticSteps
 from tokenprune.integrations.hf.parts.video_frames import VideoFrames, compares_frames
-from tokenprune.integrations.hf.parts.virtual_unmerging import VirtualUnmerging
 from tokenprune.integrations.hf.processor.image_selection import ViewPatch
 from tokenprune.integrations.hf.processor.resizing import FullCounts, PixelPatch
 from tokenprune.integrations.hf.tower.attention_scores import BlockReader
@@ -53,7 +51,6 @@ from tokenprune.view.registry import observables_of
 if TYPE_CHECKING:
     from tokenprune.graphs.settings import Graphs
     from tokenprune.guard.settings import Guard
-    from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
 
 
 def hf_parts(
@@ -63,7 +60,7 @@ def hf_parts(
     record: bool,
     processor: Any,
     guard: Guard | None,
-    feature_cache: FeatureCache | None = None,
+    feature_cache: int | None = None,
     graphs: bool | Graphs | None = None,
 ) -> list[Any]:
     """Return what `patch` has to attach, in order; the last is the engine, which has the statistics. Nothing is changed
@@ -82,7 +79,7 @@ def _parts(
     record: bool,
     processor: Any,
     guard: Guard | None,
-    feature_cache: FeatureCache | None,
+    feature_cache: int | None,
     graphs: bool | Graphs | None,
 ) -> list[Any]:
     """See `hf_parts`; methods have one form each."""
@@ -118,9 +115,9 @@ def _parts(
             case EncoderMethod():
                 parts.append(tower_patch(adapter, method, budget))
                 if method.vtu != "off":
-                    parts.append(VirtualUnmerging(adapter, method.vtu))
+                    parts.append(add_on("attention.virtual_unmerging").VirtualUnmerging(adapter, method.vtu))
             case AttentionPattern():
-                parts.append(BlockAttention(adapter, method, budget))
+                parts.append(add_on("attention.blockwise").BlockAttention(adapter, method, budget))
             case Pruner():
                 steps.append(step)
     unread = processor is not None and not pixels and not any(isinstance(part, UnitDrop) for part in parts)
@@ -150,11 +147,9 @@ def _parts(
     if guard is not None:
         parts += add_on("guard.part").guard_for(adapter, guard, methods, budgets, processor)
     if feature_cache is not None:
-        from tokenprune.integrations.hf.tower.reuse import FeatureReuse
-
         # What happens to tokens inside the tower is counted for a whole call.
         apart = not any(isinstance(part, InTower) for part in parts)
-        parts.append(FeatureReuse(adapter, feature_cache, apart))
+        parts.append(add_on("reuse.part").FeatureReuse(adapter, feature_cache, apart))
     if removes:
         parts.append(CallCheck(adapter, cutting))
         parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))

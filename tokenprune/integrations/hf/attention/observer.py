@@ -5,7 +5,7 @@ transformers looks its attention function up by name in `module.config` on every
 copy of its config that names our function; that calls the original with a view of the module whose config is the
 original one, so outputs are bit-equal and back ends that ask for their own name (flash attention) still find it. No
 other module, and no config of the model, changes. Several may stand at one module (`Tap`): those that read, and one
-that computes the attention itself (blockwise_attention.py).
+that computes the attention itself (attention/blockwise.py).
 """
 
 from __future__ import annotations

@@ -163,10 +163,10 @@ class Engine(Attachable):
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:
         call.outputs[modality] = output
-        if not call.masks:
+        if not call.host.masks:
             self._read_to_host(call)
         # Not for videos: older versions of LLaVA-OneVision add a newline to their features after encoding them.
-        if modality == "image" and modality in call.masks:
+        if modality == "image" and modality in call.host.masks:
             check_placeholders(modality, call.host.masks[modality], output)
 
     # -- the decoder

@@ -65,5 +65,5 @@ class Planner:
         plan = plan_cuts(self.steps, self.shape, call.held.segments, counts, call.host.tokens_per_row)
         for on_plan in self._on_plan:
             plan = on_plan(call, plan)
-        call.plan = plan
+        call.report.plan = plan
         return bool(plan.cuts) or call.merged is not None

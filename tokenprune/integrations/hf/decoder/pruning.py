@@ -25,7 +25,7 @@ from tokenprune.view.tokens import VisualTokens
 
 def choose(call: Call, step: Step, observed: Observed, hidden: Tensor, adapter: Adapter) -> Selection:
     """Let the method of `step` choose among the tokens that arrive, `[B, W, D]`."""
-    held, plan = call.held.to(hidden.device), call.plan
+    held, plan = call.held.to(hidden.device), call.report.plan
     assert plan is not None  # a method is asked where one cuts
     call.held = held
     # Anew: a method before this one may have kept another number than it was asked for.

@@ -32,7 +32,7 @@ class EncoderRecord:
 
     grids: (frames, height, width) in tokens of each image or video. The engine writes it; segments.py reads it.
     frames: how many frames of each video reach the decoder. The engine, or an adapter that merges images itself, writes
-        it by `start_record`; segments.py (a budget for each frame) and blockwise_attention.py read it.
+        it by `start_record`; segments.py (a budget for each frame) and attention/blockwise.py read it.
     owners: which merged token each token is part of that entered the tower: long `[T, N]` for T tiles of N tokens, or
         one long `[N]` for each image where these are packed. Written by `leave_tokens`, read as an encoding ends.
     block_tokens: how many tokens entered each block of the tower, all images together. Written by

@@ -15,10 +15,11 @@ from tokenprune.integrations.hf.cache.view import CacheView, view_of
 from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.ops.transfer import to_device
 from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.plan import Merged, Plan
+    from tokenprune.integrations.hf.forward.plan import Merged
     from tokenprune.integrations.hf.forward.report import Report
     from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
 
@@ -79,12 +80,11 @@ class Call:
     """One forward of the base model. Lives on a stack of its thread, never on the model.
 
     arguments: of the base model's forward, as the adapter reads them. outputs: the encoder's output for each modality.
-    masks: bool `[B, L]` for each modality, where its placeholders are; host: the same on the host, and more. Both are
-    known where images are encoded or handed over. notes: for the statistics.
+    host: the prompt, known where images are encoded or handed over. notes: for the statistics.
     cached: the decoder's cache. held: the tokens at the current layer. merged: what a tower merged, which leaves at the
     decoder's entry, or None.
-    Where the call has visual tokens (`has_images`): report, what was removed, and plan, the cuts to make. Nobody may
-    ask for the report of another call.
+    report: where the call has visual tokens (`has_images`), the cuts to make and what was removed. Nobody may ask for
+    that of another call.
     The rest is set where tokens are missing (`active`). groups: what the layers are handed, one for each group of
     layers that hold the same tokens. maskless: layers that need no attention mask. busy: those at which something is
     done in any case.
@@ -92,7 +92,6 @@ class Call:
 
     arguments: dict[str, Any]
     outputs: dict[str, Any] = field(default_factory=dict)
-    masks: dict[str, Tensor] = field(default_factory=dict)
     host: OnHost = _NOT_READ
     notes: list[str] = field(default_factory=list)
 
@@ -101,7 +100,6 @@ class Call:
     merged: Merged | None = None
     has_images: bool = False
     report: Report = field(init=False, repr=False)
-    plan: Plan | None = field(default=None, repr=False)
 
     groups: list[LayerInputs] = field(default_factory=list)
     maskless: frozenset[int] = frozenset()
@@ -127,9 +125,9 @@ class Call:
         return self.cached.padding(self.arguments.get("attention_mask"), length)
 
     def read_to_host(self, masks: dict[str, Tensor], with_ids: bool) -> None:
-        """Set `masks`, and bring them, the padding, the caller's positions and (`with_ids`) the ids to the host in one
-        go: a call that removes no tokens by their number waits for the device no other time."""
-        self.masks = masks
+        """Set `host`: bring the masks of placeholders, bool `[B, L]` for each modality, the padding, the caller's
+        positions and (`with_ids`) the ids to the host in one go. A call that removes no tokens by their number waits
+        for the device no other time."""
         first = next(iter(masks.values()))
         positions, mask = self.arguments.get("position_ids"), self.arguments.get("attention_mask")
         if positions is not None and positions.is_floating_point():
@@ -155,7 +153,7 @@ class Call:
 
     def visual(self, device: torch.device) -> Tensor:
         """bool `[B, L]` on `device`: the placeholders of all modalities."""
-        return torch.stack(list(self.masks.values())).any(0).to(device)
+        return to_device(self.host.visual, device)
 
     # -- the cache
 
@@ -176,11 +174,13 @@ class Call:
     @property
     def cuts(self) -> frozenset[int]:
         """The layers at whose input a method may choose; none where the call is not planned."""
-        return frozenset() if self.plan is None else self.plan.cuts
+        plan = self.report.plan if self.has_images else None
+        return frozenset() if plan is None else plan.cuts
 
     def cuts_at(self, layer: int) -> bool:
         """Return True if a method chooses which tokens leave at the input of `layer` (0: at the decoder's entry)."""
-        return self.plan is not None and layer in self.plan.cuts and len(self.held.segments) > 0
+        plan = self.report.plan if self.has_images else None
+        return plan is not None and layer in plan.cuts and len(self.held.segments) > 0
 
     @cached_property
     def starts(self) -> frozenset[int]:

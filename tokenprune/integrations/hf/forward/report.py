@@ -12,7 +12,7 @@ from tokenprune.statistics import Removal, Stats
 from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.plan import Step
+    from tokenprune.integrations.hf.forward.plan import Plan, Step
     from tokenprune.integrations.hf.sequence.layout import Layout
 
 
@@ -37,6 +37,7 @@ class Report:
     Values that cost time, or make the host wait for the device, are computed when the statistics are read
     (`Stats.finalize`).
 
+    plan: the cuts to make, None before they are planned.
     segments: the visual tokens that reach the decoder; tokens: of each row, padding left out; length: slots of a row of
     the decoder's input.
     """
@@ -45,6 +46,7 @@ class Report:
         self.shape, self.tokens, self.length, self.record = shape, tokens, length, record
         self.stats = Stats(visual_tokens_in=sum(segments.counts))
         self.groups = [LayerGroup(0, sum(segments.counts), tokens, length, cut=False)]
+        self.plan: Plan | None = None
         self.whole_attention = False
         # Of layers whose attention goes in blocks: pairs of query and key of each row.
         self.pairs: dict[int, list[int]] = {}

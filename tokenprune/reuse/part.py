@@ -16,7 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.encoded.content import (
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
+from tokenprune.integrations.hf.tower.tile_merging import tiles_of
+from tokenprune.reuse.cache import FeatureCache
+from tokenprune.reuse.content import (
     UnknownContentError,
     Weights,
     asks_for_gradients,
@@ -24,11 +28,7 @@ from tokenprune.integrations.hf.encoded.content import (
     learns,
     settings,
 )
-from tokenprune.integrations.hf.encoded.feature_cache import FeatureCache
-from tokenprune.integrations.hf.encoded.kept_output import OfImage, Whole, tensors_of
-from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
-from tokenprune.integrations.hf.tower.tile_merging import tiles_of
+from tokenprune.reuse.kept_output import OfImage, Whole, tensors_of
 from tokenprune.statistics import Stats
 
 # One image: the arguments that are its own, cut down to what the encoder looks at; and, of those of the call, its rows.
@@ -40,15 +40,15 @@ _SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
 
 
 class FeatureReuse(Part):
-    """Looks images up in `cache` before `adapter`'s model encodes them.
+    """Looks images up in a cache of `limit` bytes before `adapter`'s model encodes them.
 
     apart: whether images may be used again one by one; else calls of the encoder are, as a whole.
     Raises UnsupportedSetupError for models whose encoder is not asked for images by name, and for sharded ones.
     """
 
-    def __init__(self, adapter: Adapter, cache: FeatureCache, apart: bool) -> None:
+    def __init__(self, adapter: Adapter, limit: int, apart: bool) -> None:
         super().__init__()
-        self.adapter, self.cache = adapter, cache
+        self.adapter, self.cache = adapter, FeatureCache(limit)
         self.apart = apart and adapter.family.apart
         family, base = adapter.config.model_type, adapter.base
         if not any(callable(getattr(base, f"get_{modality}_features", None)) for modality in adapter.placeholders):
