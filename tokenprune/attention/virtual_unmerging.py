@@ -25,7 +25,7 @@ from tokenprune.integrations.hf.checks import check_arguments, reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
-from tokenprune.integrations.hf.statistics import note_unmerging
+from tokenprune.integrations.hf.statistics import note_cut
 from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
 from tokenprune.ops.transfer import to_device
 from tokenprune.view.segments import Segments
@@ -70,14 +70,14 @@ class Unmerged:
         first = torch.cat([first, first[:, :1]], dim=1)
         first[rows, torch.where(real, segments.position, length)] = target
         first = first[:, :-1]
-        left, stays = [length] * batch, first == places
+        left, gone = [length] * batch, first != places
         if padding is not None:
             left = (length - padding.sum(1)).tolist()
             padding = to_device(padding, device)
-            stays &= ~padding
+            gone |= padding
         for row, before, after in zip(segments.row, segments.counts, selection.counts, strict=True):
             left[row] -= before - after
-        layout, _ = Layout.full(batch, length, device).cut(stays, left)
+        layout, _ = Layout.full(batch, length, device).cut(gone, left)
         slot = layout.slot_of.gather(1, first)
         if padding is not None:
             slot = slot.masked_fill(padding, layout.width - 1)
@@ -155,7 +155,9 @@ class VirtualUnmerging(Part):
         batch, length = inputs.embeds.shape[:2]
         segments = call.held.segments.to(merged.selection.keep.device)
         unmerged = Unmerged.of(merged.selection, segments, batch, length, call.host.padding_to_drop)
-        note_unmerging(call, merged, unmerged.layout)
+        # They stay one for the decoder's weights, but not for its attention and cache.
+        call.report.whole_attention = True
+        note_cut(call, unmerged.layout, merged.counts, merged.step, merged.selection, call.held.segments)
         self._unmerged[call] = unmerged
 
     # -- hooks

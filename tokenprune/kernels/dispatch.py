@@ -130,8 +130,7 @@ class Operation:
         run.
         """
         wanted = choice()
-        on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in args)
-        if wanted == "reference" or (wanted == "auto" and not on_gpu):
+        if wanted == "reference" or (wanted == "auto" and not args[0].is_cuda):
             return self.reference(*args, **kwargs)
         reason = self.obstacle(*args, **kwargs)
         if reason is None:

@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from tokenprune.budget.of_videos import Clip
 from tokenprune.ops.transfer import to_device
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segments:
     """The visual tokens of a batch, grouped into the pieces that have a budget each (an image, a video, a tile).
 
@@ -56,7 +57,8 @@ class Segments:
     @cached_property
     def row_index(self) -> Tensor:
         """long `[S, 1]`: the batch row of each segment, ready for advanced indexing."""
-        return to_device(self.row, self.position.device)[:, None]
+        with torch.inference_mode(False):  # prompts share it, in training too
+            return to_device(self.row, self.position.device)[:, None]
 
 
 def square_grid(count: int) -> tuple[int, int, int] | None:

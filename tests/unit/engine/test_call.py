@@ -39,10 +39,10 @@ class Mine:
 
 
 def layout_of(*kept: list[int], length: int) -> Layout:
-    keep = torch.zeros(len(kept), length, dtype=torch.bool)
+    gone = torch.ones(len(kept), length, dtype=torch.bool)
     for row, positions in enumerate(kept):
-        keep[row, positions] = True
-    return Layout.full(len(kept), length, keep.device).cut(keep, [len(positions) for positions in kept])[0]
+        gone[row, positions] = False
+    return Layout.full(len(kept), length, gone.device).cut(gone, [len(positions) for positions in kept])[0]
 
 
 def segments_of(counts: list[int], rows: list[int]) -> Segments:

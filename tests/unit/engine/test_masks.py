@@ -19,7 +19,7 @@ import tokenprune
 from families import FAMILIES
 from oracle import close, reduced
 from tokenprune.integrations.hf.sequence import masks
-from tokenprune.integrations.hf.sequence.mask_functions import mask_functions
+from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
 from zoo import FIRST_TEXT_ID, VOCAB
 
 LENGTH, WINDOW = 24, 7
@@ -58,7 +58,7 @@ def test_a_function_makes_what_a_gather_would(attention: str, kind: str, padding
     full = making(config, **arguments, **({"allow_is_causal_skip": False} if kind == "chunked" else {}))
     if full is None:
         full = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
-    functions = mask_functions(partial(making, **arguments), config, LENGTH, False)
+    functions = MaskFunctions(partial(making, **arguments), config, LENGTH, False)
     queries = keys.clamp(min=0)[:, 5:]
     made = functions.made.mask(queries, keys, whole=False)
     assert made.dtype == full.dtype and torch.equal(made, masks.gather_mask(full, queries, keys))
@@ -78,7 +78,8 @@ def test_attention_without_masks_of_pairs() -> None:
     config, making = make("full")
     for attention in ("flash_attention_2", "flex_attention"):
         config._attn_implementation_internal = attention
-        assert mask_functions(making, config, LENGTH, True) is None
+        functions, mask = MaskFunctions(making, config, LENGTH, True), torch.ones(1, 1, LENGTH, LENGTH).bool()
+        assert functions.attention is None and functions.of_layer(0, mask) is mask
 
 
 @pytest.mark.parametrize(("batch", "kept"), [(1, 700), (2, 1100)])

@@ -175,10 +175,9 @@ def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
     """Raise UnsupportedSetupError if the decoder got an argument with an entry for each token that its adapter does not
     cut."""
     shape = kwargs["inputs_embeds"].shape[:2]
-    for name, value in kwargs.items():
-        per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == shape
-        known = _PER_TOKEN | adapter.extra_arguments | adapter.family.entry_tokens.keys()
-        if per_token and name not in known:
+    for name in kwargs.keys() - _PER_TOKEN - adapter.extra_arguments - adapter.family.entry_tokens.keys():
+        value = kwargs[name]
+        if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == shape:
             raise UnsupportedSetupError(
                 f"the decoder of {adapter.config.model_type!r} got the per-token argument {name!r}, which its "
                 "adapter does not know how to cut; override take_extras in an adapter for this family"

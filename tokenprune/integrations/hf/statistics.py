@@ -19,37 +19,16 @@ from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call, OnHost
-    from tokenprune.integrations.hf.forward.plan import Merged, Step
+    from tokenprune.integrations.hf.forward.plan import Step
     from tokenprune.integrations.hf.forward.report import Report
     from tokenprune.integrations.hf.sequence.layout import Layout
 
 
-def note_cut(call: Call, step: Step, selection: Selection, before: Segments) -> None:
-    """Record a cut; `call` holds the state after it."""
-    _note(call, call.held.layout, call.held.segments.counts, step, selection, before)
-
-
-def note_unmerging(call: Call, merged: Merged, layout: Layout) -> None:
-    """Record tokens that the tower merged and that stay one for the decoder's weights, which run on those of `layout`,
-    but not for its attention and cache."""
-    call.report.whole_attention = True
-    _note(call, layout, merged.counts, merged.step, merged.selection, call.held.segments)
-
-
-def _note(call: Call, layout: Layout, counts: list[int], step: Step, selection: Selection, before: Segments) -> None:
+def note_cut(call: Call, layout: Layout, counts: list[int], step: Step, selection: Selection, before: Segments) -> None:
+    """Record a cut of the segments `before`, of which so many tokens are left, and all tokens of `layout`."""
     call.report.note(step, layout, before, counts)
     if call.report.record:
         call.report.stats.defer(_cut_record(call, layout, step, selection, before))
-
-
-def _finish(call: Call, cache: Any) -> Stats:
-    """Return the `Stats` of a call with images; `cache` holds what the decoder cached, None if it cached nothing."""
-    report = call.report
-    note_bytes(report.stats, call, cache, report.length, len(report.tokens))
-    report.stats.defer(report.add_closed_forms)
-    if call.active and (ends := call.host.visual_ends):
-        report.stats.defer(partial(_note_lost_ends, call.held.layout, ends))
-    return report.stats
 
 
 def _note_cached_tokens(report: Report, host: OnHost, rows: int, held: list[Held], stats: Stats) -> None:
@@ -82,9 +61,14 @@ def _note_lost_ends(layout: Layout, ends: list[tuple[int, int]], stats: Stats) -
 
 def stats_after(call: Call, cache: Any) -> Stats | None:
     """Return the statistics after a call: its own where it has images, else those of the prefill that its cache
-    continues; None where there are neither. cache: see `_finish`."""
+    continues; None where there are neither. cache: holds what the decoder cached, None if it cached nothing."""
     if call.has_images:
-        return _finish(call, cache)
+        report = call.report
+        note_bytes(report.stats, call, cache, report.length, len(report.tokens))
+        report.stats.defer(report.add_closed_forms)
+        if call.active and (ends := call.host.visual_ends):
+            report.stats.defer(partial(_note_lost_ends, call.held.layout, ends))
+        return report.stats
     if (decode := call.cached.decode) is None:
         return None
     note_bytes(decode.stats, call, cache, call.held.layout.length, len(decode.visual))
@@ -109,7 +93,7 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> 
     for index, slots, size, _ in held:
         positions = torch.arange(call.past + length, device="cpu").expand(rows, -1)
         if call.active:
-            positions = call.group_of(index).columns
+            positions = next(group for group in reversed(call.groups) if group.first <= index).columns
             # A static layer has slots for tokens to come.
             positions = positions.masked_fill(positions >= call.past + length, -1)
         seen.append((size, positions[:, -slots:]))

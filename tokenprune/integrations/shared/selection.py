@@ -23,8 +23,9 @@ def validate_selection(selection: Selection, segments: Segments, method: Method)
         keep, counts = checked_form(selection, segments, method), list(stated)
     else:
         keep, valid = _with_validity(selection, segments, method)
-        *counts, fine = torch.cat([keep.sum(1), valid.view(1)]).tolist()  # one question for both
-        if not fine:
+        found = keep.sum(1) if valid is None else torch.cat([keep.sum(1), valid.view(1)])  # one question for both
+        counts = found.tolist()
+        if valid is not None and not counts.pop():
             raise TokenPruneError(_BAD_ASSIGN.format(method.name))
     if method.least and not all(counts):
         raise TokenPruneError(
@@ -41,7 +42,7 @@ def validate_selection(selection: Selection, segments: Segments, method: Method)
 def checked_keep(selection: Selection, segments: Segments, method: Method) -> Tensor:
     """Return the selection's `keep`; a third party's method may get any part of it wrong."""
     keep, valid = _with_validity(selection, segments, method)
-    if not bool(valid):
+    if valid is not None and not bool(valid):
         raise TokenPruneError(_BAD_ASSIGN.format(method.name))
     return keep
 
@@ -66,11 +67,12 @@ def checked_form(selection: Selection, segments: Segments, method: Method) -> Te
     return selection.keep & segments.mask
 
 
-def _with_validity(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, Tensor]:
-    """Return the selection's `keep`, and bool `[]`, True if its `assign` leads to tokens that are kept."""
+def _with_validity(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, Tensor | None]:
+    """Return the selection's `keep`, and bool `[]`, True if its `assign`, if it has one, leads to tokens that are
+    kept."""
     keep = checked_form(selection, segments, method)
     if selection.assign is None:
-        return keep, torch.ones((), dtype=torch.bool, device=keep.device)
+        return keep, None
     target = selection.assign.masked_fill(~segments.mask, -1)
     inside = (target >= -1) & (target < keep.shape[1])
     kept = (target < 0) | keep.gather(1, target.clamp(0, keep.shape[1] - 1))

@@ -167,7 +167,7 @@ class Engine(Attachable):
             self._read_to_host(call)
         # Not for videos: older versions of LLaVA-OneVision add a newline to their features after encoding them.
         if modality == "image" and modality in call.host.masks:
-            check_placeholders(modality, call.host.masks[modality], output)
+            check_placeholders(modality, call.host.placeholders[modality], output)
 
     # -- the decoder
 
@@ -199,11 +199,11 @@ class Engine(Attachable):
         batch, length = embeds.shape[:2]
         layout = Layout.full(batch, length, embeds.device, call.host.tokens_per_row if cutting else None)
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
-        inputs, functions = inputs.without("logits_to_keep"), None
+        inputs.extras.pop("logits_to_keep", None)
+        functions = extras = None
         if cutting:
             check_call(self.steps.values(), self.adapter, inputs.arguments(), bool(call.maskless))
             inputs, functions = prepare(call, inputs, self.adapter)
-        extras = None
         if call.has_images and self._takes_extras:
             arguments = inputs.arguments()
             extras = self.adapter.take_extras(arguments, layout)

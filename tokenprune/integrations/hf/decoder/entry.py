@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +20,7 @@ from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
-from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions, mask_functions
-from tokenprune.integrations.hf.sequence.masks import sliding_layers
+from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
 
 
 def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[DecoderInputs, MaskFunctions | None]:
@@ -31,8 +28,9 @@ def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Decode
     masks will be made of, see `_mask_functions`."""
     functions, wanted = _mask_functions(call, inputs, adapter), inputs.extras.get("use_cache")
     if inputs.cache is None and (adapter.text_config.use_cache if wanted is None else wanted):
-        inputs = replace(inputs, cache=DynamicCache(config=adapter.text_config))
-        call.take_cache(inputs.cache)
+        cache = DynamicCache(config=adapter.text_config)
+        inputs = DecoderInputs(inputs.embeds, inputs.mask, inputs.positions, cache, inputs.extras, inputs.given)
+        call.take_cache(cache)
     return inputs, functions
 
 
@@ -42,11 +40,13 @@ def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> Mask
     embeds, mask = inputs.embeds, inputs.mask
     if call.cached.capacity is not None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return None
-    # Padding leaves with the first cut, but a visual token that the caller masks may stay.
-    real_behind_cut = bool((call.host.real | ~call.host.visual).all())
-    # Of embeddings masks take no more than their number and their type.
-    make = partial(adapter.masks, embeds.new_empty(()).expand(*embeds.shape[:2], 1), mask, None)
-    return mask_functions(make, adapter.text_config, call.past + embeds.shape[1], real_behind_cut)
+    shape, dtype, device = embeds.shape, embeds.dtype, embeds.device
+
+    def make(config: Any) -> Any:
+        # Of embeddings masks take no more than their number and their type.
+        return adapter.masks(torch.empty((), dtype=dtype, device=device).expand(*shape[:2], 1), mask, None, config)
+
+    return MaskFunctions(make, adapter.text_config, call.past + shape[1], call.host.real_behind_cut)
 
 
 def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Adapter) -> DecoderInputs:
@@ -55,15 +55,15 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     embeds, positions = inputs.embeds, inputs.positions
     mask, made = _whole_mask(call, inputs, adapter)
     if positions is None:
-        # The decoder would count the remaining tokens; they keep the positions of the full prompt.
         positions = adapter.positions(inputs.arguments(), call.past)
     if call.merged is not None:
         embeds = apply(call, call.merged.step, call.merged.selection, embeds, adapter)
     if step is not None and call.cuts_at(0):
         embeds = apply(call, step, choose(call, step, Observed(), embeds, adapter), embeds, adapter)
     layout, index = call.held.layout, call.held.layout.index
-    group = call.group(0)
-    call.groups = [replace(group, start=None)]
+    functions, group = call.groups[0].functions, call.group(0) if made else None
+    call.groups.clear()
+    call.groups.append(call.group(0, functions))
     extras = dict(inputs.extras)
     for name, dim in adapter.family.entry_tokens.items():
         if extras.get(name) is not None:
@@ -72,7 +72,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
         extras.pop("cache_position", None)  # the decoder counts what is left
     if call.maskless.issuperset(range(len(adapter.decoder.layers))):
         mask = torch.ones_like(index)  # so that the decoder makes no dense mask that no layer reads
-    elif made:
+    elif group is not None:
         mask = _mask_of_pairs(group, mask, embeds.dtype, adapter)
     elif mask is not None:
         mask = masks.gather_token_mask(mask[:, -inputs.embeds.shape[1] :], index, layout.valid)
@@ -81,7 +81,9 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     if mask is None and call.cached.cache is None:
         # Without mask and cache transformers takes gaps in position_ids for borders of packed sequences.
         mask = torch.ones_like(index)
-    return replace(inputs, embeds=embeds, mask=mask, positions=gather_tokens(positions, index, -1), extras=extras)
+    # The decoder would count the remaining tokens; they keep the positions of the full prompt.
+    positions = index + call.past if positions is None else gather_tokens(positions, index, -1)
+    return DecoderInputs(embeds, mask, positions, inputs.cache, extras, inputs.given)
 
 
 def _whole_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Any, bool]:
@@ -90,10 +92,12 @@ def _whole_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[An
     mask, cached = inputs.mask, call.cached
     if isinstance(mask, dict) or (mask is not None and mask.ndim == 4):
         return mask, True
-    if not (cached.past or cached.capacity is not None or sliding_layers(adapter.text_config)):
+    if not (cached.past or cached.capacity is not None or adapter.sliding):
         return mask, False
     functions = call.groups[0].functions
-    return adapter.masks(inputs.embeds, mask, cached.cache) if functions is None else functions.made, True
+    if functions is None or functions.attention is None:
+        return adapter.masks(inputs.embeds, mask, cached.cache), True
+    return functions.made, True
 
 
 def _mask_of_pairs(group: LayerInputs, mask: Any, dtype: torch.dtype, adapter: Adapter) -> Any:

@@ -30,7 +30,7 @@ def choose(call: Call, step: Step, observed: Observed, hidden: Tensor, adapter: 
     call.held = held
     # Anew: a method before this one may have kept another number than it was asked for.
     arrived = plan.counts_of(held.segments)
-    carries = held.carries.by_owner
+    carries = held.carries
     if step.owner not in carries:
         carries[step.owner] = Carry(plan.original(step, arrived))
     carry = carries[step.owner]
@@ -38,8 +38,8 @@ def choose(call: Call, step: Step, observed: Observed, hidden: Tensor, adapter: 
     keep = [number for number, count in zip(kept, arrived, strict=True) if count]
     seen = adapter.seen(held.extras, step.layer, hidden)
     tokens = VisualTokens(held.segments, keep, Sources(call, seen, adapter, step.method.needs, carry, observed))
-    with torch.no_grad():
-        return cast(Pruner, step.method).select(tokens)
+    method = cast(Pruner, step.method)
+    return torch.no_grad()(method.select)(tokens) if torch.is_grad_enabled() else method.select(tokens)
 
 
 def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter: Adapter) -> Tensor:
@@ -59,5 +59,5 @@ def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter:
         hidden = merge(hidden)
     padding = call.host.padding_to_drop if held.layout.valid is None else None
     call.held, slots = held.cut(keep, counts, places, padding, partial(adapter.cut_extras, merge=merge))
-    note_cut(call, step, selection, segments)
+    note_cut(call, call.held.layout, counts, step, selection, segments)
     return gather_tokens(hidden, slots, 1)

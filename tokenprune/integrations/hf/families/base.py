@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import keys_of
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.integrations.shared.patch_grid import PatchSource, image_grid
 from tokenprune.ops.transfer import to_device
 
@@ -115,6 +117,11 @@ class Adapter(PatchSource):
         """The decoder's last norm."""
         return getattr(self.decoder, self.family.norm_name)
 
+    @cached_property
+    def sliding(self) -> list[int]:
+        """The decoder layers that attend in a window."""
+        return sliding_layers(self.text_config)
+
     @property
     def attention(self) -> str:
         """Name of the decoder's attention implementation; it may change after the patch."""
@@ -195,11 +202,10 @@ class Adapter(PatchSource):
         rest = {name: value for name, value in kwargs.items() if name != "input_ids"}
         return rest | {"inputs_embeds": self.base.get_input_embeddings()(kwargs["input_ids"])}
 
-    def positions(self, kwargs: dict[str, Any], past: int) -> Tensor:
-        """Return the positions (long `[1 or B, L]`) that the decoder would count itself for a call with `kwargs` after
-        `past` tokens."""
-        embeds = kwargs["inputs_embeds"]
-        return torch.arange(past, past + embeds.shape[1], device=embeds.device)[None]
+    def positions(self, kwargs: dict[str, Any], past: int) -> Tensor | None:
+        """Return the positions (long `[1 or B, L]`) that the decoder would make itself for a call with `kwargs` after
+        `past` tokens; None where it would count them from `past` on."""
+        return None
 
     def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any, config: Any = None) -> Any:
         """Return the masks that the decoder would make itself for the whole sequence, in a form that it takes.

@@ -90,7 +90,7 @@ class QFormerAdapter(Adapter):
     def embeds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return self.embedded(kwargs)
 
-    def positions(self, kwargs: dict[str, Any], past: int) -> Tensor:
+    def positions(self, kwargs: dict[str, Any], past: int) -> Tensor | None:
         mask = kwargs.get("attention_mask")
         if not self.learned_positions or mask is None:
             return super().positions(kwargs, past)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -33,18 +32,7 @@ class Carry(dict[str, Any]):
     def follow(self, kept: Kept) -> None:
         """Leave out what belongs to tokens, and to segments, that a cut took away."""
         for name, value in self.items():
-            if name not in self.still and isinstance(value, Tensor) and value.shape[:2] == kept.before:
+            if name not in self.still and isinstance(value, Tensor) and value.shape[:2] == kept.keep.shape:
                 self[name] = kept.follow(value)
-            elif kept.withdraws and isinstance(value, (Tensor, list)) and len(value) == kept.before[0]:
+            elif kept.withdraws and isinstance(value, (Tensor, list)) and len(value) == len(kept.counts):
                 self[name] = kept.segments_of(value)
-
-
-@dataclass
-class Carries:
-    """The `Carry` of each method that the patch is composed of, by its index (`Step.owner`)."""
-
-    by_owner: dict[int, Carry] = field(default_factory=dict)
-
-    def follow(self, kept: Kept) -> None:
-        for carry in self.by_owner.values():
-            carry.follow(kept)

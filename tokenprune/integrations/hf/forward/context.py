@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +25,34 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
 
 
-@dataclass(frozen=True)
+T = TypeVar("T")
+
+
+class Recent(Generic[T]):
+    """Values by all that they follow from, the last `MOST` that were made: a prompt of the same shape finds them. They
+    are not to be changed. A copy, as one of the model has, is empty."""
+
+    MOST = 16
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, T] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` returned for `key`; it is called where that is not known."""
+        if (found := self._made.get(key)) is None:
+            with torch.inference_mode(False):  # a tensor made in inference could not serve training later
+                found = make()
+            # One assignment: threads share it.
+            self._made = dict([*self._made.items(), (key, found)][-self.MOST :])
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+@dataclass(frozen=True, eq=False)
 class OnHost:
-    """A call's tokens, as far as the host knows them.
+    """A call's tokens, as far as the host knows them; calls with prompts of one shape share it.
 
     masks: bool `[B, L]` for each modality, where its placeholders are. padding: bool `[B, L]`, or None if the caller
     passed no mask. ids: long `[B, L]`, or None where they are not known or no part reads them. positions: those that
@@ -38,6 +64,27 @@ class OnHost:
     ids: Tensor | None
     positions: Tensor | None = None
     numbered: bool = False
+
+    @staticmethod
+    def read(flat: Tensor, shapes: dict[str, torch.Size], modalities: Collection[str]) -> OnHost:
+        """Return what was brought to the host, end to end: masks by modality, and others by name, with these shapes."""
+        parts = flat.clone().split([shape.numel() for shape in shapes.values()])
+        found = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        masks, padding, numbered = {name: found[name].bool() for name in modalities}, None, False
+        if (mask := found.get("mask")) is not None:
+            length = next(iter(masks.values())).shape[1]
+            padding, numbered = mask[:, -length:] == 0, bool((mask > 1).any())
+        return OnHost(masks, padding, found.get("ids"), found.get("positions"), numbered)
+
+    @cached_property
+    def placeholders(self) -> dict[str, int]:
+        """The number of placeholders of each modality."""
+        return {modality: int(mask.sum()) for modality, mask in self.masks.items()}
+
+    @cached_property
+    def real_behind_cut(self) -> bool:
+        """True if a cut leaves no padding: the caller masks no visual token."""
+        return bool((self.real | ~self.visual).all())
 
     @cached_property
     def visual(self) -> Tensor:
@@ -69,6 +116,7 @@ class OnHost:
 
 
 _NOT_READ = OnHost({}, None, None)
+_PROMPTS: Recent[OnHost] = Recent()
 _NOTHING = torch.empty(0, 0, dtype=torch.long, device="cpu")
 _NO_LAYOUT = Layout(_NOTHING, None, 0, [])
 _NO_SEGMENTS = Segments([], [], [], _NOTHING, _NOTHING.bool(), [], [])
@@ -132,24 +180,19 @@ class Call:
         positions, mask = self.arguments.get("position_ids"), self.arguments.get("attention_mask")
         if positions is not None and positions.is_floating_point():
             positions = None  # a family's own, in fractions, which all that is read with them would become
-        asked = {
-            "padding": self.padding(first.shape[1]),
-            "ids": self.arguments.get("input_ids") if with_ids else None,
-            "positions": positions,
-            "numbered": (mask > 1).any() if isinstance(mask, Tensor) and mask.ndim == 2 else None,
-        }
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            padding = self.padding(first.shape[1])
+            mask = None if padding is None else ~padding
+        elif mask.is_floating_point():
+            mask = mask.ceil().long()
+        ids = self.arguments.get("input_ids") if with_ids else None
+        asked = {"mask": mask, "ids": ids, "positions": positions}
         given = {name: one.to(first.device) for name, one in (masks | asked).items() if one is not None}
         # With numbers among them all become numbers.
-        flat = torch.cat([one.flatten() for one in given.values()]).cpu().split([one.numel() for one in given.values()])
-        found = {name: one.view(given[name].shape) for name, one in zip(given, flat, strict=True)}
-        read = {name: found[name].bool() for name in (*masks, "padding", "numbered") if name in found}
-        self.host = OnHost(
-            {name: read[name] for name in masks},
-            read.get("padding"),
-            found.get("ids"),
-            found.get("positions"),
-            bool(read.get("numbered")),
-        )
+        flat = torch.cat([one.flatten() for one in given.values()]).cpu()
+        shapes = {name: one.shape for name, one in given.items()}
+        key = (flat.dtype, flat.numpy().tobytes(), *shapes.items())
+        self.host = _PROMPTS.get(key, lambda: OnHost.read(flat, shapes, masks))
 
     def visual(self, device: torch.device) -> Tensor:
         """bool `[B, L]` on `device`: the placeholders of all modalities."""
@@ -210,7 +253,3 @@ class Call:
         ragged = bool(self.groups) and self.groups[-1].ragged
         about = (cached.past, cached.reduction, start, cached.capacity, functions)
         return LayerInputs(layer, self.held.layout, columns, ragged, *about)
-
-    def group_of(self, layer: int) -> LayerInputs:
-        """Return the group that `layer` belongs to, of those opened so far."""
-        return next(group for group in reversed(self.groups) if group.first <= layer)

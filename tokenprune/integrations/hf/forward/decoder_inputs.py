@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +29,7 @@ class DecoderInputs:
     mask: Any
     positions: Tensor | None
     cache: Any
-    extras: Mapping[str, Any]
+    extras: dict[str, Any]
     given: frozenset[str]
 
     @staticmethod
@@ -49,9 +49,3 @@ class DecoderInputs:
             if value is not None or name in self.given:
                 found[name] = value
         return found
-
-    def without(self, name: str) -> DecoderInputs:
-        """Return the inputs without the extra argument `name`."""
-        if name not in self.extras:
-            return self
-        return replace(self, extras={other: value for other, value in self.extras.items() if other != name})

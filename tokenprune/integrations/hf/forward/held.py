@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenprune.integrations.hf.forward.carry import Carries
+from tokenprune.integrations.hf.forward.carry import Carry
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
 from tokenprune.ops.transfer import to_device
@@ -24,14 +25,20 @@ CutExtras = Callable[[Any, Tensor, Layout], Any]
 class HeldTokens:
     """All that follows a cut, as one value: a cut is one assignment.
 
-    segments: the visual tokens that are left. layout: all tokens. extras: what the adapter takes along with them.
-    carries: what the stages of each method remember.
+    before: the visual tokens ahead of the last cut. layout: all tokens. extras: what the adapter takes along with them.
+    carries: what stages remember, by `Step.owner`. kept: what the last cut left of `before`, None = all.
     """
 
-    segments: Segments
+    before: Segments
     layout: Layout
     extras: Any = None
-    carries: Carries = field(default_factory=Carries)
+    carries: dict[int, Carry] = field(default_factory=dict)
+    kept: Kept | None = None
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The visual tokens that are left; after a last cut nobody asks."""
+        return self.before if self.kept is None else keep_segments(self.before, self.kept)
 
     def to(self, device: torch.device) -> HeldTokens:
         """Return it with segments and layout on `device`: a model may be spread over several."""
@@ -42,8 +49,9 @@ class HeldTokens:
 
     def places(self) -> Tensor:
         """long `[S, N]`: places of the visual tokens in the flattened `[B * W]`."""
-        segments, layout = self.segments, self.layout
-        return layout.inverse[segments.row_index, segments.position] + segments.row_index * layout.width
+        segments, layout, row = self.segments, self.layout, self.segments.row_index
+        slots = segments.position if layout.whole else layout.inverse[row, segments.position]
+        return slots + row * layout.width
 
     def cut(
         self, keep: Tensor, counts: list[int], places: Tensor, padding: Tensor | None, cut_extras: CutExtras
@@ -56,18 +64,18 @@ class HeldTokens:
         segments, layout = self.segments, self.layout
         # What is not gone is written to a scratch entry at the end: no boolean indexing, so no device sync.
         slots = layout.index.numel()
-        stays = torch.ones(slots + 1, dtype=torch.bool, device=places.device)
-        stays.scatter_(0, torch.where(segments.mask & ~keep, places, slots).flatten(), False)
-        stays = stays[:-1].view(layout.index.shape)
+        gone = torch.zeros(slots + 1, dtype=torch.bool, device=places.device)
+        gone.scatter_(0, torch.where(segments.mask ^ keep, places, slots).flatten(), True)
+        gone = gone[:-1].view(layout.index.shape)
         if layout.valid is not None:
-            stays &= layout.valid
+            gone |= ~layout.valid
         elif padding is not None:
-            stays &= ~to_device(padding, layout.index.device).gather(1, layout.index)
+            gone |= to_device(padding, layout.index.device).gather(1, layout.index)
         kept_per_row = list(layout.counts)
-        for row, count, kept in zip(segments.row, segments.counts, counts, strict=True):
-            kept_per_row[row] -= count - kept
-        after, taken = layout.cut(stays, kept_per_row)
-        extras = cut_extras(self.extras, taken, after)
-        left = Kept.of(keep, counts)
-        self.carries.follow(left)
-        return HeldTokens(keep_segments(segments, left, counts), after, extras, self.carries), taken
+        for row, count, left in zip(segments.row, segments.counts, counts, strict=True):
+            kept_per_row[row] -= count - left
+        after, taken = layout.cut(gone, kept_per_row)
+        extras, kept = cut_extras(self.extras, taken, after), Kept(keep, counts)
+        for carry in self.carries.values():
+            carry.follow(kept)
+        return HeldTokens(segments, after, extras, self.carries, kept), taken

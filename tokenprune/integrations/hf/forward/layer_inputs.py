@@ -34,13 +34,9 @@ class LayerFacts(Protocol):
 
 
 def columns_for(
-    layer: int,
-    layout: Layout,
-    past: int,
-    reduction: Reduction | None,
-    device: torch.device,
+    layer: int, layout: Layout, past: int, reduction: Reduction | None, device: torch.device,
     capacity: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the logical positions of the keys that `layer` holds, long `[B, K]`, -1 = empty slot: those of the past,
     those of `layout`, and up to `capacity`, where a static cache has slots for them, those of tokens to come."""
     columns = layout.positions().to(device)

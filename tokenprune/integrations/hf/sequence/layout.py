@@ -57,6 +57,8 @@ class Layout:
     @cached_property
     def slot_of(self) -> Tensor:
         """long `[B, length]`: the slot that holds each position, filler included; -1 if there is none."""
+        if self.whole:
+            return self.index
         slots = torch.arange(self.width, device=self.index.device).expand_as(self.index)
         return torch.full((self.index.shape[0], self.length), -1, device=self.index.device).scatter_(
             1, self.index, slots
@@ -70,17 +72,16 @@ class Layout:
         slots = self.slot_of
         return slots.masked_fill((slots >= 0) & ~self.valid.gather(1, slots.clamp(min=0)), -1)
 
-    def cut(self, keep: Tensor, kept_per_row: list[int]) -> tuple[Layout, Tensor]:
+    def cut(self, gone: Tensor, kept_per_row: list[int]) -> tuple[Layout, Tensor]:
         """Return the layout after a cut, and the slots (long `[B, W']`) of this layout that make it up.
 
-        keep: bool `[B, W]`; kept_per_row: its row sums, known on the host.
+        gone: bool `[B, W]`; kept_per_row: how many of each row are not, known on the host.
         """
         width = max(1, *kept_per_row)  # at least one slot: no layer takes an empty sequence
         # A stable sort of (kept, position) puts the kept tokens at the right end in their old order.
-        slots = compact.partition(~keep)[:, -width:]
-        ragged = any(kept != width for kept in kept_per_row)
-        valid = keep.gather(1, slots) if ragged else None
-        return Layout(self.index.gather(1, slots), valid, self.length, kept_per_row), slots
+        slots = compact.partition(gone)[:, -width:]
+        valid = None if kept_per_row == [width] * len(kept_per_row) else ~gone.gather(1, slots)
+        return Layout(slots if self.whole else self.index.gather(1, slots), valid, self.length, kept_per_row), slots
 
     def scatter_back(self, x: Tensor) -> Tensor:
         """`[B, W, D]` -> `[B, length, D]`, zeros where tokens are gone."""

@@ -8,7 +8,7 @@ and writes a mask of all pairs of places from each. Here these functions are ask
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -75,16 +75,20 @@ class MaskFunctions:
     """Functions that a decoder's masks are made of.
 
     make: returns the masks that a decoder of a config would make for a call. config: the decoder's. length: of the full
-    sequence, with what is in the cache. kinds: of the layers, None = all are of one. attention: name of the
-    implementation. real_behind_cut: whether it is known that after a cut no padding is left of the call's tokens.
+    sequence, with what is in the cache. real_behind_cut: whether it is known that after a cut no padding is left of the
+    call's tokens.
     """
 
     make: Callable[[Any], Any]
     config: Any
     length: int
-    kinds: Sequence[str] | None
-    attention: str
     real_behind_cut: bool
+
+    @cached_property
+    def attention(self) -> str | None:
+        """Name of the attention implementation; None where it takes no masks of pairs."""
+        name = self.config._attn_implementation
+        return name if name in _ATTENTION else None
 
     @cached_property
     def made(self) -> Any:
@@ -97,21 +101,15 @@ class MaskFunctions:
 
     def of_layer(self, layer: int, mask: Any) -> Any:
         """Return what to make masks of for `layer`, which was handed `mask`: the function that this was made by, or
-        `mask` itself where the decoder added something of its own to it."""
-        found = self.made
+        `mask` itself where the decoder added something of its own to it, or attention takes no masks of pairs."""
+        if self.attention is None:
+            return mask
+        found, kinds = self.made, getattr(self.config, "layer_types", None)
         if isinstance(found, dict):
-            found = None if self.kinds is None else found.get(self.kinds[layer])
+            found = None if kinds is None else found.get(kinds[layer])
         whole = isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == 1
         own = whole and (mask.dtype == torch.bool) == (self.attention == "sdpa")
         return found if own and isinstance(found, MaskFunction) else mask
-
-
-def mask_functions(make: Callable[[Any], Any], config: Any, length: int, real_behind_cut: bool) -> MaskFunctions | None:
-    """Return what the masks that `make` returns are made of; None where attention takes no masks of pairs. For the
-    arguments see `MaskFunctions`."""
-    attention = config._attn_implementation
-    kinds = getattr(config, "layer_types", None)
-    return MaskFunctions(make, config, length, kinds, attention, real_behind_cut) if attention in _ATTENTION else None
 
 
 def _function(

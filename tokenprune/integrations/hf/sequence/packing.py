@@ -51,8 +51,7 @@ def borders(arguments: Mapping[str, Any], numbered: bool, positions: Tensor | No
 def unread(arguments: Mapping[str, Any], padding: Tensor | None, positions: Tensor | None) -> str | None:
     """Return why positions that begin anew tell no borders in a call without `borders`, in words; None where they do
     not begin anew. padding: bool `[B, L]`, on the host, as `positions`."""
-    real = None if padding is None else ~padding
-    if positions is None or not restarts(positions, real):
+    if positions is None or not restarts(positions, None if padding is None else ~padding):
         return None
     if arguments.get("attention_mask") is not None:
         return "an attention mask of tokens tells no borders"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -68,11 +69,15 @@ def feature_total(output: Any) -> int | None:
     return math.prod(features.shape[:-1]) if isinstance(features, Tensor) else None
 
 
-def check_placeholders(modality: str, mask: Tensor, output: Any) -> None:
-    """Raise PlaceholderMismatchError where a prompt holds fewer or more placeholders than there are features. mask: on
-    the host."""
+def told_by(outputs: dict[str, Any]) -> tuple:
+    """Return all that segments are found by of the encoder's output for each modality, to tell prompts apart by."""
+    records = ((modality, feature_counts(output), record_of(output)) for modality, output in outputs.items())
+    return tuple((modality, repr((counts, record.grids, record.frames))) for modality, counts, record in records)
+
+
+def check_placeholders(modality: str, placeholders: int, output: Any) -> None:
+    """Raise PlaceholderMismatchError where a prompt holds fewer or more placeholders than there are features."""
     features = feature_total(output)
-    placeholders = int(mask.sum())
     if features is not None and features != placeholders:
         raise PlaceholderMismatchError(
             f"the prompt holds {placeholders} {modality} placeholders, but the encoder returned {features} features. "
@@ -114,35 +119,19 @@ def find_segments(
     if per == "prompt":
         pieces = _by_row(pieces)
 
-    counts = [len(piece.columns) for piece in pieces]
-    position = torch.nn.utils.rnn.pad_sequence([piece.columns for piece in pieces], batch_first=True)
+    row, columns_of, grids, modalities, frames, clips = map(list, zip(*pieces, strict=True))
+    counts = list(map(len, columns_of))
+    position = torch.nn.utils.rnn.pad_sequence(columns_of, batch_first=True)
     mask = torch.arange(max(counts), device="cpu") < torch.tensor(counts, device="cpu")[:, None]
-    ordinals: list[int] = []
-    for index, piece in enumerate(pieces):
-        same_row = index > 0 and pieces[index - 1].row == piece.row
-        ordinals.append(ordinals[-1] + 1 if same_row else 0)
-    return Segments(
-        row=[piece.row for piece in pieces],
-        ordinal=ordinals,
-        counts=counts,
-        position=to_device(position, device),
-        mask=to_device(mask, device),
-        grids=[piece.grid for piece in pieces],
-        modality=[piece.modality for piece in pieces],
-        frames=[piece.frames for piece in pieces],
-        clips=[] if tempo is None else [piece.clip for piece in pieces],
-    )
+    ordinal = [place for _, of_row in groupby(row) for place, _ in enumerate(of_row)]
+    position, mask = to_device(position, device), to_device(mask, device)
+    return Segments(row, ordinal, counts, position, mask, grids, modalities, frames, [] if tempo is None else clips)
 
 
 def pieces_of(
-    modality: str,
-    rows: Tensor,
-    columns: Tensor,
-    output: Any,
-    step: int,
-    grid_of: GridOf | None = None,
+    modality: str, rows: Tensor, columns: Tensor, output: Any, step: int, grid_of: GridOf | None = None,
     behind_video: int = 0,
-) -> list[Piece]:
+) -> list[Piece]:  # fmt: skip
     """Return the pieces of a modality, one with features or an unbroken run each; see `find_segments`.
 
     rows, columns: long `[n]`, of the modality's placeholders, on the host.
@@ -223,36 +212,39 @@ def _by_row(pieces: list[Piece]) -> list[Piece]:
 class Kept:
     """Visual tokens that a cut leaves; a segment of which nothing is left is a segment no more.
 
-    before: S and N. alive: which segments are left, S' of them. order: long `[S', N']`, which of their tokens are left,
-    in order. mask: bool `[S', N']`, False for padding.
+    keep: bool `[S, N]`, which are left, none of them padding; counts: its row sums.
     """
 
-    before: tuple[int, int]
-    alive: list[int]
-    order: Tensor
-    mask: Tensor
+    keep: Tensor
+    counts: list[int]
 
-    @staticmethod
-    def of(keep: Tensor, counts: list[int]) -> Kept:
-        """keep: bool `[S, N]`; counts: its row sums."""
-        alive = [index for index, count in enumerate(counts) if count]
-        rows = keep if len(alive) == len(counts) else keep[to_device(alive, keep.device)] if alive else keep[:0]
-        width = max(counts)
-        order = partition(rows)[:, :width] if alive else torch.zeros(0, 0, dtype=torch.long, device=keep.device)
-        limit = to_device([counts[index] for index in alive], keep.device)[:, None]
-        return Kept((keep.shape[0], keep.shape[1]), alive, order, torch.arange(width, device=keep.device) < limit)
+    @cached_property
+    def alive(self) -> list[int]:
+        """The segments that are left, S' of them."""
+        return [index for index, count in enumerate(self.counts) if count]
+
+    @cached_property
+    def order(self) -> Tensor:
+        """long `[S', N']`: which tokens of each are left, in order."""
+        return partition(self.segments_of(self.keep))[:, : max(self.counts)]
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """bool `[S', N']`: False for padding."""
+        device = self.keep.device
+        return torch.arange(max(self.counts), device=device) < to_device(self.segments_of(self.counts), device)[:, None]
 
     @property
     def withdraws(self) -> bool:
         """True if nothing is left of some segment."""
-        return len(self.alive) < self.before[0]
+        return len(self.alive) < len(self.counts)
 
     def segments_of(self, values: Any) -> Any:
         """Return those of S `values` (a list, or a tensor `[S, ...]`) whose segments are left."""
         if not self.withdraws:
             return values
         if isinstance(values, Tensor):
-            return values[to_device(self.alive, values.device)] if self.alive else values[:0]
+            return values[to_device(self.alive, values.device, torch.long)]
         return [values[index] for index in self.alive]
 
     def follow(self, values: Tensor) -> Tensor:
@@ -263,21 +255,14 @@ class Kept:
         return values[rows, order].masked_fill(~mask.view(*mask.shape, *[1] * (values.ndim - 2)), 0)
 
 
-def keep_segments(segments: Segments, kept: Kept, counts: list[int]) -> Segments:
-    """Return the segments after a cut. counts: how many tokens are left of each of those before it."""
-    position = kept.follow(segments.position)
+def keep_segments(segments: Segments, kept: Kept) -> Segments:
+    """Return the segments after a cut."""
+    position, counts = kept.follow(segments.position), kept.counts
     grids = [g if new == old else None for g, new, old in zip(segments.grids, counts, segments.counts, strict=True)]
-    return Segments(
-        row=kept.segments_of(segments.row),
-        ordinal=kept.segments_of(segments.ordinal),
-        counts=kept.segments_of(counts),
-        # Padding must point at a token that is still there.
-        position=torch.where(kept.mask, position, position[:, :1]),
-        mask=kept.mask,
-        grids=kept.segments_of(grids),
-        modality=kept.segments_of(segments.modality),
-        frames=kept.segments_of(frames_left(segments, counts)),
-    )
+    told = (segments.row, segments.ordinal, counts, grids, segments.modality, frames_left(segments, counts))
+    row, ordinal, counts, *about = map(kept.segments_of, told)
+    # Padding must point at a token that is still there.
+    return Segments(row, ordinal, counts, torch.where(kept.mask, position, position[:, :1]), kept.mask, *about)
 
 
 def frames_left(segments: Segments, counts: list[int]) -> list[list[int] | None]:

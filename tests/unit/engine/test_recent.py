@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is found out of a prompt serves the next one of its shape, and no other."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import tokenprune
+from far_device import Far, counting, far_inputs, to_far
+from tokenprune.integrations.hf.decoder import planner
+from tokenprune.integrations.hf.forward.context import Recent
+from zoo import FAMILIES, Family
+
+FAMILY = FAMILIES["llava"]
+
+
+@torch.no_grad()
+def logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return model(**inputs, use_cache=True).logits
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """The devices of the segments that are made, one for each search."""
+    found: list[torch.device] = []
+    search = planner.find_segments
+
+    def noted(masks: Any, outputs: Any, per: str, device: torch.device, *rest: Any) -> Any:
+        found.append(device)
+        return search(masks, outputs, per, device, *rest)
+
+    monkeypatch.setattr(planner, "find_segments", noted)
+    return found
+
+
+def test_as_many_are_kept_as_it_says_and_the_oldest_leave() -> None:
+    recent: Recent[str] = Recent()
+    for key in range(3 * Recent.MOST):
+        assert recent.get(key, lambda key=key: str(key)) == str(key)
+    assert len(recent._made) == Recent.MOST
+    assert recent.get(key, pytest.fail) == str(key)
+    assert recent.get(0, lambda: "anew") == "anew"
+    assert not copy.deepcopy(recent)._made and not pickle.loads(pickle.dumps(recent))._made
+
+
+def test_a_prompt_of_the_same_shape_is_searched_once(searches: list[torch.device]) -> None:
+    """Whatever it says, and whatever its image shows."""
+    model, inputs = FAMILY.build(), FAMILY.make_inputs(images=(1, 2))
+    tokenprune.patch(model, "divprune", keep=0.5)
+    first = logits(model, inputs)
+    others = inputs | {"pixel_values": inputs["pixel_values"].flip(-1)}
+    text = inputs["input_ids"] != model.config.image_token_id
+    others["input_ids"] = inputs["input_ids"].where(~text, inputs["input_ids"].roll(1, -1).where(text.roll(1, -1), 5))
+    assert not torch.equal(logits(model, others), first) and len(searches) == 1
+    assert torch.equal(logits(model, inputs), first) and len(searches) == 1
+
+
+OTHERS: dict[str, Any] = {
+    "other images": lambda family, inputs: family.make_inputs(images=(2, 1)),
+    "other padding": lambda family, inputs: (
+        inputs | {"attention_mask": inputs["attention_mask"].index_fill(1, torch.tensor([0]), 0)}
+    ),
+    "no mask": lambda family, inputs: {name: value for name, value in inputs.items() if name != "attention_mask"},
+    "longer": lambda family, inputs: inputs | {
+        name: torch.cat([inputs[name], inputs[name][:, -1:]], 1) for name in ("input_ids", "attention_mask")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_another_prompt_is_searched_anew(change: str, searches: list[torch.device]) -> None:
+    inputs = FAMILY.make_inputs(images=(1, 2))
+    other = OTHERS[change](FAMILY, inputs)
+    fresh, model = FAMILY.build(), FAMILY.build()
+    for one in (fresh, model):
+        tokenprune.patch(one, "fastv", keep=0.5)
+    wanted = logits(fresh, other)
+    searches.clear()
+    logits(model, inputs)
+    assert torch.equal(logits(model, other), wanted) and len(searches) == 2
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl"])
+def test_images_of_another_shape_in_the_same_places_are_others(name: str, searches: list[torch.device]) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    tokenprune.patch(model, "divprune", keep=0.5)
+    wide, high = (family.make_inputs(images=(1,), sizes=(size,)) for size in ((8, 16), (16, 8)))
+    assert torch.equal(wide["input_ids"], high["input_ids"])
+    for inputs in (wide, high):
+        logits(model, inputs)
+    assert len(searches) == 2
+
+
+def test_another_budget_is_planned_anew() -> None:
+    model, inputs = FAMILY.build(), FAMILY.make_inputs(images=(1, 2))
+    for keep in (0.5, 0.25):
+        with tokenprune.patched(model, "fastv", keep=keep):
+            logits(model, inputs)
+            stats = tokenprune.stats(model)
+        assert stats.visual_tokens_out == keep * stats.visual_tokens_in
+
+
+def test_what_inference_made_serves_training() -> None:
+    model, inputs = FAMILY.build(), FAMILY.make_inputs(images=(1, 2))
+    tokenprune.patch(model, "visionzip", keep=0.5)
+    with torch.inference_mode():
+        first = model(**inputs).logits
+    found = model(**inputs).logits
+    found.sum().backward()
+    assert torch.equal(first, found)
+
+
+def test_a_model_that_moves_has_its_own(searches: list[torch.device]) -> None:
+    inputs = FAMILY.make_inputs(images=(1, 2))
+    model = FAMILY.build("eager")
+    tokenprune.patch(model, "fastv", keep=0.5)
+    first = logits(model, inputs)
+    half = logits(model.to(torch.bfloat16), inputs | {"pixel_values": inputs["pixel_values"].bfloat16()})
+    assert half.dtype == torch.bfloat16
+    model.float()
+    far = to_far(model)
+    with counting():
+        found = logits(far, far_inputs(inputs))
+    assert isinstance(found, Far) and found.shape == first.shape
+    assert [device.type for device in searches] == ["cpu", "far"]
+
+
+def test_threads_with_different_prompts_get_their_own_answers() -> None:
+    family: Family = FAMILY
+    prompts = [family.make_inputs(images=images) for images in ((1,), (2,), (1, 2), (2, 1))]
+    model = family.build()
+    tokenprune.patch(model, "divprune", keep=0.5)
+    wanted = [logits(model, inputs) for inputs in prompts]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda turn: logits(model, prompts[turn % 4]), range(32)))
+    assert all(torch.equal(one, wanted[turn % 4]) for turn, one in enumerate(found))
