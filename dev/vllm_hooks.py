@@ -15,6 +15,7 @@ import ast
 import json
 import re
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,20 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "dev" / "vllm_hooks"
 REGISTRY = "vllm.model_executor.models.registry"
-TABLES = (
-    "compat:HOOKS",
-    "compat:WEIGHT_HOOKS",
-    "compat:START_HOOKS",
-    "compat:SENDER_HOOKS",
-    "compat:WORKER_HOOKS",
-    "compat:REQUEST_HOOKS",
-    "compat:ENDPOINT_HOOKS",
-    "compat:HEADER_HOOKS",
-    "compat:USAGE_HOOKS",
-    "in_llm.limits:ENGINE_HOOKS",
-    "in_llm.limits:WORKER_HOOKS",
-    "in_llm.limits:KV_HOOKS",
-)
+TABLES = ROOT / "tokenprune" / "integrations" / "vllm" / "hooks.toml"
 # What stands in the place of a hook is called by vLLM, so it has to take all that vLLM may pass.
 _PROCESSOR = "vllm.multimodal.processing:BaseMultiModalProcessor"
 _MODEL = "vllm.model_executor.models.interfaces"
@@ -240,9 +228,8 @@ def defines(node: ast.stmt) -> list[str]:
 
 
 def hooks() -> dict[str, str]:
-    """All that the plugin builds on, with the parameters that it passes or takes. Read, too: some of it needs vLLM."""
-    mine = Sources(ROOT)
-    return {k: v for table in TABLES for k, v in ast.literal_eval(mine.find(f"{_OURS}.{table}").node.value).items()}
+    """All that the plugin builds on, with the parameters that it passes or takes."""
+    return {where: names for table in tomllib.loads(TABLES.read_text()).values() for where, names in table.items()}
 
 
 def read(place: Path, wanted: dict[str, str]) -> dict[str, Any]:

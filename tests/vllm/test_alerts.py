@@ -25,7 +25,7 @@ from test_on_error import ENDS
 from test_rollout_counts import asking
 from tokenprune.integrations.vllm.front import announce, items, metrics
 from tokenprune.integrations.vllm.setting.configuration import SECONDS
-from tokenprune.integrations.vllm.worker.clock import Clock
+from tokenprune.integrations.vllm.worker import clock
 from tokenprune.serve import reload
 
 FILE = Path(__file__).resolve().parents[2] / "deploy/alerts.yaml"
@@ -35,6 +35,12 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="no promtool on the path (Debian: the package prometheus) and none named by PROMTOOL"
 )
+
+
+@pytest.fixture(autouse=True)
+def minutes_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between selections of one second, here."""
+    monkeypatch.setattr(clock, "_EVERY", 0.0)
 
 
 class Server:
@@ -47,7 +53,7 @@ class Server:
         vllm_config = SimpleNamespace(model_config=self.model_config, use_v2_model_runner=False)
         renderer = SimpleNamespace(get_mm_processor=lambda: made)
         self.engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer)
-        self.clock = Clock(getattr(self.model_config.multimodal_config, SECONDS, None))
+        self.clock = clock.Clock(getattr(self.model_config.multimodal_config, SECONDS, None))
         self.vllm = {
             "vllm:num_requests_running": 1.0,
             'up{job="vllm"}': 1.0,

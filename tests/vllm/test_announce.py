@@ -20,7 +20,7 @@ from conftest import DIVPRUNE
 from test_metrics import samples
 from test_plugin import config
 from tokenprune.integrations.vllm import compat
-from tokenprune.integrations.vllm.front import announce, engines, metrics
+from tokenprune.integrations.vllm.front import announce, metrics
 from tokenprune.serve import profiles
 
 PROFILES = {"profiles": {"fast": {"keep": 0.11}, "ocr": {"off": True}}}
@@ -58,7 +58,7 @@ def test_facts(folder: Callable[[str], Path], setting: Any, said: str, profiles:
 
 
 def test_hooks_that_do_not_hold_are_left_out(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(announce._TABLES, "cache", {"vllm.gone:Gone": ""})
+    monkeypatch.setitem(compat.HOOKS, "cache", {"vllm.gone:Gone": ""})
     assert facts(config(folder("llava"), DIVPRUNE))["hooks"] == "setting,profiles"
 
 
@@ -131,11 +131,11 @@ def test_acts_are_done_once_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     done: list[Any] = []
-    monkeypatch.setattr(engines, "_acts", [])
+    monkeypatch.setattr(compat, "_acts", [])
     monkeypatch.setattr(AsyncLLM, "__init__", lambda self: done.append("started"))
     first, second = (lambda engine: done.append(1)), (lambda engine: done.append(2))
     for act in (first, second, first):
-        engines.on_start(act)
+        compat.on_start(act)
     monkeypatch.setattr(AsyncLLM, "__del__", lambda self: None)
     AsyncLLM()
     assert done == ["started", 1, 2]

@@ -16,7 +16,7 @@ from conftest import DIVPRUNE, ORIGINAL, Engine, same
 from test_plugin import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.families import SERVED
-from tokenprune.integrations.vllm.setting.plan import Plan, field_name
+from tokenprune.integrations.vllm.setting.plan import Plan, field_name, runs_of
 from tokenprune.integrations.vllm.setting.position_checks import arrange, original_positions
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.worker.positions import DIGITS, of_line, place_line, to_columns
@@ -164,7 +164,7 @@ def test_every_split(keep: float, per_run: bool) -> None:
     for text, behind in (("#" * 8, 0), ("ab########c########d", 0), ("#" * 6, 3), ("#" * 12, 0)):
         placeholders = [letter == "#" for letter in text]
         plan = Plan.make(
-            ServedSetting(DivPrune(), keep), [9 if one else 50 for one in placeholders], placeholders, per_run
+            ServedSetting(DivPrune(), keep), runs_of([9 if one else 50 for one in placeholders], placeholders), per_run
         )
         stays = torch.tensor(placeholders)
         for segment, kept in zip(stays.nonzero().flatten().split(plan.counts), plan.keep, strict=True):
@@ -173,7 +173,7 @@ def test_every_split(keep: float, per_run: bool) -> None:
         if plan.between:  # text within comes with the rows
             first, end = plan.span
             within[first:end] |= ~torch.tensor(placeholders[first:end])
-        written = plan.reduced() if plan.reduces else list(plan.tokens)
+        written = plan.reduced() if plan.reduces else plan.tokens
         data = {field_name("image"): MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField())}
         features.append(MultiModalFeatureSpec(data, "image", "", PlaceholderRange(len(tokens), len(written))))
         left = (stays | ~torch.tensor(placeholders)).nonzero().flatten()

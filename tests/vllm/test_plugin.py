@@ -36,18 +36,18 @@ def config(folder: Path, setting: Any = None, extra: dict[str, Any] | None = Non
 
 
 def test_every_hook_is_there() -> None:
-    assert compat.missing_hooks() == [] and compat.missing_hooks(compat.WORKER_HOOKS) == []
+    assert compat.missing_hooks("weights", "setting", "worker") == []
     assert compat.vllm_version() == compat.TESTED
 
 
 def test_other_versions_are_refused_by_name(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only who has a setting is refused."""
-    hooks = compat.HOOKS | {
+    hooks = compat.HOOKS["setting"] | {
         "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_hashes": "self moved",
         "vllm.multimodal:Gone": "",
     }
-    monkeypatch.setattr(compat, "HOOKS", hooks)
-    problems = compat.missing_hooks()
+    monkeypatch.setitem(compat.HOOKS, "setting", hooks)
+    problems = compat.missing_hooks("weights", "setting")
     assert len(problems) == 2 and "no parameter moved" in problems[0] and "Gone" in problems[1]
 
     class Fake:
@@ -77,10 +77,10 @@ def test_other_runners_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asked = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_encoder_input_tokens=1))
     hooks = {"vllm.v1.worker.gpu_model_runner:Gone": "", "vllm.v1.worker.xpu_model_runner:Gone": ""}
-    monkeypatch.setattr(runner, "WORKER_HOOKS", hooks)
+    monkeypatch.setitem(compat.HOOKS, "worker", hooks)
     with pytest.raises(UnsupportedSetupError, match=r"which lacks Gone \(module 'vllm\.v1\.worker\.gpu_\S+ has .*\)\."):
         runner.prepare_runner(asked)
-    monkeypatch.setattr(runner, "WORKER_HOOKS", {})
+    monkeypatch.setitem(compat.HOOKS, "worker", {})
     monkeypatch.setattr(runner, "_RUNNERS", ("vllm.gone",))
     with pytest.raises(UnsupportedSetupError, match=r"which lacks vllm\.gone"):
         runner.prepare_runner(asked)
@@ -324,7 +324,7 @@ def test_vllm_is_loaded_nowhere_else() -> None:
 def test_checkpoints_of_transformers_5_load_where_a_hook_is_missing(folder: Any, tmp_path: Path) -> None:
     """In a process of its own, of a vLLM that lacks something. A setting is refused there; a model is not."""
     code = (
-        "import sys; from tokenprune.integrations.vllm import compat; compat.HOOKS['vllm:Gone'] = ''\n"
+        "import sys; from tokenprune.integrations.vllm import compat; compat.HOOKS['setting']['vllm:Gone'] = ''\n"
         "from vllm import LLM, SamplingParams; import json\n"
         "llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))\n"
         "prompt, params = {'prompt_token_ids': [30, 31, 32]}, SamplingParams(temperature=0, max_tokens=3)\n"

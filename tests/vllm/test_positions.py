@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
 
-from tokenprune.integrations.vllm.setting.plan import Plan, field_name
+from tokenprune.integrations.vllm.setting.plan import Plan, field_name, runs_of
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.worker import positions
 from tokenprune.integrations.vllm.worker.positions import (
@@ -64,31 +64,30 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
     for text in texts:
         plan = Plan.make(
             ServedSetting(DivPrune(), keep),
-            [PAD if c == "#" else ord(c) for c in text],
-            [c == "#" for c in text],
+            runs_of([PAD if c == "#" else ord(c) for c in text], [c == "#" for c in text]),
             per_run,
         )
         if plan.reduces:
             begin, end = plan.span
-            pads = torch.tensor([place for place, embed in enumerate(plan.embeds) if embed])
+            pads = torch.tensor([place for place, embed in enumerate(plan.is_embed) if embed])
             gone: set[int] = set()
             for segment, kept in zip(pads.split(plan.counts), plan.keep, strict=True):
                 gone |= set(segment[torch.randperm(len(segment), generator=generator)[kept:]].tolist())
             left = [place for place in range(begin, end) if place not in gone]
             # Between runs with a budget each, text stays text.
-            stay = [place for place in left if plan.embeds[place]] if per_run else left
+            stay = [place for place in left if plan.is_embed[place]] if per_run else left
             written = plan.reduced()
         else:
-            stay, written = [place for place, embed in enumerate(plan.embeds) if embed], list(plan.tokens)
+            stay, written = [place for place, embed in enumerate(plan.is_embed) if embed], plan.tokens
         features.append(MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(len(tokens), len(written))))
         columns = torch.full((len(stay), COLUMNS), WHOLE, dtype=dtype)
         if plan.reduces:
             columns = to_columns(within_item(rule, plan, item(plan), "video")[:, stay], dtype)
         rows.append(torch.cat([torch.zeros(len(stay), 5, dtype=dtype), columns], 1))
         if plan.reduces:
-            kept_places += [len(full) + p for p in [*range(begin), *left, *range(end, len(plan.tokens))]]
+            kept_places += [len(full) + p for p in [*range(begin), *left, *range(end, plan.length)]]
         else:
-            kept_places += [len(full) + p for p in range(len(plan.tokens))]
+            kept_places += [len(full) + p for p in range(plan.length)]
         full += [*plan.tokens, 50, 51]
         kept_places += [len(full) - 2, len(full) - 1]
         tokens += [*written, 50, 51]
@@ -128,12 +127,12 @@ def test_digits_are_exact() -> None:
 
 def by_loop(rule: Any, plan: Plan) -> torch.Tensor:
     """`within_item`, token by token."""
-    known, _ = rule(list(plan.tokens), [])
+    known, _ = rule(plan.tokens, [])
     first, end = plan.span
     start, found = first, []
-    for at in range(len(plan.tokens)):
+    for at in range(plan.length):
         inside = plan.per_run and first <= at < end
-        if inside and not (at > first and plan.embeds[at] and plan.embeds[at - 1]):
+        if inside and not (at > first and plan.is_embed[at] and plan.is_embed[at - 1]):
             start = at
         begin = start if inside else first
         base = 0 if begin == 0 else int(known[:, begin - 1].max()) + 1
@@ -149,7 +148,9 @@ def test_runs_stand_where_a_walk_over_the_tokens_puts_them(seed: int, per_run: b
     text = "".join("ab#"[2 * (index % 2)] * length for index, length in enumerate(lengths)) or "#"
     text += "" if "#" in text else "#"
     embeds = [c == "#" for c in text]
-    plan = Plan.make(ServedSetting(DivPrune(), 0.5), [PAD if c == "#" else ord(c) for c in text], embeds, per_run)
+    plan = Plan.make(
+        ServedSetting(DivPrune(), 0.5), runs_of([PAD if c == "#" else ord(c) for c in text], embeds), per_run
+    )
     assert torch.equal(within_item(rule, plan, item(plan), "video"), by_loop(rule, plan))
 
 
@@ -167,12 +168,12 @@ def test_a_walk_of_a_long_video_takes_as_many_operations_as_of_a_short_one() -> 
     def plan(frames: int) -> Plan:
         text = ("a" + 4 * "#") * frames
         tokens = [PAD if c == "#" else ord(c) for c in text]
-        return Plan.make(ServedSetting(DivPrune(), 0.5), tokens, [c == "#" for c in text], True)
+        return Plan.make(ServedSetting(DivPrune(), 0.5), runs_of(tokens, [c == "#" for c in text]), True)
 
     counts = []
     for frames in (2, 50):
         one = plan(frames)
-        known = rule(list(one.tokens), [])
+        known = rule(one.tokens, [])
         with Operations() as operations:
             within_item(lambda *_: known, one, item(one), "video")  # noqa: B023
         counts.append(operations.count)
@@ -180,7 +181,7 @@ def test_a_walk_of_a_long_video_takes_as_many_operations_as_of_a_short_one() -> 
 
 
 def test_a_step_that_places_nothing_looks_at_no_position() -> None:
-    plan = Plan.make(ServedSetting(DivPrune(), 0.5), [PAD] * 8, None, False)
+    plan = Plan.make(ServedSetting(DivPrune(), 0.5), runs_of([PAD] * 8), False)
     tokens = [*range(20, 25), *plan.reduced(), 50, 51]
     features = [MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(5, plan.rows))]
     known, delta = of_prompt(rule, tokens, features)

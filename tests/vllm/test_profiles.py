@@ -274,6 +274,7 @@ def test_the_log_says_what_was_counted(server: Server) -> None:
     asked = {one["request"] for one in requests}
     for one in (one["request"] for one in lines if one["event"] == "selection"):
         assert one in asked or re.sub(r"_\d+$", "", one) in asked  # of a batch
+    time.sleep(1.5)  # workers write their counts once a second
     for event, name in (("refusal", "refusals"), ("selection", "selections")):
         assert sum(one["event"] == event for one in lines) == sum(server.counted(f"tokenprune:{name}_total").values())
     assert "profile" not in {key for one in lines if one["event"] == "refusal" for key in one}

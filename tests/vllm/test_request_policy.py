@@ -16,6 +16,7 @@ import pytest
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, OPTIONS
 from test_pixels import photos, processor
+from tokenprune.integrations.vllm.front import items
 from tokenprune.integrations.vllm.front import request as seam
 from tokenprune.integrations.vllm.front.served import Served, ServedRequest
 from tokenprune.integrations.vllm.setting import configuration
@@ -55,11 +56,13 @@ def test_a_request_is_resolved_once(
     counting(seam, "of_request")
     counting(Offer, "setting")
     counting(ServedRequest, "of")
+    counting(items, "family_of")
     cache = MultiModalProcessorOnlyCache(made.info.ctx.model_config)
     kwargs = {} if asked is None else {"tokenprune": asked}
     for count in (1, 3):
-        items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[NAME])[:count]})
-        made(CHECKPOINTS[NAME].prompt(count), items, hf_processor_mm_kwargs=kwargs, cache=cache)
+        images = made.info.parse_mm_data({"image": photos(CHECKPOINTS[NAME])[:count]})
+        made(CHECKPOINTS[NAME].prompt(count), images, hf_processor_mm_kwargs=kwargs, cache=cache)
+        assert calls.pop("family_of", 0) == (count == 1)  # what a model's items have in common, for its first request
         assert calls.pop("check_model") == 1
         assert calls.pop("setting", 0) + calls.pop("of_request", 0) == 1
         assert calls.pop("of") <= 2 and not calls  # served, or held back and its shadow

@@ -128,7 +128,7 @@ def test_endpoints_without_profiles_refuse_a_caller_that_has_one(made: Any, call
 
 def test_without_the_header_nobody_is_told_apart(folder: Callable[[str], Path], monkeypatch: Any) -> None:
     """So a server with such a rule does not start; a program that calls `LLM(...)` has no callers."""
-    monkeypatch.setattr(answers, "HEADER_HOOKS", {"vllm.gone:Gone": ""})
+    monkeypatch.setitem(compat.HOOKS, "header", {"vllm.gone:Gone": ""})
     monkeypatch.setattr(answers, "is_server", lambda: False)  # another test of this process may have been one
     config(folder(NAME), DIVPRUNE | OFFER)
     monkeypatch.setattr(answers, "is_server", lambda: True)

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.integrations.vllm.compat import HEADER_HOOKS, USAGE_HOOKS, is_wrapped, missing_hooks, then
+from tokenprune.integrations.vllm.compat import HOOKS, is_wrapped, missing_hooks, then
 from tokenprune.integrations.vllm.front.served import Served
 from tokenprune.integrations.vllm.setting.configuration import HTTP
 from tokenprune.integrations.vllm.setting.settings import KEY
@@ -100,7 +100,7 @@ def _add_details(details: Any, *_: Any, **__: Any) -> Any:
     return details
 
 
-_PLACES: dict[str, Any] = {"header": (HEADER_HOOKS, _add_middleware), "usage": (USAGE_HOOKS, _add_details)}
+_PLACES: dict[str, Any] = {"header": _add_middleware, "usage": _add_details}
 
 
 def is_server() -> bool:
@@ -112,18 +112,18 @@ def attach() -> None:
     """Add the header and the usage details from now on, in the process of a server."""
     if not is_server():
         return
-    for hooks, after in _PLACES.values():
-        if not missing_hooks(hooks):
-            then(*_place(hooks), after)
+    for kind, after in _PLACES.items():
+        if not missing_hooks(kind):
+            then(*_place(kind), after)
 
 
 def attached() -> list[str]:
     """Return "header" and "usage", as far as they are added in this process."""
-    places = {kind: _place(hooks) for kind, (hooks, _) in _PLACES.items()}
+    places = {kind: _place(kind) for kind in _PLACES}
     return [kind for kind, (module, name) in places.items() if is_wrapped(getattr(module, name, None))]
 
 
-def _place(hooks: dict[str, str]) -> tuple[Any, str]:
+def _place(kind: str) -> tuple[Any, str]:
     """Return the module and the name of a hook; None for a module that nobody has imported."""
-    module, _, name = next(iter(hooks)).partition(":")
+    module, _, name = next(iter(HOOKS[kind])).partition(":")
     return sys.modules.get(module), name

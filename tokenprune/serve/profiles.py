@@ -18,9 +18,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.compat import ENDPOINT_HOOKS, missing_hooks, require_hooks, wrap
+from tokenprune.integrations.vllm.compat import missing_hooks, on_start, require_hooks, wrap
 from tokenprune.integrations.vllm.front import metrics
-from tokenprune.integrations.vllm.front.engines import on_start
 from tokenprune.integrations.vllm.front.served import BY_KEY, CALLER, LOAD, NAME, Served
 from tokenprune.integrations.vllm.log import clean_id
 from tokenprune.integrations.vllm.setting.configuration import checked, configured
@@ -46,15 +45,15 @@ def load_of(renderer: Any) -> RequestLoad:
 def check_hooks(offer: Offer) -> None:
     """Raise UnsupportedSetupError if there are profiles or callers, but the installed vLLM lacks the hooks."""
     if offer.names or offer.callers is not None:
-        require_hooks(missing_hooks(ENDPOINT_HOOKS))
+        require_hooks(missing_hooks("profiles"))
     if offer.callers is not None and answers.is_server():
-        require_hooks(missing_hooks(answers.HEADER_HOOKS))
+        require_hooks(missing_hooks("header"))
 
 
 def attach(offer: Offer) -> None:
     """Let requests choose a profile from now on. Raises UnsupportedSetupError as `check_hooks` does."""
     check_hooks(offer)
-    if problems := missing_hooks(ENDPOINT_HOOKS):
+    if problems := missing_hooks("profiles"):
         logger.debug("requests cannot choose profiles in this vLLM: %s", "; ".join(problems))
         return
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing

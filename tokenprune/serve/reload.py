@@ -10,8 +10,8 @@ import threading
 from functools import partial
 from typing import Any
 
+from tokenprune.integrations.vllm.compat import on_start
 from tokenprune.integrations.vllm.front import announce, metrics
-from tokenprune.integrations.vllm.front.engines import on_start
 from tokenprune.integrations.vllm.log import SERVER
 from tokenprune.integrations.vllm.setting.configuration import GIVEN, configured, reader
 from tokenprune.serve import answers, profiles

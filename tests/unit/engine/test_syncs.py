@@ -25,6 +25,10 @@ from tokenprune import Site
 from tokenprune.errors import TokenPruneError
 from tokenprune.guard import images as images
 from tokenprune.guard import pixels as guard_pixels
+from tokenprune.integrations.vllm.selection import before_llm
+from tokenprune.integrations.vllm.setting.plan import Plan, runs_of
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.worker.rows import AwaitedRows
 from tokenprune.kernels import block_attention
 from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune.sites.encoder import Tower
@@ -395,3 +399,21 @@ def test_no_device_is_pretended_where_there_is_a_gpu(monkeypatch: pytest.MonkeyP
 def test_a_family_without_videos_is_asked_for_none(name: str) -> None:
     with pytest.raises(pytest.skip.Exception, match="llava takes no video"):
         inputs_of(FAMILIES["llava"], name, large=True)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "per_run"), [("#" * 16, False), ("s" + "#" * 8 + "b" + "#" * 8, False), ("#" * 8 + "b" + "#" * 12, True)]
+)
+@pytest.mark.parametrize("name", ["apet", "divprune", "otprune", "pool", "random", "uniform"])
+def test_an_image_of_a_server(name: str, pieces: str, per_run: bool) -> None:
+    """What vLLM's worker does with an image: how many rows stay is known from the plan. With text within, or tiles."""
+    text = runs_of([9 if piece == "#" else 7 for piece in pieces], [piece == "#" for piece in pieces])
+    plan = Plan.make(ServedSetting.of({"method": name, "keep": 0.5}), text, per_run)
+    with counting() as served:
+        rows = Far(torch.randn(sum(plan.counts), 16))
+        segments = before_llm.segments_of(plan.counts, None, "image", rows.device)
+        kept, rows = before_llm.choose(plan.setting.acting, rows, 16, segments, plan.keep)
+        awaited = AwaitedRows.kept(plan, rows, kept)
+        whole = AwaitedRows.whole(plan, rows)
+    assert not served.ours
+    assert len(awaited.rows) == len(awaited.places) == plan.rows and len(whole.places) == sum(plan.counts)

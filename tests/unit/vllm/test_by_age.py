@@ -13,7 +13,7 @@ from tokenprune import Budget
 from tokenprune.budget.by_age import aged
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.integrations.vllm.front.served import Served, ServedRequest
-from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.setting.plan import Plan, runs_of
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.methods.pre_llm.divprune import DivPrune
 from tokenprune.serve import choice
@@ -71,7 +71,7 @@ def test_it_survives_the_journey(keep: dict[str, Any]) -> None:
     made = setting(keep)
     assert ServedSetting.of(made.as_dict()) == made
     for tier in made.tiers:
-        plan = Plan.make(tier, [9] * 36, None, False)
+        plan = Plan.make(tier, runs_of([9] * 36), False)
         assert Plan.decode(plan.encode()) == plan and Plan.decode(plan.encode()).keep == [tier.count(36)]
 
 

@@ -15,7 +15,7 @@ from tokenprune.errors import BudgetError, OptionError
 from tokenprune.families import SERVED
 from tokenprune.integrations.shared.patch_grid import image_grid
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
-from tokenprune.integrations.vllm.setting.plan import Plan, _decoded, field_name
+from tokenprune.integrations.vllm.setting.plan import Plan, Run, _decoded, field_name, runs_of
 from tokenprune.integrations.vllm.setting.settings import ServedSetting, servable
 from tokenprune.integrations.vllm.worker.runner import chunks, in_small_batches
 from tokenprune.methods.encoder.pixelprune import PixelPrune
@@ -26,9 +26,13 @@ from tokenprune.view.registry import compares_frames
 from tokenprune.view.segments import square_grid
 
 
-def plan(setting: ServedSetting, pieces: str, per_run: bool = False) -> Plan:
+def text_of(pieces: str) -> tuple[Run, ...]:
     """pieces: "#" for a placeholder (id 9), other letters for text."""
-    return Plan.make(setting, [9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces], per_run)
+    return runs_of([9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces])
+
+
+def plan(setting: ServedSetting, pieces: str, per_run: bool = False) -> Plan:
+    return Plan.make(setting, text_of(pieces), per_run)
 
 
 def test_a_plan_survives_the_journey() -> None:
@@ -49,16 +53,40 @@ def test_a_plan_of_placeholders_that_pixels_chose() -> None:
 
 
 def test_decoded_plans_are_kept_by_their_size() -> None:
-    """A plan of a long video is large, and written short."""
+    """A plan of many runs is large."""
     _decoded.clear()
-    data = [Plan.make(ServedSetting(DivPrune(), 0.5), [token] * 300_000, None, False).encode() for token in range(9)]
+    data = [plan(ServedSetting(DivPrune(), 0.5), f"#{letter}" * 30_000).encode() for letter in "abcdefghi"]
     for one in data:
         Plan.decode(one)
     assert 1 <= len(_decoded) < 9 and _decoded.currsize <= _decoded.maxsize == 64 * 2**20
     assert Plan.decode(data[-1]) is Plan.decode(data[-1]), "it is decoded each time"
-    huge = Plan.make(ServedSetting(), [1] * 2_000_000, None, False).encode()
-    assert len(Plan.decode(huge).tokens) == 2_000_000 and _decoded.currsize <= _decoded.maxsize
     _decoded.clear()
+
+
+class Touched(list):
+    """Counts what is read of it one by one."""
+
+    read = 0
+
+    def __iter__(self):
+        for one in super().__iter__():
+            self.read += 1
+            yield one
+
+
+def test_a_plan_costs_what_its_runs_do() -> None:
+    """Not what its tokens do: of a long video it holds, sends and reads a few numbers."""
+    tokens = Touched([9] * 100_000)
+    long = Plan.make(ServedSetting(DivPrune(), 0.5), runs_of(tokens), False)
+    assert tokens.read == 0 and long.text == ((9, True, 100_000),)
+    again = Plan.decode(long.encode())
+    assert again == long and len(long.encode()) < 200
+    assert (again.rows, again.span, again.placeholder, again.is_plain) == (50_000, (0, 100_000), 9, True)
+    assert not {"is_embed", "tokens"} & set(vars(again)), "each token is written out"
+    stamped = plan(ServedSetting(DivPrune(), 0.5), ("ab" + "#" * 50) * 3)
+    assert stamped.text == ((97, False, 1), (98, False, 1), (9, True, 50)) * 3 and not stamped.is_plain
+    assert runs_of([9, 9, 9, 9], [True, True, False, True]) == ((9, True, 2), (9, False, 1), (9, True, 1))
+    assert stamped.tokens == [97, 98, *[9] * 50] * 3 and stamped.is_embed.tolist() == [False, False, *[True] * 50] * 3
 
 
 def test_reduced_prompts() -> None:
@@ -84,13 +112,12 @@ def test_a_video_whose_frames_are_compared() -> None:
         ("a############", 3, 0, [4, 4, 4]), ("#############", 3, 1, [4, 4, 4]), ("s####t####u####e", 3, 0, [4, 4, 4]),
         ("####", 1, 0, [4]),
     ):  # fmt: skip
-        embeds = [piece == "#" for piece in pieces]
-        one = Plan.make(evs, [9 if embed else 1 for embed in embeds], embeds, False, number, behind)
-        assert one.counts == [sum(embeds)] and one.keep == [round(sum(embeds) / 2)]
+        one, count = Plan.make(evs, text_of(pieces), False, number, behind), pieces.count("#")
+        assert one.counts == [count] and one.keep == [round(count / 2)]
         assert one.frame_sizes(behind) == [sizes] and Plan.decode(one.encode()) == one
     for number, behind in ((5, 0), (0, 0), (3, 1), (13, 0)):
         with pytest.raises(OptionError, match=f"the 12 tokens of this one do not split into {number} frames"):
-            Plan.make(evs, [9] * 12, None, False, number, behind)
+            Plan.make(evs, runs_of([9] * 12), False, number, behind)
     # Other methods ask for no frames, and images are left as they are.
     assert plan(ServedSetting.of({"method": "divprune"}), "####").frame_sizes(0) == [None]
     assert not plan(evs.without_method(), "####").reduces
@@ -138,9 +165,7 @@ def test_every_frame_has_its_budget() -> None:
     half, frames = ServedSetting(DivPrune(), 0.5), ServedSetting(DivPrune(), 0.5, per="frame")
 
     def made(setting: ServedSetting, pieces: str, number: int) -> Plan:
-        return Plan.make(
-            setting, [9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces], False, number
-        )
+        return Plan.make(setting, text_of(pieces), False, number)
 
     one = made(frames, "a#############", 3)
     assert one.counts == [4, 4, 5] and one.keep == [2, 2, 2] and one.reduced() == [ord("a"), *[9] * 6]

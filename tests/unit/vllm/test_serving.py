@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,7 @@ from tokenprune.base import Selection
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.families import REFUSED_IN_VLLM, SERVED, SUPPORTED
+from tokenprune.integrations import vllm
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.tower.build import tower_patch
 from tokenprune.integrations.vllm.setting.configuration import check_model
@@ -313,3 +316,22 @@ def test_nothing_else_imports_vllm() -> None:
     modules += [f"tokenprune.integrations.vllm.{name}" for name in names]
     code = f"import sys; sys.modules['vllm'] = None; import {', '.join(modules)}; tokenprune.available_methods()"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_path_of_a_request_is_a_true_one() -> None:
+    """The package's docstring names files, and what of them a request passes."""
+    room = Path(vllm.__file__).parent
+    named = re.findall(r"`([\w/]+\.py)(?:: (\w+))?`", vllm.__doc__ or "")
+    assert len(named) >= 12
+    for file, name in named:
+        text = (room / file).read_text()
+        assert not name or re.search(rf"^(?:class |def )?{name}\b", text, re.MULTILINE), f"{file} has no {name}"
+
+
+def test_images_stay_whole_where_frames_are_compared() -> None:
+    """And are to all caches what they are on a server that is off."""
+    evs = ServedSetting.of({"method": "evs", "keep": 0.5})
+    assert evs.of_items("image", 2) == (ServedSetting(),) * 2 and evs.of_items("video", 1) == (evs,)
+    assert evs.of_items("image", 1)[0].cache_key() == ServedSetting.of({"off": True}).cache_key()
+    smaller = ServedSetting.of({"method": ["downsample", "evs"], "keep": [0.5, 0.5]}).of_items("image", 1)[0]
+    assert smaller == ServedSetting.of({"method": "downsample", "keep": 0.5})

@@ -21,9 +21,9 @@ def register() -> None:
 
     if compat.is_wrapped(ModelConfig.__post_init__):
         return
-    problems = compat.missing_hooks()
+    problems = compat.missing_hooks("weights", "setting")
     compat.then(ModelConfig, "__post_init__", functools.partial(_after_config, problems))
-    if not compat.missing_hooks(compat.WEIGHT_HOOKS):
+    if not compat.missing_hooks("weights"):
         _register_models(whole=not problems)
     if problems:
         # A server without a setting runs as before; one with a setting is refused, see _after_config.
@@ -72,16 +72,15 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
 
 def _announce() -> None:
     """Have engines say that the plugin is loaded, whether or not there is a setting, if this vLLM has the hooks."""
-    if not compat.missing_hooks(compat.START_HOOKS):
+    if not compat.missing_hooks("start"):
         from tokenprune.integrations.vllm.front.announce import announce
-        from tokenprune.integrations.vllm.front.engines import on_start
 
-        on_start(announce)
+        compat.on_start(announce)
 
 
 def _keep_in_step() -> None:
     """Keep the front end's cache in step with the engine's, if the installed vLLM has the hooks."""
-    if problems := compat.missing_hooks(compat.SENDER_HOOKS):
+    if problems := compat.missing_hooks("cache"):
         logger.warning(
             "after a request that is refused, the next one with its image may be answered with HTTP 500 once: this "
             "vLLM lacks %s",
@@ -97,9 +96,7 @@ def _after_engine_config(result: Any, vllm_config: Any) -> Any:
     from tokenprune.integrations.vllm.setting.configuration import in_llm
 
     if vllm_config.model_config is not None and in_llm(vllm_config.model_config):
-        from tokenprune.integrations.vllm.in_llm import limits
-
-        compat.require_hooks(compat.missing_hooks(limits.ENGINE_HOOKS))
+        compat.require_hooks(compat.missing_hooks("in_llm_engine"))
         from tokenprune.integrations.vllm.in_llm.attach import configure
 
         configure(vllm_config)

@@ -18,7 +18,6 @@ from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 logger = logging.getLogger(SERVER)
 NONE = "none"
 BY_AGE = " by age"
-_TABLES = {"setting": compat.HOOKS, "profiles": compat.ENDPOINT_HOOKS, "cache": compat.SENDER_HOOKS}
 
 
 def facts(vllm_config: Any) -> dict[str, str]:
@@ -28,13 +27,13 @@ def facts(vllm_config: Any) -> dict[str, str]:
     said: dict[str, list[str]] = {"profiles": [], "policy": [], "hooks": []}
     kinds = ["setting"]  # to look for the others imports vLLM's endpoints
     if (server := configured(model_config)) is not None:
-        kinds, said = list(_TABLES), policy_of(model_config).facts()
+        kinds, said = ["setting", "profiles", "cache"], policy_of(model_config).facts()
         served = ServedSetting.of(server)
         method, keep = served.label()
         share = f"{served.whole_keep} tokens" if keep == "tokens" else keep
         where = " in the language model" if served.in_llm else "" if served.age is None else BY_AGE
         setting = "off" if served.is_off else f"{method} {share}{where}"
-    hold = [kind for kind in kinds if not compat.missing_hooks(_TABLES[kind])]
+    hold = [kind for kind in kinds if not compat.missing_hooks(kind)]
     return {
         "version": sys.modules["tokenprune"].__version__,  # an import of it would close a circle
         "setting": setting,

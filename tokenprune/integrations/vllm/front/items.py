@@ -6,20 +6,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm.multimodal.parse import VideoProcessorItems
 from vllm.multimodal.processing import BaseProcessingInfo
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
+from tokenprune.families import Family
 from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages, kept_units
 from tokenprune.integrations.vllm.setting.configuration import family_of
-from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.setting.plan import Plan, Run, runs_of
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.setting.tower_items import check_tiles, crops
 from tokenprune.integrations.vllm.setting.towers import check_reachable, drops_by_pixels, merges_in_tower, tiles_of
 from tokenprune.sites.encoder import EncoderMethod
-from tokenprune.view.registry import compares_frames
 
 
 @dataclass
@@ -40,48 +41,57 @@ class CountedDetails(PromptUpdateDetails):
 
 
 @dataclass(frozen=True)
-class PromptItem:
-    """An item that the model's processor has processed.
-
-    content:  its text in the prompt. items: of its request, before they were processed. fields: what was made of them,
-    by modality. kwargs: the request's `mm_processor_kwargs`, without ours.
-    """
+class ModelItems:
+    """Facts that all items of a served model share. info: vLLM's `ProcessingInfo` of the model."""
 
     info: BaseProcessingInfo
+    family: Family
+    config: Any
+
+    @classmethod
+    def of(cls, info: BaseProcessingInfo) -> ModelItems:
+        model_config = info.ctx.model_config
+        return cls(info, family_of(model_config), model_config.hf_config)
+
+
+@dataclass(frozen=True)
+class PromptItem:
+    """An item that the model's processor has processed: a plan follows from it and a setting alone.
+
+    content: its text in the prompt. data: what was made of it. items: of its request, before they were processed.
+    kwargs:  the request's `mm_processor_kwargs`, without ours.
+    """
+
+    model: ModelItems
     modality: str
     index: int
     content: PromptUpdateDetails
+    data: Any
     items: Any
-    fields: Any
     kwargs: Mapping[str, object]
 
-    def own(self, setting: ServedSetting) -> ServedSetting:
-        """Return what of a setting acts on this item: images stay as they are where frames are compared."""
-        return setting.without_method() if compares_frames(setting.method) and self.modality == "image" else setting
+    @cached_property
+    def text(self) -> tuple[Run, ...]:
+        full, is_embed = self.content.full, self.content.is_embed
+        return runs_of(full, None if is_embed is None else is_embed(full))
+
+    @cached_property
+    def frames(self) -> int:
+        """Number of frames of a video that reach the language model, 0 if it is not known; of an image 1."""
+        if self.modality == "image":
+            return 1
+        grid = self.data.get("video_grid_thw")
+        if grid is not None:
+            return int(grid.data[0])
+        videos = self.items["video"]
+        return videos.get_num_frames(self.index) if isinstance(videos, VideoProcessorItems) else 0
 
     def plan(self, setting: ServedSetting) -> Plan:
         """Return the plan by which the model carries a setting out. Raises a TokenPruneError for an item that cannot
         be served under it."""
-        own, config = self.own(setting), self.info.ctx.model_config.hf_config
-        family = family_of(self.info.ctx.model_config)
-        full, is_embed = self.content.full, self.content.is_embed
-        embeds = None if is_embed is None else is_embed(full).tolist()
-        merges = merges_in_tower(own.method) and not own.removes_nothing
-        asked = self.modality == "video" and (compares_frames(own.method) or merges or own.per == "frame")
-        frames = self._frames() if asked else 1
-        if merges and not asked:
-            assert isinstance(own.method, EncoderMethod)
-            frames = tiles_of(own.method, config, len(full) if embeds is None else sum(embeds))
-        plan = Plan.make(own, full, embeds, family.vllm.per_run, frames, family.after_video)
-        if merges:
-            check_reachable(own, config, plan.counts, self.modality == "video")
-            if crops(config):
-                check_tiles(own, self.info, self.fields[self.modality][self.index], sum(plan.keep))
-        if drops_by_pixels(own.method) and not own.removes_nothing:
-            item = self.fields[self.modality][self.index]
-            kept = kept_units(own, item, self.modality, self.info, self.kwargs, sum(plan.counts))
-            plan = dataclasses.replace(plan, kept=kept)
-        return plan
+        acts, family = _act_of(setting), self.model.family
+        plan = Plan.make(setting, self.text, family.vllm.per_run, acts.budgets(self), family.after_video)
+        return acts.checked(plan, self)
 
     def before(self, plan: Plan) -> int:
         """Return how many visual tokens the item has as it came."""
@@ -91,16 +101,51 @@ class PromptItem:
     def would_keep(self, setting: ServedSetting) -> int:
         """Return how many visual tokens a setting would leave of an item that is served in full. Raises as `plan`."""
         if setting.pixels is not None:
-            shrinker = Shrinker(setting, self.info, self.kwargs)
+            shrinker = Shrinker(setting, self.model.info, self.kwargs)
             if self.modality != "video":
-                return self.own(setting).count(shrinker.tokens(self.items["image"], self.index))
+                return setting.count(shrinker.tokens(self.items["image"], self.index))
             shrinker.check_videos(self.items)
         return sum(self.plan(setting).keep)
 
-    def _frames(self) -> int:
-        """Return the number of frames of a video that reach the language model; 0 if it is not known."""
-        grid = self.fields["video"][self.index].get("video_grid_thw")
-        if grid is not None:
-            return int(grid.data[0])
-        videos = self.items["video"]
-        return videos.get_num_frames(self.index) if isinstance(videos, VideoProcessorItems) else 0
+
+# -- what a setting does before the features: nothing, merge tokens in the tower, or drop units ahead of it
+
+
+@dataclass(frozen=True)
+class _AfterTower:
+    setting: ServedSetting
+
+    def budgets(self, item: PromptItem) -> int:
+        """Return in how many frames, or tiles, an item comes that may have a budget each."""
+        return item.frames
+
+    def checked(self, plan: Plan, item: PromptItem) -> Plan:
+        """Return an item's plan once it is checked. Raises a TokenPruneError for one that cannot be carried out."""
+        return plan
+
+
+class _Merging(_AfterTower):
+    def budgets(self, item: PromptItem) -> int:
+        method, count = self.setting.acting, sum(number for _, embed, number in item.text if embed)
+        assert isinstance(method, EncoderMethod)
+        return item.frames if item.modality == "video" else tiles_of(method, item.model.config, count)
+
+    def checked(self, plan: Plan, item: PromptItem) -> Plan:
+        check_reachable(self.setting, item.model.config, plan.counts, item.modality == "video")
+        if crops(item.model.config):
+            check_tiles(self.setting, item.model.info, item.data, sum(plan.keep))
+        return plan
+
+
+class _Dropping(_AfterTower):
+    def checked(self, plan: Plan, item: PromptItem) -> Plan:
+        info, count = item.model.info, sum(plan.counts)
+        kept = kept_units(self.setting, item.data, item.modality, info, item.kwargs, count)
+        return dataclasses.replace(plan, kept=kept)
+
+
+def _act_of(setting: ServedSetting) -> _AfterTower:
+    if setting.removes_nothing:
+        return _AfterTower(setting)
+    kinds = {_Merging: merges_in_tower, _Dropping: drops_by_pixels}
+    return next((kind for kind, acts in kinds.items() if acts(setting.method)), _AfterTower)(setting)

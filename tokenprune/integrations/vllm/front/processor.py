@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
@@ -21,7 +21,7 @@ from vllm.multimodal.processing.processor import (
 )
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.vllm.front.items import CountedDetails, PromptItem
+from tokenprune.integrations.vllm.front.items import CountedDetails, ModelItems, PromptItem
 from tokenprune.integrations.vllm.front.pixels import Shrinker
 from tokenprune.integrations.vllm.front.request import RequestRun, policy_of
 from tokenprune.integrations.vllm.front.served import Served, ServedRequest, selecting
@@ -67,7 +67,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
     def serving(self, request: ServedRequest) -> ReducingProcessor:
         """Return a copy for one request."""
         own = copy.copy(self)
-        own._request, own.written = request, []
+        own._request, own.written, own.of_model = request, [], self.of_model
         return own
 
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], *args: Any, **kwargs: Any) -> Any:
@@ -117,20 +117,27 @@ class ReducingProcessor(BaseMultiModalProcessor):
         if self._request is None:
             return updates
 
-        place = mm_items, out_mm_kwargs, hf_processor_mm_kwargs
+        place = out_mm_kwargs, mm_items, hf_processor_mm_kwargs
         return [self._shorter(one, *place) if one.modality in MODALITIES else one for one in updates]
 
-    def _shorter(self, update: PromptUpdate, *place: Any) -> PromptUpdate:
-        """Return what puts an item into the prompt with fewer tokens. place: see `PromptItem`, from its `items` on."""
+    def _shorter(self, update: PromptUpdate, made: Any, *request: Any) -> PromptUpdate:
+        """Return what puts an item into the prompt with fewer tokens. made: of all items, by modality. request: see
+        `PromptItem`, from its `items` on."""
         name = next((name for kind, name in _WRITTEN.items() if isinstance(update, kind)), None)
         if name is None:
             raise UnsupportedSetupError(f"{type(self).__name__} puts images into the prompt by {update.mode}")
+        modality = update.modality
 
         def content_of(index: int) -> PromptUpdateDetails:
             content = update._resolve_content(index)
-            return self._reduced(PromptItem(self.info, update.modality, index, content, *place))
+            return self._reduced(PromptItem(self.of_model, modality, index, content, made[modality][index], *request))
 
         return dataclasses.replace(update, **{name: content_of})
+
+    @cached_property
+    def of_model(self) -> ModelItems:
+        """Facts that the items of all its requests share."""
+        return ModelItems.of(self.info)
 
     def _reduced(self, item: PromptItem) -> CountedDetails:
         """Return the prompt text of an item, and attach the plan to what the model gets of it."""
@@ -141,12 +148,15 @@ class ReducingProcessor(BaseMultiModalProcessor):
             plan = item.plan(setting)
         # The same moment at which vLLM itself reads the item: it is stored, cached and sent after this.
         element = MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField(keep_on_cpu=True))
-        item.fields[item.modality][item.index][field_name(item.modality)] = element
+        item.data[field_name(item.modality)] = element
         content = item.content
         if plan.reduces:
-            content = PromptUpdateDetails.select_token_id(plan.reduced(), plan.placeholder)
+            text = plan.reduced()
+            # Of placeholders alone vLLM need not look at each.
+            select = PromptUpdateDetails.select_token_id
+            content = PromptUpdateDetails(text) if plan.is_plain else select(text, plan.placeholder)
         counts = item.before(plan), sum(plan.keep), sum(plan.counts) - sum(plan.keep)
-        label, segments, more = plan.setting.label(), len(plan.counts), request.count(item)
+        label, segments, more = setting.label(), len(plan.counts), request.count(item)
         return CountedDetails(content.full, content.is_embed, *counts, label, segments, more)
 
     def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> Any:

@@ -23,7 +23,6 @@ from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.setting.configuration import (
     checked,
     configured,
-    family_of,
     in_llm,
     keys_of,
     needs_add_on,
@@ -55,13 +54,13 @@ class RequestRun:
 
     def check(self, request: ServedRequest) -> None:
         """Raise a TokenPruneError for a prompt, or items, that do not go with a setting. No image is read."""
-        info, setting = self.processor.info, request.setting
+        model, setting = self.processor.of_model, request.setting
         with selecting(setting):
-            if family_of(info.ctx.model_config).vllm.mrope and not setting.is_off:
+            if model.family.vllm.mrope and not setting.is_off:
                 reduces = not all(one.removes_nothing for items in request.items.values() for one in items)
-                check_placeholders(self.inputs.prompt, self.counts, info.get_hf_config(), reduces)
+                check_placeholders(self.inputs.prompt, self.counts, model.config, reduces)
             if reads_tower(setting.method) or merges_in_tower(setting.method):
-                check_items(setting.acting, request.items, self.inputs.mm_data_items, info)
+                check_items(setting.acting, request.items, self.inputs.mm_data_items, model.info)
 
     def process(self, request: ServedRequest) -> tuple[Any, list[CountedDetails]]:
         """Return what vLLM makes of a request, and the numbers of each item. Raises a TokenPruneError for one that

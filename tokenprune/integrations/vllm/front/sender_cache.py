@@ -27,7 +27,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.utils.cache import LRUCache
 
 from tokenprune.integrations.shared.attachable import swap_class
-from tokenprune.integrations.vllm.front.engines import on_start
+from tokenprune.integrations.vllm.compat import on_start
 from tokenprune.integrations.vllm.setting.configuration import configured
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ def configure(vllm_config: Any) -> None:
     """Check the whole configuration of a server, and choose its scheduler."""
     setting, free_kv = _asked(vllm_config)
     if free_kv:
-        require_hooks(missing_hooks(limits.KV_HOOKS))
+        require_hooks(missing_hooks("free_kv"))
     limits.check_engine(vllm_config, setting, free_kv)
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = limits.SCHEDULERS[bool(scheduler.async_scheduling)]
@@ -50,7 +50,7 @@ def check_request(params: Any) -> None:
 def attach(model: Any, vllm_config: Any) -> Any:
     """Attach the reduction to a new model, and return the object that the runner calls before each pass."""
     setting, free_kv = _asked(vllm_config)
-    require_hooks(missing_hooks(limits.WORKER_HOOKS))
+    require_hooks(missing_hooks("in_llm_worker"))
     limits.check_engine(vllm_config, setting, free_kv)
     if vllm_config.scheduler_config.scheduler_cls not in limits.SCHEDULERS.values():
         raise UnsupportedSetupError(f"{IN_LLM} needs its own scheduler, which was replaced: leave --scheduler-cls out")

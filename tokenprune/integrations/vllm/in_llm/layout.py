@@ -59,21 +59,18 @@ def kept(setting: ServedSetting, count: int, block: int | None) -> int:
 
 def plans_of(features: Sequence[Any]) -> list[tuple[Plan, int, str]]:
     """Return plan, place and modality of vLLM's features of a prompt, one for each multimodal item."""
-    return [(_plan(one), one.mm_position.offset, one.modality) for one in features]
-
-
-def _plan(feature: Any) -> Plan:
-    plan = Plan.of_item(feature.data, feature.modality)
-    if plan is None or len(plan.tokens) != feature.mm_position.length:
-        raise PlaceholderMismatchError(f"an item ({feature.modality}) came without a plan that fits its place")
-    return plan
+    plans = [(Plan.of_feature(one), one.mm_position.offset, one.modality) for one in features]
+    for (plan, *_), feature in zip(plans, features, strict=True):
+        if plan.length != feature.mm_position.length:
+            raise PlaceholderMismatchError(f"the plan of an item ({feature.modality}) does not fit its place")
+    return plans
 
 
 def pieces_of(plans: Sequence[tuple[Plan, int, str]], block: int | None) -> list[VisualPiece]:
     """Return the pieces of a prompt. plans: of each multimodal item in order, with its place and modality."""
     pieces: list[VisualPiece] = []
     for item, (plan, offset, modality) in enumerate(plans):
-        places = [offset + index for index, embed in enumerate(plan.embeds) if embed]
+        places = [offset + place for embed, one in plan.stretches if embed for place in one]
         for count in plan.counts:
             keep = kept(plan.setting, count, block)
             pieces.append(VisualPiece(tuple(places[:count]), keep, item, len(pieces), modality))

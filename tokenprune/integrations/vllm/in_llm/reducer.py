@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tokenprune.base import Pruner
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.vllm.in_llm.layout import Share, VisualPiece
-from tokenprune.integrations.vllm.selection.before_llm import Grid
+from tokenprune.integrations.vllm.selection.before_llm import Grid, grid_of
 from tokenprune.integrations.vllm.selection.in_llm import RequestSource, choose, segments_of
 from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
@@ -164,16 +164,9 @@ def decoder_of(model: Any) -> nn.Module:
 
 
 def grids_of(model: Any, pieces: list[VisualPiece], items: list[Any]) -> list[Grid | None]:
-    """Return the grid of each piece: its item's if that fits, else an image's by its number of tokens, else None.
-
-    items: vLLM's data of a prompt's items.
-    """
-    grids = [model._grid(items[piece.item], piece.modality) for piece in pieces]
-    fitting = [
-        grid if grid is not None and grid[0] * grid[1] * grid[2] == len(piece.places) else None
-        for grid, piece in zip(grids, pieces, strict=True)
-    ]
+    """Return the grid of each piece. items: vLLM's data of a prompt's items."""
+    own = [model._grid(items[piece.item], piece.modality) for piece in pieces]
     return [
-        model._image_grid(len(piece.places)) if grid is None and piece.modality == "image" else grid
-        for grid, piece in zip(fitting, pieces, strict=True)
+        grid_of(grid, len(piece.places), piece.modality, model._image_grid)
+        for grid, piece in zip(own, pieces, strict=True)
     ]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let a method choose among the features of one image or video, and put together the rows that the prompt awaits."""
+"""Let a method choose among the features of one image or video."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -16,9 +17,10 @@ from torch import Tensor
 from tokenprune.base import Pruner, Selection
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.patch_grid import Placed
-from tokenprune.integrations.shared.selection import checked_keep, merge_tokens
+from tokenprune.integrations.shared.selection import merge_tokens, validate_selection
 from tokenprune.integrations.shared.tower_scores import Encoded, as_patches
 from tokenprune.ops.drawn import normal
+from tokenprune.ops.transfer import to_device
 from tokenprune.view.observable import Backend, ObservedAt, TowerScores
 from tokenprune.view.registry import compares_frames, observables_of
 from tokenprune.view.segments import Patches, Segments, Sizes, VisualView
@@ -91,26 +93,34 @@ def segments_of(
     grid: (frames, height, width) of an item that is one segment, or whose frames are one each. guess: tells of
     an image's number of tokens its grid, where `grid` does not. frames: see `Segments`.
     """
-    limit = torch.tensor(counts, device=device)[:, None]
     place = torch.arange(max(counts), device=device)
-    start = limit.cumsum(0) - limit
-    mask = place < limit
+    ends = list(itertools.accumulate(counts))
+    if len(set(counts)) == 1:
+        position = torch.arange(ends[-1], device=device).view(len(counts), -1)
+        mask = torch.ones_like(position, dtype=torch.bool)
+    else:
+        start, limit = (to_device(of, device)[:, None] for of in ([0, *ends[:-1]], counts))
+        mask = place < limit
+        position = torch.where(mask, start + place, start)
     if grid is not None and len(counts) == grid[0]:
         grid = (1, *grid[1:])
     return Segments(
         row=[0] * len(counts),
         ordinal=list(range(len(counts))),
         counts=counts,
-        position=torch.where(mask, start + place, start),
+        position=position,
         mask=mask,
-        grids=[_fitting(grid, count) or (guess(count) if modality == "image" else None) for count in counts],
+        grids=[grid_of(grid, count, modality, guess) for count in counts],
         modality=[modality] * len(counts),
         frames=frames or [],
     )
 
 
-def _fitting(grid: Grid | None, count: int) -> Grid | None:
-    return grid if grid is not None and math.prod(grid) == count else None
+def grid_of(grid: Grid | None, count: int, modality: str, guess: GridOf) -> Grid | None:
+    """Return the grid of a segment of `count` tokens: its item's if that fits, else an image's by their number."""
+    if grid is not None and math.prod(grid) == count:
+        return grid
+    return guess(count) if modality == "image" else None
 
 
 def choose(
@@ -136,8 +146,7 @@ def choose(
 
 def exact_keep(selection: Selection, segments: Segments, method: Pruner, keep: list[int]) -> Tensor:
     """Return the selection's `keep`, bool `[S, N]`; raises TokenPruneError unless it is as many as was asked for."""
-    stays = checked_keep(selection, segments, method)
-    counts = stays.sum(1).tolist()
+    stays, counts = validate_selection(selection, segments, method)
     if counts != keep:
         raise TokenPruneError(
             f"it kept {counts} of {segments.counts} tokens where {keep} were asked for: the number has to follow from "

@@ -16,7 +16,7 @@ import torch
 from cachetools import LRUCache, cached
 from torch import Tensor
 
-from tokenprune.errors import OptionError
+from tokenprune.errors import OptionError, PlaceholderMismatchError
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 from tokenprune.integrations.vllm.setting.towers import merges_in_tower
 from tokenprune.view.frames import frame_counts, tokens_per_frame
@@ -31,12 +31,32 @@ def field_name(modality: str) -> str:
     return f"{KEY}_{modality}"
 
 
+# Of an item's text in the prompt: a token's id, True for a placeholder, and how many such stand in a row. A long item
+# has few of them, and what its plan costs follows from these, not from its tokens.
+Run = tuple[int, bool, int]
+
+
+def runs_of(tokens: Sequence[int], embeds: Any = None) -> tuple[Run, ...]:
+    """Return the runs of an item's text. tokens: its ids. embeds: for each True where it is a placeholder, and gets a
+    row of the encoder's output; None: all are."""
+    runs, changes = list[Run](), list[int]()
+    if embeds is not None:
+        embeds = torch.as_tensor(embeds)
+        changes = ((embeds[1:] != embeds[:-1]).nonzero().flatten() + 1).tolist()
+    for start, end in itertools.pairwise([0, *changes, len(tokens)]):
+        own, embed = tokens[start:end], embeds is None or bool(embeds[start])
+        if own.count(own[0]) == len(own):
+            runs.append((own[0], embed, len(own)))
+        else:
+            runs += [(token, embed, len(list(group))) for token, group in itertools.groupby(own)]
+    return tuple(runs)
+
+
 @dataclass(frozen=True)
 class Plan:
     """The tokens that vLLM would write for an item, and the setting that makes them fewer.
 
-    tokens:  ids of the item's text in the prompt, placeholders and what stands between them.
-    embeds:  which of them are placeholders, and get a row of the encoder's output.
+    text:    the item's text in the prompt, placeholders and what stands between them (see `Run`).
     per_run: see `Family`.
     kept:    of a method that decides by pixels which placeholders stay, in their order; None: the model decides.
     frames:  of a video how many it has, where they have a budget each and stand in one run, or the method compares
@@ -44,21 +64,49 @@ class Plan:
     """
 
     setting: ServedSetting
-    tokens: tuple[int, ...]
-    embeds: tuple[bool, ...]
+    text: tuple[Run, ...]
     per_run: bool
     frames: int = 1
     kept: tuple[bool, ...] | None = None
 
     @cached_property
+    def length(self) -> int:
+        """Number of the text's tokens."""
+        return sum(number for *_, number in self.text)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of the text."""
+        return [token for token, _, number in self.text for token in itertools.repeat(token, number)]
+
+    @cached_property
     def is_embed(self) -> Tensor:
-        """`embeds` as bool `[tokens]`."""
-        return torch.frombuffer(bytearray(self.embeds), dtype=torch.bool)
+        """Bool `[length]`, True for placeholders."""
+        embeds, numbers = ([run[part] for run in self.text] for part in (1, 2))
+        return torch.tensor(embeds, device="cpu").repeat_interleave(torch.tensor(numbers, device="cpu"))
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Long `[n]`, where the placeholders stand in the text."""
+        return self.is_embed.nonzero().flatten()
+
+    @cached_property
+    def stretches(self) -> list[tuple[bool, range]]:
+        """The unbroken runs of placeholders (True) and of what stands between them (False): where each is."""
+        found, start = [], 0
+        for embed, group in itertools.groupby(self.text, lambda run: run[1]):
+            found.append((embed, range(start, start := start + sum(number for *_, number in group))))
+        return found
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the text is placeholders and nothing else."""
+        return all(embed for _, embed, _ in self.text)
 
     @cached_property
     def runs(self) -> list[int]:
         """Lengths of the unbroken runs of placeholders."""
-        return [len(list(group)) for embed, group in itertools.groupby(self.embeds) if embed]
+        return [len(places) for embed, places in self.stretches if embed]
 
     @cached_property
     def counts(self) -> list[int]:
@@ -94,7 +142,8 @@ class Plan:
     @cached_property
     def span(self) -> tuple[int, int]:
         """The first placeholder and the end of the last."""
-        return self.embeds.index(True), len(self.embeds) - self.embeds[::-1].index(True)
+        places = [places for embed, places in self.stretches if embed]
+        return places[0].start, places[-1].stop
 
     @cached_property
     def between(self) -> int:
@@ -113,31 +162,29 @@ class Plan:
 
     def reduced(self) -> list[int]:
         """Return the ids to be written into the prompt; placeholders are those equal to `placeholder`."""
-        first, end = self.span
+        tokens, (first, end) = self.tokens, self.span
         if not self.per_run:
-            return [*self.tokens[:first], *[self.placeholder] * self.rows, *self.tokens[end:]]
-        written, keep = [], iter(self.keep)
-        for embed, group in itertools.groupby(zip(self.tokens, self.embeds, strict=True), lambda pair: pair[1]):
-            written += [self.placeholder] * next(keep) if embed else [token for token, _ in group]
+            return [*tokens[:first], *[self.placeholder] * self.rows, *tokens[end:]]
+        written, keep = list[int](), iter(self.keep)
+        for embed, places in self.stretches:
+            written += [self.placeholder] * next(keep) if embed else tokens[places.start : places.stop]
         return written
 
-    @property
+    @cached_property
     def placeholder(self) -> int:
-        return self.tokens[self.span[0]]
+        return next(token for token, embed, _ in self.text if embed)
 
     # -- on its way from process to process
 
     def encode(self) -> Tensor:
         """Return the plan as bytes in a tensor: only tensors travel with an item."""
-        pairs = zip(self.tokens, self.embeds, strict=True)
-        lengths = [[token, int(embed), len(list(group))] for (token, embed), group in itertools.groupby(pairs)]
-        content = {"setting": self.setting.as_dict(), "tokens": lengths, "per_run": self.per_run, "frames": self.frames}
+        text = [[token, int(embed), number] for token, embed, number in self.text]
+        content = {"setting": self.setting.as_dict(), "tokens": text, "per_run": self.per_run, "frames": self.frames}
         if self.kept is not None:
             content["kept"] = [[int(stays), len(list(group))] for stays, group in itertools.groupby(self.kept)]
         if self.setting.bounds:
             content["bounds"] = self.setting.bounds
-        text = json.dumps(content)
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
 
     @staticmethod
     def decode(data: Tensor) -> Plan:
@@ -150,14 +197,17 @@ class Plan:
         return None if element is None or element.data is None else Plan.decode(element.data)
 
     @staticmethod
-    def make(
-        setting: ServedSetting, tokens: Sequence[int], embeds: Sequence[bool] | None, per_run: bool, frames: int = 1,
-        behind: int = 0,
-    ) -> Plan:  # fmt: skip
+    def of_feature(feature: Any) -> Plan:
+        """Return the plan of one of a prompt's items in vLLM's engine or worker, all of which carry one."""
+        if (plan := Plan.of_item(feature.data, feature.modality)) is None:
+            raise PlaceholderMismatchError(f"an item ({feature.modality}) came without a plan")
+        return plan
+
+    @staticmethod
+    def make(setting: ServedSetting, text: tuple[Run, ...], per_run: bool, frames: int = 1, behind: int = 0) -> Plan:
         """Make the plan of an item. frames: number of frames of a video; 1 for an image. behind: tokens that follow the
         last frame. Raises OptionError if the setting needs the frames' tokens and these cannot be determined."""
-        embeds = [True] * len(tokens) if embeds is None else embeds
-        whole = Plan(setting, tuple(tokens), tuple(bool(embed) for embed in embeds), per_run)
+        whole = Plan(setting, text, per_run)
         if compares_frames(setting.method):
             return whole._compared(frames, behind)
         if (per_run and not merges_in_tower(setting.method)) or frames == 1 or not _by_frame(setting):
@@ -184,27 +234,24 @@ class Plan:
 
 def _by_frame(setting: ServedSetting) -> bool:
     """Return True if every frame of a video has a budget of its own."""
-    return setting.per == "frame" or merges_in_tower(setting.method)
+    return not setting.removes_nothing and (setting.per == "frame" or merges_in_tower(setting.method))
 
 
 def _size(plan: Plan) -> int:
-    """Return roughly the bytes of a decoded plan, with the list of its runs."""
-    return 1024 + 72 * len(plan.tokens)
+    """Return roughly the bytes of a decoded plan, with what it keeps of its runs and of each token."""
+    return 1024 + 256 * len(plan.text) + 10 * plan.length
 
 
 _decoded: LRUCache[Any, Plan] = LRUCache(64 * 2**20, _size)
 
 
-# By bytes, since plans of long videos are large; the lock is not held while one is decoded.
+# By bytes, since plans of long videos may be large; the lock is not held while one is decoded.
 @cached(_decoded, lock=Lock())
 def _decode(data: bytes) -> Plan:
     content = json.loads(data)
-    tokens, embeds = [], []
-    for token, embed, length in content["tokens"]:
-        tokens += [token] * length
-        embeds += [bool(embed)] * length
+    text = tuple((token, bool(embed), number) for token, embed, number in content["tokens"])
     kept = content.get("kept")
     if kept is not None:
         kept = tuple(bool(stays) for stays, length in kept for _ in range(length))
     setting = dataclasses.replace(ServedSetting.of(content["setting"]), bounds=tuple(content.get("bounds", ())))
-    return Plan(setting, tuple(tokens), tuple(embeds), content["per_run"], content["frames"], kept)
+    return Plan(setting, text, content["per_run"], content["frames"], kept)

@@ -94,7 +94,10 @@ class ServedSetting:
         return dataclasses.replace(self, method=None, keep=1.0, files=(), age=None, step=1, bounds=())
 
     def of_items(self, modality: str, count: int) -> tuple[ServedSetting, ...]:
-        """Return what the setting is to each of a request's items of a modality, which no longer depends on others."""
+        """Return what the setting is to each of a request's items of a modality, which no longer depends on others:
+        images stay as they are where frames are compared."""
+        if modality == "image" and compares_frames(self.method):
+            return (self.without_method(),) * count
         if modality != "image" or self.age is None:
             return (self.tiers[0],) * count
         return tuple(map(self._at, ages(count, self.step)))

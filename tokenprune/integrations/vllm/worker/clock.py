@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
+from threading import Timer
 from typing import Any
 
 import torch
@@ -17,22 +18,30 @@ import torch
 from tokenprune.integrations.vllm.log import tell
 
 _SIZE = 4096  # bytes of the file, so that one write replaces all that was there
+_EVERY = 1.0  # seconds between two writes
 
 
 class Clock:
     """Add up seconds by method in a file of this process, and log each selection if the server logs.
 
     It never waits for the GPU: events on the stream time the selection, and a later call reports it once it is done.
+    The file is written once a second at most, and when the process ends.
 
     folder: where the front end looks for such files (see front/metrics.py). With None, or a folder that this machine
     does not have, nothing is added up. log: True to log. Without either nothing is timed.
     """
 
     def __init__(self, folder: str | None, log: bool = False) -> None:
-        self._path = Path(folder) / str(os.getpid()) if folder and os.path.isdir(folder) else None
+        self._file: int | None = None
+        if folder and os.path.isdir(folder):
+            self._file = os.open(os.path.join(folder, str(os.getpid())), os.O_WRONLY | os.O_CREAT, 0o600)
+            atexit.register(self._write)
         self._log = log
-        self._sums: dict[str, list[float]] = {}
+        self._sums: dict[str, tuple[float, int]] = {}
         self._running: deque[tuple[dict[str, Any], Any, Any]] = deque()
+        self._spare: list[tuple[Any, Any]] = []  # events that have been read
+        self._next = 0.0  # when the file may be written again
+        self._due: Timer | None = None  # writes what came too soon
 
     @classmethod
     def of(cls, vllm_config: Any) -> Clock:
@@ -49,10 +58,10 @@ class Clock:
     def timing(self, method: str, device: torch.device, **item: Any) -> Iterator[None]:
         """Time the selection of one image or video within the context. item: further fields of the log line."""
         item = {"method": method} | item
-        if self._path is None and not self._log:
+        if self._file is None and not self._log:
             yield
         elif device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = self._spare.pop() if self._spare else (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             yield
             end.record()
@@ -67,18 +76,27 @@ class Clock:
         while self._running and self._running[0][2].query():
             item, start, end = self._running.popleft()
             self._add(item, start.elapsed_time(end) / 1000)
+            self._spare.append((start, end))
 
     def _add(self, item: dict[str, Any], seconds: float) -> None:
         if self._log:
             tell("selection", **item, ms=round(seconds * 1000, 3))
-        if self._path is None:
+        if self._file is None:
             return
-        sums = self._sums.setdefault(item["method"], [0.0, 0])
-        sums[0] += seconds
-        sums[1] += 1
-        text = json.dumps(self._sums).encode()
-        try:
-            with open(self._path, "r+b" if self._path.exists() else "wb", buffering=0) as file:
-                file.write(text.ljust(-len(text) // _SIZE * -_SIZE))
-        except OSError:  # the front end has gone, or the disk is full: answers go before metrics
-            self._path = None
+        before, count = self._sums.get(item["method"], (0.0, 0))
+        self._sums[item["method"]] = before + seconds, count + 1
+        if self._due is not None:
+            return
+        if (wait := self._next - time.monotonic()) <= 0:
+            self._write()
+        else:
+            self._due = Timer(wait, self._write)
+            self._due.daemon = True
+            self._due.start()
+
+    def _write(self) -> None:
+        assert self._file is not None
+        self._due, self._next = None, time.monotonic() + _EVERY
+        text = json.dumps(dict(self._sums)).encode()
+        with suppress(OSError):  # the front end has gone, or the disk is full: answers go before metrics
+            os.pwrite(self._file, text.ljust(-len(text) // _SIZE * -_SIZE), 0)

@@ -26,12 +26,13 @@ from tokenprune.integrations.vllm.setting.towers import is_known
 from tokenprune.integrations.vllm.worker import positions
 from tokenprune.integrations.vllm.worker.clock import Clock
 from tokenprune.integrations.vllm.worker.requests import of_batch
-from tokenprune.integrations.vllm.worker.rope import prepare_decoder
+from tokenprune.integrations.vllm.worker.rows import AwaitedRows
 from tokenprune.integrations.vllm.worker.runner import prepare_runner
 from tokenprune.integrations.vllm.worker.tower import TowerReader
 from tokenprune.integrations.vllm.worker.tower_merging import stretches
 from tokenprune.integrations.vllm.worker.tower_reducers import TowerResult, tower_treatment
 from tokenprune.integrations.vllm.worker.weights import mapper
+from tokenprune.ops.transfer import to_device
 
 # Fields of an item that the models' own rules of positions read.
 _SHAPES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
@@ -112,8 +113,9 @@ class ReducingModel(_Model):
             raise PlaceholderMismatchError(
                 f"the encoder made {rows.shape[0]} tokens of an item where the processor counted {sum(plan.counts)}"
             )
-        stays = plan.is_embed.to(rows.device)
-        if plan.reduces:
+        if not plan.reduces:
+            awaited = AwaitedRows.whole(plan, rows)
+        else:
             kept = result.kept
             if kept is None:
                 method = plan.setting.method
@@ -124,21 +126,8 @@ class ReducingModel(_Model):
                 )  # fmt: skip
                 norm, width = self.tokenprune_norm, self.tokenprune_width
                 kept, rows = choose(method, rows, width, segments, plan.keep, norm, result.encoded)
-            first, end = plan.span
-            within = torch.arange(len(plan.tokens), device=rows.device)
-            text = ~stays & (within >= first) & (within < end) if plan.between else torch.zeros_like(stays)
-            source = (stays.cumsum(0) - 1).clamp(min=0)
-            stays = (stays & kept[source]) | text
-            # The places that stay, in order, without asking the device how many they are.
-            places = (~stays).to(torch.uint8).argsort(stable=True)[: plan.rows]
-            rows = rows[source[places]]
-            if plan.between:
-                rows = self._with_text(plan, rows, text[places], places)
-        else:
-            places = stays.nonzero().flatten()
-        if rows.shape[0] != plan.rows:
-            raise PlaceholderMismatchError(f"{rows.shape[0]} rows for an item whose prompt has {plan.rows} places")
-        return self._placed(plan, rows, places, modality, item)
+            awaited = self._with_text(plan, AwaitedRows.kept(plan, rows, kept))
+        return self._placed(plan, awaited, modality, item)
 
     @property
     def tokenprune_norm(self) -> Any:
@@ -146,13 +135,17 @@ class ReducingModel(_Model):
         decoder = self.get_language_model()
         return getattr(getattr(decoder, "model", decoder), "norm", None)
 
-    def _with_text(self, plan: Plan, rows: Tensor, is_text: Tensor, places: Tensor) -> Tensor:
+    def _with_text(self, plan: Plan, awaited: AwaitedRows) -> AwaitedRows:
         """Put the embeddings of text that stands within an item among its rows; deeper layers get zeros there."""
-        ids = torch.tensor(plan.tokens, device=rows.device)[places]
-        ids = torch.where(is_text, ids, 0)  # placeholders may lie beyond the vocabulary
+        rows, is_text = awaited.rows, awaited.is_text
+        if is_text is None:
+            return awaited
+        ids = torch.where(
+            is_text, to_device(plan.tokens, rows.device)[awaited.places], 0
+        )  # placeholders may lie beyond
         text = self.get_language_model().embed_input_ids(ids).to(rows.dtype)
         text = torch.nn.functional.pad(text, (0, rows.shape[1] - text.shape[1]))
-        return torch.where(is_text[:, None], text, rows)
+        return dataclasses.replace(awaited, rows=torch.where(is_text[:, None], text, rows))
 
     def _grid(self, item: Mapping[str, Any], modality: str) -> tuple[int, int, int] | None:
         shape = item.get(f"{modality}_grid_thw")
@@ -166,8 +159,8 @@ class ReducingModel(_Model):
         family = self.tokenprune_family
         return image_grid(family, count, self.config, whole_image=not family.vllm.per_run)
 
-    def _placed(self, plan: Plan, rows: Tensor, places: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
-        """Add columns with the rows' positions in the full prompt, if the runner sets positions."""
+    def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any]) -> Tensor:
+        """Return the rows, with columns of their positions in the full prompt if the runner sets positions."""
         raise NotImplementedError
 
     def recompute_mrope_positions(
@@ -206,13 +199,14 @@ class ReducingLineModel(ReducingModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if self.tokenprune_original:
             self.supports_mrope = self.supports_multimodal_pruning = True  # of this object, not of the class
-            prepare_decoder(self.get_language_model(), vllm_config.model_config)
+            positions.prepare_decoder(self.get_language_model(), vllm_config.model_config)
 
-    def _placed(self, plan: Plan, rows: Tensor, places: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
+    def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any]) -> Tensor:
+        rows = awaited.rows
         if not self.tokenprune_original:
             return rows
-        _check_span(len(plan.tokens) - 1)
-        return torch.cat([rows, positions.to_columns(places[None], rows.dtype)], dim=1)
+        _check_span(plan.length - 1)
+        return torch.cat([rows, positions.to_columns(awaited.places[None], rows.dtype)], dim=1)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
         return positions.of_line(input_tokens, mm_features)
@@ -235,12 +229,13 @@ class ReducingMropeModel(ReducingModel):
     def _rule(self, tokens: list[int], features: list[Any]) -> tuple[Tensor, int]:
         return super().get_mrope_input_positions(tokens, features)
 
-    def _placed(self, plan: Plan, rows: Tensor, places: Tensor, modality: str, item: Mapping[str, Any]) -> Tensor:
+    def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any]) -> Tensor:
+        rows = awaited.rows
         if not plan.reduces:
             return torch.nn.functional.pad(rows, (0, positions.COLUMNS), value=positions.WHOLE)
         within = positions.within_item(self._rule, plan, item, modality)
         _check_span(int(within.max()))
-        within = within.to(rows.device)[:, places]
+        within = to_device(within, rows.device)[:, awaited.places]
         return torch.cat([rows, positions.to_columns(within, rows.dtype)], dim=1)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:

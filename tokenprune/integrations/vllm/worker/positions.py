@@ -13,17 +13,22 @@ hook what it needs (see `of_line`), so images may stand side by side, at the end
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.models.utils import StageMissingLayer
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from tokenprune.errors import PlaceholderMismatchError
+from tokenprune.errors import PlaceholderMismatchError, UnsupportedModelError
 from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.setting.position_checks import longest
+from tokenprune.integrations.vllm.setting.settings import KEY
 
 # Numbers in two digits each: every digit is below 256, so it is exact in any 16-bit float.
 DIGITS = 2
@@ -46,12 +51,11 @@ def from_columns(columns: Tensor) -> Tensor:
 
 
 def within_item(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
-    """long `[3, len(plan.tokens)]`: positions in the item's text as the model's own `rule` gives them, counted from the
+    """long `[3, plan.length]`: positions in the item's text as the model's own `rule` gives them, counted from the
     start of the run of placeholders that the token will be in."""
-    spec = MultiModalFeatureSpec(item, modality, "", _where(plan, 0))
-    positions, _ = rule(list(plan.tokens), [spec])
+    positions, _ = rule(plan.tokens, [MultiModalFeatureSpec(item, modality, "", _where(plan, 0))])
     first, end = plan.span
-    begins = torch.zeros(len(plan.tokens), dtype=torch.bool, device="cpu")
+    begins = torch.zeros(plan.length, dtype=torch.bool, device="cpu")
     begins[first] = True
     if plan.per_run:  # then each run of placeholders stands for itself, and so does each token between them
         embeds = plan.is_embed[first:end]
@@ -64,67 +68,81 @@ def within_item(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
     return positions - base[run]
 
 
-def _plan(feature: MultiModalFeatureSpec) -> Plan:
-    plan = Plan.of_item(feature.data, feature.modality)
-    if plan is None:
-        raise PlaceholderMismatchError(f"an item ({feature.modality}) came without a plan")
-    return plan
-
-
 def _where(plan: Plan, offset: int) -> PlaceholderRange:
     """Return the place of an item's full text, for a rule that asks where its placeholders are."""
-    embeds = None if all(plan.embeds) else plan.is_embed
-    return PlaceholderRange(offset, len(plan.tokens), embeds)
+    return PlaceholderRange(offset, plan.length, None if plan.is_plain else plan.is_embed)
+
+
+@dataclass(frozen=True)
+class FullItem:
+    """An item of a prompt. offset: where its text begins in the full prompt. written: places in that text of what is
+    written of it, until `place` runs: its text has its own place, and its kept placeholders have those of the first
+    ones."""
+
+    feature: MultiModalFeatureSpec
+    plan: Plan
+    offset: int
+    written: Tensor
+
+
+@dataclass(frozen=True)
+class FullPrompt:
+    """The prompt of which a reduced one is what is left. length: of its tokens. index: long `[n]`, where the tokens of
+    the reduced prompt stand there, before `place` runs."""
+
+    items: list[FullItem]
+    length: int
+    index: Tensor
+
+    @classmethod
+    def of(cls, count: int, features: Sequence[MultiModalFeatureSpec]) -> FullPrompt:
+        """Lay out a reduced prompt of `count` tokens."""
+        items, index = list[FullItem](), list[Tensor]()
+        done = gone = 0  # tokens of the reduced prompt so far, and those that are left out before them
+        for feature in sorted(features, key=lambda one: one.mm_position.offset):
+            plan, offset = Plan.of_feature(feature), feature.mm_position.offset
+            written = _span(*_written(plan))
+            items.append(FullItem(feature, plan, offset + gone, written))
+            index += [_span(range(done + gone, offset + gone)), offset + gone + written]
+            done = offset + feature.mm_position.length
+            gone += plan.length - feature.mm_position.length
+        return cls(items, count + gone, torch.cat([*index, _span(range(done + gone, count + gone))]))
+
+    def tokens(self, reduced: list[int]) -> list[int]:
+        """Return the ids of the full prompt, from those of the reduced one."""
+        full, done = list[int](), 0
+        for item in self.items:
+            place = item.feature.mm_position
+            full += reduced[done : place.offset]
+            full += item.plan.tokens
+            done = place.offset + place.length
+        return full + reduced[done:]
+
+
+def _span(*ranges: range) -> Tensor:
+    return torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in ranges])
+
+
+def _written(plan: Plan) -> list[range]:
+    """Return the places of what is written of an item in its full text (see `FullItem`)."""
+    if not plan.reduces:
+        return [range(plan.length)]
+    if plan.per_run:
+        keep = iter(plan.keep)
+        return [range(one.start, one.start + next(keep)) if embed else one for embed, one in plan.stretches]
+    first, end = plan.span
+    return [range(first + plan.rows), range(end, plan.length)]
 
 
 def of_prompt(rule: Rule, tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[Tensor, int]:
-    """Return the positions `[3, n]` of a reduced prompt, and the number to add to later places.
-
-    They follow from the model's own rule for the full prompt. Until `place` runs, kept tokens have the positions of
-    their item's first tokens.
-    """
-    full: list[int] = []
-    moved: list[MultiModalFeatureSpec] = []
-    index: list[int] = []
-    done = 0
-    for feature in sorted(features, key=lambda one: one.mm_position.offset):
-        plan = _plan(feature)
-        offset, length = feature.mm_position.offset, feature.mm_position.length
-        index += range(len(full), len(full) + offset - done)
-        full += tokens[done:offset]
-        moved.append(dataclasses.replace(feature, mm_position=_where(plan, len(full))))
-        index += [len(full) + place for place in _written(plan)]
-        full += plan.tokens
-        done = offset + length
-    index += range(len(full), len(full) + len(tokens) - done)
-    full += tokens[done:]
-    whole, _ = rule(full, moved)
-    positions, later = whole[:, index], int(whole.max()) + 1 - len(tokens)
+    """Return the positions `[3, n]` of a reduced prompt, and the number to add to later places. They follow from the
+    model's own rule for the full prompt."""
+    full = FullPrompt.of(len(tokens), features)
+    moved = [dataclasses.replace(one.feature, mm_position=_where(one.plan, one.offset)) for one in full.items]
+    whole, _ = rule(full.tokens(tokens), moved)
+    positions, later = whole[:, full.index], int(whole.max()) + 1 - len(tokens)
     _later[positions] = later
     return positions, later
-
-
-def _written(plan: Plan) -> list[int]:
-    """Return the places, in an item's full text, of the tokens written for it until `place` runs: text has its own
-    place, and the kept placeholders have those of the first ones."""
-    if not plan.reduces:
-        return list(range(len(plan.tokens)))
-    if plan.per_run:
-        return _first_of_each_run(plan)
-    first, end = plan.span
-    kept = [min(first + row, end - 1) for row in range(plan.rows)]
-    return [*range(first), *kept, *range(end, len(plan.tokens))]
-
-
-def _first_of_each_run(plan: Plan) -> list[int]:
-    """Return the places of its text and of each run's first placeholders, as many as stay, in an item's full text."""
-    places: list[int] = []
-    start, keep = 0, iter(plan.keep)
-    for embed, group in itertools.groupby(plan.embeds):
-        length = len(list(group))
-        places += range(start, start + (next(keep) if embed else length))
-        start += length
-    return places
 
 
 def place(
@@ -167,27 +185,17 @@ def of_line(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[T
     The others are for `place_line`: where the item of a placeholder begins in the full prompt, and the length of that
     prompt, which stands for text in both. All are below that length or equal to it, so rope has an angle for each.
     """
-    positions: list[int] = []
-    begins: list[int | None] = []
-    full, done = 0, 0
-    for feature in sorted(features, key=lambda one: one.mm_position.offset):
-        plan = _plan(feature)
-        text = feature.mm_position.offset - done
-        positions += range(full, full + text)
-        begins += [None] * text
-        full += text
-        within = _written(plan)
-        # Text within a span that shares its budget is written as placeholders, too.
-        first, end = plan.span if plan.reduces and not plan.per_run else (0, 0)
-        positions += [full + place for place in within]
-        begins += [full if plan.embeds[place] or first <= place < end else None for place in within]
-        full += len(plan.tokens)
-        done = feature.mm_position.offset + feature.mm_position.length
-    text = len(tokens) - done
-    positions += range(full, full + text)
-    full += text
-    starts = [full if start is None else start for start in [*begins, *[None] * text]]
-    return torch.tensor([positions, starts, [full] * len(tokens)], device="cpu"), full - len(tokens)
+    full = FullPrompt.of(len(tokens), features)
+    begins = torch.full((len(tokens),), full.length, device="cpu")
+    for item in full.items:
+        plan, place = item.plan, item.feature.mm_position
+        becomes_row = plan.is_embed.clone()
+        if (
+            plan.reduces and not plan.per_run
+        ):  # text within a span that shares its budget is written as placeholders, too
+            becomes_row[slice(*plan.span)] = True
+        begins[place.offset : place.offset + place.length][becomes_row[item.written]] = item.offset
+    return torch.stack([full.index, begins, torch.full_like(begins, full.length)]), full.length - len(tokens)
 
 
 def place_line(embeddings: Sequence[Tensor], positions: Tensor, computed: int) -> tuple[list[Tensor], Tensor, int]:
@@ -208,3 +216,31 @@ def place_line(embeddings: Sequence[Tensor], positions: Tensor, computed: int) -
 def _check_rows(rows: int, slots: int, computed: int) -> None:
     if rows != slots:
         raise PlaceholderMismatchError(f"{rows} rows for {slots} placeholders after place {computed}")
+
+
+# -- one axis: a decoder with rope, made to read the first of three
+
+
+def prepare_decoder(decoder: nn.Module, model_config: Any) -> None:
+    """Check that every rope of a decoder reads the first axis alone, and have torch.compile take the last dimension of
+    positions `[3, n]` for the one that changes. Raises UnsupportedModelError."""
+    if isinstance(decoder, StageMissingLayer):
+        return  # a server that encodes alone
+    ropes = [module for module in decoder.modules() if isinstance(module, RotaryEmbeddingBase)]
+    if not ropes or not all(_reads_first_axis(rope, longest(model_config)) for rope in ropes):
+        raise UnsupportedModelError(
+            f'{KEY}: "positions": "original" does not go with {type(decoder).__name__}, whose rope does not take '
+            "positions of several axes: leave positions out, and kept tokens are counted anew"
+        )
+    for module in decoder.modules():
+        # vLLM marks these when it compiles. Of Llama and others it names the first dimension, which is the last one too
+        # where positions are [n].
+        dims = getattr(module, "_dynamic_arg_dims", None) or {}
+        if (marked := dims.get("positions")) is not None:
+            dims["positions"] = {-1: next(iter(marked.values()))} if isinstance(marked, dict) else -1
+
+
+def _reads_first_axis(rope: RotaryEmbeddingBase, longest: int) -> bool:
+    if not isinstance(rope, MRotaryEmbedding) or rope.mrope_interleaved:
+        return False
+    return list(rope.mrope_section or ()) == [rope.rotary_dim // 2, 0, 0] and len(rope.cos_sin_cache) >= longest

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tokenprune.integrations.vllm.compat import REQUEST_HOOKS, missing_hooks, wrap
+from tokenprune.integrations.vllm.compat import missing_hooks, wrap
 from tokenprune.integrations.vllm.log import asked_id
 
 _of_item: dict[int, str] = {}  # requests, by the identity of their items
@@ -35,8 +35,7 @@ _LISTS: dict[str, tuple[str, str, Callable[[Any, Any], Mapping[str, list[int]]],
 def follow() -> None:
     """Note requests from now on, where this vLLM's runners have the hooks; elsewhere nobody is named."""
     for name, (owner, method, *_) in _LISTS.items():
-        hooks = {where: names for where, names in REQUEST_HOOKS.items() if where.partition(":")[0] == name}
-        if name in sys.modules and not missing_hooks(hooks):
+        if name in sys.modules and not missing_hooks("requests", modules=(name,)):
             wrap(getattr(sys.modules[name], owner), method, functools.partial(_noting, name))
 
 

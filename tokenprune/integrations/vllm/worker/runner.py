@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tokenprune.integrations.vllm.compat import WORKER_HOOKS, missing_hooks, require_hooks, wrap
+from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks, wrap
 from tokenprune.integrations.vllm.setting.configuration import keys_of
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.worker import requests
@@ -27,8 +27,8 @@ def prepare_runner(vllm_config: Any) -> None:
 
     Raises UnsupportedSetupError where this vLLM's runners are not what this package knows.
     """
-    loaded = {where: names for where, names in WORKER_HOOKS.items() if where.partition(":")[0] in sys.modules}
-    require_hooks(missing_hooks(loaded) + [f"{' and '.join(_RUNNERS)}"] * (not any(map(sys.modules.get, _RUNNERS))))
+    problems = missing_hooks("worker", modules=sys.modules)
+    require_hooks(problems + [f"{' and '.join(_RUNNERS)}"] * (not any(map(sys.modules.get, _RUNNERS))))
     limit = vllm_config.scheduler_config.max_num_encoder_input_tokens
     for name in _RUNNERS:
         module: Any = sys.modules.get(name)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What timing a selection costs a worker: writes to its file, and events on the device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tokenprune.integrations.vllm.worker import clock
+from tokenprune.integrations.vllm.worker.clock import Clock
+
+CPU = torch.device("cpu")
+
+
+class Timers:
+    """Timers that run when they are told to, on a clock that stands."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.started = 100.0, list[Any]()
+        monkeypatch.setattr(clock, "Timer", self.made)
+        monkeypatch.setattr(clock.time, "monotonic", lambda: self.now)
+
+    def made(self, wait: float, act: Any) -> Any:
+        return SimpleNamespace(wait=wait, act=act, daemon=False, start=lambda: self.started.append((wait, act)))
+
+
+@pytest.fixture
+def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
+    return Timers(monkeypatch)
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    found, original = list[bytes](), clock.os.pwrite
+
+    def pwrite(file: int, text: bytes, place: int) -> int:
+        found.append(text)
+        return original(file, text, place)
+
+    monkeypatch.setattr(clock.os, "pwrite", pwrite)
+    return found
+
+
+def select(one: Clock, times: int, device: torch.device = CPU) -> None:
+    for _ in range(times):
+        with one.timing("divprune", device):
+            pass
+
+
+def test_the_file_is_written_once_a_second(tmp_path: Path, timers: Timers, writes: list[bytes]) -> None:
+    one = Clock(str(tmp_path))
+    select(one, 50)
+    assert len(writes) == len(timers.started) == 1, "it is written for every image"
+    timers.now += 1
+    ((wait, write),) = timers.started
+    write()
+    assert wait == 1.0 and len(writes) == 2
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_bytes())["divprune"][1] == 50, "what came too soon is lost"
+    timers.now += 1
+    select(one, 1)
+    assert len(writes) == 3 and json.loads(file.read_bytes())["divprune"][1] == 51
+
+
+def test_events_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def event(enable_timing: bool) -> Any:
+        made.append(enable_timing)
+        return SimpleNamespace(record=lambda: None, query=lambda: True, elapsed_time=lambda end: 2.0)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    one = Clock(str(tmp_path))
+    select(one, 5, torch.device("cuda"))
+    assert made == [True, True]
