@@ -15,7 +15,7 @@ from tokenprune.base import Method
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.shared.block_merging import Block, Merger
-from tokenprune.sites.composition import check_places
+from tokenprune.sites import check_places
 from tokenprune.sites.encoder import EncoderMethod, Tower
 from tokenprune.statistics import Stats
 
