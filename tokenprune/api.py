@@ -24,7 +24,7 @@ from tokenprune.errors import (
 )
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.options import fits, in_words
-from tokenprune.registry import build, without_base
+from tokenprune.registry import build
 from tokenprune.setting.budget_checks import check_scope
 from tokenprune.setting.max_visual_tokens import limited
 from tokenprune.setting.saved import read_config
@@ -141,11 +141,7 @@ def _methods(method: str | Method | Sequence[str | Method], options: dict[str, A
         )
     if options and isinstance(given[0], Method):
         raise OptionError(f"options {', '.join(options)} are ignored by a configured method: set them when you make it")
-    methods = [one if isinstance(one, Method) else build(one, options) for one in given]
-    for one in methods:
-        if problem := without_base(type(one), one.site):
-            raise OptionError(f"{one!r} cannot act: {problem}")
-    return methods
+    return [one if isinstance(one, Method) else build(one, options) for one in given]
 
 
 def _budgets(keep: Any, methods: Sequence[Method]) -> list[Budget]:

@@ -50,13 +50,17 @@ def _option_types(cls: Any) -> dict[str, Any]:
 
 def check_options(method: Any) -> None:
     """Raise OptionError for an option of a configured method whose value is not of the type that its field declares.
-    A list becomes a tuple, as which it can be hashed, and is equal to what JSON made a list."""
+    A list of an option that is a sequence becomes a tuple, so that it can be hashed, and is equal whoever made it."""
     for name, hint in option_types(type(method)).items():
         value = getattr(method, name)
-        if isinstance(value, list) and fits(tuple(value), hint):
+        if isinstance(value, list) and _is_sequence(hint) and fits(tuple(value), hint):
             object.__setattr__(method, name, tuple(value))
         elif not fits(value, hint):
             raise OptionError(f"{method.name}: {name}={value!r} must be {in_words(hint)}")
+
+
+def _is_sequence(hint: Any) -> bool:
+    return get_origin(hint) in _MANY or any(map(_is_sequence, get_args(hint)))
 
 
 def file_options(cls: type) -> set[str]:

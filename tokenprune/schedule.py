@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from tokenprune.budget import TARGETS, Budget
+from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.shapes.decoder import DecoderShape
 
@@ -56,8 +56,7 @@ def profile(layers: int, cuts: Sequence[tuple[float | int, float]], budget: Budg
             f"{budget} cannot be reached by cuts from layer {placed[0][0]} of {layers} on: the layers before it alone "
             f"spend {placed[0][0] / layers:.3f} of the visual tokens; cut earlier or ask for more"
         )
-    given = {name: getattr(budget, name) for name in (*TARGETS, "per")}
-    stages = (StageBudget(**given, total=budget, cuts=placed, index=index) for index in range(len(placed)))
+    stages = (StageBudget(**budget.held(), total=budget, cuts=placed, index=index) for index in range(len(placed)))
     return [PlannedCut(layer, stage) for (layer, _), stage in zip(placed, stages, strict=True)]
 
 

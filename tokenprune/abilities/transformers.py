@@ -11,7 +11,7 @@ from tokenprune.abilities.obstacle import AFTER_THE_TOWER, ON_IMAGES_TOO, Obstac
 from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.families import REFUSED, Family, family_of
-from tokenprune.sites.decode import DecodeMethod
+from tokenprune.registry import without_base
 from tokenprune.sites.encoder import VTU_FORMS, EncoderMethod
 from tokenprune.sites.frames import FrameMerger
 from tokenprune.sites.pixels import ResizeMethod
@@ -55,10 +55,8 @@ def in_transformers(method: Method, family: Family | str | None, acts: bool, con
         )
     if method.site is Site.PRE_LLM and (seen := [one.name for one in observables_of(method.needs, *_LATER)]):
         yield Obstacle(f"{method.name}: a PRE_LLM method cannot need {seen}: no layer ran yet", OptionError)
-    if method.site is Site.DECODE and not isinstance(method, DecodeMethod):
-        yield Obstacle(
-            f"{method.name}: a method at the site DECODE must derive from tokenprune.extend.DecodeMethod", OptionError
-        )
+    if problem := without_base(type(method), method.site):
+        yield Obstacle(f"{method.name}: {problem}", OptionError)
     if isinstance(method, EncoderMethod) and method.vtu not in VTU_FORMS:
         yield Obstacle(f"{method.name}: vtu={method.vtu!r} must be one of {', '.join(VTU_FORMS)}", OptionError)
     if family is None:

@@ -5,25 +5,33 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 from tokenprune.budget.by_age import Tiers, aged, checked_tiers
 from tokenprune.budget.of_videos import OPTIONS, Clip, check_rate, checked_frames, checked_weights, of_videos
+from tokenprune.budget.over_layers import solve
 from tokenprune.errors import BudgetError
 from tokenprune.shapes.decoder import DecoderShape
 
 _SCOPES = ("image", "frame", "prompt")
 TARGETS = ("keep", "tokens", "average_tokens", "average_share", "kv_share", "flops_share", "per_second", "frames")
 AGES = ("age", "step")
-_NUMBERS = ("average_tokens", "per_second")  # targets that are no shares
+_SHARES = ("keep", "average_share", "kv_share", "flops_share")
+_OF_IMAGES = ("keep", "tokens")
+_OF_VIDEOS = ("per_second", "frames")
 
 
-@dataclass(frozen=True)
+def _amount_of(*targets: str) -> Any:
+    """Return a property: the amount of a budget that has one of these targets, None of others."""
+    return property(lambda budget: budget.amount if budget.target in targets else None)
+
+
+@dataclass(frozen=True, init=False, repr=False)
 class Budget:
-    """The number of visual tokens to keep; exactly one of the first eight fields is given.
+    """The number of visual tokens to keep; exactly one of the first eight arguments is given, and held as `target`, its
+    name, and `amount`; an int for `keep` is held as `tokens`. Each argument is an attribute too, None if not given.
 
     keep:            float in (0, 1]: share of the visual tokens of each image; int >= 2: tokens per image. The int 1 is
                      refused: JSON and many programs write 1.0 as 1, and all tokens would become one.
@@ -50,73 +58,83 @@ class Budget:
 
     Budgets of videos (`per_second`, `frames`, `frame_weights`) go with methods that cut once, at the decoder. A frame
     is such as the decoder sees it; with the last two `per` is "frame".
-    All but `keep` are solved for the layer at which the method cuts, from closed forms (accounting.py); of a method
-    that cuts several times all of them are averages over the layers (schedule.py).
+    All but `keep` are solved for the layer at which the method cuts, from closed forms; of a method that cuts several
+    times all of them are averages over the layers.
     Raises BudgetError for anything else, and, when solved, for a target that this layer cannot reach.
     """
 
-    keep: float | int | None = None
-    tokens: int | None = None
-    average_tokens: float | None = None
-    average_share: float | None = None
-    kv_share: float | None = None
-    flops_share: float | None = None
-    per_second: float | None = None
-    frames: tuple[float | int, ...] | None = None
-    per: str = "image"
-    age: Tiers | None = None
-    step: int = 1
-    fps: float | None = None
-    frame_weights: tuple[float, ...] | None = None
+    target: str
+    amount: Any
+    per: str
+    age: Tiers | None
+    step: int
+    fps: float | None
+    frame_weights: tuple[float, ...] | None
 
-    def __post_init__(self) -> None:
-        given = [name for name in TARGETS if getattr(self, name) is not None]
-        counted = isinstance(self.keep, numbers.Integral) and self.keep == self.tokens  # a copy of another budget
-        if len(given) != 1 + counted:
+    def __init__(
+        self,
+        keep: float | int | None = None,
+        tokens: int | None = None,
+        average_tokens: float | None = None,
+        average_share: float | None = None,
+        kv_share: float | None = None,
+        flops_share: float | None = None,
+        per_second: float | None = None,
+        frames: Sequence[float | int] | None = None,
+        per: str = "image",
+        age: Sequence[Sequence[float | int]] | None = None,
+        step: int = 1,
+        fps: float | None = None,
+        frame_weights: Sequence[float] | None = None,
+        *,
+        target: str | None = None,  # these two are for `dataclasses.replace`
+        amount: Any = None,
+    ) -> None:
+        spelled = (keep, tokens, average_tokens, average_share, kv_share, flops_share, per_second, frames)
+        given = {name: value for name, value in zip(TARGETS, spelled, strict=True) if value is not None}
+        if not given and target in TARGETS:
+            given = {target: amount}
+        if len(given) != 1:
             raise BudgetError(
                 f"a Budget needs exactly one of {', '.join(TARGETS)}; given: {', '.join(given) or 'none'}"
             )
-        if self.per not in _SCOPES:
-            raise BudgetError(f"per={self.per!r} is not known; use one of {', '.join(map(repr, _SCOPES))}")
-        if self.age is not None and (given[0] not in ("keep", "tokens") or self.per != "image"):
+        ((target, amount),) = given.items()
+        if per not in _SCOPES:
+            raise BudgetError(f"per={per!r} is not known; use one of {', '.join(map(repr, _SCOPES))}")
+        if age is not None and (target not in _OF_IMAGES or per != "image"):
             raise BudgetError('age= goes with keep= or tokens=, and with per="image"')
-        object.__setattr__(self, "age", checked_tiers(self.age, self.step))
-        if self.age is None:
-            object.__setattr__(self, "step", 1)  # where tiers change nothing, so that a copy of it is no error
-        self._check_videos(given[0])
-        value = getattr(self, given[0])
-        if given[0] == "frames":
-            return
-        if not _is_real(value) or value != value:  # NaN
-            raise BudgetError(f"{given[0]} must be a number, not {value!r}")
-        if counted:
-            return
-        if given[0] in ("keep", "tokens"):
-            self._check_keep(given[0], value)
-            if isinstance(value, numbers.Integral):
-                object.__setattr__(self, "keep", int(value))
-                object.__setattr__(self, "tokens", int(value))
-        elif not value > 0 or (given[0] not in _NUMBERS and value > 1) or value == math.inf:
-            limit = "" if given[0] in _NUMBERS else ", and at most 1"
-            raise BudgetError(f"{given[0]}={value!r} is out of range: it must be positive{limit}")
-
-    def _check_videos(self, target: str) -> None:
-        check_rate(self.per_second, self.fps)
-        object.__setattr__(self, "frames", checked_frames(self.frames))
-        object.__setattr__(self, "frame_weights", checked_weights(self.frame_weights))
-        if self.frame_weights is not None and (target not in ("keep", "tokens") or self.age is not None):
+        tiers = checked_tiers(age, step)
+        check_rate(amount if target == "per_second" else None, fps)
+        amount = checked_frames(amount) if target == "frames" else amount
+        weights = checked_weights(frame_weights)
+        if weights is not None and (target not in _OF_IMAGES or tiers is not None):
             raise BudgetError("frame_weights= goes with keep= or tokens= of a video, and without age=")
-        if self.of_videos and self.per == "prompt":
+        if per == "prompt" and (target in _OF_VIDEOS or weights is not None):
             raise BudgetError('budgets of videos are for each video: leave out per="prompt"')
-        if self.frames is not None or self.frame_weights is not None:
-            object.__setattr__(self, "per", "frame")
+        if target != "frames":
+            _check_number(target, amount)
+        if target in _OF_IMAGES and isinstance(amount, numbers.Integral):
+            target, amount = "tokens", int(amount)
+        if target == "frames" or weights is not None:
+            per = "frame"
+        # Where tiers change nothing there is no step, so that what means the same is equal.
+        step = 1 if tiers is None else step
+        vars(self).update(target=target, amount=amount, per=per, age=tiers, step=step, fps=fps, frame_weights=weights)
+
+    keep = _amount_of("keep", "tokens")
+    tokens = _amount_of("tokens")
+    average_tokens = _amount_of("average_tokens")
+    average_share = _amount_of("average_share")
+    kv_share = _amount_of("kv_share")
+    flops_share = _amount_of("flops_share")
+    per_second = _amount_of("per_second")
+    frames = _amount_of("frames")
 
     def __repr__(self) -> str:
-        left_out = "keep" if self.tokens == 1 else "tokens"
-        targets = [name for name in TARGETS if getattr(self, name) is not None and name != left_out]
-        given = [f"{name}={getattr(self, name)!r}" for name in targets]
-        by_frame = self.frames is not None or self.frame_weights is not None  # and so is `per`
+        counted = self.target == "tokens" and self.amount != 1
+        given = [f"{'keep' if counted else self.target}={self.amount!r}"]
         given += [f"{name}={getattr(self, name)!r}" for name in OPTIONS if getattr(self, name) is not None]
+        by_frame = self.frames is not None or self.frame_weights is not None  # and so is `per`
         given += [] if self.per == "image" or by_frame else [f"per={self.per!r}"]
         given += [] if self.age is None else [f"age={self.age!r}", f"step={self.step}"]
         return f"Budget({', '.join(given)})"
@@ -126,25 +144,9 @@ class Budget:
         plain = self.keep is not None and self.tokens != 1 and self.per == "image" and self.age is None
         return repr(self.keep) if plain else repr(self)
 
-    @staticmethod
-    def _check_keep(name: str, keep: Any) -> None:
-        if name == "tokens" and not isinstance(keep, numbers.Integral):
-            raise BudgetError(f"tokens={keep!r} is no number of tokens per image: use an int >= 1; keep= takes shares")
-        if isinstance(keep, numbers.Integral):
-            if keep < 1:
-                raise BudgetError(
-                    f"{name}={keep} keeps nothing: use an int >= 1 (tokens per image) or a float in (0, 1] (share)"
-                )
-            if name == "keep" and keep == 1:
-                raise BudgetError(
-                    "keep=1 could mean all tokens or a single one: use keep=1.0 for all of them, or Budget(tokens=1) "
-                    'for one of each image (in JSON 1.0 and {"tokens": 1})'
-                )
-        elif not 0 < keep <= 1:
-            raise BudgetError(
-                f"keep={keep!r} is no share: use a float in (0, 1], where 0.25 keeps a quarter of each image, "
-                "or an int for tokens per image"
-            )
+    def held(self) -> dict[str, Any]:
+        """Return the fields by name, of which a subclass is made that resolves them in its own way."""
+        return {one.name: getattr(self, one.name) for one in fields(Budget)}
 
     @classmethod
     def of(cls, keep: Any) -> Budget:
@@ -163,19 +165,16 @@ class Budget:
     @property
     def share(self) -> float | None:
         """The share that is asked for, of whatever the target counts; None for a number of tokens."""
-        if self.tokens is not None:
-            return None
-        shares = (self.keep, self.average_share, self.kv_share, self.flops_share)
-        return next((float(one) for one in shares if one is not None), None)
+        return float(self.amount) if self.target in _SHARES else None
 
-    @cached_property
+    @property
     def of_videos(self) -> bool:
         """True if what a video keeps follows from its seconds or frames, not from its number of tokens alone."""
-        return self.per_second is not None or self.frames is not None or self.frame_weights is not None
+        return self.target in _OF_VIDEOS or self.frame_weights is not None
 
     def is_identity(self) -> bool:
         """Return True if this keeps every token of any image."""
-        return self.keep == 1 and self.tokens is None and self.age is None
+        return self.target == "keep" and self.amount == 1 and self.age is None
 
     def resolve(
         self,
@@ -206,10 +205,10 @@ class Budget:
 
     def resolve_keep(self, count: int) -> int:
         """Return how many of `count` tokens a `keep` leaves of a new image, a share or a number."""
-        if self.tokens is not None:
-            return min(self.tokens, count)
-        assert self.keep is not None  # of other budgets `solve` is asked
-        return min(count, max(1, round(count * self.keep)))
+        if self.target == "tokens":
+            return min(int(self.amount), count)
+        assert self.target == "keep"  # of other budgets `solve` is asked
+        return min(count, max(1, round(count * float(self.amount))))
 
     def solve(
         self, cuts: Sequence[tuple[int, float]], counts: Sequence[int], *, shape: DecoderShape, text_tokens: int
@@ -224,13 +223,7 @@ class Budget:
         `keep` counts as an average over the layers here, like `average_tokens`: a share, or a number of tokens. Raises
         BudgetError where the layers before the first cut alone spend it.
         """
-        cuts = tuple(cuts)
-        kept: Iterable[tuple[int, ...]]
-        if self.flops_share is not None:
-            kept = _kept_for_flops(self, cuts, tuple(counts), shape, text_tokens)
-        else:
-            kept = zip(*(_kept_on_average(self, cuts, count, shape) for count in counts), strict=True)
-        return [list(of_cut) for of_cut in kept]
+        return solve(self, tuple(cuts), tuple(counts), shape, text_tokens)
 
 
 def joint_share(budgets: Sequence[Budget], tokens: int | None = None) -> float | None:
@@ -244,81 +237,39 @@ def joint_share(budgets: Sequence[Budget], tokens: int | None = None) -> float |
         if budget.keep is None or (left is None and budget.tokens is not None):
             return None
         if left is None:
-            share *= budget.keep
+            share *= budget.amount
         else:
             left = budget.resolve_keep(left)
     return share if left is None or tokens is None else left / tokens
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def _check_number(target: str, value: Any) -> None:
+    """Raise BudgetError for an amount that is no number, or out of the range of its target."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or value != value:  # NaN
+        raise BudgetError(f"{target} must be a number, not {value!r}")
+    whole, value = isinstance(value, numbers.Integral), cast(Any, value)
+    if target not in _OF_IMAGES:
+        if not value > 0 or (target in _SHARES and value > 1) or value == math.inf:
+            limit = ", and at most 1" if target in _SHARES else ""
+            raise BudgetError(f"{target}={value!r} is out of range: it must be positive{limit}")
+    elif target == "tokens" and not whole:
+        raise BudgetError(f"tokens={value!r} is no number of tokens per image: use an int >= 1; keep= takes shares")
+    elif whole and value < 1:
+        raise BudgetError(
+            f"{target}={value} keeps nothing: use an int >= 1 (tokens per image) or a float in (0, 1] (share)"
+        )
+    elif whole and target == "keep" and value == 1:
+        raise BudgetError(
+            "keep=1 could mean all tokens or a single one: use keep=1.0 for all of them, or Budget(tokens=1) for one "
+            'of each image (in JSON 1.0 and {"tokens": 1})'
+        )
+    elif not whole and not 0 < value <= 1:
+        raise BudgetError(
+            f"keep={value!r} is no share: use a float in (0, 1], where 0.25 keeps a quarter of each image, or an int "
+            "for tokens per image"
+        )
 
 
 def as_json(keep: Any) -> Any:
     """Return a checked `keep` as JSON that is read as the same: a share is a float, one token `{"tokens": 1}`."""
     return {"tokens": 1} if isinstance(keep, int) and keep == 1 else keep
-
-
-@lru_cache(maxsize=4096)
-def _kept_on_average(
-    budget: Budget, cuts: tuple[tuple[int, float], ...], count: int, shape: DecoderShape
-) -> tuple[int, ...]:
-    """Return the number of a segment's `count` tokens that each cut keeps; see `Budget.solve`."""
-    sizes = [1] * shape.layers if budget.kv_share is None else shape.kv_widths
-    ends = [layer for layer, _ in cuts[1:]] + [shape.layers]
-    weights = [sum(sizes[layer:end]) for (layer, _), end in zip(cuts, ends, strict=True)]
-    before, whole = sum(sizes[: cuts[0][0]]), sum(sizes)
-    tokens = budget.average_tokens or budget.tokens or 0
-    share = min(1.0, float(tokens) / count if budget.share is None else budget.share)
-    if before and before >= share * whole * (1 - 1e-12) and share < 1:
-        raise BudgetError(
-            f"{budget} cannot be reached by a cut at layer {cuts[0][0]} of {shape.layers}: the layers before it alone "
-            f"spend {before / whole:.3f} of the visual tokens; cut earlier or ask for more"
-        )
-
-    def spent(scale: float) -> float:
-        kept = _kept(cuts, count, scale)
-        return before * count + sum(weight * number for weight, number in zip(weights, kept, strict=True))
-
-    return tuple(map(round, _kept(cuts, count, _largest(spent, share * whole * count, cuts))))
-
-
-@lru_cache(maxsize=1024)
-def _kept_for_flops(
-    budget: Budget, cuts: tuple[tuple[int, float], ...], counts: tuple[int, ...], shape: DecoderShape, text: int
-) -> tuple[tuple[int, ...], ...]:
-    """For each cut, how many of each segment's `counts` tokens it keeps; see `Budget.solve`."""
-    target, visual, first = budget.flops_share, sum(counts), cuts[0][0]
-    assert target is not None  # `Budget.solve` looks
-    ends = [layer for layer, _ in cuts[1:]] + [shape.layers]
-    spans = [end - layer for (layer, _), end in zip(cuts, ends, strict=True)]
-
-    def flops(kept: Sequence[float]) -> float:
-        behind = [text + number for number, span in zip(kept, spans, strict=True) for _ in range(span)]
-        return shape.prefill_flops([text + visual] * first + behind)
-
-    full, least = flops([visual] * len(cuts)), flops([0] * len(cuts))
-    if least >= target * full:
-        raise BudgetError(
-            f"{budget} cannot be reached by a cut at layer {first}: text and the layers before it alone cost "
-            f"{least / full:.3f} of the prefill; cut earlier or ask for more"
-        )
-
-    def spent(scale: float) -> float:
-        return flops([sum(of_cut) for of_cut in zip(*(_kept(cuts, count, scale) for count in counts), strict=True)])
-
-    scale = _largest(spent, target * full, cuts)
-    return tuple(zip(*(map(round, _kept(cuts, count, scale)) for count in counts), strict=True))
-
-
-def _kept(cuts: tuple[tuple[int, float], ...], count: int, scale: float) -> list[float]:
-    return [max(1.0, min(count, scale * relative * count)) for _, relative in cuts]
-
-
-def _largest(spent: Callable[[float], float], target: float, cuts: tuple[tuple[int, float], ...]) -> float:
-    """Return the largest scale that does not spend more than `target`, by bisection: the cost grows with the scale."""
-    low, high = 0.0, 1 / min(relative for _, relative in cuts)  # at which every cut keeps all
-    for _ in range(64):
-        middle = (low + high) / 2
-        low, high = (low, middle) if spent(middle) > target else (middle, high)
-    return low

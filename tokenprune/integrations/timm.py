@@ -16,7 +16,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.shared.merging import RowMerger
 from tokenprune.integrations.shared.reducer import Block
-from tokenprune.sites.composition import check_places
+from tokenprune.sites import check_places
 from tokenprune.sites.encoder import EncoderMethod, Tower
 from tokenprune.statistics import Stats
 

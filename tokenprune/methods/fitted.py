@@ -6,17 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
+import torch
 from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError
 from tokenprune.files import File, reason
 from tokenprune.shapes.fingerprint import fingerprint
 from tokenprune.startup import require
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 class FitAt:
@@ -42,7 +40,7 @@ class Fitted:
     command: ClassVar[str]
     dims: ClassVar[int] = 2
 
-    table: Tensor
+    table: torch.Tensor
     layer: int
     model: str
 
@@ -72,7 +70,7 @@ class Fitted:
                 raise
             raise OptionError(f"cannot read {path}, which `tokenprune {cls.command}` makes: {reason(error)}") from error
 
-    def check(self, name: str, path: str | Path, decoder: nn.Module) -> None:
+    def check(self, name: str, path: str | Path, decoder: torch.nn.Module) -> None:
         """Raise OptionError if this was fitted to another decoder. name: of the method."""
         if self.model != fingerprint(decoder):
             raise OptionError(

@@ -4,7 +4,7 @@ distinct each is (Cen-Prune: what tokens have in common is taken away before the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -12,16 +12,13 @@ from tokenprune.kernels.coverage import cosines
 from tokenprune.kernels.pairs import unit
 from tokenprune.view.tokens import VisualTokens
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 Centering = bool | Literal["standardised", "tower"]
 _TINY = 1e-6
 _NOTHING = 1e-5  # share of a token's length below which what is left of it is rounding
 _ROUNDING = 1e-6
 
 
-def saliency(tokens: VisualTokens) -> Tensor:
+def saliency(tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, N]`: attention that each token gets in the last block of the vision tower that the model reads, mean
     over heads; 0 for what is no patch, for padding, and where it is not finite.
 
@@ -31,7 +28,7 @@ def saliency(tokens: VisualTokens) -> Tensor:
     return attention.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0)
 
 
-def relevance(tokens: VisualTokens) -> Tensor:
+def relevance(tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, N]`: mean cosine of each token to the text tokens after its image, in the language model's space; 0
     where there is no text."""
     text = tokens.text
@@ -41,7 +38,7 @@ def relevance(tokens: VisualTokens) -> Tensor:
     return alike.sum(2) / text.mask.sum(1, keepdim=True).clamp(min=1)
 
 
-def stretched(score: Tensor, mask: Tensor, above: float = 0.0) -> Tensor:
+def stretched(score: torch.Tensor, mask: torch.Tensor, above: float = 0.0) -> torch.Tensor:
     """float32 `[S, N]`: `score` less its lowest in each image, plus `above`, divided by its range there; 1 where all
     are alike, 0 for padding."""
     low = score.masked_fill(~mask, torch.inf).amin(1, keepdim=True)
@@ -56,7 +53,7 @@ def needs_of(center: Centering) -> frozenset[str]:
     return frozenset({"encoder_features"} if center == "tower" else set())
 
 
-def centred(tokens: VisualTokens, center: Centering) -> tuple[Tensor, Tensor]:
+def centred(tokens: VisualTokens, center: Centering) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens less the mean of their image, float32 `[S, N, D]`, and how distinct each is, float32 `[S, N]`
     from 0 to 1: the less, the more alike it is to the others on average, by cosine before the mean is taken away.
 

@@ -17,9 +17,6 @@ from tokenprune.budget import Budget
 from tokenprune.schedule import place, profile
 from tokenprune.view.tokens import VisualTokens
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
 # What `text_votes` reads.
 TEXT = frozenset({"text_attention", "last_row_attention"})
 
@@ -94,7 +91,7 @@ class OneCut(Pruner):
     encoder_layers, query_aware = _of("encoder_layers"), _of("query_aware")
     prefix_cache_safe = _of("prefix_cache_safe")
 
-    def check_model(self, decoder: nn.Module) -> None:
+    def check_model(self, decoder: torch.nn.Module) -> None:
         self.of.check_model(decoder)
 
     def budget(self, count: int, keep: int) -> int:
@@ -104,7 +101,7 @@ class OneCut(Pruner):
         return self.of.choose(tokens, self.number)
 
 
-def text_votes(tokens: VisualTokens, weights: Tensor) -> Tensor:
+def text_votes(tokens: VisualTokens, weights: torch.Tensor) -> torch.Tensor:
     """float32 `[S, H, N]`: attention that the text after each image pays to each visual token in the layer before the
     cut, summed over its tokens with `weights`, `[S, M]` or `[S, H, M]`; that of the prompt's last token where no text
     is after an image. The method has to need `TEXT`."""

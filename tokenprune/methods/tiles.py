@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +11,6 @@ from tokenprune.kernels.take import rank_in_group
 from tokenprune.observables.tiling import Tiling
 from tokenprune.ops.temporal import shares
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -27,9 +23,9 @@ class Tiles:
     sizes:  long `[S, T + 2]`, how many tokens each has.
     """
 
-    of: Tensor
-    number: Tensor
-    sizes: Tensor
+    of: torch.Tensor
+    number: torch.Tensor
+    sizes: torch.Tensor
 
     @staticmethod
     def among(tokens: VisualTokens) -> Tiles:
@@ -48,11 +44,11 @@ class Tiles:
         return self.number.shape[1] - 2
 
     @property
-    def patch(self) -> Tensor:
+    def patch(self) -> torch.Tensor:
         """bool `[S, N]`: which tokens are patches."""
         return self.of < self.count
 
-    def shared(self, tiling: Tiling, thumbnail: Tensor, weight: Tensor) -> Tiles:
+    def shared(self, tiling: Tiling, thumbnail: torch.Tensor, weight: torch.Tensor) -> Tiles:
         """Return the tiles with another number of tokens each: an image with a thumbnail keeps `thumbnail` (long `[S]`)
         of it, the first tile, and the others share the rest by `weight` (float `[S, T]`), as far as they have room."""
         patches = self.number[:, : self.count].sum(1)
@@ -69,25 +65,25 @@ class Tiles:
             ),
         )
 
-    def sums(self, of: Tensor, values: Tensor) -> Tensor:
+    def sums(self, of: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """float64 `[S, T + 2]`: the sum of `values` (float `[S, N]`, NaN as 0) over the tokens of each number in `of`,
         long `[S, N]`."""
         made = torch.zeros(self.number.shape, dtype=torch.double, device=of.device)
         return made.scatter_add(1, of, values.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
-    def each(self, numbers: Tensor) -> Tensor:
+    def each(self, numbers: torch.Tensor) -> torch.Tensor:
         """long `[S, N]`: of `numbers`, `[S, T + 2]`, that of each token's tile."""
         return numbers.gather(1, self.of)
 
-    def only(self, numbers: Tensor) -> Tensor:
+    def only(self, numbers: torch.Tensor) -> torch.Tensor:
         """`[S, T + 2]`: `numbers` of the tiles, 0 for what is no patch."""
         return torch.cat([numbers[:, : self.count], torch.zeros_like(numbers[:, self.count :])], dim=1)
 
-    def total(self, chosen: Tensor) -> Tensor:
+    def total(self, chosen: torch.Tensor) -> torch.Tensor:
         """long `[S, T + 2]`: how many tokens of each tile are `chosen`, bool `[S, N]`."""
         return torch.zeros_like(self.number).scatter_add(1, self.of, chosen.long())
 
-    def top(self, score: Tensor, number: Tensor, among: Tensor | None = None) -> Tensor:
+    def top(self, score: torch.Tensor, number: torch.Tensor, among: torch.Tensor | None = None) -> torch.Tensor:
         """bool `[S, N]`: the best of each tile, as many as `number`, long `[S, T + 2]`, says, out of `among`, bool
         `[S, N]` (None: all). Of equal ones the lower index is better, NaN is worst."""
         if among is None:
@@ -95,12 +91,12 @@ class Tiles:
         return (rank_in_group(self.of, among.to(torch.uint8), ranked(score)) < self.each(number)) & among
 
 
-def ranked(score: Tensor) -> Tensor:
+def ranked(score: torch.Tensor) -> torch.Tensor:
     """float32: `score` with NaN as the lowest, so that it can be sorted."""
     return score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
 
 
-def attended(tokens: VisualTokens, layer: int | float = -1) -> Tensor:
+def attended(tokens: VisualTokens, layer: int | float = -1) -> torch.Tensor:
     """float32 `[S, N]`: attention that each patch gets in a block of the vision tower ("encoder_attention"), the mean
     over heads; 0 for what is no patch."""
     return tokens.encoder_attention(layer).float().mean(dim=1)

@@ -22,7 +22,7 @@ from tokenprune.files import File, reason
 from tokenprune.registry import build, method_class
 from tokenprune.setting.json_values import plain
 from tokenprune.setting.one_line import Entry, read_entries
-from tokenprune.sites.composition import check_places
+from tokenprune.sites import check_places
 
 IN_LLM = "experimental_in_llm"  # how vLLM shall serve a method; it changes nothing elsewhere
 LIMIT = "max_visual_tokens"  # an argument of patch()

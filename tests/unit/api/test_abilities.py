@@ -103,7 +103,7 @@ def test_a_model_is_what_its_row_says(name: str, build) -> None:
 
 
 @dataclass(frozen=True)
-class TooEarly(tokenprune.Method):
+class TooEarly(tokenprune.Pruner):
     """Wants what no layer has shown yet."""
 
     name: ClassVar[str] = "too_early"
@@ -118,7 +118,7 @@ class NoDecoding(TooEarly):
 def test_what_a_method_or_a_config_alone_decides(build) -> None:
     """The table says it without a model, and patch() says the same."""
     assert "too_early: a PRE_LLM method cannot need ['last_row_attention']" in str(abilities.obstacle(TooEarly()))
-    assert "too_early: a method at the site DECODE must derive" in str(abilities.obstacle(NoDecoding()))
+    assert "too_early: a method of the site DECODE must derive" in str(abilities.obstacle(NoDecoding()))
     joined = LlavaConfig(vision_feature_layer=[-2, -1])
     for backend in (Backend.HF, Backend.VLLM):
         reason = abilities.obstacle(tokenprune.method("tome"), "llava", backend, config=joined)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import tokenprune
 from basics import MODEL_METHODS, SINGLE_CUT, at_the_decoder, pieces
 from tokenprune import Budget, BudgetError
+from tokenprune.budget import TARGETS
 from tokenprune.shapes.decoder import DecoderShape
 from zoo import FAMILIES, Family
 
@@ -118,6 +120,34 @@ def test_bad_keep(keep: Any, build) -> None:
 def test_bad_budget(fields: dict) -> None:
     with pytest.raises(BudgetError):
         Budget(**fields)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(keep=0.25), dict(keep=64), dict(tokens=1), dict(keep=1.0), dict(average_tokens=192),
+        dict(average_share=0.3), dict(kv_share=0.3, per="prompt"), dict(flops_share=0.5),
+        dict(per_second=20, fps=2.0), dict(frames=(64, 16, 0.5)), dict(keep=0.25, frame_weights=(3, 1, 1)),
+        dict(keep=0.5, age=((0, 1.0), (2, 0.5)), step=4), dict(keep=0.4, per="frame"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_budget_is_what_was_written(given: dict[str, Any]) -> None:
+    """Its arguments are its attributes, its repr makes it anew, and so do its fields with another of them."""
+    budget = Budget(**given)
+    assert {name: getattr(budget, name) for name in given} == given
+    assert eval(repr(budget)) == budget == dataclasses.replace(budget) and hash(budget) == hash(Budget(**given))
+    if budget.keep is not None:
+        other = Budget(**given | dict(keep=0.125, tokens=None))
+        assert dataclasses.replace(budget, keep=0.125) == other
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        budget.keep = 0.5
+
+
+def test_budgets_of_one_number_differ() -> None:
+    of_one = [Budget(tokens=1), Budget(keep=1.0), *(Budget(**{name: 1.0}) for name in TARGETS[2:-1])]
+    assert len({*of_one}) == len(of_one) == 7
+    assert Budget(keep=4) == Budget(tokens=4) != Budget(average_tokens=4)
 
 
 def test_numpy_numbers_are_numbers(build) -> None:

@@ -99,6 +99,13 @@ def test_options_are_those_of_the_fields() -> None:
         Made(share=2)
 
 
+def test_a_list_of_a_sequence_is_held_as_a_tuple() -> None:
+    """Whoever wrote it, Python or JSON; tome, which takes lists and tuples for different things, has what was given."""
+    listed, other = (tokenprune.method("pyramiddrop", ratios=one) for one in ([0.5, 0.25], (0.5, 0.25)))
+    assert listed == other and hash(listed) == hash(other)
+    assert tokenprune.method("tome", r=[1, 2]).r == [1, 2] and tokenprune.method("tome", r=(1, 0.5)).r == (1, 0.5)
+
+
 def test_a_type_that_is_there_for_mypy_alone_is_named() -> None:
     @dataclass(frozen=True)
     class Made(tokenprune.Method):

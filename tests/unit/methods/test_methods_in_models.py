@@ -101,7 +101,7 @@ def test_a_video_is_no_square(name: str, grid: Any, build) -> None:
     """A number of tokens that is a square says nothing of a video's shape, as it does of an image's."""
     seen = []
 
-    class Look(tokenprune.Method):
+    class Look(tokenprune.Pruner):
         name = "look"
 
         def select(self, tokens: tokenprune.VisualTokens) -> tokenprune.Selection:
@@ -138,7 +138,7 @@ def test_only_a_square_is_taken_for_a_square(name: str, build, monkeypatch: pyte
     monkeypatch.setitem(ANYRES, (16, 16), 36)
     seen = []
 
-    class Look(tokenprune.Method):
+    class Look(tokenprune.Pruner):
         name = "look"
 
         def select(self, tokens: tokenprune.VisualTokens) -> tokenprune.Selection:

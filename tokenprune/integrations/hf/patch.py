@@ -38,8 +38,8 @@ from tokenprune.integrations.hf.tower.build import tower_patch
 from tokenprune.integrations.hf.tower.frame_merging import FrameMerging
 from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
+from tokenprune.sites import check_places, composition_key
 from tokenprune.sites.attention import AttentionPattern
-from tokenprune.sites.composition import check_places, composition_key
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.sites.frames import FrameMerger

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Lt
@@ -18,9 +18,6 @@ from tokenprune.registry import register
 from tokenprune.shapes.fingerprint import fingerprint
 from tokenprune.shapes.per_layer import per_layer
 from tokenprune.sites.decode import DecodeMethod, Share, TokenType
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 @register(
@@ -99,7 +96,7 @@ class DyRate(DecodeMethod):
     def decides(self, step: int) -> bool:
         return self.rate == "schedule" or (step > self.warmup and (step - self.warmup - 1) % self.update_every == 0)
 
-    def next_rate(self, masses: Tensor, share: Tensor) -> Tensor:
+    def next_rate(self, masses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         if self.rate == "schedule":
             step = masses.shape[1] - 1
             return torch.full_like(share, self.schedule[min(step, len(self.schedule)) - 1])
@@ -109,7 +106,7 @@ class DyRate(DecodeMethod):
         kept = lowest + (share - lowest) * self._attention_left(masses)
         return ((1 - kept) * self.grid + 1e-6).floor().clamp(max=self.grid - 1) / self.grid
 
-    def _attention_left(self, masses: Tensor) -> Tensor:
+    def _attention_left(self, masses: torch.Tensor) -> torch.Tensor:
         """float64 `[B]` in 0..1: running mean of the images' share of attention against that of the prompt's end.
 
         The text before the images is left out of the share: its first token is where attention goes to rest.
@@ -123,7 +120,7 @@ class DyRate(DecodeMethod):
         now, first = (share * weight).sum(1), share[:, 0]
         return torch.where(first > 0, now / first.clamp(min=1e-12), (now > 0).double()).clamp(0, 1)
 
-    def check_model(self, decoder: nn.Module) -> None:
+    def check_model(self, decoder: torch.nn.Module) -> None:
         if self.rate != "predictor":
             return
         heads = per_layer(decoder.config, "num_attention_heads")[self.layer - 1]  # where its attention is read

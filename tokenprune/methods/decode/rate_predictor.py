@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError
 from tokenprune.files import File, reason
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _KIND = "tokenprune dyrate predictor"
 
@@ -25,8 +22,8 @@ class RatePredictor:
     layer: the decoder layer at whose input tokens are dropped. model: `fingerprint` of the decoder it was fitted to.
     """
 
-    weight: Tensor
-    bias: Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
     layer: int
     model: str
 
@@ -35,7 +32,7 @@ class RatePredictor:
         """K, the number of rates."""
         return self.weight.shape[0]
 
-    def classes(self, masses: Tensor) -> Tensor:
+    def classes(self, masses: torch.Tensor) -> torch.Tensor:
         """long `[B]`: the index of the rate for masses `[B, H, 4]`."""
         weight, bias = self.weight.to(masses.device), self.bias.to(masses.device)
         return (masses.float().flatten(1) @ weight.T + bias).argmax(dim=1)

@@ -2,17 +2,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
+import torch
 from annotated_types import Ge, Le
 
 from tokenprune.base import Site
 from tokenprune.methods.several_cuts import TEXT, SeveralCuts, text_votes
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("adaptinfer", site=Site.IN_LLM, needs=TEXT, paper="arXiv 2508.06084")
@@ -37,6 +35,7 @@ class AdaptInfer(SeveralCuts):
     Where no text is after an image, the prompt's last token rates.
     """
 
+    query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.25
     depths = (2 / 32, 11 / 32, 21 / 32)
@@ -44,11 +43,7 @@ class AdaptInfer(SeveralCuts):
 
     dynamic: Annotated[float, Ge(0), Le(1)] = 1.0
 
-    @property
-    def query_aware(self) -> bool:
-        return True
-
-    def score(self, tokens: VisualTokens) -> Tensor:
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
         among = tokens.text.attention  # [S, H, M, M]
         got_and_gave = among.sum(2) + among.sum(3) - among.diagonal(dim1=2, dim2=3)
         words = tokens.text.mask.sum(1).clamp(min=1)[:, None, None]

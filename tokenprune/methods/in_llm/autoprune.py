@@ -4,8 +4,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
+import torch
 from annotated_types import Ge
 
 from tokenprune.base import Method, Selection, Site
@@ -17,9 +18,6 @@ from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _LAYERS, _HEADS = 32, 32  # of the model that the curve's numbers are for
 _TOP, _MIDDLE = 0.75, 14.9  # of the curve: its height, and where it has fallen by half
@@ -53,6 +51,7 @@ class AutoPrune(SeveralCuts):
     slope is `slope`, and the prompt's last token rates.
     """
 
+    query_aware: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.33
     asks_device: ClassVar[bool] = True
     by_content_count: ClassVar[bool] = True
@@ -65,10 +64,6 @@ class AutoPrune(SeveralCuts):
     def depths(self) -> Sequence[float]:
         number = len(self.layers or ()) or self.cuts or _LAYERS - 2
         return [2 / _LAYERS + one * (1 - 2 / _LAYERS) / number for one in range(number)]
-
-    @property
-    def query_aware(self) -> bool:
-        return True
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         placed = self.layers
@@ -130,7 +125,7 @@ def retention(layer: float, slope: float) -> float:
     return _TOP / (1 + math.exp(min(700.0, slope * (layer - _MIDDLE - slope))))
 
 
-def mutual_information(attention: Tensor, words: Tensor) -> Tensor:
+def mutual_information(attention: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """float32 `[S, H]`, in bits: of the words of a text, each as likely, and the visual tokens that they attend to.
 
     attention: float `[S, H, M, N]`, of which 0 tells nothing; words: bool `[S, M]`.

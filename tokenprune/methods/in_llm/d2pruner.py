@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -16,9 +16,6 @@ from tokenprune.methods.fitted import FitAt, Fitted
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _LEAST = 1e-3  # of the prior's mean, which a cell of it counts at least
 
@@ -64,6 +61,7 @@ class D2Pruner(Pruner):
     and counts at least a thousandth of its mean. Where the tokens unlike each other run out, importance fills up.
     """
 
+    query_aware: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.25
     fit = FitAt("tokenprune_bench.calibration.attention_fitting", "fit_d2pruner")
     fit_limit: ClassVar[int | None] = 200  # the authors take 1000
@@ -87,11 +85,7 @@ class D2Pruner(Pruner):
     def _fitted(self) -> AttentionPrior | None:
         return None if self.prior is None else AttentionPrior.load(self.prior)
 
-    @property
-    def query_aware(self) -> bool:
-        return True
-
-    def check_model(self, decoder: nn.Module) -> None:
+    def check_model(self, decoder: torch.nn.Module) -> None:
         if self._fitted is not None and self.prior is not None:
             self._fitted.check(self.name, self.prior, decoder)
 
@@ -105,7 +99,7 @@ class D2Pruner(Pruner):
             kept = kept | self._unlike(tokens, importance, tokens.mask & ~kept, tokens.budget - kept.sum(1), more)
         return Selection(settle(kept, importance, tokens.mask, tokens.budget), counts=tokens.keep)
 
-    def _expected(self, tokens: VisualTokens) -> Tensor:
+    def _expected(self, tokens: VisualTokens) -> torch.Tensor:
         """float32 `[S, N]`, above 0: the prior at the place of each token."""
         expected = torch.ones(tokens.mask.shape, dtype=torch.float32, device="cpu")
         if self._fitted is None:
@@ -116,7 +110,9 @@ class D2Pruner(Pruner):
             expected = expected.clamp(min=max(_LEAST * float(self._fitted.table.mean()), 1e-12))
         return to_device(expected, tokens.mask.device)
 
-    def _unlike(self, tokens: VisualTokens, importance: Tensor, left: Tensor, number: Tensor, most: int) -> Tensor:
+    def _unlike(
+        self, tokens: VisualTokens, importance: torch.Tensor, left: torch.Tensor, number: torch.Tensor, most: int
+    ) -> torch.Tensor:
         """bool `[S, N]`: up to `number` tokens of `left`, in order of importance, none of which is like one before."""
         cells, rows = self._cells(tokens), torch.arange(len(left), device=left.device)
         free, taken, row_of = left, torch.zeros_like(left), PickedRows(Products(unit(tokens.hidden)))
@@ -130,7 +126,7 @@ class D2Pruner(Pruner):
             taken, free = taken | new, free & ~((alike > self.threshold) & new.any(1, keepdim=True)) & ~new
         return taken
 
-    def _cells(self, tokens: VisualTokens) -> Tensor:
+    def _cells(self, tokens: VisualTokens) -> torch.Tensor:
         """float32 `[S, N, 3]`: frame, row and column of each token; where a grid is not known each is in a frame."""
         cells = torch.zeros(*tokens.mask.shape, 3, dtype=torch.float32, device="cpu")
         if self.alpha < 1:
@@ -139,14 +135,14 @@ class D2Pruner(Pruner):
                 cells[row, :count] = torch.cartesian_prod(*axes).view(count, 3).float()
         return to_device(cells, tokens.mask.device)
 
-    def _near(self, cells: Tensor, one: Tensor) -> Tensor:
+    def _near(self, cells: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
         """float32 `[S, N]`, in 0..1: of all cells `[S, N, 3]` to one `[S, 3]`."""
         one = one.unsqueeze(1)
         square = (cells[..., 1:] - one[..., 1:]).square().sum(-1)
         return torch.exp(-square / (2 * self.radius**2)).masked_fill(cells[..., 0] != one[..., 0], 0)
 
 
-def stretched(table: Tensor, count: int, grid: tuple[int, int, int] | None) -> Tensor:
+def stretched(table: torch.Tensor, count: int, grid: tuple[int, int, int] | None) -> torch.Tensor:
     """float32 `[count]`: a table `[rows, columns]` at the places of a grid's tokens, the same in each frame; along the
     order of the tokens where the grid is not known."""
     if grid is None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge
@@ -13,9 +13,6 @@ from tokenprune.kernels.match import cosines
 from tokenprune.kernels.take import take_in_turn
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("dart", site=Site.IN_LLM, needs=("keys",), paper="arXiv 2502.11494, EMNLP 2025")
@@ -70,7 +67,7 @@ class Dart(Pruner):
         added = take_in_turn(-similarity.transpose(1, 2), pool, share.masked_fill(~exists, 0), max(tokens.keep))
         return Selection(kept | added, counts=tokens.keep)
 
-    def _pivots(self, tokens: VisualTokens) -> tuple[Tensor, Tensor, Tensor]:
+    def _pivots(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the image pivots (bool `[S, N]`), and all pivots' states `[S, P, D]` with which of them exist (`[S,
         P]`)."""
         image_norm = torch.linalg.vector_norm(tokens.keys, ord=1, dim=-1, dtype=torch.float32).masked_fill(

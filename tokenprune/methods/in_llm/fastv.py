@@ -2,16 +2,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+import torch
 from annotated_types import Ge
 
 from tokenprune.base import Pruner, Site
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("fastv", site=Site.IN_LLM, paper="arXiv 2403.06764, ECCV 2024")
@@ -31,19 +29,16 @@ class FastV(Pruner):
     from queries and keys.
     """
 
+    query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True
 
     layer: Annotated[int, Ge(1)] = 2
     query: Literal["last", "all"] = "last"
 
     @property
-    def query_aware(self) -> bool:
-        return True
-
-    @property
     def needs(self) -> frozenset[str]:
         return frozenset({"last_row_attention" if self.query == "last" else "received_attention"})
 
-    def score(self, tokens: VisualTokens) -> Tensor:
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
         attention = tokens.last_row_attention if self.query == "last" else tokens.received_attention
         return attention.mean(dim=1)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -12,9 +12,6 @@ from tokenprune.methods.several_cuts import SeveralCuts
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("feather", site=Site.IN_LLM, needs=("unrotated_last_row",), paper="arXiv 2412.13180, ICCV 2025")
@@ -40,6 +37,7 @@ class Feather(SeveralCuts):
     an image is not known, every stride * stride-th token stands for the grid. Several images have a budget each.
     """
 
+    query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.36
     depths = (0.25, 0.5)
@@ -51,21 +49,17 @@ class Feather(SeveralCuts):
     def sizes(self) -> tuple[float, float]:
         return 1.0, self.second
 
-    @property
-    def query_aware(self) -> bool:
-        return True
-
     def choose(self, tokens: VisualTokens, cut: int) -> Selection:
         score = self.score(tokens)
         if cut == 0 and self.stride is not None:
             score = score.nan_to_num(nan=-torch.inf).masked_fill(self._even(tokens, self.stride), torch.inf)
         return Selection.top(score, tokens)
 
-    def score(self, tokens: VisualTokens) -> Tensor:
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
         row = tokens.unrotated_last_row.float().masked_fill(~tokens.mask[:, None], 0)
         return (row / row.sum(2, keepdim=True).clamp(min=torch.finfo(row.dtype).tiny)).mean(1)
 
-    def _even(self, tokens: VisualTokens, least: int) -> Tensor:
+    def _even(self, tokens: VisualTokens, least: int) -> torch.Tensor:
         """bool `[S, N]`: the tokens of the first cut that stay for their place. least: the stride to begin with."""
         even = torch.zeros(tokens.mask.shape, dtype=torch.bool, device="cpu")
         for row, (count, keep, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):

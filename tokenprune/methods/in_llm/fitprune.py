@@ -5,19 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+import torch
 
 from tokenprune.base import Method, Site
-from tokenprune.budget import TARGETS, Budget
+from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError
 from tokenprune.methods.fitted import FitAt, Fitted
 from tokenprune.methods.several_cuts import CutsInside, OneCut
 from tokenprune.registry import register
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 class Recipe(Fitted):
@@ -52,6 +51,7 @@ class FitPrune(CutsInside):
     before the MLP of the same one, which later states do not tell). Without a recipe the schedule is ours.
     """
 
+    query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.4
     fit = FitAt("tokenprune_bench.calibration.attention_fitting", "fit_fitprune")
@@ -66,27 +66,22 @@ class FitPrune(CutsInside):
     def _fitted(self) -> Recipe | None:
         return None if self.recipe is None else Recipe.load(self.recipe)
 
-    @property
-    def query_aware(self) -> bool:
-        return True
-
-    def check_model(self, decoder: nn.Module) -> None:
+    def check_model(self, decoder: torch.nn.Module) -> None:
         if self._fitted is not None and self.recipe is not None:
             self._fitted.check(self.name, self.recipe, decoder)
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        if budget.flops_share is not None:
+        if budget.target == "flops_share":
             raise BudgetError(f"{self.name}: {budget} is not solved for a recipe: give keep or average_tokens")
-        given = {name: getattr(budget, name) for name in (*TARGETS, "per")}
         rows = () if self._fitted is None else tuple(map(tuple, self._fitted.table.tolist()))
         if rows and len(rows[0]) != layers:
             self._check(False, f"{self.recipe} is for {len(rows[0])} layers, and this decoder has {layers}")
         if budget.share is not None:
             shares(rows, layers, budget.share)  # raises for what cannot be
-        parts = [_ByRecipe(**given, rows=rows) for _ in range(1, layers)]
+        parts = [_ByRecipe(**budget.held(), rows=rows) for _ in range(1, layers)]
         return [(OneCut(self, layer - 1, layer), part) for layer, part in enumerate(parts, 1)]
 
-    def score(self, tokens: VisualTokens) -> Tensor:
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
         return tokens.head_maxima.float().prod(1)
 
 
@@ -102,9 +97,7 @@ class _ByRecipe(Budget):
     ) -> list[int]:  # fmt: skip
         left = []
         for now, count in zip(counts, counts if original is None else original, strict=True):
-            share = self.share
-            if share is None:
-                share = min(1.0, float(self.average_tokens or self.keep or 0) / count)
+            share = min(1.0, float(self.amount) / count) if self.share is None else self.share
             left.append(min(now, max(1, round(count * _known_shares(self.rows, shape.layers, share)[layer]))))
         return left
 

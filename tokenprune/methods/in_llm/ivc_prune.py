@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Le
@@ -15,9 +15,6 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SEEDS = 0.01  # of an image's tokens
 _SKIPPED = 2  # tokens after an image, what closes it in the prompt
@@ -49,16 +46,14 @@ class IvcPrune(Pruner):
     there these are thrown away too. Several images have a budget each.
     """
 
+    query_aware: ClassVar[bool] = True
+
     layer: Annotated[int, Ge(1)] | None = None
     coordinates: Annotated[float, Ge(0), Le(0.5)] = 0.05
 
     @property
     def cut_layer(self) -> int:
         return self.layer or 0
-
-    @property
-    def query_aware(self) -> bool:
-        return True
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         return [(dataclasses.replace(self, layer=self.layer or max(1, layers // 2)), budget)]
@@ -91,7 +86,7 @@ class IvcPrune(Pruner):
         return Selection.top(first * 2 + score.nan_to_num(nan=-1.0).clamp(-1, 1), tokens)
 
 
-def _likeness(of: Tensor, rows: Tensor, values: Tensor, there: Tensor) -> Tensor:
+def _likeness(of: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
     """float32 `[S, R, T]`: how alike the values `of` `[S, R, H, D]` are to each of `values` `[S, T, H, D]`: a softmax
     over those that are `there` (bool `[S, T]`), mean over heads; 0 in rows that do not count (bool `[S, R]`)."""
     found = []

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Le
@@ -18,9 +18,6 @@ from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _HALVES = 40  # of the search for a ratio
 _STEP = 0.5  # from cut to cut, for a number of tokens, which is no share before an image is seen
@@ -52,6 +49,7 @@ class MustDrop(SeveralCuts):
     what later cuts drop. The paper's text was not read.
     """
 
+    query_aware: ClassVar[bool] = True
     default_keep: ClassVar[float] = 1 / 3
     fallback_options: ClassVar[Mapping[str, Any]] = {"protected": 0.0}
     depths = (3 / 32, 7 / 32, 11 / 32, 15 / 32)
@@ -63,10 +61,6 @@ class MustDrop(SeveralCuts):
         super().__post_init__()
         two = self.thresholds is None or len(self.thresholds) == 2
         self._check(two, f"thresholds={self.thresholds!r} must be two numbers, (share, word)")
-
-    @property
-    def query_aware(self) -> bool:
-        return True
 
     @property
     def by_content_count(self) -> bool:
@@ -99,7 +93,7 @@ class MustDrop(SeveralCuts):
             return Selection(torch.where(stays.any(1, keepdim=True), stays, best))
         return Selection(first | top_mask(rank, left, tokens.budget - first.sum(1), most), counts=tokens.keep)
 
-    def _paid(self, tokens: VisualTokens) -> tuple[Tensor, Tensor]:
+    def _paid(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 `[S, N]` each: the share of the text's attention to an image that each token has, and the most that
         any word pays it."""
         total, most = tokens.text_sum_and_max.unbind(1)
@@ -109,7 +103,7 @@ class MustDrop(SeveralCuts):
         tiny = torch.finfo(torch.float32).tiny
         return total / total.masked_fill(~tokens.mask, 0).sum(1, keepdim=True).clamp(min=tiny), most
 
-    def _key(self, tokens: VisualTokens) -> Tensor:
+    def _key(self, tokens: VisualTokens) -> torch.Tensor:
         """bool `[S, N]`: the tokens that are protected, found at the first cut."""
         if not self.protected:
             return torch.zeros_like(tokens.mask)

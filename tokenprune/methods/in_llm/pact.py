@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -16,9 +16,6 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _LAYER = 4 / 28  # of the layers of the model that the authors' numbers are for, before the one that rates
 _DENSITY = 2.0  # distance at which a token counts 1/e for how dense it is around another
@@ -90,7 +87,7 @@ class PACT(Pruner):
         counts = None if self.by_content_count else tokens.keep
         return Selection(assign == itself, assign, counts=counts)
 
-    def _of_image(self, score: Tensor, keys: Tensor, keep: int) -> Tensor:
+    def _of_image(self, score: torch.Tensor, keys: torch.Tensor, keep: int) -> torch.Tensor:
         """long `[n]`: the centre that each of an image's tokens joins, -1 where it joins none. score: `[n]`; keys: `[n,
         D]`, of length 1."""
         count, device = len(score), score.device
@@ -130,17 +127,17 @@ class PACT(Pruner):
         return low
 
 
-def _density(rows: Tensor, segment: int, start: int) -> Tensor:
+def _density(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
     """float64 `[n]`: how many tokens are near, each counting the less the farther it is. rows: cosines `[n, m]`."""
     return torch.exp(-((1 - rows).clamp(min=0) / _DENSITY).square()).sum(1, dtype=torch.float64)
 
 
-def centres(alike: Products, cutoff: float) -> Tensor:
+def centres(alike: Products, cutoff: float) -> torch.Tensor:
     """bool `[m]`: tokens, in their order, of which none before them is within the cutoff that is one itself. alike:
     cosines `[1, m, m]`. Waits for the device."""
     found = torch.zeros(alike.shape[1], dtype=torch.bool, device=alike.a.device)
 
-    def block(rows: Tensor, segment: int, start: int) -> Tensor:
+    def block(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
         near, own = 1 - rows <= cutoff, slice(start, start + len(rows))
         found[own] = in_rounds(near[:, own], ~(near[:, :start] & found[:start]).any(1))
         return found[own]
@@ -148,7 +145,7 @@ def centres(alike: Products, cutoff: float) -> Tensor:
     return alike.of_rows(block)[0]
 
 
-def in_rounds(near: Tensor, left: Tensor) -> Tensor:
+def in_rounds(near: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
     """bool `[m]`: tokens out of `left` (bool `[m]`), in their order, that are near to none that is so before them.
 
     near: bool `[m, m]`, symmetric. In rounds, each of all tokens that no token before them can bar any more.

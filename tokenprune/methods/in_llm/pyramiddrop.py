@@ -4,17 +4,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
+import torch
 from annotated_types import Gt, Le
 
 from tokenprune.base import Site
 from tokenprune.methods.several_cuts import SeveralCuts
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("pyramiddrop", site=Site.IN_LLM, needs=("next_row_attention",), paper="arXiv 2410.17247, CVPR 2025")
@@ -38,6 +36,7 @@ class PyramidDrop(SeveralCuts):
     each cut); several images have a budget each, and batches may be padded on either side.
     """
 
+    query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.46875
 
@@ -56,9 +55,5 @@ class PyramidDrop(SeveralCuts):
     def sizes(self) -> Sequence[float]:
         return self.ratios
 
-    @property
-    def query_aware(self) -> bool:
-        return True
-
-    def score(self, tokens: VisualTokens) -> Tensor:
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
         return tokens.next_row_attention.mean(dim=1)

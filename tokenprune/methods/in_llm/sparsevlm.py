@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -16,9 +16,6 @@ from tokenprune.ops.masses import evenly
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _A_CLUSTER = 10  # recycled tokens for each cluster
 
@@ -51,6 +48,7 @@ class SparseVLM(SeveralCuts):
     those of "1". Where no word stands out all rate; where none is after an image, the prompt's last token does.
     """
 
+    query_aware: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.36
     depths = (3 / 32, 7 / 32, 16 / 32)
     sizes = (300.0, 200.0, 110.0)
@@ -59,10 +57,6 @@ class SparseVLM(SeveralCuts):
     recycle: Annotated[float, Ge(0), Le(1)] = 0.3
     heads: Annotated[int, Ge(1)] = 14
     exact: bool = True
-
-    @property
-    def query_aware(self) -> bool:
-        return True
 
     @property
     def needs(self) -> frozenset[str]:
@@ -111,7 +105,7 @@ class SparseVLM(SeveralCuts):
             number += 1
         return min(number, keep - 1)
 
-    def _score(self, tokens: VisualTokens) -> Tensor:
+    def _score(self, tokens: VisualTokens) -> torch.Tensor:
         raters = self._raters(tokens)
         weights = evenly(raters)
         if self.version == "1":
@@ -124,7 +118,7 @@ class SparseVLM(SeveralCuts):
                           self.heads)  # fmt: skip
         return votes.masked_fill(~chosen[:, :, None], 0).sum(1) / chosen.sum(1, keepdim=True)
 
-    def _raters(self, tokens: VisualTokens) -> Tensor:
+    def _raters(self, tokens: VisualTokens) -> torch.Tensor:
         """bool `[S, M]`: the words that rate, found at the first cut."""
         if "raters" not in tokens.carry:
             visual, text, there = tokens.embeddings.float(), tokens.text.embeddings.float(), tokens.text.mask
@@ -137,7 +131,7 @@ class SparseVLM(SeveralCuts):
         return tokens.carry["raters"]
 
 
-def _by_distance(tokens: VisualTokens) -> Tensor:
+def _by_distance(tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, M, N]`: what rotary positions alone make of each pair of text and visual token: the product of two
     rotated vectors of ones, over the root of their width. Never 0."""
     (cos, sin), (text_cos, text_sin) = tokens.rotation, tokens.text.rotation

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Le
@@ -13,9 +13,6 @@ from tokenprune.methods.several_cuts import OneCut, SeveralCuts
 from tokenprune.ops.masses import evenly
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _LOOKS = frozenset({"transitions"})
 
@@ -47,16 +44,13 @@ class TransPrune(SeveralCuts):
     after each cut). Where no text is after an image, the prompt's last token rates.
     """
 
+    query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.41
     depths = (7 / 32, 9 / 32, 12 / 32)
     sizes = (7 / 8, 5 / 8, 1 / 8)
 
     alpha: Annotated[float, Ge(0), Le(1)] = 0.5
-
-    @property
-    def query_aware(self) -> bool:
-        return True
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         whole = super().stages(budget, layers)
@@ -65,7 +59,7 @@ class TransPrune(SeveralCuts):
         looks = [(_Look(self, 0, layer), Budget(keep=1.0, per=budget.per)) for layer in between if layer not in cuts]
         return [*sorted([*cuts.values(), *looks], key=lambda one: one[0].layer)]
 
-    def score(self, tokens: VisualTokens) -> Tensor:
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
         total = added(tokens)
         words = tokens.text.mask
         weights = evenly(words)
@@ -86,7 +80,7 @@ class _Look(OneCut):
         return Selection(tokens.mask, counts=tokens.counts)
 
 
-def added(tokens: VisualTokens) -> Tensor:
+def added(tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, N]`: the transitions of all layers so far, that before this stage included."""
     longer, cosine = tokens.transitions.float().unbind(-1)  # [S, N, 2]
     turned = (1 - cosine).masked_fill(~tokens.mask[:, :, None], -torch.inf).softmax(1)
@@ -96,6 +90,6 @@ def added(tokens: VisualTokens) -> Tensor:
     return total
 
 
-def _share(score: Tensor, mask: Tensor) -> Tensor:
+def _share(score: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     score = score.masked_fill(~mask, 0)
     return score / score.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

@@ -2,15 +2,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
+
+import torch
 
 from tokenprune.base import Site
 from tokenprune.methods.several_cuts import SeveralCuts
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("v2drop", site=Site.IN_LLM, needs=("previous_hidden",), paper="arXiv 2509.01552, CVPR 2026")
@@ -48,5 +47,5 @@ class V2Drop(SeveralCuts):
     def budget_at(self, cut: int, count: int, keep: int) -> int:
         return 0 if cut == 2 and self.last == "withdraw" else keep
 
-    def score(self, tokens: VisualTokens) -> Tensor:
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
         return (tokens.hidden.float() - tokens.previous_hidden.float()).norm(dim=-1)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Le
@@ -14,9 +14,6 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.methods.several_cuts import CutsInside, OneCut
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SHALLOW = 6 / 32  # of the layers, in which nothing leaves
 _CALM = 0.999  # cosine above which nothing that is left matters to a layer
@@ -51,6 +48,7 @@ class VisiPruner(CutsInside):
     depends on the scale of a model's values.
     """
 
+    query_aware: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.5
     asks_device: ClassVar[bool] = True
     by_content_count: ClassVar[bool] = True
@@ -58,10 +56,6 @@ class VisiPruner(CutsInside):
 
     turns: Annotated[float, Ge(-1), Le(1)] = 0.995
     part: Annotated[float, Ge(0)] = 0.2
-
-    @property
-    def query_aware(self) -> bool:
-        return True
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if budget.keep is None:
@@ -89,7 +83,7 @@ class VisiPruner(CutsInside):
         tokens.remember("calm", calm, per_token=False)
         return Selection(keep)
 
-    def _parts(self, tokens: VisualTokens) -> tuple[Tensor, Tensor]:
+    def _parts(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 `[S, N]` each: the length of each token's part in the output of the layer before, and the cosine
         between that output without the part and with it."""
         attention, output = tokens.last_row_attention, tokens.last_row_output.float()  # [S, H, N], [S, H, D]

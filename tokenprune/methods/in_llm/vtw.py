@@ -3,19 +3,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from tokenprune.base import Method, Pruner, Site
-from tokenprune.budget import TARGETS, Budget
+from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError
 from tokenprune.registry import register
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("vtw", site=Site.IN_LLM, paper="arXiv 2405.05803, AAAI 2025")
@@ -41,8 +38,8 @@ class Vtw(Pruner):
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if budget.is_identity():
             return [(_Withdrawal(1), budget)]
-        if budget.share is not None and budget.kv_share is None and budget.flops_share is None:
-            layer = _whole(budget, layers * budget.share)
+        if budget.target in ("keep", "average_share"):
+            layer = _whole(budget, layers * budget.amount)
             return [(_Withdrawal(layer), _AsLongAs.of(budget, layer))]
         # How long depends on sizes that are known in a call only: it is asked at each layer.
         return [(_Withdrawal(layer), _AsLongAs.of(budget)) for layer in range(1, layers)]
@@ -59,7 +56,7 @@ class _Withdrawal(Pruner):
 
     layer: int
 
-    def score(self, tokens: VisualTokens) -> Tensor:
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
         return torch.zeros_like(tokens.mask, dtype=torch.float32)
 
 
@@ -74,8 +71,7 @@ class _AsLongAs(Budget):
 
     @staticmethod
     def of(budget: Budget, layer: int | None = None) -> _AsLongAs:
-        given = {name: getattr(budget, name) for name in (*TARGETS, "per")}
-        return _AsLongAs(**given, layer=layer)
+        return _AsLongAs(**budget.held(), layer=layer)
 
     def resolve(
         self, counts: Sequence[int], *, layer: int, shape: DecoderShape, text_tokens: int,
@@ -88,18 +84,18 @@ class _AsLongAs(Budget):
         """Return how many layers see an image of `count` tokens, of a prompt's images of `counts`."""
         if self.layer is not None:
             return self.layer
-        if self.kv_share is not None:
-            left, widths = self.kv_share * sum(shape.kv_widths), shape.kv_widths
+        if self.target == "kv_share":
+            left, widths = self.amount * sum(shape.kv_widths), shape.kv_widths
             return _whole(self, sum(sum(widths[: number + 1]) <= left + 1e-9 for number in range(shape.layers)))
-        if self.flops_share is not None:
+        if self.target == "flops_share":
             all_of = text + sum(counts)
             full = shape.prefill_flops([all_of] * shape.layers)
             spent = [
                 shape.prefill_flops([all_of] * number + [text] * (shape.layers - number))
                 for number in range(1, shape.layers + 1)
             ]
-            return _whole(self, sum(one <= self.flops_share * full for one in spent))
-        return _whole(self, shape.layers * float(self.average_tokens or self.keep or 0) / count)
+            return _whole(self, sum(one <= self.amount * full for one in spent))
+        return _whole(self, shape.layers * float(self.amount) / count)
 
 
 def _whole(budget: Budget, layers: float) -> int:

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from annotated_types import Gt, Le
@@ -58,6 +58,8 @@ class DynRes(ResizeMethod):
     Differs from the paper: that one trains a model with patches of several sizes; this one only resizes images.
     """
 
+    by_content: ClassVar[bool] = True
+
     min_scale: Annotated[float, Gt(0), Le(1)] = 0.25
     text_guard: bool = True
     question_guard: bool = False
@@ -69,10 +71,6 @@ class DynRes(ResizeMethod):
     @property
     def reads_question(self) -> bool:
         return self.question_guard
-
-    @property
-    def by_content(self) -> bool:
-        return True
 
     def check_keep(self, keep: float) -> None:
         if keep < self.min_scale**2:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Lt
@@ -15,9 +15,6 @@ from tokenprune.base import Site
 from tokenprune.errors import OptionError
 from tokenprune.registry import register
 from tokenprune.sites.pixels import ImageChooser
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _FRONT, _BACK, _LEFT, _RIGHT = ("front", "forward", "ahead"), ("back", "rear", "behind"), ("left",), ("right",)
 _DIRECTIONS = {word: group for group in (_FRONT, _BACK, _LEFT, _RIGHT) for word in group}
@@ -67,6 +64,8 @@ class ViewSelect(ImageChooser):
     question before it is encoded takes an image tower and a text tower trained together, which a VLM does not have.
     """
 
+    query_aware: ClassVar[bool] = True
+
     views: Sequence[str] = ()
     always_keep: Sequence[str] = ()
     scorer: Callable[[str, list[str]], Any] | None = None
@@ -80,10 +79,6 @@ class ViewSelect(ImageChooser):
             self._check(not one & other, f"the views {a!r} and {b!r} have the same name")
         for name in self.always_keep:
             self._check(name in self.views, f"always_keep names {name!r}, which is none of views={list(self.views)}")
-
-    @property
-    def query_aware(self) -> bool:
-        return True
 
     def choose(self, question: str, count: int, most: int) -> list[int]:
         if count <= 1:
@@ -155,7 +150,7 @@ def named(question: str, views: Sequence[str], match_names: bool = True) -> set[
     return found
 
 
-def similarity(encode: Callable[[list[str]], Tensor]) -> Callable[[str, list[str]], list[float]]:
+def similarity(encode: Callable[[list[str]], torch.Tensor]) -> Callable[[str, list[str]], list[float]]:
     """Return a `scorer` that compares a question with names by a text encoder of yours.
 
     encode: a list of texts -> float `[texts, dim]`, for example the text tower of a CLIP model. A view's score is

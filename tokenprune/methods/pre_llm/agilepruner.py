@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Gt
@@ -16,9 +16,6 @@ from tokenprune.ops.clusters import by_rows
 from tokenprune.ops.suppress import unsuppressed
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _STEP = 0.01  # distance that the threshold grows by with each rank, in an image of average rank
 
@@ -54,7 +51,7 @@ class AgilePruner(Pruner):
     limit: Annotated[float, Ge(0)] = 0.25
 
     def select(self, tokens: VisualTokens) -> Selection:
-        def of(x: Tensor, mask: Tensor, number: Tensor, salient: Tensor) -> Tensor:
+        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, salient: torch.Tensor) -> torch.Tensor:
             place = 1 + rank_in_group((~mask).byte(), salient)
             base = effective_rank(x, mask).unsqueeze(1) / self.average_rank * _STEP
             threshold = (place * base).clamp(max=self.limit)
@@ -65,7 +62,7 @@ class AgilePruner(Pruner):
         return Selection(by_rows(of, tokens.mask.shape[1] ** 2, *given), counts=tokens.keep)
 
 
-def effective_rank(x: Tensor, mask: Tensor) -> Tensor:
+def effective_rank(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """float32 `[S]`: exp of the entropy of the singular values of the tokens `[S, N, D]` of `mask`, as shares of their
     sum; from 1 to the rank. A token with NaN is left out. Waits for the device."""
     x = x.double().masked_fill(~(mask & x.isfinite().all(2)).unsqueeze(2), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Lt
@@ -19,9 +19,6 @@ from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.schedule import profile
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _RIDGE = 1e-5  # absolute, as in the authors' code
 _EXACT = 2.0**-16  # of a token's length: an error below it is rounding
@@ -87,7 +84,13 @@ class ApET(Pruner):
         return self._with_basis(keep, assign, basis, real, keep & ~worst, tokens.keep)
 
     def _with_basis(
-        self, keep: Tensor, assign: Tensor, basis: Tensor, real: Tensor, places: Tensor, counts: list[int]
+        self,
+        keep: torch.Tensor,
+        assign: torch.Tensor,
+        basis: torch.Tensor,
+        real: torch.Tensor,
+        places: torch.Tensor,
+        counts: list[int],
     ) -> Selection:
         """Return the selection once each basis token that is not kept takes one of `places`, bool `[S, N]`, in order;
         none is taken where a basis token stands."""
@@ -104,7 +107,7 @@ class ApET(Pruner):
         return Selection(keep, assign, weight[:, :-1], counts=counts)
 
 
-def farthest_points(x: Tensor, mask: Tensor, number: list[int]) -> tuple[Tensor, Tensor]:
+def farthest_points(x: torch.Tensor, mask: torch.Tensor, number: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token of largest norm, then again and again that with the largest Euclidean distance to the nearest of
     those before it, of equal ones the first: long `[S, k]`, and bool `[S, k]`, the first `number` of each row.
 
@@ -120,7 +123,7 @@ def farthest_points(x: Tensor, mask: Tensor, number: list[int]) -> tuple[Tensor,
     return torch.stack(taken, 1), order < to_device(number, x.device)[:, None]
 
 
-def approximation_error(x: Tensor, basis: Tensor) -> Tensor:
+def approximation_error(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """float32 `[S, N]`: how far each token `[S, N, D]` is from the best linear combination of `basis` `[S, k, D]`, by
     ridge regression; 0 where that is next to nothing of the token. A row of zeros in the basis is none."""
     wide = basis.double()
@@ -135,7 +138,7 @@ def approximation_error(x: Tensor, basis: Tensor) -> Tensor:
     return error.masked_fill(error < _EXACT * x.norm(dim=2), 0)
 
 
-def _most_similar(x: Tensor, among: Tensor, most: int) -> Tensor:
+def _most_similar(x: torch.Tensor, among: torch.Tensor, most: int) -> torch.Tensor:
     """long `[S, N]`: for each token the one of `among` that is most similar by cosine, the first of equals."""
     place = partition(among)[:, :most]
     return place.gather(1, best_match(x, gather_tokens(x, place, 1), among.gather(1, place))[1])

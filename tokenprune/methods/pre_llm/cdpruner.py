@@ -3,8 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from annotated_types import Ge, Le
 
 from tokenprune.base import Pruner, Selection, Site
@@ -14,9 +15,6 @@ from tokenprune.methods.scores import Centering, centred, needs_of, relevance, s
 from tokenprune.ops.clusters import by_rows
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _LOWEST = 1e-6  # relevance of the least relevant token, as a share of the range
 
@@ -74,7 +72,7 @@ class CDPruner(Pruner):
             weight = weight * distinct
         most = max(tokens.keep)
 
-        def of(x: Tensor, mask: Tensor, number: Tensor, weight: Tensor) -> Tensor:
+        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             weight = weight.masked_fill(~mask, 0)
             directions = unit(x)
             weighed = directions * weight.unsqueeze(2)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -16,9 +16,6 @@ from tokenprune.methods.scores import stretched
 from tokenprune.ops.clusters import by_rows
 from tokenprune.registry import register
 from tokenprune.view.tokens import TextTokens, VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SHARPNESS = 100.0
 _TEMPERATURE = 0.01 + 1e-6
@@ -49,15 +46,13 @@ class EADP(Pruner):
     set, with exactly its budget; without text all tokens count alike; tokens keep their positions.
     """
 
+    query_aware: ClassVar[bool] = True
+
     alpha: Annotated[float, Ge(0), Le(1)] = 0.5
     beta: Annotated[float, Ge(0)] = 2.0
     share: Annotated[float, Gt(0), Le(1)] = 0.2
     sign: Literal[-1, 1] = -1
     smooth: bool = True
-
-    @property
-    def query_aware(self) -> bool:
-        return True
 
     def select(self, tokens: VisualTokens) -> Selection:
         mask, most = tokens.mask, max(tokens.keep)
@@ -65,14 +60,14 @@ class EADP(Pruner):
         if self.smooth:
             weight = smoothed(weight, tokens)
 
-        def of(x: Tensor, mask: Tensor, number: Tensor, weight: Tensor) -> Tensor:
+        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             covered = Relation(alike(x, mask), lambda one, weight: (one + 1) / 2 * weight, weight.masked_fill(~mask, 0))
             return cover([covered], mask, number, most)
 
         given = (tokens.hidden, mask, tokens.budget, weight**self.beta)
         return Selection(by_rows(of, 2 * mask.shape[1] ** 2, *given), counts=tokens.keep)
 
-    def _relevance(self, tokens: VisualTokens) -> Tensor:
+    def _relevance(self, tokens: VisualTokens) -> torch.Tensor:
         """float32 `[S, N]`: how the text after each image points at its tokens; all alike without text."""
         mask, text = tokens.mask, tokens.text
         if not text.mask.shape[1]:
@@ -87,14 +82,14 @@ class EADP(Pruner):
         return self.alpha * whole + (1 - self.alpha) * (pointed @ weight.unsqueeze(2)).squeeze(2)
 
 
-def telling_words(entropy: Tensor, text: TextTokens, share: float) -> Tensor:
+def telling_words(entropy: torch.Tensor, text: TextTokens, share: float) -> torch.Tensor:
     """bool `[S, M]`: the text tokens of the lowest entropy (float `[S, M]`), a share of them, rounded down, at least 1;
     of equal ones the first."""
     number = (text.mask.sum(1).double() * share).long().clamp(min=1)
     return top_mask(-entropy, text.mask, torch.minimum(number, text.mask.sum(1)), text.mask.shape[1])
 
 
-def smoothed(score: Tensor, tokens: VisualTokens) -> Tensor:
+def smoothed(score: torch.Tensor, tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, N]`: `score` under a Gaussian of 3 x 3 cells (sigma 1), mirrored at the edges, on the grid of each
     image, frame by frame; as it is where no grid is known, or one is a single row or column."""
     near = math.exp(-0.5)

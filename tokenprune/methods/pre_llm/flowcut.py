@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -16,9 +16,6 @@ from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _BLOCKS = 23  # of CLIP-L, up to the one that LLaVA reads
 _CUTS_END = _BLOCKS - 2  # the block after which the last cut is made
@@ -70,7 +67,7 @@ class FlowCut(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         tiles = Tiles.among(tokens)
         left, goal = tiles.patch, tiles.only(tiles.number)
-        score: Tensor | None = None
+        score: torch.Tensor | None = None
         for block, layer in enumerate(self.encoder_layers):
             left, score = _look(tiles, tokens.encoder_flow(layer), left, score, goal, _CUTS_END - block)
         assert score is not None  # the tower has blocks
@@ -82,14 +79,11 @@ class FlowCut(Pruner):
 class _InTower(EncoderMethod):
     """Drops inside the tower, between attention and MLP of a block: the same for those that stay as after its MLP."""
 
+    inexact: ClassVar[None] = None
     name: ClassVar[str] = "flowcut"
     proportional = False
     ragged = True
     reads = "encoder_flow"
-
-    @property
-    def inexact(self) -> None:
-        return None
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what drops patches in each block that is looked at."""
@@ -109,9 +103,9 @@ class _Cuts:
 
     protected: int
     keep: int
-    score: Tensor | None = None
+    score: torch.Tensor | None = None
 
-    def look(self, flow: Tensor, counts: list[int] | None, remaining: tuple[int, ...]) -> Merge | None:
+    def look(self, flow: torch.Tensor, counts: list[int] | None, remaining: tuple[int, ...]) -> Merge | None:
         """Return what drops patches after a block. flow: `[B, 3, n]`; counts: tokens of each image, None = all alike;
         remaining: see `_stay`, for each time that the block is looked at."""
         rows, _, width = flow.shape
@@ -135,8 +129,8 @@ class _Cuts:
 
 
 def _look(
-    tiles: Tiles, flow: Tensor, left: Tensor, score: Tensor | None, goal: Tensor, remaining: int
-) -> tuple[Tensor, Tensor]:
+    tiles: Tiles, flow: torch.Tensor, left: torch.Tensor, score: torch.Tensor | None, goal: torch.Tensor, remaining: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what is left behind a block (bool `[S, N]`), and the scores so far (`[S, N]`). flow: `[S, 3, N]`, see
     `encoder_flow`; left, score: before it; goal, remaining: see `_stay`."""
     attention, alike, size = flow.float().nan_to_num(nan=0.0).unbind(1)
@@ -148,14 +142,14 @@ def _look(
     return left, score
 
 
-def _part(tiles: Tiles, score: Tensor, left: Tensor) -> Tensor:
+def _part(tiles: Tiles, score: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
     """float64 `[S, N]`: each score as a share of all that are `left` (bool `[S, N]`) of its tile."""
     score = score.double().masked_fill(~left, 0)
     total = torch.zeros(tiles.number.shape, dtype=torch.double, device=score.device).scatter_add(1, tiles.of, score)
     return score / total.gather(1, tiles.of).clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def _stay(tiles: Tiles, part: Tensor, left: Tensor, goal: Tensor, remaining: int) -> Tensor:
+def _stay(tiles: Tiles, part: torch.Tensor, left: torch.Tensor, goal: torch.Tensor, remaining: int) -> torch.Tensor:
     """long `[S, T + 2]`: how many of each tile stay. part: `[S, N]`, shares of attention; goal: long `[S, T + 2]`, how
     many stay at last; remaining: blocks up to the last cut."""
     if not remaining:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
@@ -12,9 +12,6 @@ from tokenprune.kernels.compact import partition
 from tokenprune.methods.tiles import Tiles
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _WITH_NEIGHBOURS = 5  # tokens of a cross: an anchor, and what is above, below, left and right of it
 
@@ -67,7 +64,7 @@ class HiPrune(Pruner):
         registers = tiles.top(deep, tiles.number - tiles.total(first), ~first)
         return Selection(first | registers, counts=tokens.keep)
 
-    def _crosses(self, tokens: VisualTokens, tiles: Tiles, anchors: Tensor) -> Tensor:
+    def _crosses(self, tokens: VisualTokens, tiles: Tiles, anchors: torch.Tensor) -> torch.Tensor:
         """bool `[S, N]`: the anchors and their neighbours."""
         patches = tokens.patches
         at = partition(anchors)[:, : max(tokens.keep) // _WITH_NEIGHBOURS]  # of each anchor, then of other tokens
@@ -86,5 +83,5 @@ class HiPrune(Pruner):
         return found
 
 
-def _within(place: Tensor, length: Tensor) -> Tensor:
+def _within(place: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
     return (place >= 0) & (place < length)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -38,12 +38,10 @@ class Hired(Pruner):
     frames of a video share a budget evenly; tokens keep their positions.
     """
 
+    encoder_layers: ClassVar[tuple[int, ...]] = (0, -1)
+
     alpha: Annotated[float, Ge(0), Le(1)] = 0.5
     mode: Literal["blocks", "bands"] = "blocks"
-
-    @property
-    def encoder_layers(self) -> tuple[int, ...]:
-        return (0, -1)
 
     def select(self, tokens: VisualTokens) -> Selection:
         tiling, tiles = tokens.tiling, Tiles.among(tokens)

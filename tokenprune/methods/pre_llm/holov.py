@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge
@@ -16,9 +16,6 @@ from tokenprune.ops.temporal import shares
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("holov", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2510.02912, NeurIPS 2025")
@@ -70,7 +67,9 @@ class HoloV(Pruner):
         return Selection(rank_in_group(strip, ranked(score)) < number.gather(1, strip), counts=tokens.keep)
 
 
-def _strips(patch: Tensor, mask: Tensor, numbers: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def _strips(
+    patch: torch.Tensor, mask: torch.Tensor, numbers: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the strip of each token, long `[S, N]`, and how many tokens each has, long `[S, most + 2]`; `most` stands
     for what is no patch, `most` + 1 for padding.
 
@@ -88,7 +87,9 @@ def _strips(patch: Tensor, mask: Tensor, numbers: Tensor, most: int) -> tuple[Te
     return strip, sizes.scatter_add(1, strip, torch.ones_like(strip))
 
 
-def _holistic(attention: Tensor, x: Tensor, patch: Tensor, sizes: Tensor, longest: int) -> Tensor:
+def _holistic(
+    attention: torch.Tensor, x: torch.Tensor, patch: torch.Tensor, sizes: torch.Tensor, longest: int
+) -> torch.Tensor:
     """float32 `[S, N]`: attention, and the variance of a token's cosines to the others of its strip, on one scale.
 
     attention: `[S, N]`; x: `[S, N, D]`; patch: bool `[S, N]`; sizes: long `[S, C]`, none above `longest`.

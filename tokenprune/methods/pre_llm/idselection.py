@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 from annotated_types import Ge
 
 from tokenprune.base import Pruner, Selection, Site
@@ -14,9 +15,6 @@ from tokenprune.methods.scores import saliency, stretched
 from tokenprune.ops.clusters import by_rows
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("idselection", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2604.05601 (reconstruction)")
@@ -44,7 +42,7 @@ class IDSelection(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         most = max(tokens.keep)
 
-        def of(x: Tensor, mask: Tensor, number: Tensor, score: Tensor) -> Tensor:
+        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
             picks, row_of = Picks(mask), PickedRows(alike(x, mask))
             for _ in range(most):
                 left = picks.among_left(score)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Gt
@@ -14,9 +14,6 @@ from tokenprune.kernels.pairs import Products, Relation, unit
 from tokenprune.ops.clusters import by_rows
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("mmtok", site=Site.PRE_LLM, paper="arXiv 2508.18264, ICLR 2026")
@@ -65,7 +62,14 @@ class MMTok(Pruner):
         z = tokens.encoder_features if self.features == "tower" else x
         text, words = (tokens.text.hidden, tokens.text.mask) if self.question else (x[:, :0], mask[:, :0])
 
-        def of(x: Tensor, z: Tensor, mask: Tensor, number: Tensor, text: Tensor, words: Tensor) -> Tensor:
+        def of(
+            x: torch.Tensor,
+            z: torch.Tensor,
+            mask: torch.Tensor,
+            number: torch.Tensor,
+            text: torch.Tensor,
+            words: torch.Tensor,
+        ) -> torch.Tensor:
             said = shared(Products(unit(text), unit(x, mask)), self.text_temperature, 1.0, mask, words)
             seen = shared(alike(z, mask), self.temperature, self.alpha, mask, mask)
             return cover([said, seen], mask, number, most)
@@ -74,11 +78,11 @@ class MMTok(Pruner):
         return Selection(by_rows(of, entries, x, z, mask, tokens.budget, text, words), counts=tokens.keep)
 
 
-def shared(products: Products, temperature: float, weight: float, mask: Tensor, rows: Tensor) -> Relation:
+def shared(products: Products, temperature: float, weight: float, mask: torch.Tensor, rows: torch.Tensor) -> Relation:
     """Return the shares of candidates in each row: its softmax over those of `mask` (bool `[S, N]`) at a temperature,
     times `weight`, by how many rows there are; 0 where `rows` (bool `[S, R]`) is False. products: of length 1."""
 
-    def whole(x: Tensor, segment: int, start: int) -> Tensor:
+    def whole(x: torch.Tensor, segment: int, start: int) -> torch.Tensor:
         return (x / temperature).masked_fill_(~mask[segment], -torch.inf).logsumexp(1)
 
     total = products.of_rows(whole)

@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 from annotated_types import Gt
 
 from tokenprune.base import Pruner, Selection, Site
@@ -11,9 +12,6 @@ from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.ops.clusters import by_rows
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("otprune", site=Site.PRE_LLM, paper="arXiv 2602.20205, CVPR 2026")
@@ -40,7 +38,7 @@ class OTPrune(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         most = max(tokens.keep)
 
-        def of(x: Tensor, mask: Tensor, number: Tensor) -> Tensor:
+        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
             a, b = in_common(x, mask)
             return greedy_dpp(self.gamma * a, b, mask, number, most, ridge=1.0)
 
@@ -49,7 +47,7 @@ class OTPrune(Pruner):
         return Selection(keep, counts=tokens.keep)
 
 
-def in_common(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def in_common(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two float32 `[S, N, n]`, n the less of N and D, whose products of all pairs are V V^T V V^T; V are the
     tokens `[S, N, D]` with each feature divided by its length over those of `mask`. A token with NaN, and padding, is
     0."""

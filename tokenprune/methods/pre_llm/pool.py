@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,9 +9,6 @@ from tokenprune.base import Pruner, Selection, Site
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("pool", site=Site.PRE_LLM, paper="none (baseline)", merges=True)
@@ -36,7 +32,7 @@ class Pool(Pruner):
         return Selection(to_device(keep, device), to_device(assign, device), counts=tokens.keep)
 
 
-def rectangles(count: int, cells: int, grid: tuple[int, int, int] | None) -> tuple[Tensor, Tensor]:
+def rectangles(count: int, cells: int, grid: tuple[int, int, int] | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut a grid into `cells` rectangles; returns each token's cell (long `[count]`) and each cell's middle token.
 
     The rows are cut into bands of about equal height, and each band into its share of the cells. Frames of a video are

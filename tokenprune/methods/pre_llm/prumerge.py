@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge
@@ -15,9 +15,6 @@ from tokenprune.methods.tiles import Tiles, attended, ranked
 from tokenprune.ops.clusters import in_parts
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("prumerge", site=Site.PRE_LLM, paper="arXiv 2403.15388, ICCV 2025", merges=True)
@@ -61,7 +58,7 @@ class PruMerge(Pruner):
     def by_content_count(self) -> bool:
         return not self.exact
 
-    def attention(self, tokens: VisualTokens) -> Tensor:
+    def attention(self, tokens: VisualTokens) -> torch.Tensor:
         """Return float `[S, N]`, the attention by which patches are ranked and weighted."""
         return attended(tokens)
 
@@ -89,15 +86,15 @@ class PruMerge(Pruner):
             into = torch.where(tiles.patch & (tiles.each(extra) > 0), tiles.each(at), -1)
         return Selection(keep, torch.where(keep, itself, into), weight, counts)
 
-    def _picked(self, tiles: Tiles, attention: Tensor, number: Tensor) -> Tensor:
+    def _picked(self, tiles: Tiles, attention: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """bool `[S, N]`: which stay for themselves, `number`, long `[S, T + 2]`, of each tile."""
         return tiles.top(attention, number)
 
-    def _adaptive(self, tiles: Tiles, attention: Tensor, outliers: Tensor) -> Tensor:
+    def _adaptive(self, tiles: Tiles, attention: torch.Tensor, outliers: torch.Tensor) -> torch.Tensor:
         """bool `[S, N]`: which stay for themselves where `outliers` of each tile have much attention."""
         return tiles.top(attention, outliers)
 
-    def _clusters(self, tokens: VisualTokens, tiles: Tiles, keep: Tensor) -> Tensor:
+    def _clusters(self, tokens: VisualTokens, tiles: Tiles, keep: torch.Tensor) -> torch.Tensor:
         """long `[S, N]`: the kept token that each joins, -1 where it is among the nearest of none."""
         keys = unit(tokens.encoder_keys(-1))
         place = partition(keep)[:, : max(tokens.keep) if self.exact else None]
@@ -117,12 +114,12 @@ class PruMerge(Pruner):
         return into
 
 
-def _outliers(tiles: Tiles, attention: Tensor) -> Tensor:
+def _outliers(tiles: Tiles, attention: torch.Tensor) -> torch.Tensor:
     """long `[S, T + 2]`: how many tokens of each tile have more attention than the upper fence of a box plot."""
     rank = rank_in_group(tiles.of, -attention)
     last = (tiles.sizes - 1).clamp(min=0).double()
 
-    def quantile(share: float) -> Tensor:
+    def quantile(share: float) -> torch.Tensor:
         at = last * share
         values = [
             torch.zeros_like(last).scatter_add(

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,9 +10,6 @@ from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.pre_llm.prumerge import PruMerge
 from tokenprune.methods.tiles import Tiles
 from tokenprune.registry import register
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("prumerge_plus", site=Site.PRE_LLM, paper="arXiv 2403.15388, ICCV 2025", merges=True)
@@ -39,7 +35,7 @@ class PruMergePlus(PruMerge):
     and one where more than a third have it every patch but the last (there the code fails too).
     """
 
-    def _picked(self, tiles: Tiles, attention: Tensor, number: Tensor) -> Tensor:
+    def _picked(self, tiles: Tiles, attention: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         dominant = torch.where(number > 0, ((number + 2) // 4).clamp(min=1), 0)  # a quarter, rounded
         dominant = torch.cat([dominant[:, : tiles.count], number[:, tiles.count :]], dim=1)
         best = tiles.top(attention, dominant)
@@ -48,7 +44,7 @@ class PruMergePlus(PruMerge):
         wanted, left = tiles.each(number - dominant), tiles.each(tiles.total(rest)).clamp(min=1)
         return best | (rest & ((-place * wanted) % left < wanted))
 
-    def _adaptive(self, tiles: Tiles, attention: Tensor, outliers: Tensor) -> Tensor:
+    def _adaptive(self, tiles: Tiles, attention: torch.Tensor, outliers: torch.Tensor) -> torch.Tensor:
         step = (tiles.sizes // (3 * outliers).clamp(min=1)).clamp(min=1)
         place, last = rank_in_group(tiles.of), tiles.each(tiles.sizes) - 1
         spread = tiles.patch & (tiles.each(outliers) > 0) & (place % tiles.each(step) == 0) & (place < last)

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -18,9 +18,6 @@ from tokenprune.ops.suppress import unsuppressed
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("prunesid", site=Site.PRE_LLM, paper="arXiv 2603.09480, ICLR 2026")
@@ -63,7 +60,7 @@ class PruneSID(Pruner):
             keep[number, :count] = self._of_image(tokens.hidden[number, :count], wanted, salient)
         return Selection(keep, counts=tokens.keep)
 
-    def _of_image(self, x: Tensor, wanted: int, salient: Tensor | None) -> Tensor:
+    def _of_image(self, x: torch.Tensor, wanted: int, salient: torch.Tensor | None) -> torch.Tensor:
         """bool `[N]`: what stays of one image's tokens `[N, D]`."""
         count, qwen = len(x), self.form == "qwen"
         x = x.float().masked_fill(~x.isfinite().all(1, keepdim=True), 0)
@@ -86,7 +83,7 @@ class PruneSID(Pruner):
         return rank_in_group(group[None], unlike.byte(), score[None])[0] < quota[group]
 
 
-def components(x: Tensor, number: int) -> Tensor:
+def components(x: torch.Tensor, number: int) -> torch.Tensor:
     """float32 `[N, number]`: size of each token `[N, D]` in each of the first principal components of their sigmoids,
     each token less its own mean; 0 in components that there are not. Waits for the device."""
     x = x.double().sigmoid()

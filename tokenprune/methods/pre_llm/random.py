@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -11,9 +11,6 @@ from tokenprune.ops.drawn import uniform
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("random", site=Site.PRE_LLM, paper="none (baseline)")
@@ -29,7 +26,7 @@ class Random(Pruner):
 
     seed: int = 0
 
-    def score(self, tokens: VisualTokens) -> Tensor:
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
         scores = torch.zeros(tokens.mask.shape, dtype=torch.float32, device="cpu")
         for segment, count in enumerate(tokens.counts):
             scores[segment, :count] = uniform(count, generator=tokens.generator(segment, self.seed))

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from annotated_types import Ge
 
 from tokenprune.base import Pruner, Selection, Site
@@ -14,9 +15,6 @@ from tokenprune.methods.scores import saliency
 from tokenprune.ops.clusters import by_rows
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("scope", site=Site.PRE_LLM, paper="arXiv 2510.24214, NeurIPS 2025")
@@ -54,7 +52,7 @@ class Scope(Pruner):
         most, salient = max(tokens.keep), saliency(tokens)
         salient = salient / salient.amax(1, keepdim=True).clamp(min=1e-30)  # no power of it rounds to 0
 
-        def of(x: Tensor, mask: Tensor, number: Tensor, factor: Tensor) -> Tensor:
+        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
             return cover([Relation(alike(x, mask))], mask, number, most, factor)
 
         x = tokens.encoder_features if self.features == "tower" else tokens.hidden

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Le
@@ -22,9 +22,6 @@ from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _AFTER = (3 / 32, 7 / 32, 16 / 32)
 _SIZES = (128.0, 86.0, 57.0, 35.0)  # before the decoder, and at its three cuts
@@ -104,6 +101,7 @@ class SinkPruner(Pruner):
 class _Guided(Pruner):
     """Keeps what the text after the image attends to most, each token of it alike. layer: where it cuts."""
 
+    query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True
     name: ClassVar[str] = "sinkpruner"
     site: ClassVar[Site] = Site.IN_LLM
@@ -111,15 +109,13 @@ class _Guided(Pruner):
 
     layer: int
 
-    @property
-    def query_aware(self) -> bool:
-        return True
-
-    def score(self, tokens: VisualTokens) -> Tensor:
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
         return text_votes(tokens, evenly(tokens.text.mask)).mean(1)
 
 
-def different(x: Tensor, mask: Tensor, taken: Tensor, number: Tensor, most: int, at_once: int = _A_ROUND) -> Tensor:
+def different(
+    x: torch.Tensor, mask: torch.Tensor, taken: torch.Tensor, number: torch.Tensor, most: int, at_once: int = _A_ROUND
+) -> torch.Tensor:
     """bool `[S, N]`: `taken`, and of the others of `mask` round by round the `at_once` that are least like any taken by
     cosine, until there are `number` (long `[S]`, at most `most`).
 
@@ -147,8 +143,8 @@ def different(x: Tensor, mask: Tensor, taken: Tensor, number: Tensor, most: int,
 
 
 def _different_of_many(
-    products: Products, segment: int, chosen: Tensor, left: Tensor, number: int, at_once: int
-) -> Tensor:
+    products: Products, segment: int, chosen: torch.Tensor, left: torch.Tensor, number: int, at_once: int
+) -> torch.Tensor:
     """bool `[N]`: `different` of one segment, of whose products those of what is taken alone are made."""
     nearest = chosen.new_full(chosen.shape, -torch.inf, dtype=torch.float32)
     new = chosen

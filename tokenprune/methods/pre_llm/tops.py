@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from annotated_types import Ge
@@ -15,9 +15,6 @@ from tokenprune.methods.scores import saliency
 from tokenprune.ops.clusters import by_rows
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("tops", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2606.27161 (reconstruction)")
@@ -47,7 +44,7 @@ class Tops(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         most = max(tokens.keep)
 
-        def of(x: Tensor, mask: Tensor, number: Tensor, salient: Tensor) -> Tensor:
+        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, salient: torch.Tensor) -> torch.Tensor:
             coverage, picks, score = Coverage([Relation(alike(x, mask))], start=-1.0), Picks(mask), salient
             for _ in range(most):
                 coverage.take(picks.take_best(picks.among_left(score)))  # which is covered by itself, as well as can be
@@ -60,7 +57,7 @@ class Tops(Pruner):
         return Selection(by_rows(of, 2 * tokens.mask.shape[1] ** 2, *given), counts=tokens.keep)
 
 
-def over_mean(value: Tensor, left: Tensor) -> Tensor:
+def over_mean(value: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
     """float `[..., S, N]`: `value`, at least 0, divided by its mean where `left` (bool `[S, N]`); 0 where that is 0."""
     mean = (value * left).sum(-1, keepdim=True) / left.sum(1, keepdim=True).clamp(min=1)
     return value / mean.masked_fill_(mean <= 0, torch.inf)

@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +13,6 @@ from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("uniform", site=Site.PRE_LLM, paper="none (baseline)")
@@ -56,7 +52,7 @@ def even(length: int, number: int) -> list[int]:
     return [(2 * index + 1) * length // (2 * number) for index in range(number)]
 
 
-def spread_in_frames(videos: Videos, numbers: Sequence[Sequence[int]]) -> Tensor:
+def spread_in_frames(videos: Videos, numbers: Sequence[Sequence[int]]) -> torch.Tensor:
     """Return bool `[V, F, P]`: tokens spread evenly over each frame. numbers: how many of each frame of each video;
     frames after them keep none."""
     places = [

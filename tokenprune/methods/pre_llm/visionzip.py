@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
@@ -14,9 +14,6 @@ from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.tiles import Tiles, attended
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register(
@@ -65,7 +62,7 @@ class VisionZip(Pruner):
         assign = torch.where(keep, itself, torch.where(joins, into, -1))
         return Selection(keep, assign, self._weights(into, joins), counts=tokens.keep)
 
-    def _most_similar(self, tokens: VisualTokens, tiles: Tiles, targets: Tensor) -> Tensor:
+    def _most_similar(self, tokens: VisualTokens, tiles: Tiles, targets: torch.Tensor) -> torch.Tensor:
         """long `[S, N]`: for each token the target of its tile with the most similar key."""
         heads = tokens.encoder_attention(-1).shape[1]
         keys = tokens.encoder_keys(-1).float().unflatten(-1, (heads, -1)).mean(dim=2)
@@ -74,7 +71,7 @@ class VisionZip(Pruner):
         chosen, allowed, of = gather_tokens(keys, place, 1), targets.gather(1, place), tiles.of.gather(1, place)
         return place.gather(1, best_match(keys, chosen, allowed, group_a=tiles.of, group_b=of)[1])
 
-    def _weights(self, into: Tensor, joins: Tensor) -> Tensor | None:
+    def _weights(self, into: torch.Tensor, joins: torch.Tensor) -> torch.Tensor | None:
         """float32 `[S, N]`: weight of each token in the mean that it goes into."""
         if self.centre is None:
             return None
@@ -83,7 +80,7 @@ class VisionZip(Pruner):
         return torch.where(joins, (1 - self.centre) / members.gather(1, into).clamp(min=1), own)
 
 
-def _every(tiles: Tiles, rest: Tensor, number: Tensor) -> Tensor:
+def _every(tiles: Tiles, rest: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     """bool `[S, N]`: of the `rest` of each tile every so many-th, from the first one on, `number` of them."""
     place = rank_in_group(torch.where(rest, tiles.of, tiles.count + 1))
     step = (tiles.total(rest) // number.clamp(min=1)).clamp(min=1)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -16,9 +16,6 @@ from tokenprune.ops.clusters import in_parts
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _A_ROUND = 8  # tokens that go in a round
 _FEW = 32  # nearest ones that are known of a token of many
@@ -67,7 +64,9 @@ class VisPruner(Pruner):
         return Selection(important | _distinct(x, rest, attention, tiles, diverse), counts=tokens.keep)
 
 
-def _distinct(x: Tensor, rest: Tensor, attention: Tensor, tiles: Tiles, number: Tensor) -> Tensor:
+def _distinct(
+    x: torch.Tensor, rest: torch.Tensor, attention: torch.Tensor, tiles: Tiles, number: torch.Tensor
+) -> torch.Tensor:
     """bool `[S, N]`: of the `rest` of each tile those `number` (long `[S, T + 2]`) that the rounds leave."""
     # How many rounds there are, and how large they are, follows from these: the one question to the device.
     numbers = torch.stack([tiles.total(rest), number])[..., : tiles.count].tolist()
@@ -91,7 +90,7 @@ def _distinct(x: Tensor, rest: Tensor, attention: Tensor, tiles: Tiles, number: 
     return kept.scatter_add(0, at.flatten(), left.long().flatten()).view_as(rest) > 0
 
 
-def _lines(rest: Tensor, attention: Tensor, tiles: Tiles, longest: int) -> Tensor:
+def _lines(rest: torch.Tensor, attention: torch.Tensor, tiles: Tiles, longest: int) -> torch.Tensor:
     """long `[S, T, longest]`: the tokens that are left of each tile by falling attention; then 0."""
     place = rank_in_group(torch.where(rest, tiles.of, tiles.count + 1), ranked(attention))
     spots = tiles.count * longest
@@ -101,7 +100,9 @@ def _lines(rest: Tensor, attention: Tensor, tiles: Tiles, longest: int) -> Tenso
     return lines[:, :-1].view(len(rest), tiles.count, longest)
 
 
-def _rounds(x: Tensor, count: Tensor, goal: Tensor, lines: list[tuple[int, int, int, int]]) -> Tensor:
+def _rounds(
+    x: torch.Tensor, count: torch.Tensor, goal: torch.Tensor, lines: list[tuple[int, int, int, int]]
+) -> torch.Tensor:
     """bool `[B, P]`: which of each line are left at the end.
 
     x: `[B, P, D]`, lines of tokens; count, goal: long `[B]`, how many there are of each, and how many are to be left.
@@ -133,7 +134,7 @@ def _rounds(x: Tensor, count: Tensor, goal: Tensor, lines: list[tuple[int, int, 
     return torch.zeros(x.shape[:2], dtype=torch.long, device=x.device).scatter_add(1, line, kept.long()) > 0
 
 
-def _rounds_of_many(x: Tensor, count: int, goal: int) -> Tensor:
+def _rounds_of_many(x: torch.Tensor, count: int, goal: int) -> torch.Tensor:
     """bool `[P]`: `_rounds` of one line, of whose similarities those to the nearest few are held alone.
 
     They are found anew when many tokens are gone. Where none of a token's few is left at an even place, which is rare,
@@ -158,7 +159,7 @@ def _rounds_of_many(x: Tensor, count: int, goal: int) -> Tensor:
     return left.index_fill_(0, line, True)
 
 
-def _nearest_few(products: Products, there: Tensor) -> tuple[Tensor, Tensor]:
+def _nearest_few(products: Products, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return of each token that is `there`, long `[n]`, the `_FEW` of these that are most like it, and how much they
     are: long and float32 `[N, few]`."""
     few = min(_FEW, len(there))

@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Gt, Le
@@ -19,9 +19,6 @@ from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.schedule import place, profile
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _AFTER = (2 / 32, 22 / 32)
 _SIZES = (1.0, 7 / 11, 7 / 55)  # the tower's part, and the two cuts, for a quarter of the tokens on average
@@ -96,7 +93,9 @@ class _Entering(Pruner):
         return selection
 
 
-def centres_of(keys: Tensor, spot: Tensor, tile: Tensor, mask: Tensor, number: Tensor) -> Tensor:
+def centres_of(
+    keys: torch.Tensor, spot: torch.Tensor, tile: torch.Tensor, mask: torch.Tensor, number: torch.Tensor
+) -> torch.Tensor:
     """long `[S, n]`: the centre of the cluster of each token; -1 where chains of equally dense tokens reach none.
 
     keys: `[S, n, D]`; spot: float64 `[S, n, 2]`, row and column as shares of the image; tile: long `[S, n]`; mask: bool
@@ -118,7 +117,7 @@ def centres_of(keys: Tensor, spot: Tensor, tile: Tensor, mask: Tensor, number: T
     return torch.where(mask & is_centre.gather(1, end), end, -1)
 
 
-def key_length(tokens: VisualTokens) -> Tensor:
+def key_length(tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, N]`: the length of each token's key in the layer before the cut, mean over heads first."""
     return tokens.key_heads.float().mean(2).norm(dim=-1)
 
@@ -195,5 +194,5 @@ class _Shortest(Pruner):
 
     layer: int
 
-    def score(self, tokens: VisualTokens) -> Tensor:
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
         return -key_length(tokens)

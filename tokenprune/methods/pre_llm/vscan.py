@@ -4,7 +4,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
@@ -19,9 +19,6 @@ from tokenprune.registry import register
 from tokenprune.schedule import profile
 from tokenprune.view.segments import Patches
 from tokenprune.view.tokens import VisualTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("vscan", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2505.22654, TMLR 2026", merges=True)
@@ -103,7 +100,7 @@ class VScan(Pruner):
         assign = torch.where(keep, itself, most_similar(tokens.hidden, picked, patches.tile, max(tokens.keep)))
         return Selection(keep, assign.masked_fill(~tokens.mask, -1))
 
-    def _pick(self, tokens: VisualTokens, local: Tensor, last: Tensor) -> Tensor:
+    def _pick(self, tokens: VisualTokens, local: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """bool `[S, N]`: the patches that either scan picks. local, last: the scores of the two, `[S, N]`."""
         patches, mask = tokens.patches, tokens.mask
         real = patches.tile >= 0
@@ -119,7 +116,7 @@ class VScan(Pruner):
         return real & (near | far)
 
 
-def shares(counts: Tensor, wanted: Tensor) -> Tensor:
+def shares(counts: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Split `wanted` (long `[S]`) among tiles of `counts` (long `[S, T]`) tokens: proportionally, none gets more than
     it has, and what does not divide goes to the first ones."""
     total = counts.sum(1, keepdim=True).clamp(min=1)
@@ -127,7 +124,7 @@ def shares(counts: Tensor, wanted: Tensor) -> Tensor:
     return up_to.diff(dim=1, prepend=torch.zeros_like(up_to[:, :1]))
 
 
-def windows(patches: Patches, side: int | None) -> Tensor:
+def windows(patches: Patches, side: int | None) -> torch.Tensor:
     """long `[S, N]`: the number of each patch's window in its tile; what is left over belongs to the last one."""
     sides = torch.where(patches.size > 1, 4, 6) if side is None else torch.full_like(patches.size, side)
     down, across = ((length // sides).clamp(min=1) for length in (patches.height, patches.width))
@@ -135,7 +132,7 @@ def windows(patches: Patches, side: int | None) -> Tensor:
     return row * across + column
 
 
-def most_similar(features: Tensor, picked: Tensor, tile: Tensor, most: int) -> Tensor:
+def most_similar(features: torch.Tensor, picked: torch.Tensor, tile: torch.Tensor, most: int) -> torch.Tensor:
     """long `[S, N]`: for each token the picked one of its tile that is most similar by cosine, the first of equals; of
     any tile where its own has none. most: at least the largest number of picked ones."""
     place = partition(picked)[:, :most]
@@ -150,6 +147,7 @@ class _Middle(Pruner):
     layer: where it cuts.
     """
 
+    query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True
 
     layer: int
@@ -158,9 +156,5 @@ class _Middle(Pruner):
     site: ClassVar[Site] = Site.IN_LLM
     needs: ClassVar[frozenset[str]] = frozenset({"next_row_attention"})
 
-    @property
-    def query_aware(self) -> bool:
-        return True
-
-    def score(self, tokens: VisualTokens) -> Tensor:
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
         return tokens.next_row_attention.mean(dim=1)

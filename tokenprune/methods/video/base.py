@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from tokenprune.base import Pruner, Selection
 from tokenprune.view.tokens import VisualTokens
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class VideoPruner(Pruner):
     and tokens after the last frame (the newline of LLaVA-OneVision), stay.
     """
 
-    def choose(self, videos: Videos) -> Tensor:
+    def choose(self, videos: Videos) -> torch.Tensor:
         """Return which tokens stay, bool `[V, F, P]`: of each video exactly `videos.budget`, and none of padding."""
         raise NotImplementedError(f"{type(self).__name__} implements neither choose() nor select()")
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -14,9 +14,6 @@ from tokenprune.ops.temporal import cosine, same_place
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _ALONE = -2.0  # below all cosines
 
@@ -63,7 +60,7 @@ class DTD(Pruner):
         best = top_mask(score.flatten(1), stays.flatten(1), videos.budget, max(videos.keep))
         return Selection(videos.kept(best.view_as(stays)))
 
-    def _alike(self, x: Tensor, mask: Tensor) -> Tensor:
+    def _alike(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """float32 `[V, F - 1, P]`: cosine of each token `[V, F, P, D]` to the one that it is compared with,
         `_ALONE` where there is none. mask: bool `[V, F, P]`."""
         if self.against == "before":

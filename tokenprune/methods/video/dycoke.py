@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +12,6 @@ from tokenprune.ops.temporal import cosine, shares
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _WINDOW = 4
 _BEFORE = (0, 1, 2, 1)  # a frame of a window is compared with the one so many frames before it
@@ -44,7 +40,7 @@ class DyCoke(VideoPruner):
     newest attention favours.
     """
 
-    def choose(self, videos: Videos) -> Tensor:
+    def choose(self, videos: Videos) -> torch.Tensor:
         device, frames = videos.mask.device, videos.mask.shape[1]
         numbers = [_numbers(keep, sizes) for keep, sizes in zip(videos.keep, videos.frames, strict=True)]
         firsts = [[n if t % _WINDOW == 0 else 0 for t, n in enumerate(of_video)] for of_video in numbers]

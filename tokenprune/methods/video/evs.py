@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +11,6 @@ from tokenprune.methods.video.base import VideoPruner
 from tokenprune.ops.temporal import same_place
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _FIRST = 4.0  # above all distances, which are at most 2
 
@@ -35,13 +31,13 @@ class EVS(VideoPruner):
     than the first frame has; no form on pixels; tokens keep their positions of the full prompt.
     """
 
-    def choose(self, videos: Videos) -> Tensor:
+    def choose(self, videos: Videos) -> torch.Tensor:
         return videos.top(
             torch.cat([first_frame_scores(videos, self.name), 1 - same_place(videos.x, videos.mask)], dim=1)
         )
 
 
-def first_frame_scores(videos: Videos, name: str) -> Tensor:
+def first_frame_scores(videos: Videos, name: str) -> torch.Tensor:
     """float32 `[V, 1, P]`: scores of the tokens of the first frames, above those of all others, 1 - cosine; where less
     than a frame is to be kept those are highest that are spread evenly, and the statistics say so."""
     if any(keep < sizes[0] for keep, sizes in zip(videos.keep, videos.frames, strict=True)):

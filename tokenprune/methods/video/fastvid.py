@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -24,9 +24,6 @@ from tokenprune.ops.clusters import peaks
 from tokenprune.ops.temporal import cosine, frame_means, segments_at, shares
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _NEIGHBOURS = 4  # of a token that tell how dense it is there
 
@@ -68,7 +65,7 @@ class FastVID(VideoMerger):
     step: Annotated[int, Ge(1)] = 4
     centre: Annotated[float, Gt(0), Le(1)] = 0.6
 
-    def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
+    def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         mask, sizes = videos.mask, videos.sizes
         means = frame_means(videos.x, mask)
         alike = cosine(means[:, 1:], means[:, :-1])
@@ -95,13 +92,13 @@ class FastVID(VideoMerger):
         part = (1 - weight) / number + weight * peak
         return into, torch.where(rest, part, 1.0)
 
-    def _anchors(self, first: Tensor, real: Tensor) -> Tensor:
+    def _anchors(self, first: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """bool `[V, F]`: the anchor frames of each segment. real: bool `[V, F]`, frames that are there."""
         length = segment_sums(real.long(), first).gather(1, first)
         index = torch.arange(first.shape[1], device=first.device) - first
         return real & ((length - 1 - index) % self.step == 0)
 
-    def _nearest(self, videos: Videos, peak: Tensor, anchor: Tensor, most: int) -> Tensor:
+    def _nearest(self, videos: Videos, peak: torch.Tensor, anchor: torch.Tensor, most: int) -> torch.Tensor:
         """long `[V, F, P]`: for each token the spot of the most similar centre in the anchor frame of its frame, for a
         centre its own; -1 where there is none. peak: bool `[V, F, P]`, centres; anchor: long `[V, F]`, -1 is none."""
         x, places = videos.x.flatten(1, 2), peak.shape[2]
@@ -113,7 +110,7 @@ class FastVID(VideoMerger):
         return torch.where(peak, spots(peak), spot)
 
 
-def nearest_anchor(first: Tensor, anchors: Tensor) -> Tensor:
+def nearest_anchor(first: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
     """long `[V, F]`: for each frame the nearest anchor frame of its segment, of two the earlier; -1 where there is
     none. first: long `[V, F]`, see `first_frames`; anchors: bool `[V, F]`."""
     frames = first.shape[1]

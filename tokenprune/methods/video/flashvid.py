@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
@@ -26,9 +26,6 @@ from tokenprune.ops.temporal import cosine, frame_means, segments_at, shares
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SCENE = 0.9  # frames less alike than that are of different segments
 _LONG = 4  # frames of a segment, at most on average
@@ -79,7 +76,7 @@ class FlashVID(TwoCutMerger):
     def second_cut(self, layer: int) -> Pruner:
         return _InnerFlashVid(layer)
 
-    def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
+    def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         mask, most = videos.mask, max(videos.keep)
         means = frame_means(videos.x, mask)
         least = -(-videos.number // _LONG)
@@ -104,13 +101,13 @@ class FlashVID(TwoCutMerger):
         part = 1 / (at(size, root) * at(members_of(of, tree), at(of, root))).clamp(min=1).float()
         return into, torch.where(rest, part, 1.0)
 
-    def _picked(self, videos: Videos, number: Tensor) -> Tensor:
+    def _picked(self, videos: Videos, number: torch.Tensor) -> torch.Tensor:
         """bool `[V, F, P]`: so many tokens of each frame that are far from each other. number: long `[V, F]`."""
         x, mask, attention = (one.flatten(0, 1) for one in (videos.x, videos.mask, tower_attention(videos)))
         most = max(-(-keep // len(frames)) for keep, frames in zip(videos.keep, videos.frames, strict=True))
         return farthest_weighted(x, mask, attention, number.flatten(), most).view_as(videos.mask)
 
-    def _parents(self, videos: Videos, rest: Tensor, first: Tensor, wanted: Tensor) -> Tensor:
+    def _parents(self, videos: Videos, rest: torch.Tensor, first: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """long `[V, F, P]`: the spot in the frame before that each token joins, else its own.
 
         rest: bool `[V, F, P]`, tokens that are not picked; first, wanted: see `merge`.
@@ -134,7 +131,7 @@ class FlashVID(TwoCutMerger):
         return torch.where(links, (spot // places - 1) * places + place, spot)
 
 
-def _means(x: Tensor, root: Tensor, rest: Tensor, size: Tensor) -> Tensor:
+def _means(x: torch.Tensor, root: torch.Tensor, rest: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
     """float32 `[V, F, P, D]`: at the root of each tree the mean of its tokens; what is elsewhere is of no meaning."""
     rows = torch.arange(len(x), device=x.device)[:, None, None] * root[0].numel()
     nowhere = root.numel()
@@ -151,6 +148,7 @@ class _InnerFlashVid(Pruner):
     layer: where it cuts.
     """
 
+    query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True
 
     layer: int
@@ -159,9 +157,5 @@ class _InnerFlashVid(Pruner):
     site: ClassVar[Site] = Site.IN_LLM
     needs: ClassVar[frozenset[str]] = frozenset({"last_row_attention"})
 
-    @property
-    def query_aware(self) -> bool:
-        return True
-
-    def score(self, tokens: VisualTokens) -> Tensor:
+    def score(self, tokens: VisualTokens) -> torch.Tensor:
         return tokens.last_row_attention.mean(dim=1)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +13,6 @@ from tokenprune.ops.clusters import roots
 from tokenprune.ops.temporal import same_place
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("framefusion", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2501.01986, ICCV 2025", merges=True)
@@ -36,7 +32,7 @@ class FrameFusion(VideoMerger):
     tokens are similar enough; no pruning by attention after it.
     """
 
-    def merge(self, videos: Videos) -> tuple[Tensor, Tensor | None]:
+    def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = videos.mask
         sizes = [frames[0] for frames in videos.frames]
         if any(keep < size for keep, size in zip(videos.keep, sizes, strict=True)):

@@ -2,16 +2,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from tokenprune.base import Site
 from tokenprune.methods.pre_llm.uniform import even, spread_in_frames
 from tokenprune.methods.video.base import VideoPruner
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("frames", site=Site.PRE_LLM, needs=("frames",), paper="none (baseline)")
@@ -24,7 +22,7 @@ class Frames(VideoPruner):
     budget below one frame thins the middle frame.
     """
 
-    def choose(self, videos: Videos) -> Tensor:
+    def choose(self, videos: Videos) -> torch.Tensor:
         numbers = [_numbers(keep, sizes) for keep, sizes in zip(videos.keep, videos.frames, strict=True)]
         return spread_in_frames(videos, numbers)
 

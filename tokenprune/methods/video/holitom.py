@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -26,9 +26,6 @@ from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _FEW = 0.125  # of a video's tokens, below which the paper's lower threshold goes
 
@@ -78,7 +75,7 @@ class HoliTom(TwoCutMerger):
     def second_cut(self, layer: int) -> Pruner:
         return _InnerHoliTom(layer)
 
-    def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
+    def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         similarity = same_place(videos.x, videos.mask)
         both = videos.mask[:, 1:] & videos.mask[:, :-1]
         stands = (similarity > self._thresholds(videos)[:, None, None]) & both
@@ -103,7 +100,7 @@ class HoliTom(TwoCutMerger):
         into = torch.where(still.still, still.spread(of), into)
         return into, torch.where(still.still, still.spread(part), 1.0)
 
-    def _thresholds(self, videos: Videos) -> Tensor:
+    def _thresholds(self, videos: Videos) -> torch.Tensor:
         """float32 `[V]`, on the device."""
         counts = [sum(sizes) for sizes in videos.frames]
         few = [keep < _FEW * count for keep, count in zip(videos.keep, counts, strict=True)]
@@ -111,7 +108,7 @@ class HoliTom(TwoCutMerger):
         return to_device(given, videos.mask.device, torch.float32)
 
 
-def _still(stands: Tensor, ends: Tensor, mask: Tensor) -> Tensor:
+def _still(stands: torch.Tensor, ends: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """bool `[V, F, P]`: tokens at places that stand still in all steps of their segment. stands: bool `[V, F - 1, P]`,
     whether each step does; ends: bool `[V, F - 1]`."""
     still, frames = mask.clone(), mask.shape[1]
@@ -134,14 +131,11 @@ class _InnerHoliTom(Pruner):
 
     layer: int
 
+    query_aware: ClassVar[bool] = True
     name: ClassVar[str] = "holitom"
     site: ClassVar[Site] = Site.IN_LLM
     needs: ClassVar[frozenset[str]] = frozenset({"last_row_attention"})
     merges: ClassVar[bool] = True
-
-    @property
-    def query_aware(self) -> bool:
-        return True
 
     def select(self, tokens: VisualTokens) -> Selection:
         selection = Selection.top(tokens.last_row_attention.mean(dim=1), tokens)

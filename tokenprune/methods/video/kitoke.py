@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Gt
@@ -17,9 +17,6 @@ from tokenprune.ops.clusters import in_parts
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _MEASURED = 1024  # tokens that tell how far apart those of a video are
 
@@ -58,7 +55,7 @@ class KiToke(VideoMerger):
     change: Annotated[float, Gt(0)] = 1.5
     jump: Annotated[float, Gt(0)] = 1.0
 
-    def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
+    def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         into = torch.full_like(videos.mask, -1, dtype=torch.long)
         weight = torch.ones_like(into, dtype=torch.float32)
         for video, (sizes, keep) in enumerate(zip(videos.frames, videos.keep, strict=True)):
@@ -85,7 +82,7 @@ class KiToke(VideoMerger):
             weight[video].view(-1)[spot] = rarity.float()
         return into, weight
 
-    def _drawn(self, videos: Videos, video: int, chance: Tensor, rarity: Tensor, keep: int) -> Tensor:
+    def _drawn(self, videos: Videos, video: int, chance: torch.Tensor, rarity: torch.Tensor, keep: int) -> torch.Tensor:
         """bool `[n]`: which tokens of a video are drawn. chance, rarity: float64 `[n]`."""
         if not self.sample:
             mask = torch.ones_like(rarity, dtype=torch.bool)[None]
@@ -95,7 +92,7 @@ class KiToke(VideoMerger):
         drawn[pivotal(chance.tolist(), keep, generator)] = True
         return to_device(drawn, rarity.device)
 
-    def _intervals(self, x: Tensor, mask: Tensor, unit: Tensor) -> Tensor:
+    def _intervals(self, x: torch.Tensor, mask: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
         """long `[F]`: the interval of each frame. x: `[F, P, D]`; mask: bool `[F, P]`; unit: of distances, float."""
         steps = [torch.zeros_like(unit)]
         for before, after, there, here in zip(x[:-1], x[1:], mask[:-1], mask[1:], strict=True):
@@ -114,7 +111,7 @@ class KiToke(VideoMerger):
         return (cut & (number > 0)).long().cumsum(0)
 
 
-def spread(x: Tensor) -> Tensor:
+def spread(x: torch.Tensor) -> torch.Tensor:
     """float32 `[]`: the median squared distance of two tokens `[n, D]`, of at most 1024 of them."""
     step = -(-len(x) // _MEASURED)
     apart = torch.pdist(x[::step])
@@ -122,7 +119,7 @@ def spread(x: Tensor) -> Tensor:
     return torch.maximum(apart.median().square(), floor) if len(apart) else floor
 
 
-def crowd(x: Tensor, width: Tensor) -> Tensor:
+def crowd(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     """float64 `[n]`: the sum over all tokens of exp(-squared distance / width), itself included. x: `[n, D]`."""
     norm, parts = x.square().sum(1), []
     for rows in in_parts(len(x), len(x)):
@@ -133,7 +130,7 @@ def crowd(x: Tensor, width: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def chances(weight: Tensor, number: int) -> Tensor:
+def chances(weight: torch.Tensor, number: int) -> torch.Tensor:
     """float64 `[n]`: in proportion to `weight` (`[n]`, above 0), at most 1, of sum `number`."""
     order = weight.argsort(descending=True, stable=True)
     sorted_ = weight[order].double()
@@ -177,7 +174,7 @@ def _exactly(candidates: Iterable[int], number: int, drawn: list[int]) -> list[i
     return list(candidates)[:number] if len(drawn) < number else drawn[:number]
 
 
-def nearest_with_any(interval: Tensor, number: Tensor) -> Tensor:
+def nearest_with_any(interval: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     """long `[F]`: for each frame its interval, or, if that has none, the nearest that has one; of two the earlier.
     interval: long `[F]`; number: long `[F]`, how many each interval has."""
     index = torch.arange(len(number), device=number.device)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from annotated_types import Ge, Le
@@ -17,9 +17,6 @@ from tokenprune.ops.clusters import LikePairs, components
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _HALVINGS = 12  # of the range of thresholds that is searched
 _ROWS = 256  # of products at a time
@@ -58,7 +55,7 @@ class LLaVAScissor(VideoMerger):
     def by_content_count(self) -> bool:
         return not self.exact
 
-    def merge(self, videos: Videos) -> tuple[Tensor, None]:
+    def merge(self, videos: Videos) -> tuple[torch.Tensor, None]:
         into = torch.full_like(videos.mask, -1, dtype=torch.long)
         for video, (sizes, keep) in enumerate(zip(videos.frames, videos.keep, strict=True)):
             spot = torch.tensor(
@@ -69,7 +66,7 @@ class LLaVAScissor(VideoMerger):
             into[video].view(-1)[spot] = spot[self._joined(x, mask, spot, keep)]
         return into, None
 
-    def _joined(self, x: Tensor, mask: Tensor, spot: Tensor, keep: int) -> Tensor:
+    def _joined(self, x: torch.Tensor, mask: torch.Tensor, spot: torch.Tensor, keep: int) -> torch.Tensor:
         """long `[n]`: the token that each of a video's joins. x: `[F, P, D]`; mask: bool `[F, P]`; spot: long `[n]`."""
         direction = unit(x)
         alike = (direction @ direction.transpose(1, 2)).clamp(max=1)
@@ -96,14 +93,14 @@ class _Found(NamedTuple):
     """Representatives: mean, float32 `[C, D]`; size, long `[C]`, of how many means each is the mean; of, long `[n]`,
     the representative of the component that each token is in; degree, long `[n]`, neighbours of each in its frame."""
 
-    mean: Tensor
-    size: Tensor
-    of: Tensor
-    degree: Tensor
+    mean: torch.Tensor
+    size: torch.Tensor
+    of: torch.Tensor
+    degree: torch.Tensor
 
 
 def _representatives(
-    x: Tensor, alike: Tensor, spot: Tensor, threshold: float, pairs: LikePairs | None = None
+    x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, threshold: float, pairs: LikePairs | None = None
 ) -> _Found:
     """Components within frames, then of their means. alike: `[F, P, P]`, cosines in each frame, -inf for padding;
     pairs: those of all tokens."""
@@ -124,7 +121,7 @@ def _representatives(
     return _Found(reps, size, of_mean[of_token], near.sum(2).flatten()[spot])
 
 
-def _means(x: Tensor, member: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+def _means(x: torch.Tensor, member: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean of each group, `[C, D]`, in order of their heads, and the group of each member, long `[n]`.
 
     x: `[m, D]`; member: long `[n]`, indices into x; head: long `[n]`, the index into x of the first of its group.
@@ -138,7 +135,7 @@ def _means(x: Tensor, member: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
     return join(x, None, ones, member, target, ones[: len(member)])[heads], number[head]
 
 
-def _searched(x: Tensor, alike: Tensor, spot: Tensor, keep: int) -> _Found:
+def _searched(x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, keep: int) -> _Found:
     """Return the representatives of the threshold, of those that bisection tries, at which their number is nearest to
     `keep`; of two the fewer."""
     low, high = -1.01, 1.0
@@ -196,14 +193,14 @@ class _Likeness:
     not what they were.
     """
 
-    def __init__(self, direction: Tensor) -> None:
+    def __init__(self, direction: torch.Tensor) -> None:
         self.direction = direction.clone()
         self._products = Products(direction[None])
         if self._products.fits:
             self._products.table  # noqa: B018 (rows are read from it then)
         self.gone, self.merged = torch.zeros(2, len(direction), dtype=torch.bool, device=direction.device)
 
-    def best(self, index: Tensor) -> tuple[Tensor, Tensor]:
+    def best(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return to what of all others each of these (long `[n]`) is most similar: how much, and which."""
         value, place = torch.empty(len(index), dtype=torch.float32, device=index.device), torch.empty_like(index)
         merged = self.merged.nonzero().flatten()
@@ -220,7 +217,7 @@ class _Likeness:
             value[part], place[part] = rows.max(1)
         return value, place
 
-    def merge(self, first: int, second: int, direction: Tensor) -> Tensor:
+    def merge(self, first: int, second: int, direction: torch.Tensor) -> torch.Tensor:
         """Let `second` join `first`, which then has another direction; return how similar that is to each, `[C]`."""
         self.gone[second], self.merged[first] = True, True
         self.direction[first] = direction

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Lt
@@ -21,9 +21,6 @@ from tokenprune.schedule import profile
 from tokenprune.view.tokens import VisualTokens
 from tokenprune.view.videos import Videos
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 @dataclass(frozen=True)
 class VideoMerger(Pruner):
@@ -33,7 +30,7 @@ class VideoMerger(Pruner):
     images beside them, and tokens after the last frame (the newline of LLaVA-OneVision), stay.
     """
 
-    def merge(self, videos: Videos) -> tuple[Tensor, Tensor | None]:
+    def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return which token absorbs each, long `[V, F, P]`, and the weight of each in the mean, float `[V, F, P]` or
         None (equal).
 
@@ -99,12 +96,12 @@ class TwoCutMerger(VideoMerger):
         return [(first, early.budget), (self.second_cut(late.layer), late.budget)]
 
 
-def spots(like: Tensor) -> Tensor:
+def spots(like: torch.Tensor) -> torch.Tensor:
     """long `[F, P]`: the spot of each token of a video; like: `[V, F, P]`."""
     return torch.arange(like.shape[1] * like.shape[2], device=like.device).view(like.shape[1:])
 
 
-def tower_attention(videos: Videos) -> Tensor:
+def tower_attention(videos: Videos) -> torch.Tensor:
     """float32 `[V, F, P]`: attention that tokens get in the last block of the vision tower that the model reads, mean
     over heads; 0 for padding, and where it is not finite."""
     attention = videos.tokens.encoder_attention(-1).mean(1)
@@ -125,12 +122,12 @@ class StillPlaces:
     """
 
     videos: Videos
-    first: Tensor  # long [V, F], the first frame of each frame's segment
-    still: Tensor
-    alone: Tensor
+    first: torch.Tensor  # long [V, F], the first frame of each frame's segment
+    still: torch.Tensor
+    alone: torch.Tensor
 
     @staticmethod
-    def of(videos: Videos, ends: Tensor, still: Tensor, similarity: Tensor) -> StillPlaces:
+    def of(videos: Videos, ends: torch.Tensor, still: torch.Tensor, similarity: torch.Tensor) -> StillPlaces:
         """similarity: float `[V, F - 1, P]`, of each token to the one before at its place."""
         first = first_frames(ends)
         index = torch.arange(first.shape[1], device=first.device)
@@ -142,38 +139,38 @@ class StillPlaces:
         return StillPlaces(videos, first, still & ~alone, alone)
 
     @property
-    def heads(self) -> Tensor:
+    def heads(self) -> torch.Tensor:
         """bool `[V, F, P]`: the first token of each still place."""
         index = torch.arange(self.first.shape[1], device=self.first.device)
         return self.still & (self.first == index).unsqueeze(-1)
 
     @property
-    def moving(self) -> Tensor:
+    def moving(self) -> torch.Tensor:
         """bool `[V, F, P]`: tokens at other places."""
         return self.videos.mask & ~self.still & ~self.alone
 
-    def copies(self) -> Tensor:
+    def copies(self) -> torch.Tensor:
         """long `[V, F, P]`: of how many tokens each still place consists, at its first token."""
         return segment_sums(self.still.long(), self.first) * self.heads
 
-    def means(self) -> Tensor:
+    def means(self) -> torch.Tensor:
         """float32 `[V, F, P, D]`: the mean over time of each still place, at the first; zeros elsewhere."""
         total = segment_sums(self.videos.x.masked_fill(~self.still.unsqueeze(-1), 0), self.first)
         return total.masked_fill(~self.heads.unsqueeze(-1), 0) / self.copies().clamp(min=1).unsqueeze(-1)
 
-    def spread(self, values: Tensor) -> Tensor:
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Return `[V, F, P]`: to each frame what `values` `[V, F, P]` has at the first frame of its segment."""
         return values.gather(1, self.first.unsqueeze(-1).expand_as(values))
 
 
-def first_frames(ends: Tensor) -> Tensor:
+def first_frames(ends: torch.Tensor) -> torch.Tensor:
     """long `[V, F]`: the first frame of the segment that each frame is of. ends: bool `[V, F - 1]`."""
     index = torch.arange(ends.shape[1] + 1, device=ends.device)
     starts = torch.cat([torch.ones_like(ends[:, :1]) if ends.shape[1] else ends.new_ones(len(ends), 1), ends], dim=1)
     return torch.where(starts, index, 0).cummax(1).values
 
 
-def segment_sums(values: Tensor, first: Tensor) -> Tensor:
+def segment_sums(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     """Return `[V, F, ...]`: at the first frame of each segment the sum of `values` `[V, F, ...]` over its frames, added
     in the same order each time; elsewhere the sum over what is left of it. first: long `[V, F]`, see `first_frames`."""
     total = values.clone()
@@ -184,7 +181,9 @@ def segment_sums(values: Tensor, first: Tensor) -> Tensor:
     return total
 
 
-def shares_of_segments(weight: Tensor, total: Tensor, most: Tensor, first: Tensor) -> Tensor:
+def shares_of_segments(
+    weight: torch.Tensor, total: torch.Tensor, most: torch.Tensor, first: torch.Tensor
+) -> torch.Tensor:
     """long `[V, F]`: split in each segment what `total` (long `[V, F]`) has at its first frame among its frames; see
     `shares`, at least one each where it suffices. weight, most: `[V, F]`."""
     frames = first.shape[1]
@@ -194,8 +193,8 @@ def shares_of_segments(weight: Tensor, total: Tensor, most: Tensor, first: Tenso
 
 
 def clusters_of_frames(
-    x: Tensor, mask: Tensor, number: Tensor, most: int, capped: bool = True
-) -> tuple[Tensor, Tensor]:
+    x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, most: int, capped: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cluster tokens `[V, F, P, D]` of `mask` (bool `[V, F, P]`) in each frame: bool `[V, F, P]`, the centres, and long
     `[V, F, P]`, the spot of each token's; -1 where there is none. number: long `[V, F]`, how many centres. capped: see
     `density_peaks`."""
@@ -207,13 +206,13 @@ def clusters_of_frames(
     return peaks.view_as(member), torch.where(member < 0, -1, start + member)
 
 
-def members_of(into: Tensor, mask: Tensor) -> Tensor:
+def members_of(into: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """long `[V, F, P]`: how many of the tokens of `mask` (bool `[V, F, P]`) go into each. into: spots, -1 is none."""
     flat, there = into.flatten(1), (mask & (into >= 0)).flatten(1)
     number = torch.zeros_like(flat).scatter_add(1, flat.clamp(min=0), there.long())
     return number.view_as(into)
 
 
-def at(values: Tensor, spot: Tensor) -> Tensor:
+def at(values: torch.Tensor, spot: torch.Tensor) -> torch.Tensor:
     """Return `[V, F, P]`: the values `[V, F, P]` at spots, long `[V, F, P]`; those at -1 are of no meaning."""
     return values.flatten(1).gather(1, spot.clamp(min=0).flatten(1)).view_as(spot)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from annotated_types import Gt
@@ -18,9 +18,6 @@ from tokenprune.ops.temporal import same_place, shares
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _WITHIN_FRAMES = 0.3  # of the reduction, on a logarithmic scale
 _TEMPERATURE = 0.3
@@ -51,7 +48,7 @@ class OTTVid(VideoMerger):
 
     threshold: Annotated[float, Gt(0)] = 0.3
 
-    def merge(self, videos: Videos) -> tuple[Tensor, Tensor | None]:
+    def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = videos.mask
         number = [picks_of_frames(keep, frames) for keep, frames in zip(videos.keep, videos.frames, strict=True)]
         picks = self._picks(videos, number)
@@ -89,7 +86,7 @@ class OTTVid(VideoMerger):
             mass.view(by_frame),
         )
 
-    def _joins(self, videos: Videos, picks: _Picks, number: list[int]) -> tuple[Tensor, Tensor]:
+    def _joins(self, videos: Videos, picks: _Picks, number: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which picks merge into the frame before, bool `[V, F - 1, k]`, and the spot of the one that each goes
         into, -1 where it is dropped."""
         cost = self._cost(videos, picks)
@@ -111,7 +108,7 @@ class OTTVid(VideoMerger):
         dear = cost.gather(2, earlier.unsqueeze(2)).squeeze(2) > self.threshold
         return joins.view_as(best), target.masked_fill(dear, -1)
 
-    def _cost(self, videos: Videos, picks: _Picks) -> Tensor:
+    def _cost(self, videos: Videos, picks: _Picks) -> torch.Tensor:
         """float32 `[V, F - 1, k, k]`: what it costs to carry mass from a pick to one of the next frame: how unlike they
         are, and, the more alike the frames are, how far apart."""
         both = videos.mask[:, 1:] & videos.mask[:, :-1]
@@ -135,11 +132,11 @@ class _Picks(NamedTuple):
     """The picks of each frame, k at most: mask, bool `[V, F, P]`; spot, long `[V, F, k]`; there, bool `[V, F, k]`,
     False for padding; x, float32 `[V, F, k, D]`; mass, `[V, F, k]`, the logarithm of each one's part of its frame."""
 
-    mask: Tensor
-    spot: Tensor
-    there: Tensor
-    x: Tensor
-    mass: Tensor
+    mask: torch.Tensor
+    spot: torch.Tensor
+    there: torch.Tensor
+    x: torch.Tensor
+    mass: torch.Tensor
 
 
 def picks_of_frames(keep: int, frames: list[int]) -> int:
@@ -155,7 +152,7 @@ def picks_of_frames(keep: int, frames: list[int]) -> int:
     return min(max(wanted, -(-keep // count)), keep - count + 1)
 
 
-def _missed(x: Tensor, weight: Tensor, chosen: Tensor, there: Tensor) -> Tensor:
+def _missed(x: torch.Tensor, weight: torch.Tensor, chosen: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
     """float32 `[R, k]`: how much worse a frame would be covered without each pick, the most of any pick as 1.
 
     x: `[R, P, D]`; weight: float `[R, P]`; chosen: `[R, k, D]`; there: bool `[R, k]`.

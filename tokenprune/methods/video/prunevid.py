@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
@@ -28,9 +28,6 @@ from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SEGMENTS = 0.25  # as many clusters of frames as this share of them
 _NEIGHBOURS = 7
@@ -74,7 +71,7 @@ class PruneVid(TwoCutMerger):
     def second_cut(self, layer: int) -> Pruner:
         return _InnerPruneVid(layer)
 
-    def merge(self, videos: Videos) -> tuple[Tensor, Tensor]:
+    def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         mask, most = videos.mask, max(videos.keep)
         ends = self._scenes(videos)
         still = self._still(videos, first_frames(ends))
@@ -98,7 +95,7 @@ class PruneVid(TwoCutMerger):
         self._remember(videos, torch.where(places.still, 2 * places.first.unsqueeze(-1), 2 * frame + 1))
         return into, weight
 
-    def _remember(self, videos: Videos, group: Tensor) -> None:
+    def _remember(self, videos: Videos, group: torch.Tensor) -> None:
         """Tell the second cut the group of each token, long `[V, F, P]`; what is in no video's frame is of the first
         one."""
         tokens = videos.tokens
@@ -107,7 +104,7 @@ class PruneVid(TwoCutMerger):
         tokens.remember("group", whole.index_copy(0, rows, videos.by_token(group)), per_token=True)
         tokens.remember("groups", 2 * group.shape[1])
 
-    def _scenes(self, videos: Videos) -> Tensor:
+    def _scenes(self, videos: Videos) -> torch.Tensor:
         """bool `[V, F - 1]`: whether a scene ends after each frame, also where a video does."""
         real = videos.sizes > 0
         means = frame_means(videos.x, videos.mask)
@@ -122,7 +119,7 @@ class PruneVid(TwoCutMerger):
         ]
         return to_device(torch.tensor(ends, dtype=torch.bool, device="cpu").view(len(real), -1), real.device)
 
-    def _still(self, videos: Videos, first: Tensor) -> Tensor:
+    def _still(self, videos: Videos, first: torch.Tensor) -> torch.Tensor:
         """bool `[V, F, P]`: tokens at places that stand still in their scene. first: long `[V, F]`."""
         direction = unit(videos.x)
         own = segment_sums(direction.square().sum(-1), first)
@@ -166,13 +163,10 @@ class _InnerPruneVid(Pruner):
 
     layer: int
 
+    query_aware: ClassVar[bool] = True
     name: ClassVar[str] = "prunevid"
     site: ClassVar[Site] = Site.IN_LLM
     needs: ClassVar[frozenset[str]] = frozenset({"text_attention"})
-
-    @property
-    def query_aware(self) -> bool:
-        return True
 
     def select(self, tokens: VisualTokens) -> Selection:
         rows = tokens.text_attention

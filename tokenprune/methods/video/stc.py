@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from annotated_types import Ge
@@ -13,9 +13,6 @@ from tokenprune.methods.video.base import VideoPruner
 from tokenprune.ops.temporal import frame_means, likeness, quiet_channels, shares
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("stc", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2512.00891, CVPR 2026")
@@ -39,7 +36,7 @@ class STC(VideoPruner):
 
     chunk: Annotated[int, Ge(1)] = 1
 
-    def choose(self, videos: Videos) -> Tensor:
+    def choose(self, videos: Videos) -> torch.Tensor:
         mask, frames = videos.mask, videos.mask.shape[1]
         first = mask & (torch.arange(frames, device=mask.device) < self.chunk)[:, None]
         raw = quiet_channels(videos.x, mask, first)
@@ -48,7 +45,7 @@ class STC(VideoPruner):
         equal = torch.ones(videos.sizes.shape, dtype=torch.float32, device=mask.device)
         return videos.top_of_frames(-score, shares(equal, videos.budget, videos.sizes))
 
-    def _memory(self, means: Tensor, sizes: Tensor) -> Tensor:
+    def _memory(self, means: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Return float32 `[V, F, D]`, the direction of the mean of the chunks up to that of each frame. means: of the
         frames' tokens."""
         frames = means.shape[1]

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,9 +10,6 @@ from tokenprune.methods.video.base import VideoPruner
 from tokenprune.ops.temporal import cosine, curvature, frame_means, shares
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _TEMPERATURE, _EPS = 0.7, 1e-6
 
@@ -36,7 +32,7 @@ class VCast(VideoPruner):
     than frames may be kept.
     """
 
-    def choose(self, videos: Videos) -> Tensor:
+    def choose(self, videos: Videos) -> torch.Tensor:
         mask = videos.mask
         means = frame_means(videos.x, mask)
         turn = curvature(means, videos.number).masked_fill(videos.sizes == 0, -torch.inf)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +12,6 @@ from tokenprune.methods.video.base import VideoPruner
 from tokenprune.ops.temporal import frame_means, likeness, quiet_channels
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _TEMPERATURE = 0.01
 
@@ -38,7 +34,7 @@ class VidCom2(VideoPruner):
     prompt.
     """
 
-    def choose(self, videos: Videos) -> Tensor:
+    def choose(self, videos: Videos) -> torch.Tensor:
         mask = videos.mask
         x = unit(quiet_channels(videos.x, mask, mask))
         counts = mask.sum((1, 2))

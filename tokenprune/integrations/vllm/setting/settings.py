@@ -21,7 +21,7 @@ from tokenprune.setting import IN_LLM, Setting
 from tokenprune.setting.budget_checks import check_scope
 from tokenprune.setting.json_values import plain
 from tokenprune.setting.one_line import Entry
-from tokenprune.sites.composition import check_places
+from tokenprune.sites import check_places
 from tokenprune.sites.pixels import ResizeMethod
 from tokenprune.view.registry import compares_frames
 
