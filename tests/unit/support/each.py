@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from selection import names_of, why_lacking
+
 
 def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that stands where `pytest.mark.parametrize` does, for what is checked in no time: the test is
     one, which is run for all values, and fails with the name of each value of which it fails.
 
-    Fixtures of the test are made once for all values. A value that is skipped is passed over; the test skips if all
-    are. Decorators stack: the values of all are combined.
+    Fixtures of the test are made once for all values. A value that is skipped, as a model type that the installed
+    transformers lacks, is passed over; the test skips if all are. Decorators stack: the values of all are combined.
     """
     names = tuple(part.strip() for part in names.split(",")) if isinstance(names, str) else names
     values = list(values)
@@ -28,6 +30,8 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Calla
             for value in values:
                 given = dict(zip(names, value if len(names) > 1 else (value,), strict=True))
                 try:
+                    if reasons := why_lacking(names_of(given.values())):
+                        pytest.skip(reasons[0])
                     test(**fixtures, **given)
                 except pytest.skip.Exception as reason:
                     skipped.append(reason)
