@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tokenprune
 from basics import pieces
+from each import each
 from tests.unit.api.test_registry import first, registry_as_it_was  # noqa: F401 - a fixture that runs by itself
 from tokenprune import (
     Pruner,
@@ -40,7 +41,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@each("case", WRONG)
 @torch.no_grad()
 def test_a_wrong_selection(case: str, build) -> None:
     @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def first_is_nan(tokens: VisualTokens) -> Tensor:
     return score
 
 
-@pytest.mark.parametrize("case", WRONG_SCORES)
+@each("case", WRONG_SCORES)
 @torch.no_grad()
 def test_a_wrong_score(case: str, build) -> None:
     score, says = WRONG_SCORES[case]

@@ -17,6 +17,7 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 
 import tokenprune
 from basics import snapshot
+from each import each
 from families import FAMILIES
 from processors import llava, tokenizer
 from tests.unit.api.test_patch import forget_rope_deltas
@@ -61,8 +62,8 @@ class Swap(Attachable):
         self.swap_class(self.instance, self.cls)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["of the class", "of the instance"])
-@pytest.mark.parametrize("order", list(permutations("abc")))
+@each("own", [False, True])
+@each("order", list(permutations("abc")))
 def test_wrappers_of_one_method_go_in_any_order(order: tuple[str, ...], own: bool) -> None:
     module = Greeter()
     if own:

@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
+from each import each
 from tests.unit.api.test_cli import IMAGE, refused
 from tokenprune.errors import OptionError, RegistrationError, TokenPruneError
 from tokenprune.files import check_output, check_output_folder
@@ -68,7 +69,7 @@ def test_an_image_is_written_under_the_name_of_one() -> None:
     assert "called like no image" in refused("show", IMAGE, "--out", "kept.pcd")  # Pillow reads it alone
 
 
-@pytest.mark.parametrize(
+@each(
     "arguments",
     [
         ("bench", "--limit", LONG), ("show", IMAGE, "--frames", LONG), ("tune", "--seed", LONG),

@@ -12,6 +12,7 @@ import torch
 
 import tokenprune
 from basics import MODEL_METHODS, SINGLE_CUT, at_the_decoder, pieces
+from each import each
 from tokenprune import Budget, BudgetError
 from tokenprune.budget import TARGETS
 from tokenprune.shapes.decoder import DecoderShape
@@ -31,7 +32,7 @@ def test_a_share_of_bytes_where_layers_differ() -> None:
         Budget(kv_share=0.7).resolve([100], layer=1, shape=shape, text_tokens=5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("budget", "layer", "counts", "kept"),
     [
         (Budget(keep=0.25), 2, [36, 100, 1], [9, 25, 1]),
@@ -53,14 +54,13 @@ def test_a_share_of_bytes_where_layers_differ() -> None:
         (Budget(kv_share=1.0), 2, [36], [36]),
         (Budget(flops_share=1.0), 2, [36], [36]),
     ],
-    ids=str,
 )
 def test_resolve(budget: Budget, layer: int, counts: list[int], kept: list[int]) -> None:
     assert budget.resolve(counts, layer=layer, shape=SHAPE, text_tokens=10) == kept
 
 
-@pytest.mark.parametrize("layer", [0, 1, 3])
-@pytest.mark.parametrize("share", [0.9, 0.97])
+@each("layer", [0, 1, 3])
+@each("share", [0.9, 0.97])
 def test_flops_share(layer: int, share: float) -> None:
     (kept,) = Budget(flops_share=share).resolve([100], layer=layer, shape=SHAPE, text_tokens=20)
 
@@ -87,9 +87,7 @@ def test_out_of_reach(budget: Budget) -> None:
         budget.resolve([100], layer=2, shape=SHAPE, text_tokens=10)
 
 
-@pytest.mark.parametrize(
-    "keep", [0, -1, 0.0, -0.5, 1.5, math.nan, math.inf, -math.inf, True, False, "0.5", [], 1j], ids=str
-)
+@each("keep", [0, -1, 0.0, -0.5, 1.5, math.nan, math.inf, -math.inf, True, False, "0.5", [], 1j])
 def test_bad_keep(keep: Any, build) -> None:
     model = build(FAMILIES["llava"])
     with pytest.raises(BudgetError, match="keep"):
@@ -97,7 +95,7 @@ def test_bad_keep(keep: Any, build) -> None:
     assert not tokenprune.is_patched(model)
 
 
-@pytest.mark.parametrize(
+@each(
     "fields",
     [
         {},
@@ -115,7 +113,6 @@ def test_bad_keep(keep: Any, build) -> None:
         dict(flops_share=0),
         dict(flops_share="1"),
     ],
-    ids=str,
 )
 def test_bad_budget(fields: dict) -> None:
     with pytest.raises(BudgetError):
@@ -265,10 +262,9 @@ def early(method: str) -> tokenprune.Method:
     return tokenprune.method(method, **({"layer": 2} if tokenprune.method(method).cut_layer > 2 else {}))
 
 
-@pytest.mark.parametrize(
+@each(
     ("budget", "average"),
     [(Budget(average_tokens=24), 24 / 36), (Budget(average_share=0.6), 0.6), (Budget(kv_share=0.6), 0.6)],
-    ids=["tokens", "share", "kv"],
 )
 @pytest.mark.parametrize("method", MODEL_METHODS)
 def test_targets_are_met_in_a_model(method: str, budget: Budget, average: float, build) -> None:
@@ -288,7 +284,7 @@ def test_targets_are_met_in_a_model(method: str, budget: Budget, average: float,
 
 
 @pytest.mark.parametrize("method", SINGLE_CUT)
-@pytest.mark.parametrize("batch", [dict(only=0), dict(padding=None), dict(rows=3, padding=None)], ids=["1", "2", "3"])
+@each("batch", [dict(only=0), dict(padding=None), dict(rows=3, padding=None)])
 def test_flops_target_is_met_in_a_model(method: str, batch: dict, build) -> None:
     family = FAMILIES["llava"]
     stats = run(build(family), early(method), Budget(flops_share=0.75), family.make_inputs(**batch))[1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from oracle import close, reduced
 from tokenprune import Budget, BudgetError
 from tokenprune.budget.by_age import aged, ages
@@ -136,7 +137,7 @@ def test_a_file_or_dict_says_the_same() -> None:
     assert repr(budget) == "Budget(keep=0.5, age=((0, 1.0), (2, 0.25)), step=4)"
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "said"),
     [
         ({"age": ((1, 0.5),)}, r"begins with \(1, 0.5\)"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from families import FAMILIES as EVERY_FAMILY
 from oracle import close, reduced
 from session_oracle import recorded
@@ -51,7 +52,7 @@ def naive_spread(total: int, weights: list[float], most: list[int]) -> list[int]
     return kept
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each("seed", range(40))
 def test_weights_spread_a_budget_as_the_loop_does(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     count = int(torch.randint(1, 9, (), generator=g))
@@ -238,10 +239,8 @@ def test_a_number_of_frames_that_differs_is_refused(build: Any) -> None:
         model(**inputs)
 
 
-@pytest.mark.parametrize(
-    "budget", [Budget(per_second=2, fps=1.0), Budget(frames=[4, 4]), Budget(0.5, frame_weights=[1])]
-)
-@pytest.mark.parametrize(
+@each("budget", [Budget(per_second=2, fps=1.0), Budget(frames=[4, 4]), Budget(0.5, frame_weights=[1])])
+@each(
     ("name", "method", "said"),
     [("qwen2_vl", "pyramiddrop", "cuts more than once"), ("qwen2_vl", "vscan", "cuts more than once|by itself"),
      ("qwen2_vl", "dyrate", "cuts more than once"), ("qwen2_vl", "tome", "in the vision tower"),
@@ -328,7 +327,7 @@ def test_a_file_or_dict_says_the_same(keep: dict[str, Any], budget: Budget) -> N
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "said"),
     [
         ({"per_second": 0}, "per_second=0 must be a positive number"),

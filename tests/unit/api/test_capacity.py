@@ -11,6 +11,7 @@ import pytest
 from transformers import LlavaConfig, Qwen2_5_VLConfig, Qwen3VLMoeConfig
 from typer.testing import CliRunner
 
+from each import each
 from tokenprune.cli import app
 from tokenprune.cost.capacity import Assumptions, Server, request_load
 from tokenprune.cost.gpus import GPU, GPUS, find_gpu
@@ -31,7 +32,7 @@ def asked(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["capacity", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name in KNOWN])
+@each("name", [name for name in FAMILIES if name in KNOWN])
 def test_weights_are_those_of_the_model(build: Any, name: str) -> None:
     model = build(FAMILIES[name])
     matrices = {id(one): one.numel() for one in model.parameters() if one.ndim > 1}
@@ -78,7 +79,7 @@ def test_more_gpus_hold_and_compute_more() -> None:
     assert whole.kv_bytes == 2 * one.kv_bytes and whole.prefills < one.prefills / 10
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "error", "said"),
     [
         (lambda: find_gpu("h10"), OptionError, "Did you mean H100"),
@@ -124,7 +125,7 @@ def test_the_command_prints_all_that_it_assumes(tmp_path: Path) -> None:
     assert row.count("no") == 1 and row.count("yes") == 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "said"),
     [
         (("--ttft", "5"), "write 500ms or 0.5s"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from each import each
 from families import FAMILIES as EVERY_FAMILY
 from families.special import BOTH_KINDS, gemma4
 from families.special import FAMILIES as SPECIAL
@@ -118,7 +119,7 @@ def test_flops_are_those_of_the_layers_own_matrices(name: str, build) -> None:
     assert shape.prefill_flops([length] * shape.layers, [0.0] * shape.layers) == sum(flops)
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "matrices", "width"),
     [
         (dict(model_type="phi", hidden_act="gelu_new", intermediate_size=128), 2, 128),

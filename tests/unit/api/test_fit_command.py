@@ -15,6 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import tokenprune
+from each import each
 from tests.unit.api.test_cli import call, refused
 from tokenprune import OptionError, Pruner, cli, registry
 from tokenprune_bench import calibration
@@ -85,7 +86,7 @@ def test_images_and_questions_of_the_user(tmp_path: Path) -> None:
     assert len(asked[0]) == 3 and asked[0][0] == asked[0][2] and asked[0] != asked[1]
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "says"),
     [
         (("nobody",), r"'nobody' is no method that is fitted: use one of d2pruner, dymu, dyrate, fitprune, theirs"),

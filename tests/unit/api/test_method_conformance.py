@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tokenprune
+from each import each
 from pyramid import Pyramid
 from tokenprune import OptionError, Selection, Site, TokenPruneError, extend, registry
 from tokenprune.errors import ConformanceError
@@ -69,9 +70,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "pevlm": [{"sink_mode": "text"}, {"min_frames": 1, "block_frames": 4}],
 }
 CASES = [
-    pytest.param(name, options, id=f"{name}-{number}")
+    (name, options)
     for name in tokenprune.available_methods()
-    for number, options in enumerate(OPTIONS.get(name, []) + ([] if name == "dymu" else [{}]))
+    for options in OPTIONS.get(name, []) + ([] if name == "dymu" else [{}])
 ]
 
 
@@ -81,7 +82,7 @@ def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
+@each(("name", "options"), CASES)
 def test_our_methods_conform(name: str, options: dict[str, Any]) -> None:
     check_method(tokenprune.method(name, **options), tower=TOWER if name == "dymu" else None)
 
@@ -153,7 +154,7 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@each("case", BROKEN)
 def test_a_broken_rule_is_found(case: str) -> None:
     select, says = BROKEN[case]
     with pytest.raises(ConformanceError, match=says) as error:

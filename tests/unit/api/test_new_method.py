@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tokenprune
+from each import each
 from tokenprune import Site, registry
 from tokenprune.cli import app, scaffold
 from tokenprune.errors import OptionError, RegistrationError
@@ -95,7 +96,7 @@ def test_it_prunes_a_model(tmp_path: Path, clean: None, build: Any) -> None:
         assert tokenprune.stats(model).keep_ratio == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "told"),
     [
         ("divprune", "is taken by tokenprune.methods"),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
+from each import each
 from tokenprune import BudgetError, OptionError, Selection, Site, TokenPruneError, abilities, extend, registry
 from tokenprune.errors import RegistrationError
 from tokenprune.integrations.vllm.setting.servable import check_method as check_served
@@ -204,7 +205,7 @@ def test_only_what_was_declared_may_be_read(build) -> None:
             model(**inputs)
 
 
-@pytest.mark.parametrize("need", [n for n in extend.available_observables() if n not in ("hidden", "normed")])
+@each("need", [n for n in extend.available_observables() if n not in ("hidden", "normed")])
 def test_what_a_back_end_has_not_is_refused_by_name(need: str) -> None:
     one = observable_registry.find_observable(need)
     for backend, site, in_llm in ((Backend.VLLM, "PRE_LLM", False), (Backend.VLLM_IN_LLM, "IN_LLM", True)):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tokenprune
+from each import each
 from tokenprune.errors import OptionError, UnknownMethodError
 from tokenprune.setting import Setting
 from tokenprune.setting.one_line import split_methods
@@ -17,7 +18,7 @@ def spec(text: str) -> str:
     return Setting.from_spec(text).checked().spec
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "parts"),
     [
         ("", ()),
@@ -32,7 +33,7 @@ def test_a_list_is_cut_between_settings(text: str, parts: tuple[str, ...]) -> No
     assert split_methods(text) == parts
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "setting"),
     [
         ("dart", {"method": "dart"}),
@@ -66,7 +67,7 @@ def test_one_setting_has_one_spelling() -> None:
     assert spec('divprune+fastv:query="all"') == "divprune+fastv:query=all"
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "error", "said"),
     [
         ("dartt", UnknownMethodError, "did you mean 'dart'"),

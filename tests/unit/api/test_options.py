@@ -13,6 +13,7 @@ import pytest
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 import tokenprune
+from each import each
 from tokenprune.errors import OptionError
 from tokenprune.options import fits, in_words, option_types
 
@@ -38,12 +39,12 @@ HINTS = {
 }
 
 
-@pytest.mark.parametrize("words", HINTS)
+@each("words", HINTS)
 def test_types_are_told_in_words(words: str) -> None:
     assert in_words(HINTS[words]) == words
 
 
-@pytest.mark.parametrize(
+@each(
     ("hint", "good", "bad"),
     [
         (int, [0, -3, 10**30], [0.0, 1.5, True, "1", None, float("nan")]),
@@ -59,14 +60,13 @@ def test_types_are_told_in_words(words: str) -> None:
         (Callable[[str], Any], [print, str], ["print", None]),
         (Any, [None, print], []),
     ],
-    ids=str,
 )
 def test_values_fit_or_do_not(hint: Any, good: list[Any], bad: list[Any]) -> None:
     assert all(fits(value, hint) for value in good)
     assert not any(fits(value, hint) for value in bad)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "options", "says"),
     [
         ("fastv", {"layer": 0}, "fastv: layer=0 must be an int >= 1"),

@@ -11,6 +11,7 @@ import torch
 
 import tokenprune
 from basics import MODEL_METHODS, pieces, snapshot
+from each import each
 from oracle import close, reduced, survivors
 from tokenprune import AlreadyPatchedError, BudgetError, NotPatchedError, OptionError, TokenPruneError
 from tokenprune.api import attachment_of
@@ -67,7 +68,7 @@ FAILING = {
 }
 
 
-@pytest.mark.parametrize("case", FAILING)
+@each("case", FAILING)
 @torch.no_grad()
 def test_a_patch_that_fails_leaves_no_trace(case: str, family: Family, model) -> None:
     was = snapshot(model)
@@ -77,7 +78,7 @@ def test_a_patch_that_fails_leaves_no_trace(case: str, family: Family, model) ->
     assert not tokenprune.is_patched(model)
 
 
-@pytest.mark.parametrize("case", FAILING)
+@each("case", FAILING)
 @torch.no_grad()
 def test_a_replacement_that_fails_leaves_the_first_patch(case: str, build) -> None:
     family = FAMILIES["qwen2_5_vl"]

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
 
 import tokenprune
+from each import each
 
 # The checkpoints of the tests of the vLLM plugin, whose folder cannot be on the path beside this one.
 _spec = importlib.util.spec_from_file_location("checkpoints", Path(__file__).parents[3] / "tests/vllm/checkpoints.py")
@@ -30,7 +31,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return one, model, AutoProcessor.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("method", ["divprune", "dart"])
+@each("method", ["divprune", "dart"])
 def test_pipeline(method: str, case: tuple[Any, Any, Any]) -> None:
     """It answers what `generate` answers, for one question, for a list, and in batches."""
     one, model, processor = case

@@ -14,6 +14,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 import tokenprune
+from each import each
 from process_defaults import DEFAULTS, defaulting
 from processors import asked, demo_model, llava, photo
 from session_oracle import collated, images_of
@@ -73,8 +74,8 @@ def test_the_library_names_device_and_dtype_of_each_tensor_that_it_makes() -> No
     assert not found
 
 
-@pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("method", ["downsample", "dynres"])
+@each("default", DEFAULTS)
+@each("method", ["downsample", "dynres"])
 @torch.no_grad()
 def test_pixels_and_the_guard(method: str, default: str) -> None:
     model, images = demo_model(), [photo(300, 200), photo(50, 90)]
@@ -115,8 +116,8 @@ def test_a_session(policy: str, default: str, build) -> None:
         assert torch.equal(logits(), wanted)
 
 
-@pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("method", ["divprune", "kitoke", "tome", "pixelprune", "earlytom", "dynres", "dyrate"])
+@each("default", DEFAULTS)
+@each("method", ["divprune", "kitoke", "tome", "pixelprune", "earlytom", "dynres", "dyrate"])
 def test_the_kit_for_methods(method: str, default: str) -> None:
     """Its made-up tokens are on the host, in float32 but where it says otherwise."""
     with defaulting(default, watched=default == "meta"):

@@ -14,6 +14,7 @@ from transformers import AutoConfig, LlavaConfig, MllamaConfig
 from typer.testing import CliRunner
 
 import tokenprune
+from each import each
 from tests.unit.docs.test_docs import generator
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
@@ -62,7 +63,7 @@ def test_every_situation_is_there_and_its_reason_has_a_page() -> None:
         assert not re.search(r"\b\d", one.reason), "numbers are evidence"
 
 
-@pytest.mark.parametrize("task", TASKS)
+@each("task", TASKS)
 def test_evidence_is_of_the_keep_one_step_either_way_and_of_the_task(task: str) -> None:
     row = ADVICE[task]
     near, elsewhere = row.evidence(SIZE)
@@ -82,7 +83,7 @@ def test_evidence_is_of_the_keep_one_step_either_way_and_of_the_task(task: str) 
         assert not row._is_near(one) or (one["source"], one["about"]) in shown
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         {"photographs": False},
@@ -119,7 +120,7 @@ def test_where_there_is_none_it_says_so(task: str) -> None:
     assert "no evidence: `tune` on your questions" in which.pieces()
 
 
-@pytest.mark.parametrize("task", TASKS)
+@each("task", TASKS)
 def test_it_fits_a_screen_and_ends_with_the_closed_form(task: str) -> None:
     found = recommend(LlavaConfig(), task=task)
     assert len(str(found).splitlines()) < 26

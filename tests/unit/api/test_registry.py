@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tokenprune
 from basics import pieces
+from each import each
 from oracle import close, generate_logits, reduced
 from tokenprune import (
     Budget,
@@ -166,7 +167,7 @@ def first(tokens: VisualTokens) -> Tensor:
     return tokens.mask & (torch.arange(tokens.mask.shape[1]) == 0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "offered"),
     [
         ("dartt", "'dart'"), ("FastV", "'fastv'"), ("fast_v", "'fastv'"), ("divprun", "'divprune'"), ("dimu", "'dymu'"),

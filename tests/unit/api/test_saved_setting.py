@@ -16,6 +16,7 @@ import torch
 
 import tokenprune
 from basics import snapshot
+from each import each
 from tokenprune import BudgetError, Config, OptionError, UnknownMethodError
 from tokenprune.api import attachment_of
 from tokenprune.errors import ConfigError
@@ -54,8 +55,8 @@ def run(model: Any, **given: Any) -> tuple[torch.Tensor, list[int], list[Any]]:
         return logits, stats.visual_tokens_per_layer, [cut.kept for cut in stats.cuts]
 
 
-@pytest.mark.parametrize("kind", ["file", "text", "content"])
-@pytest.mark.parametrize("name", SETTINGS)
+@each("kind", ["file", "text", "content"])
+@each("name", SETTINGS)
 def test_a_config_does_what_its_setting_says(name: str, kind: str, build: Callable, tmp_path: Path) -> None:
     model, (setting, given) = build(LLAVA), SETTINGS[name]
     path = tmp_path / "tokenprune.json"
@@ -152,7 +153,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@each("name", BAD)
 def test_bad_files_are_refused_before_anything_is_changed(
     name: str, build: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenprune
+from each import each
 from tokenprune import Budget, BudgetError, Method, OptionError, Pruner, TokenPruneError, registry
 from tokenprune.files import File
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
@@ -60,8 +61,8 @@ def test_the_options_that_name_a_file() -> None:
     assert file_options(Typed) == {"where", "marked"}
 
 
-@pytest.mark.parametrize("server", [SERVER, {"method": "dymu", "keep": 0.5, "exact": True}, {"off": True}], ids=str)
-@pytest.mark.parametrize("value", ["/etc/passwd", "/no/such/file", "", None, 7, ["/etc/passwd"], {"a": 1}], ids=str)
+@each("server", [SERVER, {"method": "dymu", "keep": 0.5, "exact": True}, {"off": True}])
+@each("value", ["/etc/passwd", "/no/such/file", "", None, 7, ["/etc/passwd"], {"a": 1}])
 def test_a_request_names_no_file(server: dict, value: Any) -> None:
     """However it is written, whether or not there is such a file, and without a look at it."""
     dymu = {"exact": True, "thresholds": value}
@@ -146,23 +147,42 @@ def test_wild_settings_are_answered(layer: dict[str, Any], server: dict[str, Any
             assert 0 < len(str(error)) < 6000
 
 
-@pytest.mark.parametrize(("method", "option"), sorted(places()))
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
-def test_a_path_is_refused_in_every_place(method: str, option: str, data: st.DataObject) -> None:
-    """As the value of any option of any method, at any depth, in any of the ways to write a method."""
-    path = "/etc/passwd"
-    wrap = data.draw(st.sampled_from([lambda x: x, lambda x: [x], lambda x: {"a": x}, lambda x: [[0.5], {"b": [x]}]]))
-    entry = {"method": method, option: wrap(path)}
-    layer = data.draw(st.sampled_from([
-        entry, {"method": entry}, {"method": [entry]}, {"method": ["downsample", entry]},
-        {"method": [entry, "divprune"], "keep": 0.5}, {"method": entry, "keep": path}, {"method": entry, "per": path},
-        {"method": path}, {"method": [path]}, {"method": entry, path: path}, {"config": path}, {"off": path},
-        {"method": "pool", "keep": [path]}, {"method": "pool", "keep": {"average_tokens": path}},
-    ]))  # fmt: skip
+PATH = "/etc/passwd"
+DEPTHS = [lambda x: x, lambda x: [x], lambda x: {"a": x}, lambda x: [[0.5], {"b": [x]}]]
+# Ways to write a method of which an option is a path.
+WRITTEN = [
+    lambda entry: entry,
+    lambda entry: {"method": entry},
+    lambda entry: {"method": [entry]},
+    lambda entry: {"method": ["downsample", entry]},
+    lambda entry: {"method": [entry, "divprune"], "keep": 0.5},
+    lambda entry: {"method": entry, "keep": PATH},
+    lambda entry: {"method": entry, "per": PATH},
+    lambda entry: {"method": entry, PATH: PATH},
+]
+WITHOUT_OPTION = [
+    {"method": PATH}, {"method": [PATH]}, {"config": PATH}, {"off": PATH}, {"method": "pool", "keep": [PATH]},
+    {"method": "pool", "keep": {"average_tokens": PATH}},
+]  # fmt: skip
+
+
+def check_refused(layer: Any) -> None:
     with unopened(), pytest.raises(ValueError) as caught:
         ServedSetting.of(SERVER, layer, trusted=False)
     assert isinstance(caught.value, TokenPruneError) and "root:" not in str(caught.value)
+
+
+@each(("method", "option"), sorted(places()))
+@each("depth", DEPTHS)
+@each("written", WRITTEN)
+def test_a_path_is_refused_in_every_place(method: str, option: str, depth: Any, written: Any) -> None:
+    """As the value of any option of any method, at any depth, in any of the ways to write a method."""
+    check_refused(written({"method": method, option: depth(PATH)}))
+
+
+@each("layer", WITHOUT_OPTION)
+def test_a_path_is_refused_where_no_option_is_one(layer: Any) -> None:
+    check_refused(layer)
 
 
 def test_a_server_reads_its_own_files_once(tmp_path: Path) -> None:
@@ -216,7 +236,7 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
+@each("name", BAD)
 def test_bounds_name_the_option(name: str) -> None:
     for option, layer in (
         ("keep", {"method": "pool", "keep": BAD[name]}),
@@ -244,7 +264,7 @@ def test_bounds_from_json(text: str, tmp_path: Path) -> None:
         tokenprune.read_config(path)
 
 
-@pytest.mark.parametrize("keep", [10**400, -(10**400), float("nan"), float("inf"), True, "x", [1]])
+@each("keep", [10**400, -(10**400), float("nan"), float("inf"), True, "x", [1]])
 def test_budgets_are_checked(keep: Any) -> None:
     for target in ("keep", "average_tokens", "average_share", "kv_share", "flops_share"):
         if (target, keep) != ("keep", 10**400) and not (target == "average_tokens" and keep == 10**400):
@@ -252,7 +272,7 @@ def test_budgets_are_checked(keep: Any) -> None:
                 Budget(**{target: keep})
 
 
-@pytest.mark.parametrize(("method", "option"), sorted(places()))
+@each(("method", "option"), sorted(places()))
 def test_booleans_are_no_numbers(method: str, option: str) -> None:
     default = registry.method_info(method).options[option]
     if isinstance(default, (int, float)) and not isinstance(default, bool):
@@ -341,7 +361,7 @@ def test_what_a_method_does_not_check_is_told_all_the_same() -> None:
         registry._METHODS.pop("careless")
 
 
-@pytest.mark.parametrize("name", registry.available_methods())
+@each("name", registry.available_methods())
 def test_no_option_keeps_a_server_busy(name: str, awake: None) -> None:
     """Whatever number or list it is given: the front end answers requests one after the other."""
     values = [0, 1, -1, 2**62, 1e-300, 1e18, 0.5, True, None, "x", [1], [2**62], {"a": 1}, [0.5] * 900]

@@ -15,6 +15,7 @@ from transformers import LlavaConfig
 
 import tokenprune
 import zoo
+from each import each
 from tokenprune.abilities import unserved
 from tokenprune.cost.model import LLAVA_7B, LLAVA_7B_LOAD, CostModel, Load
 from tokenprune.errors import TokenPruneError
@@ -68,7 +69,7 @@ def run(code: str, *arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@each("entry", ENTRIES)
 def test_threads_sleep_before_torch_is_imported(entry: str) -> None:
     assert run(WATCH + ENTRIES[entry]) == "at torch: 0\n"
 

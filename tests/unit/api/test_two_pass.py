@@ -14,6 +14,7 @@ from transformers import TextStreamer
 
 import tokenprune
 from basics import snapshot
+from each import each
 from processors import demo_model, llava, photo, state
 from tokenprune import AlreadyPatchedError, Budget, BudgetError, Escalation, OptionError, UnknownMethodError, escalate
 from tokenprune.methods.pixels.dynres import asks_for_detail
@@ -119,7 +120,7 @@ def test_certainty_of_known_odds() -> None:
 # -- the guard
 
 
-@pytest.mark.parametrize(
+@each(
     "question, want",
     [
         ("What does the sign read?", True),

@@ -13,6 +13,7 @@ from torch import nn
 
 import tokenprune
 from basics import snapshot
+from each import each
 from tokenprune import AlreadyPatchedError, NotPatchedError, OptionError, UnsupportedSetupError
 from zoo import FAMILIES
 
@@ -32,8 +33,8 @@ def end(model: Any, inputs: Any) -> torch.Tensor:
     return model(**inputs).logits[:, -1]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@each("method", METHODS)
+@each("name", ["llava", "qwen2_5_vl"])
 def test_a_patch_of_the_wrapper_is_still_there_after_a_merge(name: str, method: Any) -> None:
     """It can be asked about, and comes off to the bit."""
     family = FAMILIES[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from each import each
 from tokenprune_bench import significance
 from tokenprune_bench.metrics import METRICS
 from tokenprune_bench.profiling import timing
@@ -57,7 +58,7 @@ def test_holm_compares_the_smallest_with_the_whole_family_and_keeps_the_order() 
     assert significance.holm({"a": 0.7, "b": 0.8}) == {"a": 1.0, "b": 1.0}
 
 
-@pytest.mark.parametrize(
+@each(
     ("said", "answer", "score"),
     [("the star is red", "red", 1), ("Red.", "red", 1), ("stars: red, blue: 2", "2", 1), ("a star: no", "yes", 0),
      ("the star is infrared", "red", 0), ("red it is", "red", 0), ("", "red", 0)],

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from each import each
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune_bench import metrics
 from tokenprune_bench.data import check_questions, load_data, read_columns
@@ -66,7 +67,7 @@ def test_a_video_is_an_animation_or_a_folder_of_frames(folder: Path) -> None:
         check_questions([video], object())
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "message"),
     [
         ("{", "no JSON"),
@@ -182,7 +183,7 @@ def test_a_folder_of_images_with_metadata_is_read(folder: Path, monkeypatch: pyt
 # -- metrics ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "prediction", "answers", "score"),
     [
         ("exact", " Cat. ", ["dog", "cat"], 1),

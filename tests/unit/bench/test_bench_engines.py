@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from each import each
 from pretender import VISUAL, Pretender, Talk, pretending
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, TokenPruneError
@@ -227,7 +228,7 @@ def bench(*arguments: str, **environment: str) -> Result:
     return CliRunner(env={"COLUMNS": "300", **environment}).invoke(app, ["bench", *arguments])
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "says"),
     [
         ("--backend tgi", "'tgi' is none of hf, vllm"),

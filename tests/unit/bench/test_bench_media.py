@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from each import each
 from tokenprune.errors import TokenPruneError
 from tokenprune_bench.data import load_data
 from tokenprune_bench.errors import DataError
@@ -90,7 +91,7 @@ def test_an_animation_is_its_first_frame_or_a_video(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")  # of Pillow
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"])
+@each("kind", ["PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"])
 def test_no_damage_raises_anything_but_a_bad_row(kind: str) -> None:
     made = io.BytesIO()
     noise = np.random.default_rng(0).integers(0, 256, (9, 11, 3)).astype(np.uint8)

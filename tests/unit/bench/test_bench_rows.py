@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from each import each
 from processors import llava, special_tokenizer
 from tokenprune.errors import OptionError
 from tokenprune_bench.data import Data, check_questions, left_out, load_data, misfits
@@ -162,7 +163,7 @@ def test_names_of_all_sorts_are_found(folder: Path) -> None:
     assert len(twice.questions) == 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "answers"),
     [
         ({"answer": 2}, ("2",)),

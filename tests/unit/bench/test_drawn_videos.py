@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from each import each
 from tokenprune.methods.pixels.view_select import named
 from tokenprune_demo import drawn_videos, drawn_views
 from tokenprune_demo.drawn_videos import ANSWERS, FRAMES, GROUNDS, VIDEO_KINDS, draw_video, video_words
@@ -71,7 +72,7 @@ def test_a_kind_comes_up_as_often_whatever_its_answer(plain):
         assert all(len(found) == 1 for found in there.values()), kind
 
 
-@pytest.mark.parametrize("kind", VIDEO_KINDS)
+@each("kind", VIDEO_KINDS)
 def test_answers_are_even(videos, kind):
     """No answer is given more often than chance has it, by four and a half standard deviations."""
     if kind == "order":

@@ -12,6 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import tokenprune
+from each import each
 from families import FAMILIES
 from report_runs import BASE, GOOD, header
 from tokenprune import Budget
@@ -48,8 +49,8 @@ def spec(name: str) -> Setting:
 # -- what a method is given --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*tokenprune.available_methods(), "escalate"])
-@pytest.mark.parametrize("share", [0.5, 0.25, 0.11])
+@each("name", [*tokenprune.available_methods(), "escalate"])
+@each("share", [0.5, 0.25, 0.11])
 def test_the_closed_form_of_what_a_method_is_given_is_the_target(name: str, share: float) -> None:
     """In a decoder of 32 layers, with 576 tokens; or the method is refused by its name."""
     try:

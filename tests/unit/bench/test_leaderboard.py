@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from each import each
 from report_runs import QUESTIONS, header, result, timing
 from tests.unit.docs.test_docs import generator
 from tokenprune.cli import app
@@ -229,7 +230,7 @@ UNSOUND: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", UNSOUND)
+@each("what", UNSOUND)
 def test_an_entry_that_is_not_sound_is_refused(what: str, good: entry.LeaderboardEntry, tmp_path: Path) -> None:
     change, told = UNSOUND[what]
     given = json.loads(json.dumps(as_plain(good)))

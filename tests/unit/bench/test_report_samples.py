@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from each import each
 from report_runs import result
 from tests.unit.api.test_cli import call, refused
 from tests.unit.bench.test_contact_sheet import Video, flat
@@ -287,7 +288,7 @@ def test_images_are_embedded_as_they_are(tmp_path: Path) -> None:
     assert data == (tmp_path / FOLDER / "0-1.webp").read_bytes()
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     ["../secret.webp", "/etc/passwd", "none.webp", "text.webp", "0-1.png", "", ".webp", 7, "large.webp", "a\0.webp"],
 )

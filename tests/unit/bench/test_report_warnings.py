@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from report_runs import BASE, GOOD, QUESTIONS, RIVALS, header, made, result, timing
 from tests.unit.api.test_cli import call, refused
 from tokenprune import TokenPruneError
@@ -156,7 +157,7 @@ def test_a_run_cannot_be_named_twice(tmp_path: Path) -> None:
     assert read_runs([first])[0].title == "tiny"
 
 
-@pytest.mark.parametrize(
+@each(
     "text, message",
     [
         (None, "cannot read"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFont, ImageSequence
 
+from each import each
 from processors import photo
 from tests.unit.api.test_cli import call, refused
 from tokenprune.errors import OptionError, TokenPruneError
@@ -50,8 +51,8 @@ def rows_of(found: list[Panel], across: int) -> list[list[Panel]]:
 # -- size
 
 
-@pytest.mark.parametrize("number", COUNTS)
-@pytest.mark.parametrize("ratio", [0.3, 0.66, 1.0, 2.2, 5.0])
+@each("number", COUNTS)
+@each("ratio", [0.3, 0.66, 1.0, 2.2, 5.0])
 def test_a_sheet_has_the_size_of_a_chat(number: int, ratio: float) -> None:
     """Neither wider than 1600 pixels nor a ribbon, and its letters can be read on a phone."""
     found = panels(number, ratio)
@@ -92,8 +93,8 @@ def test_lines_are_even_and_rarely_have_gaps() -> None:
 # -- captions
 
 
-@pytest.mark.parametrize("width", [200, 300, 345, 460, 700])
-@pytest.mark.parametrize("text", [LONG, *ABOUT, "tome+divprune+fastv:layer=3, keep 0.25", "one", "", "x" * 90])
+@each("width", [200, 300, 345, 460, 700])
+@each("text", [LONG, *ABOUT, "tome+divprune+fastv:layer=3, keep 0.25", "one", "", "x" * 90])
 def test_captions_fit_and_leave_no_word_alone(text: str, width: int) -> None:
     font = ImageFont.load_default(layout.letters(layout.WIDTH))
     lines = layout.wrapped(text, font, width)

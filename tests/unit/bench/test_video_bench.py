@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from tests.unit.api.test_cli import call, refused
 from tiny_video_model import write_tiny_video_model
 from tokenprune_bench import results, tables
@@ -164,7 +165,7 @@ def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
     assert "Evidence kept" in again.output and "Accuracy" not in again.output
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "why"),
     [
         (("--set", "films"), "is none of images, videos, small-videos, views"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import tokenprune
+from each import each
 from tokenprune import registry
 from tokenprune.shapes.decoder import DecoderShape
 from zoo import FAMILIES
@@ -34,7 +35,7 @@ def test_generated_parts_are_current() -> None:
         assert page.read_text() == text, page.name
 
 
-@pytest.mark.parametrize("name", tokenprune.available_methods())
+@each("name", tokenprune.available_methods())
 def test_every_method_has_a_page(name: str) -> None:
     """A title and text; the site puts the head between them, which is in no file."""
     path = ROOT / f"docs/methods/{name}.md"
@@ -51,13 +52,13 @@ def test_the_table_of_families_is_current_and_every_page_has_a_method() -> None:
     assert {path.stem for path in docs.pages()} == set(tokenprune.available_methods())
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@each("guide", GUIDES)
 def test_links_lead_somewhere(guide: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", guide.read_text()):
         assert (guide.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@each("guide", GUIDES)
 def test_python_files_named_on_a_page_exist(guide: Path) -> None:
     """From the root, or from where the code lies: `base.py`, `families/base.py`; loudest.py is the reader's own."""
     for name in set(re.findall(r"`(?:python )?([\w/]+\.py)\b", guide.read_text())):

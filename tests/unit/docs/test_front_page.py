@@ -14,6 +14,7 @@ import torch
 import yaml
 
 import tokenprune
+from each import each
 from tests.unit.docs.test_docs import generator
 from tokenprune import Site, registry
 from tokenprune_bench.recommend.advice import advice
@@ -105,8 +106,8 @@ def test_a_loaded_row_stays_out_of_the_headline(timed: Any) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", [case for case in ADVICE if "video" not in case])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava"])
+@each("case", [case for case in ADVICE if "video" not in case])
+@each("name", ["qwen2_5_vl", "llava"])
 def test_a_row_about_images_runs_and_keeps_that(case: str, name: str, build) -> None:
     row = ADVICE[case]
     more = {"guard": "auto"} if row.more else {}  # tiny models have no processor: prompts are not read then

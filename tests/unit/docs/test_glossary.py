@@ -6,8 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
+from each import each
 from tokenprune.base import Site
 
 PAGE = (Path(__file__).parents[3] / "docs/glossary.md").read_text()
@@ -24,7 +23,7 @@ def test_the_figure_and_all_sites_are_there() -> None:
     assert re.findall(r"`([A-Z_]+)`", ENTRIES["Site"]) == list(Site)
 
 
-@pytest.mark.parametrize("term", ENTRIES)
+@each("term", ENTRIES)
 def test_a_term_is_explained_in_at_most_three_sentences(term: str) -> None:
     prose = re.sub(r"See\s+\[.*?\]\(.*?\)\.", "", re.sub(r"`[^`]*`", "code", ENTRIES[term]), flags=re.DOTALL)
     assert 1 <= len(re.findall(r"[.?](?=\s|$)", prose)) <= 3

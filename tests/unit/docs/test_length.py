@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import re
 
-import pytest
 import yaml
 
 import tokenprune
+from each import each
 from tests.unit.docs.test_docs import ROOT, generator
 from tests.unit.docs.test_site import pages
 
@@ -41,7 +41,7 @@ def test_the_navigation_begins_with_the_path() -> None:
     assert titles.index("Studies") > titles.index("Methods") > titles.index("Start here")
 
 
-@pytest.mark.parametrize("name", count.PATH)
+@each("name", count.PATH)
 def test_a_page_of_the_path_leads_on(name: str) -> None:
     """Its first paragraph is short, and the next page of the path is linked."""
     text = (ROOT / "docs" / name).read_text()
@@ -70,7 +70,7 @@ def test_ten_rows_are_shown_and_the_rest_is_folded() -> None:
         assert fold.folded(whole) == whole
 
 
-@pytest.mark.parametrize("name", METHODS)
+@each("name", METHODS)
 def test_a_method_page_says_what_when_when_not_and_what_differs(name: str) -> None:
     text = (ROOT / f"docs/methods/{name}.md").read_text()
     first = text.split("\n\n")[1]

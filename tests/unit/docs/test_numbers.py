@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from each import each
 from tests.unit.docs.test_docs import GUIDES, ROOT, generator
 
 PLACEHOLDER = re.compile(
@@ -36,7 +37,7 @@ def sentences(text: str) -> list[str]:
     return [one for line in lines for one in line]
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@each("page", GUIDES)
 def test_no_page_holds_a_placeholder(page: Path) -> None:
     found = PLACEHOLDER.search(page.read_text())
     assert found is None, f"{found[0]!r}: measure it, or take the block away"

@@ -18,6 +18,7 @@ from PIL import Image
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tokenprune
+from each import each
 from tests.unit.docs.test_docs import GUIDES, ROOT
 from tokenprune import registry
 from tokenprune.cli import app
@@ -175,9 +176,7 @@ def test_every_recipe_says_when_what_to_expect_and_what_to_watch_for() -> None:
         assert [text.index(part) for part in parts] == sorted(text.index(part) for part in parts), page.name
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in (*GUIDES, ROOT / "CONTRIBUTING.md") if any(shell_lines(page))], ids=lambda page: page.stem
-)
+@each("page", [page for page in (*GUIDES, ROOT / "CONTRIBUTING.md") if any(shell_lines(page))])
 def test_commands_of_a_page_have_the_options_that_it_gives_them(page: Path) -> None:
     for words in shell_lines(page):
         if words[0] != "tokenprune":

@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 import tokenprune
+from each import each
 from tokenprune import _MODULES as MODULES
 from tokenprune.families import REFUSED_IN_VLLM, SERVED
 from tokenprune_bench import calibration
@@ -87,7 +88,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert len(documented) == len(set(documented))
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda p: p.relative_to(ROOT).as_posix())
+@each("path", sorted((ROOT / "docs").rglob("*.md")))
 def test_lists_and_tables_begin_after_an_empty_line(path: Path) -> None:
     """GitHub shows them as lists either way, the site's Markdown as text. Fences in lists need four spaces."""
     text = re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -95,7 +96,7 @@ def test_lists_and_tables_begin_after_an_empty_line(path: Path) -> None:
     assert not re.findall(r"^ {1,3}```", path.read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each("path", NOTEBOOKS)
 def test_notebooks_are_committed_bare(path: Path) -> None:
     """No outputs, no counts, no paths of a machine, and a title; every link leads somewhere."""
     text = path.read_text()

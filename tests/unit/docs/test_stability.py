@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tokenprune
+from each import each
 
 PAGE = (Path(__file__).parents[3] / "docs/reference/stability.md").read_text()
 
@@ -29,7 +30,7 @@ def test_every_public_name_is_in_one_tier() -> None:
     assert set(stable) == tokenprune._STABLE | {"tokenprune.errors"}
 
 
-@pytest.mark.parametrize("name", sorted(tokenprune._MOVED))
+@each("name", sorted(tokenprune._MOVED))
 def test_a_name_that_has_moved_works_and_says_where_it_is(name: str) -> None:
     home = tokenprune._MOVED[name]
     with pytest.warns(DeprecationWarning, match=rf"^tokenprune\.{name} is {re.escape(home)}\.{name} now$") as said:

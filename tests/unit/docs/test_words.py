@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from each import each
 
 ROOT = Path(__file__).parents[3]
 
@@ -80,7 +80,7 @@ def test_old_words_do_not_come_back() -> None:
     assert not found, "old words (tests/unit/docs/test_words.py):\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("end", ALLOWED)
+@each("end", ALLOWED)
 def test_what_is_allowed_is_there(end: str) -> None:
     """An entry that nothing needs any more leaves."""
     texts = [path.read_text() for path in files() if path.as_posix().endswith("/" + end)]

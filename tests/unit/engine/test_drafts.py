@@ -183,6 +183,7 @@ HELP = {
 }
 
 
+@pytest.mark.pairwise(runs=lambda name, method, help_: method not in REFUSED.get(name, ()))
 @pytest.mark.parametrize("help_", HELP)
 @pytest.mark.parametrize("method", ACTING)
 @pytest.mark.parametrize("name", NAMES)

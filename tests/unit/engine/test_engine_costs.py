@@ -10,6 +10,7 @@ import pytest
 
 import engine_costs
 import tokenprune
+from each import each
 from tokenprune.base import Site
 
 WANTED = json.loads(engine_costs.TABLE.read_text())
@@ -22,7 +23,7 @@ def same_versions() -> None:
         pytest.skip(f"the table is of {WANTED['versions']}, and this is {engine_costs.versions()}")
 
 
-@pytest.mark.parametrize("method", engine_costs.CASES)
+@each("method", engine_costs.CASES)
 def test_a_patch_adds_no_more_than_the_table_says(method: str) -> None:
     found = engine_costs.added(method)
     sums, wanted = engine_costs.sums(found), WANTED["added"][method]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from families import FAMILIES as OTHERS
 from tokenprune import (
     Budget,
@@ -82,7 +83,7 @@ def frames_of(family: Family, inputs: Inputs) -> int:
     return inputs["pixel_values_videos"].shape[1]
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@each("name", KNOWN)
 def test_frames_are_counted(name: str, build: Callable[..., Any]) -> None:
     family = VIDEOS[name]
     model, inputs = build(family), family.make_inputs(images=(0,), video=True)
@@ -112,7 +113,7 @@ def test_a_frame_is_what_its_pixels_change(name: str, build: Callable[..., Any])
         assert torch.equal(changed, before.frame == number)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_an_image_is_one_frame(name: str, build: Callable[..., Any]) -> None:
     family = FAMILIES[name]
     tokens = watched(build(family), family.make_inputs(images=(2, 1)), method=Plain())
@@ -278,7 +279,7 @@ def test_a_method_that_did_not_ask_is_refused(build: Callable[..., Any]) -> None
         build(family)(**family.make_inputs(images=(0,), video=5))
 
 
-@pytest.mark.parametrize(
+@each(
     ("tokens", "frames", "behind", "want"),
     [
         (12, 3, 0, [4, 4, 4]), (13, 3, 1, [4, 4, 4]), (5, 1, 1, [4]), (6, 5, 1, [1] * 5), (13, 3, 0, None),

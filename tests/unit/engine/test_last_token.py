@@ -11,6 +11,7 @@ import torch
 
 import tokenprune
 from basics import pieces
+from each import each
 from oracle import close, generate_logits, reduced, survivors
 from tokenprune import Pruner, Selection, Site, VisualTokens
 from zoo import FAMILIES, IMAGE, Inputs
@@ -78,8 +79,8 @@ def kept_of(model: Any, method: Any, inputs: Any, keep: Any) -> tuple[Any, list]
 
 
 @pytest.mark.parametrize("method", [OneEnd(), Entry(), OneEnd(merge=True), Entry(merge=True), "dart", "random", "pool"])
-@pytest.mark.parametrize("rows", [(True,), (False, True), (True, True, False)], ids=str)
-@pytest.mark.parametrize("keep", [tokenprune.Budget(tokens=1), 0.5], ids=["one", "half"])
+@each("rows", [(True,), (False, True), (True, True, False)])
+@each("keep", [tokenprune.Budget(tokens=1), 0.5])
 @torch.no_grad()
 def test_the_last_token_stays(rows: tuple[bool, ...], method: Any, keep: Any, build) -> None:
     """In place of another: counts are what they were, and outputs those of the model with the rest masked."""

@@ -22,7 +22,7 @@ from zoo import FAMILIES, VISION, tower
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-IMAGES, MOST = 100, 4  # of 16 tokens; times the unpatched prefill
+IMAGES, MOST = 50, 4  # of 16 tokens; times the unpatched prefill
 LLAVA = FAMILIES["llava"]
 SMALL = {"vision_config": tower("clip_vision_model", 16, projection_dim=VISION), "image_seq_length": 16}
 FAMILY = replace(LLAVA, config={**LLAVA.config, **SMALL}, sizes=(16,))

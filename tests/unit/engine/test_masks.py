@@ -16,6 +16,7 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.masking_utils import create_chunked_causal_mask, create_masks_for_generate
 
 import tokenprune
+from each import each
 from families import FAMILIES
 from oracle import close, reduced
 from tokenprune.integrations.hf.sequence import masks
@@ -43,10 +44,10 @@ def places(g: torch.Generator, empty: bool) -> Tensor:
     return left
 
 
-@pytest.mark.parametrize("empty", [False, True])
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
-@pytest.mark.parametrize("kind", ["full", "sliding", "chunked"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@each("empty", [False, True])
+@each("padding", ["none", "left", "right"])
+@each("kind", ["full", "sliding", "chunked"])
+@each("attention", ["sdpa", "eager"])
 def test_a_function_makes_what_a_gather_would(attention: str, kind: str, padding: str, empty: bool) -> None:
     g = torch.Generator().manual_seed(0)
     (config, making), real = make(kind), torch.ones(2, LENGTH, dtype=torch.long)

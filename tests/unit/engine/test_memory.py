@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import tokenprune
+from each import each
 from families import FAMILIES
 from greedy import image_tokens
 from tokenprune import Site
@@ -119,14 +120,13 @@ def test_masks_of_all_pairs_are_those_of_the_unpatched_model(family: str, batch:
     assert bool(made.pairs) == (name != "uniform")
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "options"),
     [
         *((name, {}) for name in (*OF_THE_TOWER, "mmtok")),
         ("prunesid", {"form": "llava"}),
         ("divprune", {"center": True}),
     ],
-    ids=str,
 )
 def test_what_is_chosen_from_the_tower_too(name: str, options: dict[str, Any], as_with_many: None) -> None:
     """Without a model; the same as with a table."""

@@ -139,6 +139,7 @@ def check(family: Family, model: Any, batch: str, padding: str, **options: Any) 
 CASES = [("llava", batch) for batch in BATCHES] + [("qwen2_5_vl", "two, none and one")]
 
 
+@pytest.mark.each_kind
 @pytest.mark.pairwise
 @pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize(("name", "batch"), CASES)

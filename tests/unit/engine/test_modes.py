@@ -203,7 +203,7 @@ def test_threads(method: str, family: Family, model) -> None:
 
 
 @pytest.mark.few_families
-@pytest.mark.parametrize("method", MODEL_METHODS)
+@pytest.mark.parametrize("method", SITES)
 def test_text_only(method: str, family: Family, model) -> None:
     inputs, images = family.make_inputs(images=(0, 0)), family.make_inputs()
     before, tokens, _ = generate_logits(model, inputs, 3)

@@ -65,6 +65,7 @@ def compare_forward(family: Family, model: Any, method: Any, inputs: Any, keep: 
     assert torch.equal(got[gone], hole.expand_as(got[gone]))
 
 
+@pytest.mark.each_kind
 @pytest.mark.pairwise
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize(("family", "batch"), CASES)

@@ -10,6 +10,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 import tokenprune
+from each import each
 from tokenprune import UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.packing import restarts
 from zoo import FAMILIES, Family
@@ -118,9 +119,9 @@ def places(mask: torch.Tensor, fill: int) -> torch.Tensor:
     return (mask.cumsum(-1) - 1).masked_fill(mask == 0, fill)
 
 
-@pytest.mark.parametrize("name", ["llava", "smolvlm", "gemma3", "qwen2_5_vl"])
-@pytest.mark.parametrize("padding", ["left", "right"])
-@pytest.mark.parametrize("fill", [0, 1])
+@each("name", ["llava", "smolvlm", "gemma3", "qwen2_5_vl"])
+@each("padding", ["left", "right"])
+@each("fill", [0, 1])
 @torch.no_grad()
 def test_padding_is_no_border(name: str, padding: str, fill: int, build, caplog) -> None:
     """Positions of padding may be any, in a batch of rows of different lengths."""
@@ -161,7 +162,7 @@ def test_a_video_is_no_border(build) -> None:
         assert not tokenprune.stats(model).notes
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "wanted"),
     [
         ([0, 1, 2, 0, 1, 2, 3], True),

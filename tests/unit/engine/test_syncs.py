@@ -20,6 +20,7 @@ import transformers
 
 import tokenprune
 from basics import METHODS, VIDEO_METHODS, check_takes
+from each import each
 from far_device import Far, counting, device, far_inputs, to_far
 from tokenprune import Site
 from tokenprune.errors import TokenPruneError
@@ -353,7 +354,7 @@ def test_cuda_waits_for_what_is_counted() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, to ask CUDA itself")
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@each("family_name", FAMILY_NAMES)
 @torch.no_grad()
 def test_on_a_gpu(family_name: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as counted by CUDA; and choosing and cutting alone, with every wait an error."""
@@ -395,7 +396,7 @@ def test_no_device_is_pretended_where_there_is_a_gpu(monkeypatch: pytest.MonkeyP
         device.__wrapped__()
 
 
-@pytest.mark.parametrize("name", [*VIDEO_METHODS, "pevlm"])
+@each("name", [*VIDEO_METHODS, "pevlm"])
 def test_a_family_without_videos_is_asked_for_none(name: str) -> None:
     with pytest.raises(pytest.skip.Exception, match="llava takes no video"):
         inputs_of(FAMILIES["llava"], name, large=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from each import each
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.shapes.tower import FAMILIES as KNOWN
@@ -32,7 +33,7 @@ def test_a_config_with_fewer_patches_than_tokens_is_refused() -> None:
         TowerShape.from_config(config)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_tower_flops_are_those_that_ran(name: str) -> None:
     family = FAMILIES[name]
     model = family.build("eager")

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 import tokenprune
 from basics import MODEL_METHODS, pieces, snapshot
+from each import each
 from families import FAMILIES, REFUSED, STATEFUL
 from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
@@ -75,7 +76,7 @@ def test_keep_all_is_bit_equal(family: Family, model, methods: list[str]) -> Non
     assert torch.equal(model(**inputs).logits, logits)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each("method", METHODS)
 def test_equals_masking(family: Family, model, method: str, methods: list[str]) -> None:
     """Forward and generate compute what the unpatched model computes with the columns masked, and 1e-3 is felt."""
     if method not in methods:
@@ -124,7 +125,7 @@ def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> No
         assert not tokenprune.is_patched(model)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_refused(name: str) -> None:
     model = REFUSED[name].build()
     was = snapshot(model)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tokenprune
 from basics import snapshot
+from each import each
 from families import STATEFUL
 from families.special import FAMILIES
 from only_kept import only_kept
@@ -149,7 +150,7 @@ def test_a_state_is_not_that_of_masked_tokens(name: str, build) -> None:
     assert (masked[alive] - got[alive]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", sorted(STATEFUL & FAMILIES.keys()))
+@each("name", sorted(STATEFUL & FAMILIES.keys()))
 def test_refusals_of_states(name: str, build) -> None:
     model = build(FAMILIES[name])
     was = snapshot(model)

@@ -14,6 +14,7 @@ import torch
 
 import tokenprune
 from basics import snapshot
+from each import each
 from guard_drawings import page, scene
 from tokenprune import Budget, Guard, OptionError, Pruner, UnsupportedSetupError
 from tokenprune.api import attachment_of
@@ -63,7 +64,7 @@ AUTO = [("dart", 0.11), ("pool", 0.11), ("vscan", 0.11), ("vscan", 30), ("divpru
         ("fastv", Budget(average_tokens=100)), ("uniform", Budget(keep=0.2, per="prompt"))]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "keep"), AUTO, ids=[f"{name} {keep}" for name, keep in AUTO])
+@each(("method", "keep"), AUTO)
 def test_auto_is_a_patch_with_the_raised_budget(subject: Model, method: str, keep: Any) -> None:
     """Row by row, exactly; and in a batch, where rows then keep different numbers, to rounding."""
     auto = dict(method=method, keep=keep, guard="auto", processor=subject.processor)
@@ -269,7 +270,7 @@ def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> 
         assert snapshot(model) == was
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "error", "message"),
     [
         (dict(guard="loud"), OptionError, "guard='loud'.*'warn', 'auto', 'off'"),

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import tokenprune
+from each import each
 from guard_drawings import measured, page, planes, scene
 from tokenprune.families import Family
 from tokenprune.guard import pixels as guard_pixels
@@ -33,8 +34,8 @@ def thresholds(side: int = 336) -> Image.Image:
     return Image.fromarray(values.clip(0, 255).astype(np.uint8)).convert("RGB")
 
 
-@pytest.mark.parametrize("side", [224, 336, 448])
-@pytest.mark.parametrize("colours", [("white", "black"), ("#101030", "#e0e0d0"), ("#f0e8d0", "#504030")])
+@each("side", [224, 336, 448])
+@each("colours", [("white", "black"), ("#101030", "#e0e0d0"), ("#f0e8d0", "#504030")])
 def test_documents_against_scenes(side: int, colours: tuple[str, str]) -> None:
     for letters in (8, 11, 16):
         assert measured(planes(page(side, letters, *colours))) > 1.5 * TEXT_LIMIT

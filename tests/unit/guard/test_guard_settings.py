@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import tokenprune
+from each import each
 from guard_questions import FRESH, KNOWN, TRIED
 from tests.unit.docs.test_site import tool
 from tokenprune import Guard, OptionError
@@ -105,7 +106,7 @@ def test_patterns_of_the_user() -> None:
     assert KindReader().kinds("Wieviele Hunde? However") == ()
 
 
-@pytest.mark.parametrize(
+@each(
     "bad",
     [
         dict(mode="loud"), dict(mode=None), dict(patterns={"ocr": []}), dict(patterns=["x"]), dict(text_limit=0),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tokenprune
 from dense_blocks import allowed_pairs, attend_by_mask, ids_from
+from each import each
 from tokenprune import OptionError
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 from tokenprune.view.frames import Visual
@@ -79,8 +80,8 @@ PROMPTS: dict[str, tuple[list[Visual], int]] = {
 }
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize(("sink", "block"), [(4, 4), (2, 3), (4, 5), (1, 1), (3, 8), (6, 16)])
+@each("prompt", PROMPTS)
+@each(("sink", "block"), [(4, 4), (2, 3), (4, 5), (1, 1), (3, 8), (6, 16)])
 def test_blocks_follow_the_rule(prompt: str, sink: int, block: int) -> None:
     visuals, end = PROMPTS[prompt]
     method = tokenprune.method("pevlm", sink_frames=sink, block_frames=block, min_frames=1)
@@ -182,7 +183,7 @@ def test_both_ways_equal_a_loop(parts: Parts, monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(attend_in_blocks(query, key, value, parts, 0.4), want, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("parts", PARTS, ids=str)
+@each("parts", PARTS)
 def test_weights_sum_to_one_and_are_zero_elsewhere(parts: Parts) -> None:
     ids = ids_from(parts)
     query, key, _ = qkv(len(ids))
@@ -198,7 +199,7 @@ def test_weights_sum_to_one_and_are_zero_elsewhere(parts: Parts) -> None:
         assert (weights[:, allowed & real[:, None]] > 0).all()
 
 
-@pytest.mark.parametrize("parts", PARTS, ids=str)
+@each("parts", PARTS)
 def test_count_of_pairs(parts: Parts) -> None:
     ids = ids_from(parts)
     real = ids != PADDING
@@ -222,7 +223,7 @@ def test_half_precision() -> None:
         torch.testing.assert_close(got, want, atol=2e-2, rtol=0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "word"),
     [
         ({"sink_frames": 0}, "sink_frames"),

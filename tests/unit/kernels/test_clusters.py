@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from each import each
 from tests.unit.methods.naive.flashvid import far_apart
 from tests.unit.methods.naive.ottvid import cover
 from tokenprune.kernels.pairs import distances
@@ -89,7 +90,7 @@ def test_covering() -> None:
         assert got[row].nonzero().flatten().tolist() == sorted(taken)
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 33])
+@each("length", [1, 2, 7, 8, 9, 33])
 def test_chains_end_at_their_roots(length: int) -> None:
     line = (torch.arange(length) - 1).clamp(min=0)
     branches = torch.tensor([i // 2 for i in range(length)])

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from each import each
+
 pytest.importorskip("triton", reason="Triton is not installed, so there is no compiler to test with")
 ROOT = Path(__file__).parents[3]
 
@@ -99,7 +101,7 @@ def test_faults_are_found(script: Any) -> None:
     assert not any(module.faults(good | change) for change in grown), "without a budget there is nothing to grow past"
 
 
-@pytest.mark.parametrize(
+@each(
     ("gpu", "registers", "shared", "warps", "share"),
     [
         # NVIDIA's occupancy calculator: 2048 threads; 64 registers of 256 threads fit four times; 255 of 128, twice.

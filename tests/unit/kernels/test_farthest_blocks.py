@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from each import each
 from tokenprune.kernels import farthest as farthest_module
 from tokenprune.kernels import farthest_blocks as blocks
 from tokenprune.kernels.farthest import farthest
@@ -54,8 +55,8 @@ def tokens(kind: str, seed: int) -> Tensor:
 KINDS = ("random", "groups", "copies", "corners", "levels", "line", "some zeros", "equal", "zeros")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each("kind", KINDS)
 def test_same_picks_as_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
     for seed, number in enumerate((1, 2, 17, 100, COUNT)):
         unit = normalize(tokens(kind, seed).to(dtype).float(), dim=-1)

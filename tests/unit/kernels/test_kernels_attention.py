@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from each import each
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.kernels.attention import attention_column_means, attention_rows, visible_keys
 
@@ -81,8 +82,8 @@ def close(got: Tensor, want: Tensor, atol: float = 2e-6) -> None:
 # -- the references
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@each("kind", MASKS)
+@each("softcap", [None, 2.0])
 def test_references_are_parts_of_the_map(kind: str, softcap: float | None) -> None:
     query, key, mask, options = make((2, 4, 2, 5, 7, 6), kind=kind)
     options["softcap"] = softcap

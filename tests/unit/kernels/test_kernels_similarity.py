@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from each import each
 from tokenprune.kernels import farthest as farthest_module
 from tokenprune.kernels.farthest import farthest
 from tokenprune.kernels.match import best_match
@@ -119,8 +120,8 @@ def test_best_match_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
                     assert all(torch.equal(*pair) for pair in zip(found[0], plain, strict=True))
 
 
-@pytest.mark.parametrize("width", [64, 72, 1024])
-@pytest.mark.parametrize(("a", "b"), [(1, 7), (1, 50), (1, 577), (24, 50)])
+@each("width", [64, 72, 1024])
+@each(("a", "b"), [(1, 7), (1, 50), (1, 577), (24, 50)])
 def test_equal_vectors_tie_wherever_they_stand(a: int, b: int, width: int) -> None:
     """A matrix product gives equal columns, and equal rows, values that differ in the last digits."""
     x, y = normal(4, a, width), normal(4, 1, width, seed=1).expand(-1, b, -1).clone()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from each import each
 from tokenprune.kernels.take import settle
 from tokenprune.ops.temporal import (
     by_frame,
@@ -93,8 +94,8 @@ def naive_segments(values: list[float], least: int, threshold: float) -> list[bo
     return [i in worst[: least - 1] or not values[i] >= threshold for i in range(len(values))]
 
 
-@pytest.mark.parametrize("least", [1, 2, 4, 9])
-@pytest.mark.parametrize("threshold", [-2.0, 0.3, 0.5, 2.0])
+@each("least", [1, 2, 4, 9])
+@each("threshold", [-2.0, 0.3, 0.5, 2.0])
 def test_segments_by_threshold_and_number(least: int, threshold: float) -> None:
     rows = [[0.9, 0.1, 0.5, 0.1, 0.4], [0.2], [], [0.5, 0.5, 0.5], [0.6, math.nan, -1.0]]
     padded = torch.full((len(rows), 6), -5.0)  # padding is less similar than anything
@@ -121,8 +122,8 @@ def saving(still: list[list[bool]], lengths: list[int]) -> int:
     return total
 
 
-@pytest.mark.parametrize("most", [1024, 2, 1])
-@pytest.mark.parametrize("seed", range(6))
+@each("most", [1024, 2, 1])
+@each("seed", range(6))
 def test_segments_by_stillness_save_most(seed: int, most: int) -> None:
     """Of all partitions, by brute force; of equal ones the one whose last segments are shortest."""
     g = torch.Generator().manual_seed(seed)
@@ -253,8 +254,8 @@ def naive_peaks(points: list[list[float]], number: int, neighbours: int) -> list
     return sorted(order[:number])
 
 
-@pytest.mark.parametrize("neighbours", [1, 4, 50])
-@pytest.mark.parametrize("number", [1, 3, 7])
+@each("neighbours", [1, 4, 50])
+@each("number", [1, 3, 7])
 def test_peaks_of_density(number: int, neighbours: int) -> None:
     g = torch.Generator().manual_seed(number)
     counts = [20, 9, 12]

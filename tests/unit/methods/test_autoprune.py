@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from several_cuts import Arrived, check_in_model, rows, view
 from tokenprune import Budget
 from tokenprune.methods.in_llm.autoprune import mutual_information, retention
@@ -52,8 +53,8 @@ def test_the_curve_falls_and_is_flat_without_a_slope() -> None:
     assert retention(1e9, 0.4) == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("cuts", [1, 6, None])
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
+@each("cuts", [1, 6, None])
+@each("share", [0.1, 0.3, 0.6])
 def test_every_slope_spends_the_same(cuts: int | None, share: float) -> None:
     method = tokenprune.method("autoprune", cuts=cuts)
     stages = method.stages(Budget(keep=share), 32)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from greedy import alone, cosine_table, image_tokens, picked
 from tests.unit.methods.naive.cdpruner import naive_centred, naive_relevance
 from tokenprune.methods.scores import centred, stretched
@@ -80,8 +81,8 @@ def test_the_text_is_heard_and_can_be_left_out() -> None:
     assert tokenprune.method("cdpruner").query_aware and not tokenprune.method("cdpruner", theta=0).query_aware
 
 
-@pytest.mark.parametrize("name", ["cdpruner", "divprune"])
-@pytest.mark.parametrize("center", [False, True, "standardised"])
+@each("name", ["cdpruner", "divprune"])
+@each("center", [False, True, "standardised"])
 def test_duplicates(name: str, center: Any) -> None:
     """What differs comes first; more than there are directions, and images of one colour, are no error."""
     method = tokenprune.method(name, center=center)

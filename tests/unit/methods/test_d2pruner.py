@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
+from each import each
 from several_cuts import SHARES, Arrived, best, check_in_model, rows, view, wanted
 from tests.unit.api.test_cli import call
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
@@ -50,10 +51,10 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize("grid", [None, (2, 4, 5)], ids=str)
-@pytest.mark.parametrize(
+@each("grid", [None, (2, 4, 5)])
+@each(
     "options", [{}, {"alpha": 0.5, "threshold": 0.4}, {"pivots": 0.1, "threshold": 0.1}, {"pivots": 1.0},
-                {"threshold": -2.0, "pivots": 0.2}, {"alpha": 0.0, "radius": 2.0, "threshold": 0.5}], ids=str,
+                {"threshold": -2.0, "pivots": 0.2}, {"alpha": 0.0, "radius": 2.0, "threshold": 0.5}],
 )  # fmt: skip
 def test_made_up_tokens(grid: Any, options: dict[str, Any]) -> None:
     method = tokenprune.method("d2pruner", **options)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
+from each import each
 from naive_video import Places, cosine, dtd
 from tests.unit.methods.test_video_methods import PLACES, kept_of, moving, places, tokens_of
 from tokenprune import OptionError
@@ -26,8 +27,8 @@ def kept(video: Tensor, keep: int = ALL, **options: Any) -> Places:
     return places(found, video.shape[1])
 
 
-@pytest.mark.parametrize("against", ["before", "kept"])
-@pytest.mark.parametrize("threshold", [-1.0, -0.2, 0.0, 0.5, 0.9, 1.0])
+@each("against", ["before", "kept"])
+@each("threshold", [-1.0, -0.2, 0.0, 0.5, 0.9, 1.0])
 def test_against_a_loop(threshold: float, against: str) -> None:
     g = torch.Generator().manual_seed(0)
     drifting = torch.randn(1, PLACES, 12, generator=g) + torch.randn(9, PLACES, 12, generator=g).cumsum(0) / 2

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
+from each import each
 from made_up_thresholds import TAUS, by_hand, tower_shape
 from merging_models import SUPPORTED, blocks_of, tower_of
 from oracle import close
@@ -105,8 +106,8 @@ def mixed(model: Any) -> Tensor:
 # -- one merge ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "protected"), [(2, 0), (7, 0), (12, 0), (13, 1), (12, 1), (17, 2), (12, 5)])
-@pytest.mark.parametrize("padding", [0, 3])
+@each(("n", "protected"), [(2, 0), (7, 0), (12, 0), (13, 1), (12, 1), (17, 2), (12, 5)])
+@each("padding", [0, 3])
 def test_a_merge_equals_the_naive_loop(n: int, protected: int, padding: int) -> None:
     g = torch.Generator().manual_seed(n)
     counts = [n, max(1, n - padding), n]

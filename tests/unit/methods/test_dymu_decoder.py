@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import tokenprune
+from each import each
 from made_up_thresholds import TAUS, by_hand, tower_shape
 from merging_models import SUPPORTED, image_arguments, tower_of
 from oracle import close, generate_logits, reduced, survivors
@@ -147,7 +148,7 @@ def test_thresholds_survive_a_file(tmp_path) -> None:
     assert all(torch.equal(read.for_keep(keep), made.values[keep]) for keep in made.keeps)
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "says"),
     [
         (3, "are a dict"), ({}, "at least one"), ({0.5: [0.9] * 3}, "not list"), ({0.5: torch.ones(3, 1)}, r"\[3, 1\]"),
@@ -157,9 +158,8 @@ def test_thresholds_survive_a_file(tmp_path) -> None:
         ({2.0: torch.ones(3)}, "not for 2.0"), ({1: torch.ones(3)}, "not for 1"),
         ({0.5: torch.ones(2)}, "a tower of 2 blocks, and this one has 3"), ({0.5: torch.ones(4)}, "of 4 blocks"),
     ],
-    ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("exact", [False, True])
+@each("exact", [False, True])
 def test_bad_thresholds_are_refused_when_patching(values, says: str, exact: bool, build, tmp_path) -> None:
     """Made by hand, or in a file."""
     model = build(FAMILIES["llava"])

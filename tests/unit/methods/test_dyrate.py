@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
+from each import each
 from naive_dyrate import naive
 from oracle import close, generate_logits, reduced
 from tests.unit.engine.test_modes import flash_stand_in  # registers the back end
@@ -204,7 +205,7 @@ def test_memory_after_64_tokens(name: str, build) -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "says"),
     [
         (dict(rate="attention"), "rate="),
@@ -224,7 +225,6 @@ def test_memory_after_64_tokens(name: str, build) -> None:
         (dict(layer=4), "out of range"),
         (dict(batch_policy="each"), "batch_policy"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
 def test_bad_options(options: dict, says: str, build) -> None:
     with pytest.raises(OptionError, match=says):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
+from each import each
 from naive_frames import chosen, mix, mixed, segments
 from tokenprune import OptionError
 from tokenprune.abilities import unserved
@@ -36,8 +37,8 @@ def parts_of(found: FrameMix) -> list[list[tuple[int, float]]]:
     return [[(a, 1.0)] if a == b else [(a, w), (b, 1 - w)] for a, b, w in each]
 
 
-@pytest.mark.parametrize("lose_last", [False, True])
-@pytest.mark.parametrize("longest", [1, 2, 4, 5, 12])
+@each("lose_last", [False, True])
+@each("longest", [1, 2, 4, 5, 12])
 def test_frames_against_a_loop(longest: int, lose_last: bool) -> None:
     pairs = 0
     for frames, seed, step, threshold in product((1, 2, 3, 4, 5, 16), range(3), (0.1, 0.5, 2.0), (-1.0, 0.5, 0.9)):

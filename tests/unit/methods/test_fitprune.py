@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from several_cuts import counts_of
 from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.methods.in_llm.fitprune import Recipe, shares
@@ -22,8 +23,8 @@ from zoo import FAMILIES
 ROWS = [(1.0, 1.0, 1.0, 1.0), (1.0, 0.8, 0.4, 0.4), (1.0, 0.5, 0.1, 0.0)]
 
 
-@pytest.mark.parametrize("rows", [(), ROWS], ids=["no recipe", "recipe"])
-@pytest.mark.parametrize("share", [0.26, 0.3, 0.4, 0.65, 0.9, 1.0])
+@each("rows", [(), ROWS])
+@each("share", [0.26, 0.3, 0.4, 0.65, 0.9, 1.0])
 def test_any_average_is_met(rows: Any, share: float) -> None:
     left = shares(rows, 4, share)
     assert left[0] == 1 and sum(left) / 4 == pytest.approx(share, abs=1e-6)

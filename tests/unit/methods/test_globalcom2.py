@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from anyres_views import PICTURES, Picture, split, views
+from each import each
 from tokenprune import OptionError
 from tokenprune.view.tokens import VisualTokens
 from tower_tokens import best, chosen
@@ -66,8 +67,8 @@ def at(picture: Picture, value: Any) -> dict[str, Any]:
     return {"encoder_logits": {-1: torch.tensor([[[float(value(*cell)) for cell in picture.cells]]])}}
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}], ids=str)
-@pytest.mark.parametrize("seed", range(6))
+@each("options", [{}, {"temperature": 0.5}])
+@each("seed", range(6))
 def test_equals_the_loop(seed: int, options: dict[str, Any]) -> None:
     counts = [len(one.cells) for one in PICTURES]
     keep = [max(1, int((0.01, 0.1, 0.34, 0.5, 0.9, 1.0)[seed] * count)) for count in counts]

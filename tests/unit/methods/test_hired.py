@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from anyres_views import PICTURES, Picture, split, views
+from each import each
 from tokenprune import OptionError
 from tokenprune.view.tokens import VisualTokens
 from tower_tokens import best, chosen
@@ -40,8 +41,8 @@ def naive(tokens: VisualTokens, image: int, picture: Picture, alpha: float = 0.5
     return sorted(kept + newlines[: keep - len(kept)])
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "bands"}, {"alpha": 0.0}, {"alpha": 1.0}, {"alpha": 0.3}], ids=str)
-@pytest.mark.parametrize("ties", [False, True])
+@each("options", [{}, {"mode": "bands"}, {"alpha": 0.0}, {"alpha": 1.0}, {"alpha": 0.3}])
+@each("ties", [False, True])
 def test_equals_the_loop(ties: bool, options: dict[str, Any]) -> None:
     counts = [len(one.cells) for one in PICTURES]
     for seed, share in enumerate((0.01, 0.1, 0.34, 0.5, 0.9, 1.0)):

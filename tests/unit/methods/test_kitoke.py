@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from tests.unit.methods.naive.kitoke import crowding, intervals, naive
 from tokenprune.methods.video.kitoke import chances, crowd, pivotal, spread
 from videos import given, moving, select, shares_of
 
 
-@pytest.mark.parametrize(("change", "jump"), [(9.0, 0.02), (9.0, 0.3), (0.5, 9.0)])
-@pytest.mark.parametrize("cut", [1, 4, 6])
+@each(("change", "jump"), [(9.0, 0.02), (9.0, 0.3), (0.5, 9.0)])
+@each("cut", [1, 4, 6])
 def test_intervals(change: float, jump: float, cut: int) -> None:
     """Where frames are far apart, or farther than two neighbouring ones."""
     video = moving(7, 3, 4, seed=1, cut=cut, noise=0.1)

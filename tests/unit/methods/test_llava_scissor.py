@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
+from each import each
 from tests.unit.methods.naive.llava_scissor import connected, naive
 from tokenprune.kernels.pairs import unit
 from tokenprune.methods.video import llava_scissor as scissor
@@ -19,8 +20,8 @@ from videos import compare, given, moving, select, shares_of
 
 
 # The loops are slow: small videos.
-@pytest.mark.parametrize("cut", [None, 2])
-@pytest.mark.parametrize(("keep", "noise"), [(1, 0.15), (6, 0.15), (14, 0.15), (44, 0.15), (20, 0.01), (38, 0.01)])
+@each("cut", [None, 2])
+@each(("keep", "noise"), [(1, 0.15), (6, 0.15), (14, 0.15), (44, 0.15), (20, 0.01), (38, 0.01)])
 def test_against_a_naive_loop(keep: int, noise: float, cut: int | None) -> None:
     """With little noise the number of components jumps, and most of it is left to settle."""
     video, other = moving(5, 3, 3, seed=1, cut=cut, noise=noise), moving(1, 2, 3, seed=2)

@@ -11,17 +11,18 @@ import pytest
 
 import tokenprune
 from basics import METHODS
+from each import each
 from tokenprune import Method, Pruner, registry
 
 CALLS = {name: partial(tokenprune.method, name) for name in METHODS}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@each("name", METHODS)
 def test_a_method_with_its_defaults_is_its_name_called(name: str) -> None:
     assert repr(tokenprune.method(name)) == str(tokenprune.method(name)) == f"{name}()"
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [
         "dart(pivot_image=8)",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tokenprune
 from basics import METHODS, MODEL_METHODS
+from each import each
 from tokenprune import Pruner, Selection, Site, VisualTokens
 from tokenprune.testing import visual_tokens
 from tokenprune.view.observable import ObservedAt
@@ -118,8 +119,8 @@ def chooses_itself(name: str) -> bool:
 ALONE = [one for one in MODEL_METHODS if tokenprune.method_info(one).needs <= GIVEN and chooses_itself(one)]
 
 
-@pytest.mark.parametrize("name", ALONE)
-@pytest.mark.parametrize(("counts", "keep"), [([9], [4]), ([12, 5, 1], [12, 2, 1]), ([30, 31], [1, 29])])
+@each("name", ALONE)
+@each(("counts", "keep"), [([9], [4]), ([12, 5, 1], [12, 2, 1]), ([30, 31], [1, 29])])
 def test_exact_counts(name: str, counts: list[int], keep: list[int]) -> None:
     attention = torch.rand(len(counts), 2, max(counts) + 6)
     assert [len(row) for row in chosen(name, made_up(counts, keep, attention=attention))] == keep
@@ -156,9 +157,9 @@ def test_divprune_with_duplicates() -> None:
         assert [len(chosen("divprune", made_up([9], [k], text=0, hidden=hidden))[0]) for k in (1, 5, 9)] == [1, 5, 9]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("images", "texts"), [(4, 4), (1, 0), (2, 9), (6, 3)])
-@pytest.mark.parametrize("keep", [1, 3, 8, 13, 19])
+@each("seed", range(3))
+@each(("images", "texts"), [(4, 4), (1, 0), (2, 9), (6, 3)])
+@each("keep", [1, 3, 8, 13, 19])
 def test_dart(seed: int, images: int, texts: int, keep: int) -> None:
     tokens = made_up([20, 20], [keep, 20], seed=seed)
     text, text_keys = tokens.final_norm(tokens.text.hidden), tokens.text.keys
@@ -190,7 +191,7 @@ def test_dart_takes_duplicates_of_a_pivot_last() -> None:
         assert 2 in got and not {5, 7} & set(got)
 
 
-@pytest.mark.parametrize("grid", [(1, 4, 4), (1, 3, 7), (1, 7, 3), (1, 1, 9), (1, 6, 5), (3, 4, 2), None])
+@each("grid", [(1, 4, 4), (1, 3, 7), (1, 7, 3), (1, 1, 9), (1, 6, 5), (3, 4, 2), None])
 def test_pool(grid: tuple[int, int, int] | None) -> None:
     frames, height, width = grid or (1, 1, 10)
     count = frames * height * width
@@ -253,9 +254,7 @@ def naive_uniform(keep: int, grid: tuple[int, int, int]) -> list[int]:
     return kept
 
 
-@pytest.mark.parametrize(
-    "grid", [(1, 4, 4), (1, 6, 5), (1, 3, 11), (1, 11, 3), (1, 1, 7), (1, 7, 1), (5, 3, 4)], ids=str
-)
+@each("grid", [(1, 4, 4), (1, 6, 5), (1, 3, 11), (1, 11, 3), (1, 1, 7), (1, 7, 1), (5, 3, 4)])
 def test_uniform_over_a_grid(grid: tuple[int, int, int]) -> None:
     frames, height, width = grid
     count = frames * height * width

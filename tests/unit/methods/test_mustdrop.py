@@ -11,6 +11,7 @@ import torch
 
 import several_cuts
 import tokenprune
+from each import each
 from oracle import survivors
 from several_cuts import counts_of
 from tests.unit.methods.naive.mustdrop import ties
@@ -31,8 +32,8 @@ def kept(tokens: VisualTokens, **options: Any) -> list[list[int]]:
     return several_cuts.rows(tokenprune.method("mustdrop", **options).select(tokens).keep)
 
 
-@pytest.mark.parametrize("protected", [0.0, 0.08, 0.5])
-@pytest.mark.parametrize("thresholds", [(0.03, 0.9), (0.02, 0.99), (0.0, 0.5), (0.5, 0.0), (1.0, 1.1), (0.05, 2.0)])
+@each("protected", [0.0, 0.08, 0.5])
+@each("thresholds", [(0.03, 0.9), (0.02, 0.99), (0.0, 0.5), (0.5, 0.0), (1.0, 1.1), (0.05, 2.0)])
 def test_thresholds_against_a_loop(thresholds: tuple[float, float], protected: float) -> None:
     for keep in (COUNTS, [12, 5, 1]):
         for seed in range(3):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from method_rows import CHANGES, Options
 from tests.unit.methods.naive import TABLE
 from tokenprune import OptionError
@@ -20,8 +21,8 @@ COMPARED = [
 LARGE = [
     pytest.param(name, check, id=f"{name}: {case}") for name, row in TABLE.items() for case, check in row.large_cases()
 ]
-REFUSED = [pytest.param(name, wrong, id=f"{name}: {wrong}") for name, row in TABLE.items() for wrong in row.refused]
-UNCHANGED = [pytest.param(name, what, id=f"{name}: {what}") for name, row in TABLE.items() for what in row.unchanged]
+REFUSED = [(name, wrong) for name, row in TABLE.items() for wrong in row.refused]
+UNCHANGED = [(name, what) for name, row in TABLE.items() for what in row.unchanged]
 VIEWED = [name for name, row in TABLE.items() if row.view() is not None]
 
 
@@ -35,14 +36,14 @@ def test_equals_the_loop_at_large_sizes(name: str, check: Callable[[str, Any], N
     check(name, build)
 
 
-@pytest.mark.parametrize(("name", "wrong"), REFUSED)
+@each(("name", "wrong"), REFUSED)
 def test_an_option_is_refused(name: str, wrong: Options) -> None:
     """By its name, which is in the message beside the method's."""
     with pytest.raises(OptionError, match=f"{name}.*{next(iter(wrong))}"):
         tokenprune.method(name, **wrong)
 
 
-@pytest.mark.parametrize(("name", "what"), UNCHANGED)
+@each(("name", "what"), UNCHANGED)
 def test_what_does_not_change_the_choice(name: str, what: str) -> None:
     row, method = TABLE[name], tokenprune.method(name)
     for keep in (3, 12):
@@ -53,7 +54,7 @@ def test_what_does_not_change_the_choice(name: str, what: str) -> None:
             assert torch.equal(got.assign, want.assign)
 
 
-@pytest.mark.parametrize("name", VIEWED)
+@each("name", VIEWED)
 def test_a_budget_of_all_keeps_all_and_merges_nothing(name: str) -> None:
     tokens = TABLE[name].view()
     selection = tokenprune.method(name).select(tokens)
@@ -61,7 +62,7 @@ def test_a_budget_of_all_keeps_all_and_merges_nothing(name: str) -> None:
     assert selection.assign is None or selection.assign[0].tolist() == list(range(tokens.counts[0]))
 
 
-@pytest.mark.parametrize("name", VIEWED)
+@each("name", VIEWED)
 def test_it_selects_the_same_twice_and_changes_nothing(name: str) -> None:
     tokens = TABLE[name].view(9)
     hidden = tokens.hidden.clone()

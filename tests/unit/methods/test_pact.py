@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from several_cuts import COUNTS, SHARES, counts_of, view, wanted
 from tests.unit.methods.naive.pact import centres as naive_centres
 from tests.unit.methods.naive.pact import distance, naive
@@ -62,7 +63,7 @@ def test_against_a_loop(options: dict[str, float]) -> None:
                 assert groups(selection, row, count) == want, (counts, share, row)
 
 
-@pytest.mark.parametrize("keep", [1, 5, 9, 12, 30, 59])
+@each("keep", [1, 5, 9, 12, 30, 59])
 def test_clusters_against_a_loop(keep: int) -> None:
     """9: exact, whatever the keys: where most of them are alike, the number of centres jumps."""
     for seed, spread in ((0, 0.2), (1, 0.08), (2, 0.0)):

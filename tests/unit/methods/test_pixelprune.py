@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
+from each import each
 from tokenprune import Budget, OptionError
 from tokenprune.methods.encoder.prediction import METRICS, Distances, anchored, from_neighbours
 from tokenprune.testing import check_method
@@ -91,8 +92,8 @@ def grid(request: pytest.FixtureRequest) -> Tensor:
     return GRIDS[request.param]
 
 
-@pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("threshold", [0.0, 0.005, 0.02, 0.11, 0.5])
+@each("metric", METRICS)
+@each("threshold", [0.0, 0.005, 0.02, 0.11, 0.5])
 def test_both_forms_equal_the_loop(grid: Tensor, threshold: float, metric: str) -> None:
     found = anchored(grid, threshold, metric)
     want, stands = naive(grid, threshold, metric)
@@ -105,7 +106,7 @@ def test_both_forms_equal_the_loop(grid: Tensor, threshold: float, metric: str) 
         assert torch.equal(fast.error, found.error)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.02, 0.11, 0.3])
+@each("threshold", [0.0, 0.02, 0.11, 0.3])
 def test_nothing_is_further_than_the_threshold_from_what_stands_for_it(grid: Tensor, threshold: float) -> None:
     source = anchored(grid, threshold, "max").source.flatten()
     flat = grid.flatten(0, 2)
@@ -157,7 +158,7 @@ def test_a_larger_threshold_keeps_fewer() -> None:
         assert len(set(counts)) >= 3
 
 
-@pytest.mark.parametrize(("name", "metric"), [*((name, "max") for name in GRIDS), ("page", "mae"), ("steps", "rmse")])
+@each(("name", "metric"), [*((name, "max") for name in GRIDS), ("page", "mae"), ("steps", "rmse")])
 def test_a_bound_is_met_exactly_and_only_where_it_binds(name: str, metric: str) -> None:
     grid = GRIDS[name]
     exact = keep_of(grid, metric=metric)
@@ -228,9 +229,9 @@ def naive_in_time(pixels: Tensor, threshold: float, metric: str, by_neighbours: 
     return keep
 
 
-@pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("threshold", [0.0, 0.005, 0.02, 0.11, 0.5])
-@pytest.mark.parametrize("by", [True, False])
+@each("metric", METRICS)
+@each("threshold", [0.0, 0.005, 0.02, 0.11, 0.5])
+@each("by", [True, False])
 def test_against_the_frame_before_alone(grid: Tensor, threshold: float, metric: str, by: bool) -> None:
     """The form of DTD on pixels: the first frame stays whole, and an image."""
     options = {"neighbours": "before", "threshold": threshold, "metric": metric, "anchored": not by}

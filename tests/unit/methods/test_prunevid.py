@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
+from each import each
 from tests.unit.kernels.test_temporal import naive_shares
 from tests.unit.methods.naive.prunevid import contiguous, naive, spans_of
 from tokenprune import Budget
@@ -19,8 +20,8 @@ from tokenprune.testing import visual_tokens
 from videos import best, given, moving, same, select, shares_of
 
 
-@pytest.mark.parametrize("keep", [5, 40, 120])
-@pytest.mark.parametrize("threshold", [0.2, 0.99])
+@each("keep", [5, 40, 120])
+@each("threshold", [0.2, 0.99])
 def test_more_frames(keep: int, threshold: float) -> None:
     """Enough for several scenes."""
     video = moving(13, 3, 4, seed=2, cut=7)
@@ -28,7 +29,7 @@ def test_more_frames(keep: int, threshold: float) -> None:
     same(got, naive(video, torch.zeros(13, 12), keep, None, threshold))
 
 
-@pytest.mark.parametrize(
+@each(
     ("labels", "lengths"),
     [
         ("aabb", [2, 2]), ("a", [1]), ("aabaa", [5]), ("abcd", [4]), ("aabbba", [2, 4]), ("aaba", [4]), ("abba", [4]),

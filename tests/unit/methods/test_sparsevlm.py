@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import tokenprune
+from each import each
 from several_cuts import COUNTS, SHARES, best, naive_centres, rows, view, wanted
 from tests.unit.methods.naive.sparsevlm import naive_clusters, naive_raters
 from tokenprune.testing import visual_tokens
 
 
-@pytest.mark.parametrize("recycle", [0.05, 0.3, 1.0])
-@pytest.mark.parametrize("exact", [True, False])
+@each("recycle", [0.05, 0.3, 1.0])
+@each("exact", [True, False])
 def test_counts_and_merges(recycle: float, exact: bool) -> None:
     method = tokenprune.method("sparsevlm", recycle=recycle, exact=exact)
     for seed, counts in enumerate([*COUNTS, [576], [2880]]):

@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from each import each
 from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.methods.encoder.tome import ToMe
 from tokenprune.ops.merging import Merge, bipartite_match, most
 from tokenprune.sites.encoder import Tower
 
 SHAPES = [(1, 2, 0), (2, 7, 0), (2, 8, 0), (3, 7, 1), (2, 16, 1), (1, 17, 2), (2, 12, 5), (1, 3, 1)]
-CASES = [
-    pytest.param(b, n, p, r, id=f"B{b}-n{n}-p{p}-r{r}") for b, n, p in SHAPES for r in sorted({1, 2, n // 3, n, 0})
-]
+CASES = [(b, n, p, r) for b, n, p in SHAPES for r in sorted({1, 2, n // 3, n, 0})]
 
 
 def naive(metric: Tensor, r: int, protected: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
@@ -47,7 +46,7 @@ def metric(b: int, n: int, seed: int = 0, width: int = 6) -> Tensor:
     return torch.randn(b, n, width, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("b", "n", "protected", "r"), CASES)
+@each(("b", "n", "protected", "r"), CASES)
 def test_equals_the_naive_loop(b: int, n: int, protected: int, r: int) -> None:
     keys, x = metric(b, n), metric(b, n, seed=1)
     size = torch.randint(1, 5, (b, n), generator=torch.Generator().manual_seed(2)).float()
@@ -159,7 +158,7 @@ def test_r_as_int_list_and_slope() -> None:
     assert schedule(100, count=37, blocks=3, read=3) == [18, 9, 4]
 
 
-@pytest.mark.parametrize("keep", [0.9, 0.5, 0.25, 0.11, 0.04, 1, 64, 577])
+@each("keep", [0.9, 0.5, 0.25, 0.11, 0.04, 1, 64, 577])
 def test_keep_is_reached_exactly_by_the_smallest_constant(keep: float | int) -> None:
     plan = schedule(keep=keep)
     left = Budget.of_checked(keep).resolve([576], layer=0, shape=None, text_tokens=0)[0]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tokenprune
 from basics import VIDEO_METHODS
+from each import each
 from naive_video import NAIVE, Places, spread
 from tokenprune import VisualTokens
 from tokenprune.testing import visual_tokens
@@ -95,8 +96,8 @@ def places(kept: list[int], per_frame: int = PLACES) -> Places:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VIDEO_METHODS)
-@pytest.mark.parametrize("frames", [1, 2, 3, 5, 16])
+@each("name", VIDEO_METHODS)
+@each("frames", [1, 2, 3, 5, 16])
 def test_counts_are_exact(name: str, frames: int) -> None:
     count = frames * PLACES
     for keep in sorted({1, max(1, frames - 1), frames, count // 3, count - 1, count}):
@@ -105,7 +106,7 @@ def test_counts_are_exact(name: str, frames: int) -> None:
             check_count(name, kept, keep)
 
 
-@pytest.mark.parametrize("name", VIDEO_METHODS)
+@each("name", VIDEO_METHODS)
 def test_a_batch_gives_what_its_videos_give_alone(name: str) -> None:
     """Of other lengths, with frames of other sizes, and several in one prompt."""
     videos = [moving(5)[0], moving(3, 9, seed=1)[0], moving(1, 4, seed=2)[0], moving(16, 2, seed=3)[0]]
@@ -116,8 +117,8 @@ def test_a_batch_gives_what_its_videos_give_alone(name: str) -> None:
             assert kept_of(name, tokens_of(name, videos, keep, rows=rows)) == alone
 
 
-@pytest.mark.parametrize("name", VIDEO_METHODS)
-@pytest.mark.parametrize("frames", [1, 5])
+@each("name", VIDEO_METHODS)
+@each("frames", [1, 5])
 def test_a_newline_behind_a_video_stays(name: str, frames: int) -> None:
     """And counts; what stays of the frames is what stays without it. One token at least is of a frame."""
     video = moving(frames)[0]
@@ -127,7 +128,7 @@ def test_a_newline_behind_a_video_stays(name: str, frames: int) -> None:
     assert kept_of(name, tokens_of(name, [video], [1], behind=1)) == kept_of(name, tokens_of(name, [video], [1]))
 
 
-@pytest.mark.parametrize("name", VIDEO_METHODS)
+@each("name", VIDEO_METHODS)
 def test_what_has_to_keep_all_is_left_out(name: str) -> None:
     """As an image beside a video is, which a method sees as one frame of many tokens: its NaN are its own."""
     video, image = moving(5)[0], torch.full((1, 40, WIDTH), torch.nan)
@@ -136,7 +137,7 @@ def test_what_has_to_keep_all_is_left_out(name: str) -> None:
     assert kept_of(name, tokens_of(name, [image], [40])) == [list(range(40))]
 
 
-@pytest.mark.parametrize("name", VIDEO_METHODS)
+@each("name", VIDEO_METHODS)
 def test_tokens_without_a_number_break_nothing(name: str) -> None:
     video = moving(5)[0]
     video[2, 3, 1], video[4, 0] = torch.nan, torch.inf
@@ -144,8 +145,8 @@ def test_tokens_without_a_number_break_nothing(name: str) -> None:
         check_count(name, kept_of(name, tokens_of(name, [video], [keep]))[0], keep)
 
 
-@pytest.mark.parametrize("name", VIDEO_METHODS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each("name", VIDEO_METHODS)
+@each("dtype", [torch.float16, torch.bfloat16])
 def test_in_half_precision(name: str, dtype: torch.dtype) -> None:
     tokens = tokens_of(name, [moving(5)[0].to(dtype).float()], [9])
     half = tokens_of(name, [moving(5)[0]], [9])
@@ -153,7 +154,7 @@ def test_in_half_precision(name: str, dtype: torch.dtype) -> None:
     assert kept_of(name, half) == kept_of(name, tokens)
 
 
-@pytest.mark.parametrize("name", DROPPING)
+@each("name", DROPPING)
 def test_identical_frames_give_one_frames_worth(name: str) -> None:
     """Of a still video nothing but its first frame stays, or the same places of each frame."""
     video = moving(1)[0].repeat(4, 1, 1)
@@ -184,8 +185,8 @@ def test_what_moves_stays_at_least_as_often_as_by_chance(name: str) -> None:
 # -- each against a loop -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAIVE)
-@pytest.mark.parametrize("frames", [1, 2, 3, 5, 8])
+@each("name", NAIVE)
+@each("frames", [1, 2, 3, 5, 8])
 def test_against_a_loop(name: str, frames: int) -> None:
     for kind in ("moving", "changing", "long"):
         video = moving(frames)[0]

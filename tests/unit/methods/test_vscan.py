@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tokenprune
 from basics import pieces
+from each import each
 from oracle import close, generate_logits, reduced, survivors
 from tests.unit.methods.test_methods import made_up, raster, unit
 from tests.unit.tower.test_encoder_attention import BATCHES, CASES, naive_scores
@@ -82,8 +83,8 @@ def scan(count: Any, keep: Any, grids: list, seed: int = 0, **more: Any) -> tupl
 GRIDS = [[(1, 6, 6), (1, 12, 12)], [(1, 7, 5), (1, 1, 9)], [(3, 4, 6), (5, 1, 2)], [(1, 13, 10), (2, 8, 9)]]
 
 
-@pytest.mark.parametrize("grids", GRIDS, ids=str)
-@pytest.mark.parametrize("options", [{}, {"window": 2, "local": 0.7}, {"local": 0}, {"local": 1, "window": 3}], ids=str)
+@each("grids", GRIDS)
+@each("options", [{}, {"window": 2, "local": 0.7}, {"local": 0}, {"local": 1, "window": 3}])
 def test_stage_1(grids: list, options: dict) -> None:
     counts = [a * b * c for a, b, c in grids]
     patches = raster(counts, grids)
@@ -184,7 +185,7 @@ SCHEDULES = [  # layers, tokens, keep, tokens of stage 1, of stage 2; the first 
 ]
 
 
-@pytest.mark.parametrize(("layers", "count", "keep", "first", "second"), SCHEDULES, ids=str)
+@each(("layers", "count", "keep", "first", "second"), SCHEDULES)
 def test_schedule(layers: int, count: int, keep: Any, first: int, second: int) -> None:
     shape = DecoderShape(layers, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
     budget = Budget.of(keep)
@@ -207,14 +208,13 @@ def test_schedules_that_cannot_be() -> None:
     assert budget == Budget(flops_share=0.5) and first.prefix_cache_safe and not method.prefix_cache_safe
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         dict(layer=0), dict(layer=4), dict(window=0), dict(stage2=1), dict(merge=None), dict(local=1.5),
         dict(local=True),
         dict(local_layer=1.0), dict(local_layer="2"), dict(local_layer=3), dict(local_layer=-4),
     ],
-    ids=str,
 )  # fmt: skip
 def test_options(options: dict, build) -> None:
     with pytest.raises(OptionError, match="vscan.*" + str(next(iter(options.values()))).removeprefix("-")):

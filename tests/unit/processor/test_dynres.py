@@ -15,6 +15,7 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 import tokenprune
+from each import each
 from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, special_tokenizer, state
 from tokenprune import Budget, BudgetError, OptionError, count_visual_tokens, patch_processor, unpatch_processor
 from tokenprune.errors import PlaceholderMismatchError
@@ -71,8 +72,8 @@ def test_monotone_in_keep_and_within_bounds() -> None:
             assert got[-1] == 1.0 >= max(got)
 
 
-@pytest.mark.parametrize("letters", [10, 16, 24])
-@pytest.mark.parametrize("colours", [("white", "black"), ("navy", "yellow"), ("#eeeeee", "#333333")])
+@each("letters", [10, 16, 24])
+@each("colours", [("white", "black"), ("navy", "yellow"), ("#eeeeee", "#333333")])
 def test_text_stays_whole(letters: int, colours: tuple[str, str]) -> None:
     image = page(500, 700, letters, *colours)
     assert shares(image, keep=0.1) == [1.0]

@@ -11,6 +11,7 @@ import torch
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import tokenprune
+from each import each
 from processors import LIMITS, asked, demo_model, llava, photo
 from tokenprune import BudgetError, OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.cli.common import read_settings
@@ -64,7 +65,7 @@ def test_the_default_method_follows_where_only_keep_is_given() -> None:
     assert "keep=64" in lines and "keep=0.5" in lines and "divprune()" in lines
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "error", "says"),
     [
         ({"max_visual_tokens": 0}, BudgetError, "most tokens of an image"),

@@ -10,14 +10,15 @@ import torch
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import tokenprune
+from each import each
 from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, written
 from tokenprune import BudgetError, UnsupportedSetupError, count_visual_tokens, patch_processor, unpatch_processor
 
 SIZES = [(190, 190), (64, 150), (150, 33), (30, 20), (400, 330)]
 
 
-@pytest.mark.parametrize("most", [2, 7, 24, 100, 577])
-@pytest.mark.parametrize("size", SIZES)
+@each("most", [2, 7, 24, 100, 577])
+@each("size", SIZES)
 def test_qwen_images_make_at_most_so_many(size: tuple[int, int], most: int) -> None:
     processor = Qwen2VLImageProcessor(**LIMITS)
     whole = processor(photo(*size))

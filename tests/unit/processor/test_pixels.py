@@ -15,6 +15,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 import tokenprune
 from basics import METHODS, snapshot
+from each import each
 from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, state, written
 from tokenprune import (
     UnsupportedSetupError,
@@ -38,7 +39,7 @@ def demo() -> Any:
 # -- the shipped LLaVA model: the target size shrinks, and the tower interpolates
 
 
-@pytest.mark.parametrize("keep, patches", [(0.95, 16), (0.5, 11), (0.25, 8), (0.1, 5), (0.02, 2), (0.001, 1)])
+@each("keep, patches", [(0.95, 16), (0.5, 11), (0.25, 8), (0.1, 5), (0.02, 2), (0.001, 1)])
 @torch.no_grad()
 def test_llava_shrinks_to_whole_patches(demo: Any, keep: float, patches: int) -> None:
     processor = llava()
@@ -126,16 +127,15 @@ def test_composed_with_a_method_in_the_decoder(demo: Any) -> None:
 SIZES = [(60, 90), (150, 40), (200, 200), (31, 170), (400, 330)]
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
+@each("keep", KEEPS)
+@each("size", SIZES)
+@each(
     "settings",
     [
         {"size": {"shortest_edge": 64, "longest_edge": 10**6}},
         {"size": {"shortest_edge": 400 * 64, "longest_edge": 10**6}},  # all images are enlarged
         {"size": {"shortest_edge": 64, "longest_edge": 100 * 64}},  # all images are reduced
     ],
-    ids=["as they are", "enlarged", "reduced"],
 )
 def test_qwen_keeps_the_share(settings: dict, size: tuple[int, int], keep: float) -> None:
     processor = Qwen2VLImageProcessor(patch_size=4, **settings)
@@ -177,8 +177,8 @@ def test_qwen_images_do_not_depend_on_their_companions(method: str) -> None:
     assert torch.equal(together["pixel_values"], torch.cat([one["pixel_values"] for one in alone]))
 
 
-@pytest.mark.parametrize("keep", [0.5, 0.25, 0.1])
-@pytest.mark.parametrize(
+@each("keep", [0.5, 0.25, 0.1])
+@each(
     "name", ["LlavaNextImageProcessor", "LlavaOnevisionImageProcessor", "Lfm2VlImageProcessor", "PixtralImageProcessor"]
 )
 def test_tiles_come_as_close_as_they_can(name: str, keep: float) -> None:

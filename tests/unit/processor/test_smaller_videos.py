@@ -12,6 +12,7 @@ from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 import tokenprune
+from each import each
 from processors import LIMITS, special_tokenizer, state
 from tokenprune import UnsupportedSetupError, patch_processor, unpatch_processor
 
@@ -33,8 +34,8 @@ def grids(one: Any, *videos: torch.Tensor) -> list[list[int]]:
     return one.video_processor(list(videos), return_tensors="pt")["video_grid_thw"].tolist()
 
 
-@pytest.mark.parametrize("cls", FOLLOWING)
-@pytest.mark.parametrize("keep", [0.75, 0.5, 0.25, 0.1])
+@each("cls", FOLLOWING)
+@each("keep", [0.75, 0.5, 0.25, 0.1])
 def test_every_frame_keeps_its_share(cls: type, keep: float) -> None:
     """Of videos in one call that differ in size and length, one enlarged by the lower limit; a frame is never lost."""
     one = processor(cls)

@@ -11,6 +11,7 @@ from transformers.models.idefics3.image_processing_idefics3 import Idefics3Image
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 import tokenprune
+from each import each
 from processors import photo, special_tokenizer
 from tokenprune.integrations.hf.families.plain import Idefics3Adapter
 from zoo import BREAK, FAKE, FAMILIES, GLOBAL, IMAGE
@@ -35,7 +36,7 @@ def runs_of(ids: list[int]) -> list[tuple[int, int]]:
     return [(of[0], of[-1] + 1) for of in places]
 
 
-@pytest.mark.parametrize(
+@each(
     ("ids", "want"),
     [
         (TEXT + ONE + TEXT, [1]),

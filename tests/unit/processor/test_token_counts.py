@@ -13,6 +13,7 @@ from transformers.models.llava_onevision.processing_llava_onevision import Llava
 from transformers.models.llava_onevision.video_processing_llava_onevision import LlavaOnevisionVideoProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor, smart_resize
 
+from each import each
 from processors import COUNTED, llava, tokenizer, written
 from tokenprune import OptionError, UnsupportedSetupError, count_visual_tokens
 from tokenprune.shapes.token_counts import countable_processors
@@ -37,7 +38,7 @@ def image(height: int, width: int) -> torch.Tensor:
     return torch.zeros(3, height, width, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@each("name", COUNTED)
 def test_equal_to_the_real_processor(name: str) -> None:
     """Small tiles and limits, so that all branches are met and the images stay cheap."""
     case, seen = COUNTED[name], set()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from processors import llava, photo, tokenizer
 from tokenprune import (
     OptionError,
@@ -29,7 +30,7 @@ def chosen(question: str, count: int = 6, most: int = 6, **options: Any) -> list
 # -- which views
 
 
-@pytest.mark.parametrize(
+@each(
     "question, want",
     [
         ("what is on the front left?", [1]),
@@ -154,7 +155,7 @@ def test_wrong_options() -> None:
 # -- prompts
 
 
-@pytest.mark.parametrize(
+@each(
     "text, kept, want",
     [
         ("sys <image> <image> <image> q", [1], "sys <image> q"),

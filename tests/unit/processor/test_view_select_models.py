@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 import tokenprune
+from each import each
 from processors import COUNTED, LIMITS, demo_model, llava, photo, special_tokenizer, state, tokenizer
 from tests.unit.processor.test_view_select import CAMERAS, VIEWS
 from tokenprune import (
@@ -66,7 +67,7 @@ def same(a: Any, b: Any) -> bool:
     return all(torch.equal(torch.as_tensor(a[name]), torch.as_tensor(b[name])) for name in a)
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@each("name", PROCESSORS)
 def test_a_call_is_that_with_the_kept_views(name: str) -> None:
     processor = PROCESSORS[name]()
     question, mark = "what is on the front left and behind?", processor.image_token
@@ -129,7 +130,7 @@ def test_a_patched_processor_copies_and_saves(tmp_path: Any) -> None:
     assert len(made["pixel_values"]) == 1
 
 
-@pytest.mark.parametrize("keep, count", [(0.5, 3), (0.49, 2), (2 / 3, 4), (0.01, 1), (2, 2), (9, 6), (1.0, 6)])
+@each("keep, count", [(0.5, 3), (0.49, 2), (2 / 3, 4), (0.01, 1), (2, 2), (9, 6), (1.0, 6)])
 def test_keep_is_a_share_or_a_number_of_images(keep: float, count: int) -> None:
     processor = patch_processor(llava(), "view_select", keep=keep)
     assert len(processor(images=VIEWS, text="<image>" * 6 + "what?", return_tensors="pt")["pixel_values"]) == count

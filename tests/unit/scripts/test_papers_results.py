@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from papers_results import cut_short, write_results
 
 DART_BASE = {"gqa": 61.9, "mmb": 64.7, "mme": 1862, "pope": 85.9, "sqa": 69.5, "vqav2": 78.5, "textvqa": 58.2}
@@ -147,7 +148,7 @@ def changed(**metrics: Any) -> Callable[[Path], None]:
     return change
 
 
-@pytest.mark.parametrize(
+@each(
     ("breaks", "told"),
     [
         (cut_short, "is cut short or no JSON"),

@@ -17,6 +17,7 @@ import yaml
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import tokenprune
+from each import each
 from papers_results import ROOT, setting
 from tokenprune import Budget
 
@@ -222,7 +223,7 @@ def test_dymu_is_calibrated_for_the_shares_that_it_is_run_with(papers: Any, call
     assert line[-2:] == ["--out", "t.safetensors"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "told"),
     [
         (["--methods", "dartt"], "'dartt' is not in the table"),

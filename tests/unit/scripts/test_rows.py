@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from each import each
+
 ROOT = Path(__file__).parents[3]
 FIRST = {"cpus": 2, "load": 1.0}
 
@@ -29,7 +31,7 @@ def given(**more: bool) -> argparse.Namespace:
     return argparse.Namespace(**{"allow_load": False, "resume": False, "missing": False} | more)
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "header", "loaded"),
     [
         ({"load": 2.0, "cpus": 2}, None, False),

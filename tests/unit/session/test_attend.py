@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from processors import demo_model, llava, photo
 from session_oracle import NAMES, Recorded, close, played, recorded
 from tokenprune.errors import BudgetError, OptionError
@@ -182,7 +183,7 @@ def test_guidance_runs_beside_it(build) -> None:
     assert not torch.equal(guided.logits[1], whole.logits[1])
 
 
-@pytest.mark.parametrize("attend", [0, 0.0, -1, 1.5, True, None, "half", float("nan")])
+@each("attend", [0, 0.0, -1, 1.5, True, None, "half", float("nan")])
 def test_what_is_no_share_is_refused(attend, build) -> None:
     session = stream_of("llava", build).session
     with pytest.raises(BudgetError, match="attend="):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from session_oracle import collated, images_of
 from tokenprune.errors import (
     BudgetError,
@@ -53,7 +54,7 @@ def unchanged(session: tokenprune.sessions.Session, before: tuple) -> bool:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     "options, error, says",
     [
         ({"memory": 0}, BudgetError, "memory=0 must be a number of visual tokens"),
@@ -144,7 +145,7 @@ def test_a_failure_between_two_layers_is_taken_back(session, build) -> None:
         handle.remove()
 
 
-@pytest.mark.parametrize(
+@each(
     "options, says",
     [
         ({"num_beams": 2}, "num_beams=2 does not go with a session"),
@@ -234,7 +235,7 @@ def test_a_model_that_changed_since_is_refused(session, build) -> None:
     session.say([5])
 
 
-@pytest.mark.parametrize("target", [0.75, 0.7, 1.0])
+@each("target", [0.75, 0.7, 1.0])
 @pytest.mark.parametrize("name", tokenprune.sessions.available_policies())
 def test_the_least_memory_is_what_the_error_and_the_page_say(name: str, target: float, build) -> None:
     """A block's tokens, and more than a policy pins after a compression."""
@@ -326,7 +327,7 @@ def test_a_policy_that_chooses_otherwise_is_named(choice, says: str, build, monk
     assert unchanged(session, before)
 
 
-@pytest.mark.parametrize(
+@each(
     "frames, says",
     [
         (np.zeros((4, 8, 8)), "is no video"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from tokenprune.errors import UnknownPolicyError
 from tokenprune.testing import ConformanceError, check_policy
 
@@ -122,7 +123,7 @@ class WithoutDefault(tokenprune.sessions.Policy):
     size: int
 
 
-@pytest.mark.parametrize(
+@each(
     "policy, says",
     [
         (NoDocstring, "docstring"),

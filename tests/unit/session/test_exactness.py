@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 
+from each import each
 from session_oracle import NAMES, close, images_of, played, recorded
 from tokenprune.families import SUPPORTED
 from zoo import FAMILIES
@@ -52,9 +53,9 @@ def test_a_question_leaves_the_stream_bit_equal(name: str, build) -> None:
         assert torch.equal(one.index, other.index) and torch.equal(one.position, other.position)
 
 
-@pytest.mark.parametrize("memory", [10**6, 124])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NAMES)
+@each("memory", [10**6, 124])
+@each("dtype", [torch.bfloat16, torch.float16])
+@each("name", NAMES)
 def test_half_precision_is_as_near_to_float32_as_one_prefill_in_it(name: str, dtype: torch.dtype, memory: int) -> None:
     half = FAMILIES[name].build("sdpa").to(dtype)
     one, exact = (

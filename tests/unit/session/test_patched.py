@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from session_oracle import NAMES, Recorded, close, collated, images_of, played, recorded
 from tokenprune.budget import Budget
 from tokenprune.errors import ConfigError, UnsupportedSetupError
@@ -47,8 +48,8 @@ def chosen_alone(model: Any, made: Recorded, images: list) -> list[int]:
     return reduction_of(output.past_key_values).slots[0][1][0].tolist()
 
 
-@pytest.mark.parametrize("name", PATCHED)
-@pytest.mark.parametrize("policy, memory", [("window", 10**6), ("uniform", 60), ("infinipot_v", 60)])
+@each("name", PATCHED)
+@each("policy, memory", [("window", 10**6), ("uniform", 60), ("infinipot_v", 60)])
 def test_it_equals_one_prefill_without_what_was_pruned_and_evicted(name: str, policy: str, memory: int, patched):
     images = images_of(FAMILIES[name], 2)
     memory = max(memory, sum(len(image.ids) for image in images))

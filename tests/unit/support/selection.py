@@ -5,7 +5,7 @@ families, or those of one family of each kind that hold each value once."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -140,14 +140,22 @@ if compat.VERSION.release[:2] == (5, 24):
 def names_in(item: pytest.Item) -> set[str]:
     """Return the names among a test's parameters: strings, and what has a name, such as a family or a method."""
     given = getattr(item, "callspec", None)
-    values = [] if given is None else [getattr(value, "name", value) for value in given.params.values()]
-    return {value for value in values if isinstance(value, str)}
+    return set() if given is None else names_of(given.params.values())
+
+
+def names_of(values: Iterable[Any]) -> set[str]:
+    """Return the strings among values of parameters, and the names of those that have one."""
+    return {name for value in values if isinstance(name := getattr(value, "name", value), str)}
 
 
 def lacking(item: pytest.Item) -> list[str]:
     """Return why a test cannot run with the installed transformers: the model types that it lacks, or that cannot be
     pruned with it yet."""
-    return [REASONS[name] for name in sorted(names_in(item) & REASONS.keys())]
+    return why_lacking(names_in(item))
+
+
+def why_lacking(names: set[str]) -> list[str]:
+    return [REASONS[name] for name in sorted(names & REASONS.keys())]
 
 
 def is_fast(item: pytest.Item) -> bool:
@@ -179,12 +187,13 @@ def without(method: str) -> set[str]:
 def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
     """Remove from `items` most variants of tests that are run for methods on families of zoo.py; return them.
 
-    Each method of `FAST_METHODS` stays on every family; in a test without these the first by name does. The first of
-    each kind by name stays on all of `FEW_FAMILIES`. Of each other method one variant stays, on one of them; in another
-    test another one, so that it meets all families and values.
+    Each method of `FAST_METHODS` stays on every family; in a test without these the first by name does. In a test
+    marked `each_kind` the first of each kind by name stays on all of `FEW_FAMILIES`. Of each other method one variant
+    stays, on one of them; in another test another one, so that it meets all families and values.
     """
     known = set(tokenprune.available_methods())
     groups: dict[str, dict[str, dict[str, list[pytest.Item]]]] = defaultdict(lambda: defaultdict(dict))
+    by_kind = {item.nodeid.partition("[")[0] for item in items if item.get_closest_marker("each_kind")}
     for item in items:
         methods, families = names_in(item) & known, names_in(item) & zoo.FAMILIES.keys()
         if len(methods) == 1 and len(families) == 1:
@@ -200,7 +209,7 @@ def leave_out_families(items: list[pytest.Item]) -> list[pytest.Item]:
             on = group[method]
             few = sorted(on.keys() & FEW_FAMILIES.keys() - without(method)) or sorted(on)
             turn = crc32(f"{test} {method}".encode())
-            if method in first.values():
+            if test in by_kind and method in first.values():
                 left = {item for family in few for item in on[family]}
             else:
                 variants = on[few[turn % len(few)]]

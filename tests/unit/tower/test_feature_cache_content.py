@@ -14,6 +14,7 @@ from accelerate import cpu_offload
 
 import tokenprune
 from asked_again import ROOM, counts
+from each import each
 from tokenprune.reuse.cache import FeatureCache
 from zoo import FAMILIES
 
@@ -106,8 +107,8 @@ def stepped(tower: Any) -> None:
         parameter.mul_(2)
 
 
-@pytest.mark.parametrize("change", [loaded, assigned, rounded, exchanged, stepped])
-@pytest.mark.parametrize("part", ["vision_tower", "multi_modal_projector"])
+@each("change", [loaded, assigned, rounded, exchanged, stepped])
+@each("part", ["vision_tower", "multi_modal_projector"])
 @torch.no_grad()
 def test_other_weights_give_no_stale_answer(change: Callable, part: str) -> None:
     family = FAMILIES["llava"]

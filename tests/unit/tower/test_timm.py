@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tokenprune
 from basics import snapshot
+from each import each
 from tests.unit.methods.test_tome import naive
 from tokenprune import BudgetError, OptionError, UnsupportedModelError, UnsupportedSetupError
 
@@ -68,8 +69,8 @@ def naive_features(model: Any, image: Tensor, plan: list[int], proportional: boo
     return grid, counts
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@each("fused", [True, False])
+@each("kind", KINDS)
 @torch.no_grad()
 def test_logits_equal_the_naive_loop(kind: str, fused: bool) -> None:
     model, x = build(kind), images()

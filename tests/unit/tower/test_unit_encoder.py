@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import tokenprune
+from each import each
 from families import FAMILIES as ALL
 from merging_models import UNITS, layers_of, tower_of
 from oracle import close, generate_logits, reduced, survivors
@@ -239,7 +240,7 @@ def test_generate_and_composition(family: Family, model, batch: str, method: Any
     close(got, want)
 
 
-@pytest.mark.parametrize("name", "paligemma aya_vision cohere2_vision qianfan_ocr qwen3_vl_moe qwen3_5".split())
+@each("name", "paligemma aya_vision cohere2_vision qianfan_ocr qwen3_vl_moe qwen3_5".split())
 @torch.no_grad()
 def test_towers_of_the_same_kind_in_other_families(name: str) -> None:
     """What merged is equal to the bit behind projector and shuffle, so that units are what the family makes of them."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from each import each
 from made_up_panels import Fake
 from tokenprune.errors import OptionError
 from tokenprune_bench.tuning import Promise, Tuner, betting
@@ -36,8 +37,8 @@ def naive_p_value(drops: Sequence[float], limit: float, level: float) -> float:
     return 1 / most
 
 
-@pytest.mark.parametrize("level", [0.05, 0.2])
-@pytest.mark.parametrize("limit", [-0.02, 0.02, 0.1])
+@each("level", [0.05, 0.2])
+@each("limit", [-0.02, 0.02, 0.1])
 def test_the_p_value_is_that_of_a_naive_loop(limit: float, level: float) -> None:
     rng = np.random.default_rng(0)
     for draw in (rng.choice([-1.0, 0.0, 1.0], p=[0.02, 0.95, 0.03], size=300), rng.uniform(-0.3, 0.2, size=200)):
@@ -85,7 +86,7 @@ def test_drops_are_read(text: str, share: float) -> None:
     assert read_share(text) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("text", ["1", "0", "100%", "-1%", "one", "", "1%%", "2"])
+@each("text", ["1", "0", "100%", "-1%", "one", "", "1%%", "2"])
 def test_bad_drops_are_refused(text: str) -> None:
     with pytest.raises(OptionError, match=r"write 1%, 1pt or 0\.01"):
         read_share(text)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from tests.unit.vllm.test_offer import offer
 from tokenprune import Budget
 from tokenprune.budget.by_age import aged
@@ -35,8 +36,8 @@ def setting(keep: Any, method: str = "divprune", **more: Any) -> ServedSetting:
     return ServedSetting.of({"method": method, "keep": keep} | more)
 
 
-@pytest.mark.parametrize("keep", KEEPS, ids=str)
-@pytest.mark.parametrize("method", ["divprune", "pool"])
+@each("keep", KEEPS)
+@each("method", ["divprune", "pool"])
 def test_an_image_keeps_what_the_budget_says(keep: dict[str, Any], method: str) -> None:
     """As many as on the Hugging Face side, for each number of images; and the newest what it keeps alone."""
     made, budget = setting(keep, method), Budget(**keep)
@@ -98,7 +99,7 @@ def test_limits_hold_for_the_oldest_image() -> None:
         offer(min_keep=0.25, profiles={"chat": {"keep": shares}})
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "says"),
     [
         ({"method": "fastv"}, "fastv does not make its one cut before the language model"),

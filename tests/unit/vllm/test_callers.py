@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from tests.unit.vllm.test_offer import PROFILES, offer
 from tokenprune.errors import OptionError
 from tokenprune.serve.callers import CallerError, Callers
@@ -77,7 +78,7 @@ def test_what_a_caller_may_not_use_is_not_told_apart_from_what_is_not_there() ->
         made.profile("fsat")
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "says"),
     [
         (3, 'callers must be {"header"'),

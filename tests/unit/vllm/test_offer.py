@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from each import each
 from tokenprune import available_methods, method_info
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.integrations.vllm.setting.configuration import ServerKeys, check_spelling, split
@@ -70,7 +71,7 @@ def test_nothing_is_removed_where_only_profiles_are_named() -> None:
     assert made.setting() == ServedSetting() and made.setting({"profile": "fast"}) == ServedSetting(DivPrune(), 0.25)
 
 
-@pytest.mark.parametrize("name", ["fsat", "", "FAST", 3, None, ["fast"], {"a": 1}, "x" * 10_000, "\ud800"])
+@each("name", ["fsat", "", "FAST", 3, None, ["fast"], {"a": 1}, "x" * 10_000, "\ud800"])
 def test_an_unknown_profile_is_refused(name: Any) -> None:
     with pytest.raises(ProfileError, match=r"has no profile.*it has fast, ocr, small, and default") as caught:
         offer(profiles=PROFILES).setting({"profile": name})
@@ -136,7 +137,7 @@ def test_the_policy_in_words() -> None:
     assert offer(profiles=PROFILES).policy() == ""
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "says"),
     [
         ({"profiles": {"gold": {"min_keep": 0.3}}}, "profile 'gold': .*less than profile 'gold' allows"),

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from each import each
 from tokenprune.errors import OptionError
 from tokenprune.serve.overload import Overload, StepInForce
 
@@ -29,7 +30,7 @@ def test_what_is_read() -> None:
     assert Overload.of(least | {"release": 1, "rise": 0, "dwell": 0}, ["normal", "fast"]) == FLUTTERS
 
 
-@pytest.mark.parametrize(
+@each(
     ("more", "says"),
     [
         ({"release": 0}, r"release in \(0, 1\], as 0.5, not 0"),

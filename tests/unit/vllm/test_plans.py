@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tokenprune
+from each import each
 from tokenprune import registry
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.families import SERVED
@@ -128,7 +129,7 @@ def test_a_video_whose_frames_are_compared() -> None:
 DROPPING = [method for method in (registry.build(name, {}) for name in servable()) if not method.merges]
 
 
-@pytest.mark.parametrize("name", [method.name for method in DROPPING if compares_frames(method)])
+@each("name", [method.name for method in DROPPING if compares_frames(method)])
 def test_rows_of_videos_are_those_of_the_method(name: str) -> None:
     rows = torch.randn(13, 10, generator=torch.Generator().manual_seed(1))
     segments = segments_of([13], (3, 2, 2), "video", rows.device, frames=[[4, 4, 4]])
@@ -138,8 +139,8 @@ def test_rows_of_videos_are_those_of_the_method(name: str) -> None:
     assert torch.equal(stays, want.keep[0]) and bool(stays[-1]) and torch.equal(out, rows)
 
 
-@pytest.mark.parametrize("name", ["random", "uniform", "pool", "divprune"])
-@pytest.mark.parametrize("counts", [[16], [12], [4, 4, 9]])
+@each("name", ["random", "uniform", "pool", "divprune"])
+@each("counts", [[16], [12], [4, 4, 9]])
 def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
     """Against a loop over the segments; columns beyond the width follow with the same weights."""
     method = registry.build(name, {})

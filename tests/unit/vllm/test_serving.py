@@ -16,6 +16,7 @@ import torch
 
 import tokenprune
 import zoo
+from each import each
 from tokenprune import Pruner, Site, registry
 from tokenprune.base import Selection
 from tokenprune.budget import Budget
@@ -40,7 +41,7 @@ SERVER = {"method": "divprune", "keep": 0.25}
 TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
 
 
-@pytest.mark.parametrize(
+@each(
     ("layers", "wanted"),
     [
         ((SERVER,), ServedSetting(DivPrune(), 0.25)),
@@ -74,7 +75,7 @@ def test_later_layers_win(layers, wanted) -> None:
     assert ServedSetting.of(*layers) == wanted
 
 
-@pytest.mark.parametrize(
+@each(
     ("bad", "error", "says"),
     [
         (7, OptionError, "must be an object"),
@@ -193,8 +194,8 @@ def test_cache_keys_hold_all_that_matters() -> None:
         assert ServedSetting.of(ServedSetting.of(setting).as_dict()) == ServedSetting.of(setting)
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 16, 576, 1225])
-@pytest.mark.parametrize("keep", [0.001, 0.25, 0.999, 1.0, 1, 64, 10_000])
+@each("count", [1, 2, 7, 16, 576, 1225])
+@each("keep", [0.001, 0.25, 0.999, 1.0, 1, 64, 10_000])
 def test_counts_are_those_of_the_budget(count: int, keep: float) -> None:
     wanted = min(count, keep) if isinstance(keep, int) else min(count, max(1, round(keep * count)))
     assert ServedSetting(DivPrune(), keep).count(count) == wanted
@@ -271,7 +272,7 @@ REFUSED_METHODS = [
 ]
 
 
-@pytest.mark.parametrize("name", REFUSED_METHODS)
+@each("name", REFUSED_METHODS)
 def test_a_method_that_is_not_served_names_the_options_with_which_it_is(name: str) -> None:
     """Of every method that acts ahead of the language model: no list names those that are served."""
     with pytest.raises(OptionError) as caught:
