@@ -92,7 +92,7 @@ class Units:
             rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))
         owner = to_device(self.owner, x.device)
         if self.patches:
-            return rows[0, owner[0]].view(-1, x.shape[-1])
+            return rows[0, owner[0]].view(-1, *x.shape[1:])
         return rows[torch.arange(len(rows), device=x.device)[:, None], owner]
 
     def bias(self, proportional: bool, dtype: torch.dtype) -> Tensor | None:

@@ -9,8 +9,7 @@ decoder's entry the tokens of all frames but the first of each leave, and those 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,8 +30,9 @@ from tokenprune.integrations.hf.tower.blocks import attention_of, check_layer, f
 from tokenprune.integrations.shared.attachable import hidden_states, states, with_output
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.patch_grid import place
-from tokenprune.integrations.shared.reducer import check_checkpointing
+from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun, check_checkpointing
 from tokenprune.integrations.shared.tower_scores import block_observable
+from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.transfer import to_device
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.sites.frames import FrameMerger, FrameMix
@@ -41,26 +41,20 @@ _CLASS_TOKENS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}  # before the p
 
 
 @dataclass
-class FramesEncoded:
-    """One encoding of V videos; of images there are no frames.
+class FramesRun(TowerRun):
+    """One encoding of V videos, whose `sizes` are their frames; of images there are none. A unit is a frame, `width`
+    tokens.
 
-    frames: of each video, as they enter the tower. left: of each video, so far. owners: before each block, and after
-    the last, for each frame that entered the row that holds it. counts: tokens that entered each block. groups: of each
-    video, see `FrameMerger.groups`. received: float32 `[rows, patches]`, attention in the last block that merges.
+    left: frames of each video so far. groups: of each video, see `FrameMerger.groups`. received: float32 `[rows,
+    patches]`, attention in the last block that merges.
     """
 
-    frames: list[int]
-    left: list[int]
-    owners: list[list[int]]
-    counts: list[int] = field(default_factory=list)
+    width: int = 0
+    left: list[int] = field(default_factory=list)
     groups: list[list[int]] = field(default_factory=list)
     received: Tensor | None = None
 
-    @staticmethod
-    def of(frames: list[int]) -> FramesEncoded:
-        return FramesEncoded(frames, frames, [list(range(sum(frames)))])
-
-    def apply(self, mixes: list[FrameMix], x: Tensor) -> Tensor:
+    def mix(self, mixes: list[FrameMix], x: Tensor) -> Tensor:
         """Return rows `[R, ...]`, those of all videos, as they are left by one mix for each video."""
         pairs = zip(mixes, x.split(self.left), strict=True)
         return torch.cat([mix.apply(rows) for mix, rows in pairs])
@@ -71,16 +65,11 @@ class FramesEncoded:
         left = [len(mix.first) for mix in mixes]
         for number, (mix, before) in enumerate(zip(mixes, self.left, strict=True)):
             rows += [sum(left[:number]) + own for own in mix.owners(before)]
-        self.owners.append([rows[own] for own in self.owners[-1]])
-        self.left = left
-
-    def restore(self, x: Tensor, stage: int = -1) -> Tensor:
-        """Give each frame that entered the row that holds it. Rows that are as many are as they should be."""
-        owners = self.owners[stage]
-        return x if len(x) == len(owners) else x[to_device(owners, x.device)]
+        owner = to_device(rows, self.units.owner.device)[self.units.owner]
+        self.units, self.left = replace(self.units, owner=owner, left=[sum(left)]), left
 
 
-class FrameMerging(GroupedTokens):
+class FrameMerging(TowerReducer, GroupedTokens):
     """Has `method` merge frames in the tower of `adapter`'s model, and takes what it leaves out from the prompt.
 
     Raises UnsupportedSetupError for towers whose rows are no frames, BudgetError for a budget that is not one of a
@@ -103,23 +92,22 @@ class FrameMerging(GroupedTokens):
         self.protected = _CLASS_TOKENS[type(self.layers[0]).__name__]
         self.layer = getattr(adapter.config, "vision_feature_layer", -1)
         depth = self.layer if self.layer >= 0 else len(self.layers) + 1 + self.layer
-        self.blocks = method.blocks(depth)
+        self.blocks = [Block(layer, layer, layer) for layer in self.layers]
+        self.mixed = method.blocks(depth)
         self.shape = DecoderShape.from_config(adapter.text_config)
-        self.observer = Observer(attention_of(self.layers[self.blocks[-1]]), self._observe)
+        self.observer = Observer(attention_of(self.layers[self.mixed[-1]]), self._observe)
 
     def _attach(self) -> None:
         self.attach_part(self.observer)
-        self.hook(self.tower.register_forward_pre_hook, self._enter_tower, with_kwargs=True)
+        super()._attach()
+        for index in self.mixed:
+            self.around(self.layers[index], None, partial(self._leave_mixed, index))
         self.hook(self.encoder.register_forward_hook, self._leave_encoder)
         self.hook(self.tower.register_forward_hook, self._leave_tower)
-        for index, layer in enumerate(self.layers):
-            # Before the hooks of others: what they see is the block's output.
-            leave = partial(self._leave_block, index)
-            self.hook(layer.register_forward_hook, leave, prepend=True, with_kwargs=True)
 
-    def _state(self) -> FramesEncoded | None:
+    def state(self) -> FramesRun | None:
         state = states().get(self)
-        return state if isinstance(state, FramesEncoded) else None
+        return state if isinstance(state, FramesRun) else None
 
     # -- inside the tower
 
@@ -134,82 +122,82 @@ class FrameMerging(GroupedTokens):
         self._leave_frames(encoding, output)
         return output
 
-    def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        # A tower that is called by itself gets no frames of which it is known what they are.
-        announced = states().pop(self, None)
-        states()[self] = FramesEncoded.of(announced if isinstance(announced, list) else [])
+    def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        hidden = hidden_states(args, kwargs)
+        if index == 0:
+            announced = states().get(self)
+            # A tower that is called by itself gets no frames of which it is known what they are.
+            frames = announced if isinstance(announced, list) else []
+            rows, width = hidden.shape[:2]
+            units, none = Units.packed(rows, 1, torch.device("cpu")), [None] * len(self.blocks)
+            states()[self] = FramesRun(units, none, sizes=frames, width=width, left=frames)
+        run = self.state()
+        if run is not None and run.sizes and index in self.mixed:
+            check_checkpointing(module, hidden)
+        return super()._enter_block(index, module, args, kwargs)
 
     def _observe(self, observation: Observation) -> None:
-        state = self._state()
-        if state is not None and state.frames:
+        run = self.state()
+        if run is not None and run.sizes:
             with torch.no_grad():
                 shown = block_observable(self.method.reads).of_patches(observation, self.protected)
-            state.received = shown.float().mean(1)
+            run.received = shown.float().mean(1)
 
-    def _leave_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        state = self._state()
-        if state is None:
-            return None  # a block that checkpointing runs again
+    def _leave_mixed(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
+        run = self.state()
+        if run is None or not run.sizes:
+            return None  # images, or a block that checkpointing runs again
         hidden = output[0] if isinstance(output, tuple) else output
-        state.counts.append(math.prod(hidden.shape[:2]))
-        if not state.frames:
-            return None
-        if index not in self.blocks:
-            state.owners.append(state.owners[-1])
-            return None
-        check_checkpointing(module, hidden_states(args, kwargs))
         with torch.no_grad():
-            mixes = [self.method.mix(rows[:, self.protected :]) for rows in hidden.split(state.left)]
-        mixed = state.apply(mixes, hidden)
-        last = index == self.blocks[-1]
+            mixes = [self.method.mix(rows[:, self.protected :]) for rows in hidden.split(run.left)]
+        mixed = run.mix(mixes, hidden)
+        last = index == self.mixed[-1]
         if last:
-            if state.received is None:
+            if run.received is None:
                 raise UnsupportedSetupError(f"{self.method.name}: block {index} of the tower showed no attention")
-            state.received = state.apply(mixes, state.received)
-        state.follow(mixes)
+            run.received = run.mix(mixes, run.received)
+        run.follow(mixes)
         if last:
             with torch.no_grad():
-                state.groups = [self.method.groups(rows[:, self.protected :]) for rows in mixed.split(state.left)]
+                run.groups = [self.method.groups(rows[:, self.protected :]) for rows in mixed.split(run.left)]
         return with_output(lambda _: mixed, output)
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        state = self._state()
-        return with_output(state.restore, output) if state is not None and state.frames else None
+        run = self.state()
+        return None if run is None else with_output(run.units.full, output)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
         open_record(output)  # raises what cannot have one
-        state = self._state()
-        if state is not None and state.frames and output.hidden_states is not None:
-            restored = [None if x is None else state.restore(x, i) for i, x in enumerate(output.hidden_states)]
-            output.hidden_states = tuple(restored)
+        run = self.state()
+        if run is not None and output.hidden_states is not None:
+            pairs = zip(run.stages(), output.hidden_states, strict=False)
+            output.hidden_states = tuple(None if x is None else units.full(x) for units, x in pairs)
         return output
 
     # -- after the tower
 
     def _leave_frames(self, encoding: Encoding, output: Any) -> None:
         """Write to the encoder's output what became of frames and tokens."""
-        state = self._state()
-        states().pop(self, None)
-        if state is None:
+        run = self.state()
+        self.end()
+        if run is None:
             return
-        self.leave_tokens(output, state.counts)
-        if not state.frames:
+        self.leave_tokens(output, [left * run.width for (left,) in run.counts])
+        if not run.sizes:
             return
         # On the host from here on: how many tokens stay is what it has to know.
-        assert state.received is not None  # see `_leave_block`
-        received = state.restore(state.received).cpu()
+        assert run.received is not None  # see `_leave_mixed`
+        received = run.units.full(run.received).cpu()
         total = feature_total(output)
         placed = place(self.adapter, encoding.modality, encoding.on_host, total, received.unsqueeze(-1), None)
-        size = len(placed.cells) // len(state.frames)  # videos of one call have as many frames
-        starts, groups = state.owners[-1], []
-        for number, cells in enumerate(placed.cells.split(size)):
-            rows = [r for r in starts if sum(state.left[:number]) <= r < sum(state.left[: number + 1])]
-            scores = placed.scores[number * size :][:size, 0]
-            found = self._groups_of(rows, cells[:, 0], scores, state, number)
-            groups.append(to_device(found, state.received.device))
+        size = len(placed.cells) // len(run.sizes)  # videos of one call have as many frames
+        groups, pieces = [], zip(run.owners(), placed.cells.split(size), placed.scores.split(size), strict=True)
+        for number, (rows, cells, scores) in enumerate(pieces):
+            found = self._groups_of(rows.tolist(), cells[:, 0], scores[:, 0], run.groups[number])
+            groups.append(to_device(found, run.received.device))
         self.leave_groups(output, groups)
 
-    def _groups_of(self, rows: list[int], tile: Tensor, score: Tensor, state: FramesEncoded, number: int) -> Tensor:
+    def _groups_of(self, rows: list[int], tile: Tensor, score: Tensor, groups: list[int]) -> Tensor:
         """Return for each token of a video the one that stands for it, -1 for none; long `[tokens]`.
 
         rows: of each frame, which of the rows left holds it. tile: long `[tokens]`, which frame each is of, -1 for what
@@ -222,7 +210,7 @@ class FrameMerging(GroupedTokens):
         first = torch.tensor([rows.index(row) for row in dict.fromkeys(rows)], device="cpu")
         (most,) = self.budget.resolve([len(tile)], layer=0, shape=self.shape, text_tokens=0)
         received = score[position[first]]
-        keep = self.method.choose_tokens(received, state.groups[number], max(1, most - int((~inside).sum())))
+        keep = self.method.choose_tokens(received, groups, max(1, most - int((~inside).sum())))
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.shape != received.shape:
             raise TokenPruneError(
                 f"{self.method.name}.choose_tokens() must return a bool tensor {list(received.shape)}"
