@@ -2,8 +2,8 @@
 """The seam between the core and its add-ons.
 
 An add-on is a room of the package that builds on the core: sessions, guard, drafting, reuse (of encoded images),
-attention (changes of it), and serve, on a vLLM server. No file of the core imports one. Where a caller asks for one, it
-is loaded by name, here: a plain patch and a plain server load none.
+attention (changes of it), processor (methods on pixels), and serve, on a vLLM server. No file of the core imports one.
+Where a caller asks for one, it is loaded by name, here: a plain patch and a plain server load none.
 """
 
 from __future__ import annotations
