@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tokenprune": ".", "tokenprune_bench": "bench", "tokenprune_demo": "demo"}
 # Rooms that the core loads by name, where a caller asks for one (tokenprune/addons.py), and imports nowhere: a folder
 # counts as a whole, with all that its add-on alone needs.
-ADD_ONS = ["sessions", "guard", "drafting", "graphs", "reuse", "attention", "serve"]
+ADD_ONS = ["sessions", "guard", "drafting", "graphs", "reuse", "attention", "processor", "serve"]
 # All that a forward of a patched model may run, whatever the method and the family: what takes tokens out of a decoder,
 # the parts that plug into it, the checks, and the notes on encoded images.
 ENGINE = [

@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 # public modules of their own: `_MODULES`.
 _HOMES = {
     "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "feature_cache", "method"),
-    "tokenprune.workflows.processors": ("patch_processor", "unpatch_processor"),
+    "tokenprune.processor.api": ("patch_processor", "unpatch_processor"),
     "tokenprune.workflows.two_pass": ("escalate", "Escalation"),
     "tokenprune.drafting.assistant": ("assistant",),
     "tokenprune.workflows.frame_weights": ("frame_weights",),
@@ -88,6 +88,7 @@ if TYPE_CHECKING:
         UnsupportedSetupError,
     )
     from tokenprune.guard.settings import Guard
+    from tokenprune.processor.api import patch_processor, unpatch_processor
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.reuse.cache import FeatureCache
     from tokenprune.setting.saved import Config, read_config, write_config
@@ -95,7 +96,6 @@ if TYPE_CHECKING:
     from tokenprune.statistics import Stats
     from tokenprune.view.tokens import VisualTokens
     from tokenprune.workflows.frame_weights import frame_weights
-    from tokenprune.workflows.processors import patch_processor, unpatch_processor
     from tokenprune.workflows.two_pass import Escalation, escalate
 
 

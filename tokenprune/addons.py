@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam between the core and its add-ons.
 
-An add-on is a room of the package that builds on the core: sessions, guard, drafting, graphs, reuse (of images),
-attention (changes of it), and serve, on a vLLM server. No file of the core imports one. Where a caller asks for one, it
-is loaded by name, here: a plain patch and a plain server load none.
+An add-on is a room of the package that builds on the core: sessions, guard, drafting, graphs, reuse (of encoded
+images), attention (changes of it), processor (methods on pixels), and serve, on a vLLM server. No file of the core
+imports one. Where a caller asks for one, it is loaded by name, here: a plain patch and a plain server load none.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenprune.addons import add_on
 from tokenprune.api import is_patched, patched, stats
 from tokenprune.base import Method, Site
 from tokenprune.budget import Budget
@@ -89,7 +90,6 @@ def escalate(
     Source: our decision, in the spirit of VisionThink (arXiv 2507.13348), which trains a model to ask for the larger
     image; this is training-free. The thresholds are a choice, not a calibration.
     """
-    from tokenprune.integrations.hf.processor.prompts import PromptReader
     from tokenprune.methods.pixels.dynres import asks_for_detail
 
     if not isinstance(text, str):
@@ -98,7 +98,7 @@ def escalate(
     one = method if isinstance(method, Method) else build(method, {})
     reason = None
     if guard:
-        question = PromptReader(processor, ESCALATE).prompt(text).question
+        question = add_on("processor.prompts").PromptReader(processor, ESCALATE).prompt(text).question
         reason = "question" if asks_for_detail(question) else "image" if any_detailed(processor, images) else None
 
     margin = entropy = None

@@ -165,7 +165,7 @@ def test_what_a_method_says_of_itself_is_what_running_it_says() -> None:
 ASIDE = (
     "tokenprune.serve",
     "tokenprune.guard", "tokenprune.sessions", "tokenprune.drafting", "tokenprune.reuse", "tokenprune.attention",
-    "tokenprune.workflows",
+    "tokenprune.processor",    "tokenprune.workflows",
 )  # fmt: skip
 
 

@@ -7,14 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tokenprune import abilities
@@ -35,16 +29,11 @@ from tokenprune.view.registry import observables_of
 
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", *compat.CACHE_NAMES}
-
 # Kinds of cache layers of which tokens can be left out, beside quantized ones.
 _KNOWN_LAYERS = {
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-    compat.LINEAR_LAYER,
-    compat.EMPTY_LAYER,
-}
+    cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.StaticLayer,
+    cache_utils.StaticSlidingWindowLayer, compat.LINEAR_LAYER, compat.EMPTY_LAYER,
+}  # fmt: skip
 # Where a method reads the attention of the layer before its cut, and that which the layer after it would have.
 BEFORE, AFTER = (ObservedAt.LAYER_BEFORE, ObservedAt.UNROTATED), (ObservedAt.NEXT_LAYER,)
 
@@ -69,7 +58,6 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
                 f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
             )
         check_layers(step, adapter)
-    for step in steps:
         if step.budget.of_videos and adapter.family.after_frames is None:
             raise BudgetError(
                 f"{step.budget} goes by the frames of a video, which are not known of {adapter.config.model_type!r}: "

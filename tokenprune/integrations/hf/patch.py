@@ -30,8 +30,6 @@ from tokenprune.integrations.hf.parts.kept_inputs import KeptInputs
 from tokenprune.integrations.hf.parts.layer_attention import LayerAttention
 from tokenprune.integrations.hf.parts.static_steps import StaticSteps
 from tokenprune.integrations.hf.parts.video_frames import VideoFrames, compares_frames
-from tokenprune.integrations.hf.processor.image_selection import ViewPatch
-from tokenprune.integrations.hf.processor.resizing import FullCounts, PixelPatch
 from tokenprune.integrations.hf.tower.attention_scores import BlockReader
 from tokenprune.integrations.hf.tower.base import InTower
 from tokenprune.integrations.hf.tower.build import tower_patch
@@ -96,16 +94,15 @@ def _parts(
     abilities.check_together(acting)
     check_abilities(stages, adapter)
 
-    pixels: list[PixelPatch | ViewPatch] = []
-    steps = []
+    pixels, steps = [], []
     parts: list[Part] = []
     for step in stages:
         method, budget = step.method, step.budget
         match method:
             case ResizeMethod():
-                pixels.append(PixelPatch(method, budget, processor, adapter))
+                pixels.append(add_on("processor.resizing").PixelPatch(method, budget, processor, adapter))
             case ImageChooser():
-                pixels.append(ViewPatch(method, budget, processor, adapter))
+                pixels.append(add_on("processor.image_selection").ViewPatch(method, budget, processor, adapter))
             case UnitDropper() | FrameMerger() | EncoderMethod() if method.is_identity(budget):
                 pass
             case UnitDropper():
@@ -161,7 +158,7 @@ def _parts(
         why_not = f"{whole[0]} changes what all layers attend to" if whole else ""
         parts += add_on("graphs.prefill").graphed_prefill(adapter, graphs, near, why_not)
     if pixels:
-        parts.append(FullCounts(pixels))
+        parts.append(add_on("processor.resizing").FullCounts(pixels))
     return [*pixels, Engine(adapter, steps, [*parts, *_decoder_parts(adapter, steps, record)], record)]
 
 

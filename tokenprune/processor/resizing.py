@@ -15,11 +15,11 @@ from torch import nn
 from tokenprune.budget import Budget
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.processor.marker import MARK, refuse_second_patch
-from tokenprune.integrations.hf.processor.prompts import PromptReader, intercepted
-from tokenprune.integrations.hf.processor.videos import smaller_videos
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.resizing import Resizer
+from tokenprune.processor.marker import MARK, refuse_second_patch
+from tokenprune.processor.prompts import PromptReader, intercepted
+from tokenprune.processor.videos import smaller_videos
 from tokenprune.sites.pixels import ResizeMethod
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from typing import Any
 
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError
-from tokenprune.integrations.hf.processor.marker import MARK, refuse_second_patch
-from tokenprune.integrations.hf.processor.prompts import PromptReader, intercepted, is_nested
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
+from tokenprune.processor.marker import MARK, refuse_second_patch
+from tokenprune.processor.prompts import PromptReader, intercepted, is_nested
 from tokenprune.shapes.token_counts import Reader, Rule, rule_for
 from tokenprune.sites.pixels import ImageChooser
 from tokenprune.view.images import InputImage

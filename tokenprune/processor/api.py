@@ -39,9 +39,9 @@ def patch_processor(
     UnsupportedSetupError for the others, and OptionError, BudgetError or AlreadyPatchedError; the processor is then as
     it was before.
     """
-    from tokenprune.integrations.hf.processor.image_selection import ViewPatch
-    from tokenprune.integrations.hf.processor.marker import patch_on
-    from tokenprune.integrations.hf.processor.resizing import PixelPatch
+    from tokenprune.processor.image_selection import ViewPatch
+    from tokenprune.processor.marker import patch_on
+    from tokenprune.processor.resizing import PixelPatch
 
     if isinstance(method, (list, tuple)):
         raise OptionError("patch_processor takes one method: those that act on the model go to tokenprune.patch")
@@ -75,7 +75,7 @@ def patch_processor(
 
 def unpatch_processor(processor: ProcessorT) -> ProcessorT:
     """Give the processor back as it was; raises NotPatchedError if there is no patch, or one that came with a model."""
-    from tokenprune.integrations.hf.processor.marker import patch_on
+    from tokenprune.processor.marker import patch_on
 
     present = patch_on(processor)
     if present is None:
