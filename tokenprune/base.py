@@ -99,6 +99,7 @@ class Method(ReprIsCall):
     query_free:   options, by name, under which the choice no longer depends on the question; empty if there are none.
     fallback_options: options, by name, under which it reads less of a model than it may; empty if there are none.
     asks_device:  choosing reads values on the host, which waits for the device, in one of its stages at least.
+    least:        the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
     reconstruction: True if it is written from other sources than its authors' full text or code, so that parts of it
                   are guesses, which its docstring names.
     fit:          for a method that is fitted to a model first, a static method
@@ -117,6 +118,7 @@ class Method(ReprIsCall):
     fallback_options: ClassVar[Mapping[str, Any]] = {}
     reconstruction: ClassVar[bool] = False
     asks_device: ClassVar[bool] = False
+    least: ClassVar[int] = 1
     fit: ClassVar[Callable[..., Any] | None] = None
     fit_limit: ClassVar[int | None] = 48
     fit_question: ClassVar[str | None] = "Describe this image."
@@ -137,11 +139,6 @@ class Method(ReprIsCall):
         """True if the method chooses the count at run time: it runs even where its budget is all tokens, as a stage
         that only observes and remembers does. With `keep=1.0` no stage runs."""
         return False
-
-    @property
-    def least(self) -> int:
-        """The fewest tokens of an image that it may keep; 0 for a method that may withdraw an image."""
-        return 1
 
     @property
     def query_aware(self) -> bool:

@@ -7,6 +7,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, cast
 
 from tokenprune.budget.by_age import Tiers, aged, checked_tiers
@@ -167,7 +168,7 @@ class Budget:
         """The share that is asked for, of whatever the target counts; None for a number of tokens."""
         return float(self.amount) if self.target in _SHARES else None
 
-    @property
+    @cached_property
     def of_videos(self) -> bool:
         """True if what a video keeps follows from its seconds or frames, not from its number of tokens alone."""
         return self.target in _OF_VIDEOS or self.frame_weights is not None
@@ -194,7 +195,7 @@ class Budget:
         """
         if self.of_videos:
             raise BudgetError(f"{self} is for the videos of a prompt, and nothing is known of any here: say keep=")
-        if self.keep is None:
+        if self.target not in _OF_IMAGES:
             return self.solve([(layer, 1.0)], counts, shape=shape, text_tokens=text_tokens)[0]
         kept = [self.resolve_keep(count) for count in counts]
         return kept if self.age is None else aged(kept, self.age, self.step)
