@@ -15,7 +15,8 @@ import sheets  # noqa: E402
 
 RESULTS = ROOT / "experiments/results"
 GPU_TABLES = (
-    "a_correctness", "b_llava_next", "c_memory", "d_video", "e_kernels", "f_llava15", "g_decode",
+    "a_correctness", "b_llava_next", "c_memory", "d_video", "e_kernels", "f_llava15", "g_decode", "h_vllm_answers",
+    "h_vllm_times", "i_graphs",
 )  # fmt: skip
 IN_PEERS = ("b_llava_next", "f_llava15")  # shown by experiments/peers.py
 FLOOR = 0.95  # of efficiency

@@ -34,7 +34,7 @@ import torch  # noqa: E402
 
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter, which its first import settles
     os.environ.setdefault("TRITON_INTERPRET", "1")
-from common import Rows, code_version, default_device, header, results_path  # noqa: E402
+from common import Rows, code_version, default_device, header, results_path, write  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from sheets import cells  # noqa: E402
@@ -105,7 +105,11 @@ class Sheet:
             path = args.out / path.name
         about = {"title": title, "shape": "tiny models" if self.tiny else shape, "tiny": self.tiny, "columns": columns}
         self.rows = Rows(path, header(self.device, **about), args, code=code_version(), tiny=self.tiny)
+        self.part, self.parts = map(int, args.part.split("/"))
+        if self.parts > 1:  # whatever joins the parts finds no row of other code in them
+            write(path, [self.rows.first, *self.rows.records])
         self.console, self.shown, self.missed, self.failed = Console(width=180), [], [], 0
+        self.asked = 0
 
     def take(self, place: Sequence[Any], run: Callable[[], dict[str, Any]], seconds: float | None = None) -> None:
         """Measure the row of a place, unless the file has it, `--only` leaves it out, or time is up.
@@ -115,6 +119,9 @@ class Sheet:
         seconds = seconds or (60 * self.args.minutes if self.tiny else ROW)
         label = " ".join(map(str, place))
         if self.args.only and not any(one in label for one in self.args.only):
+            return
+        self.asked += 1
+        if self.asked % self.parts != self.part:
             return
         if known := self.rows.known(place):
             self.shown += known
@@ -188,6 +195,7 @@ def _options(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="after which the file has ended")
     parser.add_argument("--out", type=Path, help="folder of the rows; those of experiments/results are taken along")
     parser.add_argument("--only", nargs="+", help="places that contain one of these words")
+    parser.add_argument("--part", default="0/1", help="of the places, as 3/8: run.py has several processes share them")
     parser.add_argument("--again", dest="resume", action="store_false", help="measure what the file has, too")
     parser.add_argument("--missing", action="store_true", help="take rows that the file has of other code")
     parser.add_argument("--device", default=default_device())

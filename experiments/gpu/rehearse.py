@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearse the half-hour on a stand-in: an environment with exactly the machine's versions, no network, --tiny.
+"""Rehearse both runs on a stand-in: an environment with exactly the machine's versions, no network, --tiny.
 
     python experiments/gpu/rehearse.py --python python3.12     # makes .venv-gpu where it is missing, and wheels
+
+--vllm: a Python with vLLM's CPU build, which the tables h run in.
 
 Writes rehearsal.md beside this file: versions, what each file took, and how it ended. It ends with 1 where one did not
 end with 0, and where a package is there that the machine lacks.
@@ -63,11 +65,16 @@ def prepare(python: str) -> str:
     return made.stdout.strip()
 
 
-def rehearse(out: Path) -> tuple[int, bool]:
-    """Run all files with --tiny; return how that ended, and whether without a network."""
-    command = [str(PYTHON), str(HERE / "run.py"), "--tiny", "--out", str(out)]
+def rehearse(out: Path, python: Path | str, *tables: str) -> tuple[int, bool]:
+    """Run files with --tiny, all but those of vLLM where none is named; return how that ended, and whether without a
+    network. vLLM's parts talk to each other through it."""
+    command = [str(python), str(HERE / "run.py"), "--tiny", "--out", str(out), *tables]
     apart = ["unshare", "--map-root-user", "--net"]
-    alone = bool(shutil.which("unshare")) and subprocess.run([*apart, "true"], capture_output=True).returncode == 0
+    alone = (
+        not tables
+        and bool(shutil.which("unshare"))
+        and subprocess.run([*apart, "true"], capture_output=True).returncode == 0
+    )
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run([*apart, *command] if alone else command, env=env).returncode, alone
 
@@ -101,13 +108,15 @@ def page(wheels: str, there: dict[str, str], out: Path, alone: bool) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default="python3.12", help="of which the stand-in is made")
+    parser.add_argument("--vllm", default=str(ROOT / ".venv-vllm/bin/python"), help="of the tables h")
     args = parser.parse_args()
     wheels, there = prepare(args.python), versions()
     print(wheels)
     if found := [name for name in LACKS if name in there]:
         raise SystemExit(f"the machine lacks {', '.join(found)}, the stand-in does not")
     with tempfile.TemporaryDirectory() as folder:
-        code, alone = rehearse(Path(folder))
+        code, alone = rehearse(Path(folder), PYTHON)
+        code = max(code, rehearse(Path(folder), args.vllm, "h")[0])
         (HERE / "rehearsal.md").write_text(page(wheels, there, Path(folder), alone), encoding="utf-8")
     return code
 

@@ -45,6 +45,24 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return header, [row for row in found if "failed" not in row]
 
 
+def short(path: Path) -> str:
+    """Return a table in a few words a row, as a terminal that shows the last lines alone has room for."""
+    header, found = rows.read(path)
+    lines = [f"{header['title']}: {' | '.join(header['columns'].values())}"]
+    for row in found:
+        if "failed" in row:
+            lines.append(f"failed: {row['label']}: {row['failed'][:120]}")
+        elif row.get("verdict") != "equal":
+            lines.append(" | ".join(cells(header, row)))
+    lines += [f"{what}: {number} equal" for what, number in _equal(found).items()]
+    return "\n".join(lines)
+
+
+def _equal(found: list[dict[str, Any]]) -> Counter[str]:
+    """Return how many rows are as they should be, by what was compared."""
+    return Counter(row["what"] for row in found if row.get("verdict") == "equal")
+
+
 def found(name: str) -> list[tuple[Path, dict[str, Any], list[dict[str, Any]]]]:
     """Return the tables of this name, one for each GPU that was measured, without those that have no quiet row."""
     paths = [path for path in sorted(RESULTS.glob(f"*/{name}.jsonl")) if not path.parent.name.endswith("-tiny")]
@@ -63,13 +81,12 @@ def where(header: dict[str, Any]) -> str:
 def markdown(header: dict[str, Any], found: list[dict[str, Any]]) -> str:
     """Return a table for a page."""
     # What is as it should be is counted, not listed.
-    equal = [row for row in found if row.get("verdict") == "equal"]
-    found = [row for row in found if row.get("verdict") != "equal"]
+    kinds, found = _equal(found), [row for row in found if row.get("verdict") != "equal"]
     names = list(header["columns"].values())
     lines = ["| " + " | ".join(names) + " |", "|---" + "|---:" * (len(names) - 1) + "|"]
     lines += ["| " + " | ".join(cells(header, row)) + " |" for row in found]
-    kinds = Counter(row["what"] for row in equal)
-    said = "; ".join(f"{what}: {number} methods equal" for what, number in kinds.items())
+    noun = "methods" if names[0] == "method" else "answers"
+    said = "; ".join(f"{what}: {number} {noun} equal" for what, number in kinds.items())
     return "\n".join([*([said, ""] if said else []), *lines])
 
 
@@ -80,6 +97,6 @@ def pages(names: tuple[str, ...]) -> str:
         for path, header, rows_ in found(name):
             source = f"experiments/results/{path.parent.name}/{path.name}"
             by = f"By `python experiments/gpu/{name}.py`; raw data: [{source}](../{source})."
-            text = f"{where(header)}\n\n{markdown(header, rows_)}\n\n{by}"
+            text = f"{where(header)} {header.get('note', '')}".strip() + f"\n\n{markdown(header, rows_)}\n\n{by}"
             parts.append(f"<details markdown>\n<summary>{header['title']}</summary>\n\n{text}\n\n</details>")
     return "\n\n".join(parts)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`patch(..., graphs=True)` beside the same patch without it: the decoder's prefill as replays, and 64 tokens of
+`generate`.
+
+Prefill: LLaVA-1.5-7B's decoder, 576 visual tokens to 64 and 192, and as in LLaVA-NeXT 2880 to 320; images are encoded
+before. Eager and graphs take turns; the bounds are the defaults, so that what is longer than 1024 tokens is not
+replayed, and the table says why. "first replay": the call that captures, after one that learns. "gap": between the
+logits of the two ways, as a share of their length. "GPU busy": kernels of the eager run, by the profiler. 64 tokens:
+`generate` from pixels on, with the cache that grows, with `cache_implementation="static"`, whose steps transformers
+compiles by itself on a GPU, and with graphs. `none` is the unpatched model, in graphs by `tokenprune.graphs.graphed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+from kit import Sheet  # isort: skip
+import torch
+from clocks import Clocks, bound
+from common import Clock
+from efficiency import TILE, Case
+from prefills import NONE, model_of
+
+import tokenprune
+from tokenprune.api import attachment_of
+from tokenprune.graphs.prefill import GraphedPrefill, graphed_prefill
+from tokenprune.integrations.hf.families import adapter_for
+
+METHODS = ("random", "divprune", "visionzip", "cdpruner", "fastv", "dart")
+ANSWER, ROUNDS = 64, 3  # tokens; runs of each turn
+COLUMNS = {
+    "method": "method", "what": "what", "batch": "batch", "visual": "visual", "keep": "kept", "eager_ms": "eager ms",
+    "graphs_ms": "graphs ms", "static_ms": "static cache ms", "times": "times as fast", "device_ms": "GPU busy ms",
+    "hits": "hits", "why_not": "misses", "first_ms": "first replay ms", "graphs_bytes": "graphs MiB", "gap": "gap",
+    "bound": "bound by",
+}  # fmt: skip
+
+
+class Ways:
+    """A method on one prompt, with graphs and without."""
+
+    def __init__(self, sheet: Sheet, model: Any, name: str, visual: int, keep: int, batch: int) -> None:
+        self.sheet, self.model, self.name = sheet, model, name
+        self.case = Case(model, visual, keep, Clock(sheet.device), batch)
+        self.setting = {} if name == NONE else self.case.setting(name)
+        self.about = {"method": name, "batch": batch, "visual": visual, "keep": keep}
+
+    @contextmanager
+    def patched(self, graphs: bool) -> Iterator[GraphedPrefill | None]:
+        """Patch the model, and hand out what replays its prefill."""
+        if self.name != NONE:
+            with tokenprune.patched(self.model, self.name, guard="off", graphs=graphs, **self.setting):
+                parts = attachment_of(self.model).engine.parts
+                yield next((part for part in parts if isinstance(part, GraphedPrefill)), None)
+            return
+        parts = graphed_prefill(adapter_for(self.model), graphs)
+        for part in parts:
+            part.attach()
+        try:
+            yield parts[0] if parts else None
+        finally:
+            for part in parts:
+                part.detach()
+
+    def prefill(self, images: Any) -> torch.Tensor:
+        """Return the logits of the last token, `[B, 1, V]`."""
+        torch.manual_seed(0)
+        given = {"image": images}
+        return self.model(input_ids=self.case.ids, mm_encoder_outputs=given, use_cache=True, logits_to_keep=1).logits
+
+    def answer(self, **options: Any) -> torch.Tensor:
+        """Return the tokens of an answer."""
+        torch.manual_seed(0)
+        pixels = self.case.pixels(self.case.batch * (self.case.visual // TILE))
+        ids, number = self.case.ids, 4 if self.sheet.tiny else ANSWER
+        wanted = {"max_new_tokens": number, "min_new_tokens": number, "do_sample": False} | options
+        return self.model.generate(
+            input_ids=ids, pixel_values=pixels, attention_mask=torch.ones_like(ids), pad_token_id=0, **wanted
+        )
+
+    def times(self, run: Callable[[], Any]) -> list[float]:
+        return [1000 * self.case.clock(run)[0] for _ in range(1 if self.sheet.tiny else ROUNDS)]
+
+
+def of_prefill(sheet: Sheet, clocks: Clocks, model: Any, *which: Any) -> dict[str, Any]:
+    """Return the row of a prefill."""
+    ways = Ways(sheet, model, *which)
+    eager: list[float] = []
+    graphs: list[float] = []
+    for _ in range(1 if sheet.tiny else 2):
+        with ways.patched(False):
+            run = partial(ways.prefill, ways.case.images("random" if ways.name == NONE else ways.name))
+            want = run()
+            eager += ways.times(run)
+            busy = clocks.busy_ms(run)
+        with ways.patched(True) as part:
+            run()  # which layers follow each other
+            first = 1000 * clocks.clock(run)[0]
+            graphs += ways.times(run)
+            off = (run() - want).float().norm() / want.float().norm()
+            counts = counted(part)
+    return ways.about | counts | compared(eager, graphs) | {
+        "what": "prefill", "first_ms": first, "gap": float(off), "device_ms": busy, "bound": bound(median(graphs), busy)
+    }  # fmt: skip
+
+
+def of_answer(sheet: Sheet, clocks: Clocks, model: Any, *which: Any) -> dict[str, Any]:
+    """Return the row of an answer."""
+    ways = Ways(sheet, model, *which)
+    taken: dict[bool, list[float]] = {}
+    for graphs in (False, True):
+        with ways.patched(graphs) as part:
+            ways.answer()
+            ways.answer()
+            taken[graphs] = ways.times(ways.answer)
+            counts = counted(part) if part is not None else {}
+    return ways.about | counts | compared(taken[False], taken[True]) | {"what": what(ways)}
+
+
+def of_static(sheet: Sheet, clocks: Clocks, model: Any, *which: Any) -> dict[str, Any]:
+    """Return the row of an answer with a static cache."""
+    ways = Ways(sheet, model, *which)
+    run = partial(ways.answer, cache_implementation="static")
+    with ways.patched(False):
+        run()
+        static = median(ways.times(run))
+    eager = next((row["eager_ms"] for row in sheet.rows.known(("64 tokens", *which))), None)
+    return ways.about | {"what": what(ways), "static_ms": static, "times": eager / static if eager else None}
+
+
+def what(ways: Ways) -> str:
+    return f"{4 if ways.sheet.tiny else ANSWER} tokens"
+
+
+def counted(part: GraphedPrefill) -> dict[str, Any]:
+    """Return what the graphs counted: hits, reasons of the misses but for the first call, and bytes."""
+    stats = SimpleNamespace()
+    part.add_stats(stats)  # type: ignore[arg-type]  # of the unpatched model there are no others
+    misses = [reason for reason in stats.graphs.misses if not reason.startswith("the first prompt")]
+    return {"hits": stats.graphs.hits, "why_not": "; ".join(misses), "graphs_bytes": stats.graphs.bytes}
+
+
+def compared(eager: list[float], graphs: list[float]) -> dict[str, float]:
+    return {"eager_ms": median(eager), "graphs_ms": median(graphs), "times": median(eager) / median(graphs)}
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    sheet = Sheet(
+        "i_graphs", "Prefill as graphs", "LLaVA-1.5-7B's and LLaVA-NeXT-7B's decoder", COLUMNS, __doc__, given
+    )
+    model, clocks = model_of(sheet), Clocks(sheet.device, sheet.tiny)
+    methods = ("divprune", "fastv") if sheet.tiny else METHODS
+    prompts = ((576, (64,)),) if sheet.tiny else ((576, (64, 192)), (2880, (320,)))
+    answers = [(name, 576, 576 if name == NONE else 64, 1) for name in (NONE, "divprune")]
+
+    def take(kind: str, run: Callable[..., Any], *which: Any, seconds: float | None = None) -> None:
+        sheet.take((kind, *which), partial(run, sheet, clocks, model, *which), seconds)
+        sheet.free()
+
+    for batch in (1,) if sheet.tiny else (1, 8):
+        for visual, keeps in prompts:
+            for name, keep in [(NONE, visual), *((name, keep) for keep in keeps for name in methods)]:
+                take("prefill", of_prefill, name, visual, keep, batch)
+        if batch == 1:
+            for which in answers:
+                take("64 tokens", of_answer, *which)
+    for which in answers:  # last: it compiles
+        take("64 tokens, static cache", of_static, *which, seconds=90.0)
+    return sheet.end()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

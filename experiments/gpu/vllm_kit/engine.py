@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine of vLLM in this process, and rows for the table that started it. Import it first: vLLM reads its settings
+when it is imported.
+
+A process holds one engine: `python experiments/gpu/vllm_kit/answers.py llava.v2`. Each row is a line of JSON after a
+mark (`children.py` reads it).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from cases import EAGER, V1
+
+ROOT = Path(__file__).parents[3]
+MARK = "@@ "
+TINY = "--tiny" in sys.argv  # on vLLM's CPU build
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/vllm")]
+os.environ.update(
+    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLER="0",
+    VLLM_USE_DEEP_GEMM="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="1", TOKENIZERS_PARALLELISM="false",
+    NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo", VLLM_HOST_IP="127.0.0.1",
+)  # fmt: skip
+os.environ.pop("TRITON_INTERPRET", None)  # kernels are compiled here
+
+
+def say(**row: Any) -> None:
+    print(MARK + json.dumps(row), flush=True)
+
+
+def exact() -> None:
+    """Let products of float32 be float32."""
+    import torch
+
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def start(folder: str, setting: dict[str, Any] | None, runner: str = "", **options: Any) -> Any:
+    """Return vLLM's `LLM`. runner: V1 or V2; "" for vLLM's choice. Without a GPU: eager, on V1."""
+    if TINY:
+        runner, options = V1, {name: options[name] for name in options if not name.startswith(_OF_GPUS)} | EAGER
+    if runner:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = runner
+    from vllm import LLM
+
+    wishes = None if setting is None else {"tokenprune": setting}
+    return LLM(folder, mm_processor_kwargs=wishes, seed=0, **options)
+
+
+_OF_GPUS = ("gpu_", "kv_cache_memory", "attention_backend", "compilation_config")
+
+
+def request(prompt: str, images: list[Any], setting: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a request. setting: its own; None for the server's."""
+    made: dict[str, Any] = {"prompt": prompt, "multi_modal_data": {"image": images} if images else {}}
+    return made if setting is None else made | {"mm_processor_kwargs": {"tokenprune": setting}}
+
+
+def about(llm: Any) -> dict[str, str]:
+    """Return what a row says of its engine."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    config = llm.llm_engine.vllm_config
+    return {
+        "runner": type(runner).__module__, "graphs": str(config.compilation_config.cudagraph_mode),
+        "compile": str(config.compilation_config.mode), "dtype": str(config.model_config.dtype).removeprefix("torch."),
+    }  # fmt: skip
+
+
+def leave() -> None:
+    """End the process without vLLM's own goodbye, which can hang."""
+    sys.stdout.flush()
+    os._exit(0)
