@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families beside those of test_families.py: some in one engine each, the others by what the front end writes."""
+"""Families beside those of test_served_families.py: some in one engine each, others by what the front end writes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`"positions": "original"` where positions have one axis: the words of the patched Hugging Face model, whose kept
-tokens stand where they stood. Tiles with a budget each are in test_families.py, text within an image in
+tokens stand where they stood. Tiles with a budget each are in test_served_families.py, text within an image in
 test_caching.py, other decoders in test_more_families.py."""
 
 from __future__ import annotations

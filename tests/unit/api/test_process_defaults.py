@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process's default device and dtype decide nothing: the library names both wherever it makes a tensor, and what is
-made of pixels, of a stream or in a session is the same. tests/unit/methods/test_process_defaults.py has all methods."""
+made of pixels, of a stream or in a session is the same. All methods are in
+tests/unit/methods/test_defaults_of_the_process.py."""
 
 from __future__ import annotations
 

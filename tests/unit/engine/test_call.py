@@ -107,7 +107,7 @@ def test_columns_are_those_of_the_past_and_then_those_that_remain():
 
 @pytest.fixture
 def new_objects() -> Iterator[None]:
-    """What is there before the test is left out where objects are collected and listed, which takes a second."""
+    """Leave what is there before the test out where objects are collected and listed, which takes a second."""
     gc.freeze()
     yield
     gc.unfreeze()

@@ -49,3 +49,11 @@ def house() -> ModuleType:
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     return tool
+
+
+@pytest.fixture(scope="module")
+def mutations() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "dev"))
+        yield importlib.import_module("mutations")
+    del sys.modules["mutations"]

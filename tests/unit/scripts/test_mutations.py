@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of mutations fits the code, and a mutation is caught where a test fails of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_each_text_stands_once_in_its_package_and_its_tests_are_there(mutations: ModuleType) -> None:
+    problems = {one.name: why for one in mutations.table() if (why := one.problem(ROOT)) is not None}
+    assert not problems, f"follow the code in dev/mutations.toml: {problems}"
+
+
+def test_the_record_is_of_the_table(mutations: ModuleType) -> None:
+    table = mutations.table()
+    names = [one.name for one in table]
+    record = json.loads(mutations.RECORD.read_text())
+    assert len(set(names)) == len(names) >= 60
+    assert list(record) == [name for name in names if name in record], "run dev/mutations.py"
+    assert all(one.old != one.new for one in table)
+    assert sum(by is not None for by in record.values()) >= 0.9 * len(record)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/one.py").write_text("def double(x):\n    return 2 * x\n\n\ndef sign(x):\n    return x > 0\n")
+    test = "from small.one import double, sign\n\n\ndef test_double():\n    assert double(3) == 6 and sign(3)\n"
+    (tmp_path / "test_one.py").write_text(test)
+    return tmp_path
+
+
+def test_a_text_that_is_gone_or_stands_twice_is_a_problem(mutations: ModuleType, small: Path) -> None:
+    def problem(old: str, test: str = "test_one.py") -> str | None:
+        return mutations.Mutation("one", "small", old, "", [test]).problem(small)
+
+    assert problem("2 * x") is None
+    assert "stands 0 times in small" in problem("3 * x")
+    assert "stands 2 times" in problem("return")
+    assert "no test_two.py" in problem("2 * x", "test_two.py")
+
+
+def test_a_mutation_is_caught_or_survives_and_is_taken_back(small: Path) -> None:
+    """In a process of its own: this one has imported what a mutation would change."""
+    program = """if True:
+        import sys
+        from pathlib import Path
+        import mutations
+        for old, new in (("2 * x", "3 * x"), ("x > 0", "x >= 0")):
+            mutation = mutations.Mutation("one", "small", old, new, ["test_one.py"])
+            print(mutations.tried(mutation, Path(sys.argv[1]), "test_one.py::test_double"))
+    """
+    before = (small / "small/one.py").read_text()
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(small)], cwd=ROOT / "dev", capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["test_one.py::test_double", "None"], done.stderr
+    assert (small / "small/one.py").read_text() == before
