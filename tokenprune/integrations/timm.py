@@ -80,7 +80,9 @@ class TimmPatch(RowMerger):
             )
 
     def _see_keys(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
-        self.note(index, output)
+        run = self.state()
+        if run is not None and run.plan[index] is not None:
+            run.keys = output
 
     def _with_bias(self, index: int, bias: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         hidden, *given = args

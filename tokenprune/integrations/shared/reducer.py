@@ -92,9 +92,11 @@ class TowerRun:
         """Return the arguments of a block that are others for the units that are left; see `Units.carry`."""
         return self.units.carry(given, self._carried)
 
-    def stages(self) -> list[Units]:
-        """Return the units of each hidden state, from the first block's input to the last one's output."""
-        return [*self.history, self.units]
+    def restore_states(self, output: Any) -> None:
+        """Give the hidden states on a tower's output, if any, what all units have that entered."""
+        if (found := getattr(output, "hidden_states", None)) is not None:
+            pairs = zip([*self.history, self.units], found, strict=False)
+            output.hidden_states = tuple(None if x is None else units.full(x) for units, x in pairs)
 
     def owners(self) -> list[Tensor]:
         """Return `Units.owner` of a packed tower image by image, in the order of rows."""
@@ -102,6 +104,11 @@ class TowerRun:
         if self.order is not None:
             owner = owner[self.order.to(owner.device).argsort()]
         return list(owner.split(self.sizes))
+
+
+def packed_blocks(tower: Any) -> list[Block]:
+    """Return the blocks of a packed tower, of either library."""
+    return [Block(block, block.norm2, block.mlp) for block in tower.blocks]
 
 
 class TowerReducer(Attachable):
@@ -194,12 +201,6 @@ class TowerReducer(Attachable):
     def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
         """Return the merge of the block that runs, and of which `keys` were noted."""
         raise NotImplementedError
-
-    def note(self, index: int, keys: Tensor) -> None:
-        """keys: what `find` asks for of a block."""
-        run = states().get(self)
-        if run is not None and run.plan[index] is not None:
-            run.keys = keys
 
     def _leave_branch(self, block: Block, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         run = states().get(self)

@@ -169,9 +169,8 @@ class FrameMerging(TowerReducer, GroupedTokens):
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
         open_record(output)  # raises what cannot have one
         run = self.state()
-        if run is not None and output.hidden_states is not None:
-            pairs = zip(run.stages(), output.hidden_states, strict=False)
-            output.hidden_states = tuple(None if x is None else units.full(x) for units, x in pairs)
+        if run is not None:
+            run.restore_states(output)
         return output
 
     # -- after the tower

@@ -143,13 +143,10 @@ class EncoderPatch(RowMerger, TowerPatch):
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
         run = self.end()
         assert run is not None  # see `_leave_encoder`
-        stages = run.stages()
-        owners = stages[self.shape.read].owner
+        owners = [*run.history, run.units][self.shape.read].owner
         owners = owners if self.squares is None else self.squares.owners(owners)
         self.leave_tokens(output, [sum(rows) for rows in run.counts], owners)
-        if output.hidden_states is not None:
-            pairs = zip(stages, output.hidden_states, strict=False)
-            output.hidden_states = tuple(None if x is None else units.full(x) for units, x in pairs)
+        run.restore_states(output)
         return output
 
     # -- after the tower

@@ -19,7 +19,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.tower.base import GroupedTokens, TowerPatch
 from tokenprune.integrations.shared.attachable import hidden_states, states
 from tokenprune.integrations.shared.merging import PackedMerger, firsts
-from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun
+from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun, packed_blocks
 from tokenprune.integrations.shared.units import mean_of_groups
 from tokenprune.sites.encoder import EncoderMethod, Tower
 
@@ -78,9 +78,7 @@ class PackedTower(TowerReducer, GroupedTokens):
         self.leave_tokens(output, [count * self.patches for count in counts], owners, run.kept)
         if run.acts:
             output.last_hidden_state = run.units.full(output.last_hidden_state)
-            if getattr(output, "hidden_states", None) is not None:
-                pairs = zip(run.stages(), output.hidden_states, strict=True)
-                output.hidden_states = tuple(units.full(x) for units, x in pairs)
+            run.restore_states(output)
         features = getattr(output, "deepstack_features", None)
         if owners and features:  # of blocks at which not all members of a group were one yet
             output.deepstack_features = [mean_of_groups(x, torch.cat(owners)) for x in features]
@@ -97,7 +95,7 @@ class PackedTowerPatch(PackedMerger, PackedTower, TowerPatch):
 
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
         self.tower, self.patches = adapter.base.visual, adapter.base.visual.spatial_merge_size**2
-        blocks = blocks_of(self.tower)
+        blocks = packed_blocks(self.tower)
         # How many units an image has, only the image tells: 1 stands for that.
         super().__init__(method, budget, blocks, Tower(1, 0, len(blocks), len(blocks), self.tower))
         self.observers = []
@@ -157,8 +155,3 @@ class PackedTowerPatch(PackedMerger, PackedTower, TowerPatch):
         width = observation.key.shape[2]
         bias, run.bias = run.bias[..., :width], run.bias[..., width:]
         return bias.to(observation.key.dtype).expand(1, 1, width, width)
-
-
-def blocks_of(tower: Any) -> list[Block]:
-    """Return the blocks of a packed tower."""
-    return [Block(block, block.norm2, block.mlp) for block in tower.blocks]

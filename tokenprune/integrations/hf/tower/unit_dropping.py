@@ -19,9 +19,9 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.tower.base import ThreadKey
-from tokenprune.integrations.hf.tower.packed import Order, PackedTower, blocks_of
+from tokenprune.integrations.hf.tower.packed import Order, PackedTower
 from tokenprune.integrations.shared.attachable import states
-from tokenprune.integrations.shared.reducer import TowerRun
+from tokenprune.integrations.shared.reducer import TowerRun, packed_blocks
 from tokenprune.integrations.shared.unit_dropping import choose_inside, choose_units, dropping
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.transfer import to_device
@@ -42,7 +42,7 @@ class UnitDrop(PackedTower):
         super().__init__()
         self.belong(adapter, method, budget)
         self.tower, self.key = _tower_of(adapter), ThreadKey()  # of grids
-        self.blocks, self.patches = blocks_of(self.tower), self.tower.spatial_merge_size**2
+        self.blocks, self.patches = packed_blocks(self.tower), self.tower.spatial_merge_size**2
         self.block = method.checked_block(len(self.blocks))
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.colours = _colours(processor) if method.sees == "pixels" else None

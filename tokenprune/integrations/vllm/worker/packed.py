@@ -19,7 +19,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.merging import PackedMerger, firsts
-from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun
+from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun, packed_blocks
 from tokenprune.integrations.shared.unit_dropping import choose_inside, dropping
 from tokenprune.integrations.shared.units import Units, mean_of_groups
 from tokenprune.integrations.vllm.setting.plan import Plan
@@ -103,8 +103,7 @@ class UnitDropping(WrappedTower):
 
     def __init__(self, tower: Any, plans: Sequence[Plan]) -> None:
         super().__init__()
-        self.tower, self.plans = tower, plans
-        self.blocks = [Block(block, block.norm2, block.mlp) for block in tower.blocks]
+        self.tower, self.plans, self.blocks = tower, plans, packed_blocks(tower)
         self._ran: TowerRun | None = None
 
     def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> TowerRun:
@@ -143,7 +142,7 @@ class PackedTowerMerger(PackedMerger, WrappedTower):
         self.tower, self.patches = model.visual, model.visual.spatial_merge_size**2
         self.refused = f"{method.name} does not merge in"
         self.attentions, self.heads = attentions_of(model), self.tower.num_heads
-        blocks = [Block(block, block.norm2, block.mlp) for block in self.tower.blocks]
+        blocks = packed_blocks(self.tower)
         super().__init__(method, Budget.of_checked(keep), blocks, served_tower(method, model.config))
         self.kept: Tensor | None = None
         self.left = 0
