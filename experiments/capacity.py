@@ -7,9 +7,9 @@
 The engine computes on one thread, and all times are CPU seconds, of which other work on the machine takes none: those
 of the engine's processes, not of the API server's beside it. First the peaks of one thread are measured: FLOPs of a
 product of large matrices, and bandwidth of a product of a large matrix and a vector, which has to read it all. With
-these in place of a data sheet, and with the command's own assumptions untouched, each shape is predicted; then a server
-of a random LLaVA answers requests, the settings in turn, each image new. An error is the prediction over what was
-measured, less one. "fits" is the share of the peak FLOPs that makes the rate right: what to hand to --compute.
+these in place of a data sheet, with `--compute` and `--tower` at 0.4 and no time of a host, each shape is predicted;
+then a server of a random LLaVA answers requests, the settings in turn, each image new. An error is the prediction over
+what was measured, less one. "fits" is the share of the peak FLOPs that makes the rate right: what to hand to --compute.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DECODERS: dict[str, dict[str, int]] = {
     "768 wide": {},
     "1152 wide": {"hidden_size": 1152, "intermediate_size": 3072},
 }
-KEEPS = (1.0, 0.25)
+KEEPS, COMPUTE = (1.0, 0.25), 0.4
 ROOT = Path(__file__).resolve().parent.parent
 RAW, PAGE = ROOT / "experiments/results/cpu/capacity.jsonl", ROOT / "docs/capacity.md"
 BEGIN, END = "<!-- capacity:begin (experiments/capacity.py --page) -->", "<!-- capacity:end -->"
@@ -98,7 +98,10 @@ async def measure(url: str, args: argparse.Namespace) -> dict[tuple[float, str],
 
 def predicted(folder: Path, cpu: GPU, keep: float, text: int, args: argparse.Namespace, **more: float) -> Any:
     config = AutoConfig.from_pretrained(folder)
-    server = Server.of_config(config, cpu, dtype="float32", assumed=Assumptions(at_once=args.at_once, **more))
+    shares = {"compute": COMPUTE} | more  # one for tower and decoder; and there are no launches, nor a host beside it
+    alone = {"tower": shares["compute"], "host": 0.0, "each": 0.0, "block": 1}
+    assumed = Assumptions(at_once=args.at_once, **shares, **alone)
+    server = Server.of_config(config, cpu, dtype="float32", assumed=assumed)
     request = request_load(config, 1, tokens=None, tiles=1, text=text)
     return server.capacity(request, keep, 1, args.tokens)
 

@@ -39,11 +39,20 @@ def capacity(
     keep: Annotated[str, typer.Option(help="Comma-separated: shares of an image's tokens, or whole numbers.")] = "0.25",
     ttft: Annotated[str | None, typer.Option(help="Time to the first token that is asked for: 500ms, 0.5s.")] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
-    compute: Annotated[float, typer.Option(help="Assumed share of the GPU's peak FLOPs in prefill.")] = 0.4,
+    compute: Annotated[
+        float, typer.Option(help="Assumed share of the GPU's peak FLOPs in the decoder's prefill.")
+    ] = 0.65,
+    tower: Annotated[float, typer.Option(help="Assumed share of the GPU's peak FLOPs in the vision tower.")] = 0.28,
     read: Annotated[float, typer.Option(help="Assumed share of its bandwidth in decoding.")] = 0.6,
     memory: Annotated[float, typer.Option(help="Assumed share of its memory for weights and KV cache.")] = 0.85,
     at_once: Annotated[int, typer.Option(help="Most requests that run together (vLLM: --max-num-seqs).")] = 256,
-    host: Annotated[str, typer.Option(help="Assumed time of the host in the first token: 20ms.")] = "0ms",
+    host: Annotated[str, typer.Option(help="Assumed time of the host to a first token, beside the GPU's.")] = "30ms",
+    each: Annotated[str, typer.Option(help="Assumed time of the host for a request among many.")] = "7.5ms",
+    launch: Annotated[str, typer.Option(help="Time of the host for a step of decoding, without CUDA graphs.")] = "0ms",
+    block: Annotated[int, typer.Option(help="Tokens in a block of the KV cache (vLLM: --block-size).")] = 16,
+    measured: Annotated[
+        str | None, typer.Option(help="Requests a second that you measured at two keeps: 1.0=11.4,0.25=17.7.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write numbers and assumptions as JSON.")] = None,
     model: ModelOption = None,
 ) -> None:
@@ -55,11 +64,16 @@ def capacity(
     keeps = read_keeps(keep)
     target = None if ttft is None else _seconds("--ttft", ttft)
     check_output(json_file)
-    assumed = Assumptions(compute, read, memory, at_once, _seconds("--host", host))
+    assumed = Assumptions(
+        compute, tower, read, memory, at_once, block=block,
+        host=_seconds("--host", host), each=_seconds("--each", each), launch=_seconds("--launch", launch),
+    )  # fmt: skip
     found = find_gpu(gpu)
     config = load_config(model)
     server = Server.of_config(config, found, gpus, dtype, assumed)
     load = request_load(config, images, tokens=tokens, tiles=tiles, text=text)
+    if measured is not None:
+        server = server.fitted(load, images, answer, _rates(measured))
     sides = [server.capacity(load, one, images, answer) for one in dict.fromkeys((1.0, *keeps))]
     table = _table(model or "demo_vlm", server, load, sides, images, answer, target)
     print_table(table)
@@ -68,7 +82,7 @@ def capacity(
             "model": model or "demo_vlm",
             "server": {"gpu": dataclasses.asdict(found), "gpus": gpus, "dtype": dtype, "weights": server.numbers},
             "request": {"images": images, "visual": load.visual, "text": text, "answer": answer},
-            "assumed": dataclasses.asdict(assumed),
+            "assumed": dataclasses.asdict(server.assumed),
             "ttft": target,
             "sides": [dataclasses.asdict(one) | {"holds": _holds(one, target)} for one in sides],
         }
@@ -81,6 +95,17 @@ def _seconds(option: str, text: str) -> float:
     if found is None:
         raise OptionError(f"{option} {text!r} is no time: write 500ms or 0.5s")
     return float(found[1]) / (1000 if found[2] == "ms" else 1)
+
+
+def _rates(text: str) -> dict[float | int, float]:
+    """Return requests a second by keep; raises OptionError for what is none."""
+    found: dict[float | int, float] = {}
+    for one in text.split(","):
+        keep, _, rate = one.partition("=")
+        if re.fullmatch(r"\s*\d+(\.\d+)?\s*", rate) is None or float(rate) == 0:
+            raise OptionError(f"--measured {one!r} is no rate at a keep: write 1.0=11.4,0.25=17.7")
+        found[read_keeps(keep)[0]] = float(rate)
+    return found
 
 
 def _holds(side: Capacity, target: float | None) -> bool | None:
@@ -114,14 +139,17 @@ def _table(
 
 def _notes(server: Server, load: Load, answer: int) -> tuple[str, ...]:
     gpu, assumed = server.gpu, server.assumed
+    peak = f"{gpu.flops(server.dtype) / 1e12:g} TFLOP/s"
     return (
-        f"Assumed: prefill at {assumed.compute:.0%} of {gpu.flops(server.dtype) / 1e12:g} TFLOP/s (--compute); "
+        f"Assumed: prefill at {assumed.compute:.0%} of {peak} (--compute), the tower at {assumed.tower:.0%} (--tower); "
         f"decoding at {assumed.read:.0%} of {gpu.bandwidth / 1e12:g} TB/s (--read); weights and cache in "
-        f"{assumed.memory:.0%} of {server.gpus} x {gpu.memory / 1e9:g} GB (--memory); at most {assumed.at_once} "
-        f"requests run together (--at-once); {assumed.host * 1e3:g} ms of the host in the first token (--host).",
+        f"{assumed.memory:.0%} of {server.gpus} x {gpu.memory / 1e9:g} GB (--memory), {assumed.block} tokens a block "
+        f"(--block); at most {assumed.at_once} requests run together (--at-once). Of the host, beside the GPU: "
+        f"{assumed.host * 1e3:g} ms to a first token (--host), {assumed.each * 1e3:g} ms for each of many requests "
+        f"(--each), {assumed.launch * 1e3:g} ms a step (--launch).",
         f"Weights: {server.numbers / 1e9:.3g} B numbers in {server.dtype}, {server.weight_bytes / 1e9:.1f} GB; "
         f"{load.text} tokens of text, {answer} of answer; cut at the decoder's entry, so the tower sees all.",
-        "Left out: choosing the tokens, waiting, caches that already hold an image, what several GPUs say to each "
-        "other, and windows of attention, which hold less. The data sheet's numbers and these shares decide: measure "
-        "one setting with `tokenprune bench --backend vllm` before you buy.",
+        "Left out: waiting, caches that already hold an image, what several GPUs say to each other, and windows of "
+        "attention, which hold less. These shares and times decide, and are of one server: measure two settings with "
+        "`tokenprune bench --backend vllm` and hand them to --measured before you buy.",
     )

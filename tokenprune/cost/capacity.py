@@ -4,7 +4,8 @@ the time to the first token."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenprune.budget import Budget
@@ -18,36 +19,47 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Shares of the data sheet's numbers, and others that no closed form knows.
+    """Shares of the data sheet's numbers, and others that no closed form knows; the defaults are an H200's
+    (docs/capacity.md).
 
-    compute: of the FLOPs, in prefill. read: of the bandwidth, while decoding. memory: for weights and KV cache; the
-    rest is left to activations and the runtime. at_once: most requests that the server's scheduler takes on.
-    host: seconds to the first token that no closed form knows: reading images, choosing tokens, sending.
+    compute, tower: of the FLOPs, in the decoder's prefill and in the vision tower. read: of the bandwidth, while
+    decoding. memory: for weights and KV cache; the rest is left to activations and the runtime. at_once: most requests
+    that the server's scheduler takes on. host: seconds that the host takes to a first token, reading, choosing and
+    launching; the GPU works meanwhile. each: its seconds for a request among many, whose launches they share. launch:
+    its seconds for a step of decoding, where no CUDA graph replays it. block: tokens of the KV cache that are taken at
+    a time.
     """
 
-    compute: float = 0.4
+    compute: float = 0.65
+    tower: float = 0.28
     read: float = 0.6
     memory: float = 0.85
     at_once: int = 256
-    host: float = 0.0
+    host: float = 0.03
+    each: float = 0.0075
+    launch: float = 0.0
+    block: int = 16
 
     def check(self) -> None:
-        """Raise OptionError for shares outside (0, 1], no request at once, or negative seconds."""
-        for name in ("compute", "read", "memory"):
+        """Raise OptionError for shares outside (0, 1], no request at once, no token in a block, or negative seconds."""
+        for name in ("compute", "tower", "read", "memory"):
             if not 0 < getattr(self, name) <= 1:
-                raise OptionError(f"{name}: {getattr(self, name)} is no share: take a number in (0, 1]")
-        if self.at_once < 1 or self.host < 0:
-            raise OptionError("a server takes on at least 1 request at once, and needs no less than 0 seconds for one")
+                raise OptionError(f"{name}: {getattr(self, name):.3g} is no share: take a number in (0, 1]")
+        if self.at_once < 1 or self.block < 1 or min(self.host, self.each, self.launch) < 0:
+            raise OptionError(
+                "a server takes on at least 1 request at once, a block of its cache holds at least 1 token, and the "
+                "host needs no less than 0 seconds"
+            )
 
 
 @dataclass(frozen=True)
 class Capacity:
     """The load that a server bears at one keep.
 
-    visual, prompt: tokens of a request. kv_bytes: of a request, its answer included. requests: that the KV cache holds
-    together. prefill_flops, prefill_seconds: of one request; with the tower. prefills: a second, if there were no
-    decoding. step_seconds: of one decoding step with all requests that run together. rate: requests a second, prefill
-    and decoding together. first_token: seconds, on a server that does nothing else.
+    visual, prompt: tokens of a request. kv_bytes: of a request, its answer included, in whole blocks. requests: that
+    the KV cache holds together. prefill_flops, prefill_seconds: of one request on the GPU; with the tower. prefills: a
+    second, if there were no decoding. step_seconds: of one decoding step with all requests that run together. rate:
+    requests a second, prefill and decoding together. first_token: seconds, on a server that does nothing else.
     """
 
     keep: float
@@ -128,7 +140,8 @@ class Server:
         visual = Budget.of(keep).resolve_keep(each) * images
         cost = self.costs.cost(load, per_layer=[visual] * layers)
         prompt = load.text + visual
-        kv = float(self.costs.decoder.kv_bytes([prompt + answer] * layers, size))
+        held = -(-(prompt + answer) // assumed.block) * assumed.block
+        kv = float(self.costs.decoder.kv_bytes([held] * layers, size))
         requests = int(self.room // kv)
         if requests < 1:
             raise UnsupportedModelError(
@@ -138,17 +151,58 @@ class Server:
         together = min(requests, assumed.at_once)
         bandwidth = assumed.read * self.gpus * self.gpu.bandwidth
         # While a request is answered its cache grows; half of the answer is there on average.
-        held = float(self.costs.decoder.kv_bytes([prompt + answer // 2] * layers, size))
-        step = (self.read * size + together * held) / bandwidth
+        grown = float(self.costs.decoder.kv_bytes([prompt + answer // 2] * layers, size))
+        step = max(assumed.launch, (self.read * size + together * grown) / bandwidth)
+        decoder = cost.decoder + 2 * (self.read - self.costs.decoder.weights)
+        peak = self.gpus * self.gpu.flops(self.dtype)
+        prefill = decoder / (assumed.compute * peak) + cost.tower / (assumed.tower * peak)
         # A prompt of few tokens is over before the weights have been read.
-        flops = cost.flops + 2 * (self.read - self.costs.decoder.weights)
-        prefill = flops / (assumed.compute * self.gpus * self.gpu.flops(self.dtype))
-        first = max(prefill, self.read * size / bandwidth) + assumed.host
+        first = max(assumed.host, prefill, self.read * size / bandwidth)
+        alone = max(assumed.each, prefill)
         # The first token of an answer is made by the prefill.
-        rate = 1 / (prefill + (answer - 1) * step / together)
+        rate = 1 / (alone + (answer - 1) * step / together)
         return Capacity(
-            visual / load.visual, visual, prompt, kv, requests, flops, prefill, 1 / prefill, step, rate, first
+            visual / load.visual,
+            visual,
+            prompt,
+            kv,
+            requests,
+            decoder + cost.tower,
+            prefill,
+            1 / alone,
+            step,
+            rate,
+            first,
         )
+
+    def fitted(self, load: Load, images: int, answer: int, rates: Mapping[float | int, float]) -> Server:
+        """Return this server with the shares `compute` and `tower` at which it answers as was measured.
+
+        rates: requests a second, by keep, of two keeps that the GPU bounds. Raises OptionError for other than two, and
+        where no shares give both.
+        """
+        if len(rates) != 2:
+            raise OptionError(f"two settings fit two shares, not {len(rates)}: give the rates of two keeps")
+        ideal = replace(self, assumed=replace(self.assumed, compute=1.0, tower=1.0, each=0.0))
+        # Of each keep, the seconds of the decoder's prefill and of the tower at the peak, and those that were taken.
+        sums = []
+        for keep, rate in rates.items():
+            made = ideal.capacity(load, keep, images, answer)
+            tower = ideal.costs.cost(load).tower / (self.gpus * self.gpu.flops(self.dtype))
+            decoding = 1 / made.rate - made.prefill_seconds
+            sums.append((made.prefill_seconds - tower, tower, 1 / rate - decoding))
+        (one, tower, first), (other, _, second) = sums
+        slope = (first - second) / (one - other) if one != other else 0.0
+        rest = first - slope * one
+        found = replace(self.assumed, compute=1 / slope if slope > 0 else 0.0, tower=tower / rest if rest > 0 else 0.0)
+        try:
+            found.check()
+        except OptionError as error:
+            raise OptionError(
+                f"no shares of the peak give both rates ({error}): measure two keeps that the GPU bounds, with many "
+                "requests at once"
+            ) from error
+        return replace(self, assumed=found)
 
 
 def request_load(config: Any, images: int, *, tokens: int | None, tiles: int | None, text: int) -> Load:

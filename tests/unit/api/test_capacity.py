@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +50,34 @@ def test_weights_of_checkpoints(config: Any, billions: float) -> None:
 
 def test_the_sums_by_hand() -> None:
     gpu = GPU("round", 40e9, 1e12, 100e12, 10e12)
-    server = Server.of_config(LlavaConfig(), gpu, assumed=Assumptions(0.5, 0.5, 0.5, at_once=4, host=0.01))
+    server = Server.of_config(LlavaConfig(), gpu, assumed=Assumptions(0.5, 0.25, 0.5, 0.5, at_once=4, host=0.01))
     load = request_load(LlavaConfig(), 2, tokens=None, tiles=None, text=48)
     assert (load.visual, load.text, load.views) == (1152, 48, (576, 576))
     whole, less = (server.capacity(load, keep, 2, 100) for keep in (1.0, 0.25))
     token = 2 * 32 * 4096 * 2  # keys and values, layers, width, bytes
-    assert whole.kv_bytes == (1152 + 48 + 100) * token and less.kv_bytes == (288 + 48 + 100) * token
+    assert whole.kv_bytes == 1312 * token and less.kv_bytes == 448 * token  # 1300 and 436, in blocks of 16
     assert (whole.visual, less.visual, less.prompt, less.keep) == (1152, 288, 336, 0.25)
     assert whole.requests == int((20e9 - 2 * server.numbers) // whole.kv_bytes) > 4 and less.requests > whole.requests
     # The tower sees all, whatever stays.
     decoder = server.costs.decoder
     gone = decoder.prefill_flops([1200] * 32) - decoder.prefill_flops([336] * 32)
     assert whole.prefill_flops - less.prefill_flops == pytest.approx(gone)
-    assert whole.prefill_seconds == whole.prefill_flops / 50e12 and whole.prefills == 50e12 / whole.prefill_flops
-    assert whole.first_token == pytest.approx(whole.prefill_seconds + 0.01)
+    tower = server.costs.cost(load).tower
+    assert whole.prefill_seconds == pytest.approx((whole.prefill_flops - tower) / 50e12 + tower / 25e12)
+    assert whole.prefills == 1 / whole.prefill_seconds and whole.first_token == whole.prefill_seconds > 0.01
+    # What the GPU has done before the host is through takes as long as the host.
+    waits = Assumptions(0.5, 0.25, 0.5, 0.5, at_once=4, host=9.0, each=1.0, launch=2.0)
+    slow = replace(server, assumed=waits).capacity(load, 0.25, 2, 100)
+    assert (slow.first_token, slow.prefills, slow.step_seconds) == (9.0, 1.0, 2.0)
+    assert slow.rate == pytest.approx(1 / (1.0 + 99 * 2.0 / 4)) and slow.prefill_seconds == less.prefill_seconds
     read = 2 * (decoder.weights + 32000 * 4096)
     assert whole.step_seconds == pytest.approx((read + 4 * (1200 + 50) * token) / 0.5e12)
     assert whole.rate == pytest.approx(1 / (whole.prefill_seconds + 99 * whole.step_seconds / 4))
     tiny = request_load(LlavaConfig(), 1, tokens=None, tiles=None, text=0)
-    slow = Server.of_config(LlavaConfig(), GPU("slow memory", 40e9, 1e10, 100e12, 1e12))
-    assert slow.capacity(tiny, 1.0, 1, 1).first_token == pytest.approx(read / (0.6 * 1e10))  # it reads the weights once
+    memory = Server.of_config(LlavaConfig(), GPU("slow memory", 40e9, 1e10, 100e12, 1e12))
+    assert memory.capacity(tiny, 1.0, 1, 1).first_token == pytest.approx(
+        read / (0.6 * 1e10)
+    )  # it reads the weights once
 
 
 def test_more_gpus_hold_and_compute_more() -> None:
@@ -114,11 +123,12 @@ def test_the_command_prints_all_that_it_assumes(tmp_path: Path) -> None:
     ran = asked(*arguments, "--ttft", "100ms", "--compute", 0.5, "--host", "5ms")
     assert ran.exit_code == 0, ran.output
     for said in ("unpatched", "keep 0.25", "keep 0.1", "50% of 989.4", "60% of 3.35", "85% of 1 x 80", "256 requests",
-                 "5 ms of the host", "8.29 B", "within 100 ms"):  # fmt: skip
+                 "5 ms to a first token", "8.29 B", "within 100 ms"):  # fmt: skip
         assert said in ran.output
     made = json.loads(file.read_text())
     assert [one["visual"] for one in made["sides"]] == [2400, 600, 240]
-    assert made["assumed"] == {"compute": 0.5, "read": 0.6, "memory": 0.85, "at_once": 256, "host": 0.005}
+    assumed = Assumptions(compute=0.5, host=0.005)
+    assert made["assumed"] == vars(assumed)
     held = [one["first_token"] <= made["ttft"] for one in made["sides"]]
     assert [one["holds"] for one in made["sides"]] == held == [False, True, True]
     row = next(line for line in ran.output.splitlines() if "within 100 ms" in line)
@@ -133,6 +143,10 @@ def test_the_command_prints_all_that_it_assumes(tmp_path: Path) -> None:
         (("--gpu", "K80"), "no GPU 'K80' is known"),
         (("--keep", "0"), "keep"),
         (("--keep", "1"), "use 1.0 for all"),
+        (("--measured", "1.0=fast"), "is no rate at a keep"),
+        (("--measured", "1.0=2"), "two settings fit two shares, not 1"),
+        (("--measured", "1.0=2,0.25=1"), "no shares of the peak give both rates"),
+        (("--block", 0), "at least 1 token"),
         (("--json", "/nowhere/x.json"), "there is no folder"),
         (("--model", "/nowhere"), "there is no folder"),
     ],
@@ -140,3 +154,52 @@ def test_the_command_prints_all_that_it_assumes(tmp_path: Path) -> None:
 def test_a_wrong_word_is_one_line(arguments: tuple[object, ...], said: str) -> None:
     ran = asked(*arguments)
     assert ran.exit_code == 2 and said in ran.output and "Traceback" not in ran.output
+
+
+MEASURED = Path(__file__).parents[3] / "experiments/results/nvidia-h200/h_vllm_times.jsonl"
+# Of each engine: what is asked of it, and the times of its host. Without CUDA graphs a step of decoding takes 13 ms.
+ENGINES: dict[str, tuple[Any, dict[str, int], dict[str, float]]] = {
+    "llava7b.eager": (LlavaConfig(), {"text": 41}, {"host": 0.034, "launch": 0.013}),
+    "llava7b.graphs": (LlavaConfig(), {"text": 41}, {"host": 0.038}),
+    "qwen7b.eager": (QWEN_7B, {"text": 43, "tokens": 2116}, {"host": 0.078, "launch": 0.013}),
+}
+
+
+def _rows() -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()[1:]]
+    return [row for row in rows if row["engine"] in ENGINES]
+
+
+def _server(engine: str, **more: float) -> tuple[Server, Any]:
+    config, size, host = ENGINES[engine]
+    load = request_load(config, 1, tokens=size.get("tokens"), tiles=None, text=size["text"])
+    return Server.of_config(config, GPUS["H200"], assumed=Assumptions(at_once=64, **host | more)), load
+
+
+def _keep(row: dict[str, Any]) -> float:
+    return 1.0 if row["setting"] == "off" else float(row["setting"].split()[1])
+
+
+@pytest.mark.parametrize("row", _rows(), ids=lambda row: f"{row['engine']}-{row['setting']}")
+def test_what_an_h200_measured(row: dict[str, Any]) -> None:
+    """By the default shares; of the host, a step without graphs and the first token were measured for each engine."""
+    server, load = _server(row["engine"])
+    made = server.capacity(load, _keep(row), 1, row["answer"])
+    assert made.prompt == row["prompt"]
+    assert made.rate == pytest.approx(row["rate"], rel=0.15)
+    assert made.first_token == pytest.approx(row["first_ms"] / 1000, rel=0.15)
+    held = made.kv_bytes / server.costs.decoder.kv_bytes([1] * server.costs.decoder.layers, 2)
+    if row["blocks"] % row["at_once"] == 0:  # all of them ran together
+        assert row["blocks"] == row["at_once"] * held / row["block_size"]
+
+
+def test_two_measured_settings_fit_two_shares() -> None:
+    server, load = _server("qwen7b.eager")
+    rates = {_keep(row): row["rate"] for row in _rows() if row["engine"] == "qwen7b.eager"}
+    fitted = server.fitted(load, 1, 16, {keep: rates[keep] for keep in (1.0, 0.25)})
+    for keep, rate in rates.items():
+        exact = 0.05 if keep == 0.11 else 1e-6
+        assert fitted.capacity(load, keep, 1, 16).rate == pytest.approx(rate, rel=exact)
+    assert 0.7 < fitted.assumed.compute < 0.8 and 0.25 < fitted.assumed.tower < 0.31
+    with pytest.raises(OptionError, match="two keeps that the GPU bounds"):
+        server.fitted(load, 1, 16, {1.0: 11.0, 0.25: 11.0})
