@@ -166,9 +166,9 @@ def _weights(
     seen = visible_keys(query, key, index, mask, causal=causal)
     # What hides a key is added to its score and rows are left out by a factor of 0, so neither may be NaN, as padding
     # may be: 0 stands for keys that no row sees, and in rows that see none.
-    key = key.masked_fill(~seen.any(2).any(1)[:, None, :, None], 0)
+    key = key.masked_fill(~seen.any(2, keepdim=True).any(1, keepdim=True).transpose(2, 3), 0)
     query_rows = query.gather(2, index[:, None, :, None].expand(batch, heads, count, width)).float()
-    query_rows = query_rows.masked_fill_(~seen.any(3).any(1)[:, None, :, None], 0)
+    query_rows = query_rows.masked_fill_(~seen.any(3, keepdim=True).any(1, keepdim=True), 0)
     # Grouped heads share a key head: fold the group into the rows instead of repeating the keys.
     query_rows = query_rows.reshape(batch, kv_heads, heads // kv_heads * count, width)
     scores = (query_rows @ key.float().transpose(2, 3)).mul_(scaling)

@@ -110,7 +110,9 @@ def test_another_budget_is_planned_anew() -> None:
 def test_what_inference_made_serves_training() -> None:
     model, inputs = FAMILY.build(), FAMILY.make_inputs(images=(1, 2))
     tokenprune.patch(model, "visionzip", keep=0.5)
+    recent: Recent[torch.Tensor] = Recent()
     with torch.inference_mode():
+        assert not recent.get(0, lambda: torch.zeros(1)).is_inference()
         first = model(**inputs).logits
     found = model(**inputs).logits
     found.sum().backward()

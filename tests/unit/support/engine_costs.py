@@ -31,8 +31,10 @@ from zoo import FAMILIES
 
 TABLE = Path(__file__).resolve().parents[1] / "engine" / "engine_costs.json"
 PACKAGE = os.path.dirname(tokenprune.__file__) + os.sep
-# For each site its methods: a family, what `make_inputs` gets, and what `patch` gets.
+# For each site its methods: a family, what `make_inputs` gets, and what `patch` gets. At the decoder also those that a
+# user waits for, a single request with one image.
 IMAGES: dict[str, Any] = {"images": (1, 2)}
+IMAGE: dict[str, Any] = {"images": (1,)}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "pixelprune": ("qwen2_vl", IMAGES, {}),
     "tome": ("llava", IMAGES, {"keep": 0.5}),
@@ -40,6 +42,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "visionzip": ("llava", IMAGES, {"keep": 0.25}),
     "pevlm": ("qwen2_vl", {"video": 4, "images": (0, 0)}, {"keep": 1.0, "sink_frames": 1, "block_frames": 1}),
     "fastv": ("llava", IMAGES, {"keep": 0.25}),
+    "random": ("llava", IMAGE, {"keep": 0.25}),
+    "dart": ("llava", IMAGE, {"keep": 0.25}),
+    "cdpruner": ("llava", IMAGE, {"keep": 0.25}),
+    "scope": ("llava", IMAGE, {"keep": 0.25}),
+    "sparsevlm": ("llava", IMAGE, {"keep": 0.6}),
     "dyrate": ("llava", IMAGES, {"keep": 0.5, "layer": 2, "warmup": 0, "update_every": 1}),
 }
 # Its attention takes masks of a class of tensors that cannot be made while operations are counted.

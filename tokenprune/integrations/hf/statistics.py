@@ -14,6 +14,7 @@ from tokenprune.base import Selection
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out, stored_bytes
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from tokenprune.integrations.hf.cache.static_cache import StaticReduction, is_static
+from tokenprune.ops.transfer import to_device
 from tokenprune.statistics import Cut, Stats
 from tokenprune.view.segments import Segments
 
@@ -145,10 +146,8 @@ def _cut_record(
     call: Call, layout: Layout, step: Step, selection: Selection, before: Segments
 ) -> Callable[[Stats], None]:
     """Return a function that adds a `Cut` to the statistics; until then nothing is read of the device."""
-    positions = layout.positions()
-    padding = call.padding(layout.length)
-    if padding is not None:
-        positions = positions.masked_fill(padding.to(positions.device).gather(1, layout.index), -1)
+    real = to_device(call.host.real, layout.index.device).gather(1, layout.index)
+    positions = layout.positions().masked_fill(~real, -1)
     cut = partial(Cut, step.method.site, step.layer, step.method.name)
     return partial(_add_cut, cut, call.past, positions, selection, before)
 

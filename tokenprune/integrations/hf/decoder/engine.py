@@ -141,7 +141,7 @@ class Engine(Attachable):
         self._under_way.append(call)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
-        images = encoded or any(name.startswith("pixel_values") for name in given)
+        images = encoded or [name for name in given if name.startswith("pixel_values")]
         if images and given & {"input_ids", "inputs_embeds"}:
             # Before the tower is launched: whoever asks the device now finds it idle.
             self._read_to_host(call)
@@ -179,7 +179,7 @@ class Engine(Attachable):
             return None
         start, inputs = time.perf_counter(), DecoderInputs.of(arguments)
         call.take_cache(inputs.cache)
-        if call.past == 0:
+        if call.cached.past == 0:
             self._stats = Stats(notes=call.notes)
         if call.outputs and inputs.embeds.shape[1] > 1:
             self.planner.find_segments(call, inputs.embeds)

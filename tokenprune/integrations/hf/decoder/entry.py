@@ -55,7 +55,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     embeds, positions = inputs.embeds, inputs.positions
     mask, made = _whole_mask(call, inputs, adapter)
     if positions is None:
-        positions = adapter.positions(inputs.arguments(), call.past)
+        positions = adapter.positions(inputs.mask, call.past)
     if call.merged is not None:
         embeds = apply(call, call.merged.step, call.merged.selection, embeds, adapter)
     if step is not None and call.cuts_at(0):

@@ -18,6 +18,7 @@ from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.tower.attention_scores import EncodedTokens
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.kernels.compact import partition
+from tokenprune.ops.transfer import to_device
 from tokenprune.view.segments import LayerInput, Patches, Segments
 from tokenprune.view.source import TokenSource
 
@@ -41,7 +42,8 @@ class Sources(TokenSource):
             self.call.notes.append(text)
 
     def slots(self, position: Tensor, segments: Segments) -> Tensor:
-        return self.call.held.layout.inverse[segments.row_index, position].clamp(min=0)
+        layout = self.call.held.layout
+        return position if layout.whole else layout.inverse[segments.row_index, position].clamp(min=0)
 
     def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
         return super().at(values.to(self.hidden.device), position, segments)
@@ -89,20 +91,14 @@ class Sources(TokenSource):
         return self.encoded.patches(segments)
 
     def real(self) -> Tensor:
-        layout, padding = self.call.held.layout, self._padding()
-        real = torch.ones(self.hidden.shape[:2], dtype=torch.bool, device=self.hidden.device)
-        if padding is not None:
-            real = ~padding.gather(1, layout.index)
+        layout = self.call.held.layout
+        real = to_device(self.call.host.real, self.hidden.device).gather(1, layout.index)
         return real if layout.valid is None else real & layout.valid
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         # The same for all images of a row, as many as the host can tell: all text after the row's first placeholder.
-        visual, on_host = self.call.visual(self.hidden.device), self.call.host.visual
-        width = max(1, int(((on_host.cumsum(1) > 0) & ~on_host).sum(1).max()))
-        text = (visual.cumsum(1) > 0) & ~visual
-        padding = self._padding()
-        if padding is not None:
-            text = text & ~padding
+        text, width = self.call.host.text
+        text = to_device(text, self.hidden.device)
         order, row = partition(text)[:, :width], segments.row_index.squeeze(1)
         last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
         order, mask = order[row], text.gather(1, order)[row]
@@ -110,16 +106,10 @@ class Sources(TokenSource):
         # Removed visual tokens have no slot; point the padding at a token that is certainly there.
         return torch.where(mask, order, segments.position[:, :1]), mask
 
-    def _padding(self) -> Tensor | None:
-        padding = self.call.padding(self.call.held.layout.length)
-        return None if padding is None else padding.to(self.hidden.device)
-
     def last_slot(self) -> Tensor:
-        layout, padding = self.call.held.layout, self._padding()
-        if padding is None:
-            return layout.index.new_full((layout.index.shape[0], 1), layout.width - 1)
-        last = (~padding).long().cumsum(1).argmax(1, keepdim=True)
-        return layout.inverse.gather(1, last)
+        layout = self.call.held.layout
+        last = to_device(self.call.host.last, layout.index.device)[:, None]
+        return last if layout.whole else layout.inverse.gather(1, last)
 
 
 def _shown(observation: Observation | None) -> Observation:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Plan, Step, plan_cuts
 from tokenprune.integrations.hf.forward.report import Report
-from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, find_segments, told_by
+from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, encoding_key, find_segments
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.view.segments import Segments
 
@@ -42,13 +43,9 @@ class Planner:
         tempo = Tempo(seconds, self.adapter.joined) if self._of_videos else None
         # Tensors are freed, and given away again, in the order of one stream.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        found = self._segments.get(
-            (call.host, told_by(outputs), device, stream, *seconds),
-            lambda: find_segments(
-                call.host.masks, outputs, self.per, device, family.step_within_image, runs, self.adapter.image_grid,
-                family.after_video, tempo,
-            ),
-        )  # fmt: skip
+        key = (call.host, encoding_key(outputs), device, stream, *seconds)
+        find = partial(find_segments, call.host.masks, outputs, self.per, device, family.step_within_image, runs)
+        found = self._segments.get(key, partial(find, self.adapter.image_grid, family.after_video, tempo))
         if found is not None:
             call.has_images, call.held = True, HeldTokens(found, call.held.layout)
             call.report = Report(self.shape, found, call.host.tokens_per_row, embeds.shape[1], self.record)
@@ -69,10 +66,8 @@ class Planner:
         """Plan the cuts of a call, and return whether tokens leave."""
         segments, host = call.held.segments, call.host
         counts = segments.counts if call.merged is None else call.merged.counts
-        plan = self._plans.get(
-            (segments, host, *counts),
-            lambda: plan_cuts(self.steps, self.shape, segments, counts, host.tokens_per_row),
-        )
+        make = partial(plan_cuts, self.steps, self.shape, segments, counts, host.tokens_per_row)
+        plan = self._plans.get((segments, host, *counts), make)
         for on_plan in self._on_plan:
             plan = on_plan(call, plan)
         call.report.plan = plan

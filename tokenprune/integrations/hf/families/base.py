@@ -202,9 +202,9 @@ class Adapter(PatchSource):
         rest = {name: value for name, value in kwargs.items() if name != "input_ids"}
         return rest | {"inputs_embeds": self.base.get_input_embeddings()(kwargs["input_ids"])}
 
-    def positions(self, kwargs: dict[str, Any], past: int) -> Tensor | None:
-        """Return the positions (long `[1 or B, L]`) that the decoder would make itself for a call with `kwargs` after
-        `past` tokens; None where it would count them from `past` on."""
+    def positions(self, mask: Any, past: int) -> Tensor | None:
+        """Return the positions (long `[1 or B, L]`) that the decoder would make itself for a call with this attention
+        mask after `past` tokens; None where it would count them from `past` on."""
         return None
 
     def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any, config: Any = None) -> Any:

@@ -90,10 +90,9 @@ class QFormerAdapter(Adapter):
     def embeds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return self.embedded(kwargs)
 
-    def positions(self, kwargs: dict[str, Any], past: int) -> Tensor | None:
-        mask = kwargs.get("attention_mask")
+    def positions(self, mask: Any, past: int) -> Tensor | None:
         if not self.learned_positions or mask is None:
-            return super().positions(kwargs, past)
+            return super().positions(mask, past)
         return (mask.cumsum(1) * mask - 1).long()[:, past:]
 
     def parts(self) -> list[Part]:

@@ -109,10 +109,20 @@ class OnHost:
         return (self.real | self.visual).sum(1).tolist()
 
     @cached_property
+    def text(self) -> tuple[Tensor, int]:
+        """bool `[B, L]`: text after the first placeholder of a row; and how many a row has at most, with padding."""
+        after = (self.visual.cumsum(1) > 0) & ~self.visual
+        return after & self.real, max(1, int(after.sum(1).max()))
+
+    @cached_property
+    def last(self) -> list[int]:
+        """The position of the last token of each row, padding left out."""
+        return (self.real * torch.arange(1, self.real.shape[1] + 1, device="cpu")).argmax(1).tolist()
+
+    @cached_property
     def visual_ends(self) -> list[tuple[int, int]]:
         """Return (row, position) of the last token of each row where that is a visual one, padding left out."""
-        last = (self.real * torch.arange(1, self.real.shape[1] + 1, device="cpu")).argmax(1).tolist()
-        return [(row, position) for row, position in enumerate(last) if self.visual[row, position]]
+        return [(row, position) for row, position in enumerate(self.last) if self.visual[row, position]]
 
 
 _NOT_READ = OnHost({}, None, None)

@@ -43,7 +43,8 @@ class DecoderInputs:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments by name, for the decoder; a dictionary of the caller's own."""
         found = dict(self.extras)
-        cache = next((name for name in compat.CACHE_NAMES if name in self.given), compat.CACHE)
+        earlier = compat.EARLIER_CACHE in self.given and compat.CACHE not in self.given
+        cache = compat.EARLIER_CACHE if earlier else compat.CACHE
         for field, name in (*_NAMES.items(), ("cache", cache)):
             value = getattr(self, field)
             if value is not None or name in self.given:

@@ -107,7 +107,10 @@ class Plan:
 
     def original(self, step: Step, arrived: list[int]) -> list[int]:
         """Return what reaches the first stage of the method that `step` belongs to; `arrived`, where this is it."""
-        return next((stage.arrived for stage in self.stages if stage.step.owner == step.owner), arrived)
+        for stage in self.stages:
+            if stage.step.owner == step.owner:
+                return stage.arrived
+        return arrived
 
     def stage(self, step: Step, arrived: list[int], original: list[int]) -> Stage:
         """Return what `step` does when `arrived` tokens of each segment reach it; row by row, so that a batch gives

@@ -52,7 +52,7 @@ class Layout:
     @property
     def whole(self) -> bool:
         """True if all of the call's tokens are still there, in their own slots."""
-        return self.width == self.length and self.valid is None
+        return self.index.shape[1] == self.length and self.valid is None
 
     @cached_property
     def slot_of(self) -> Tensor:

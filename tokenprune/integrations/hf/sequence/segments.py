@@ -69,10 +69,13 @@ def feature_total(output: Any) -> int | None:
     return math.prod(features.shape[:-1]) if isinstance(features, Tensor) else None
 
 
-def told_by(outputs: dict[str, Any]) -> tuple:
+def encoding_key(outputs: dict[str, Any]) -> tuple:
     """Return all that segments are found by of the encoder's output for each modality, to tell prompts apart by."""
-    records = ((modality, feature_counts(output), record_of(output)) for modality, output in outputs.items())
-    return tuple((modality, repr((counts, record.grids, record.frames))) for modality, counts, record in records)
+    facts: list[Any] = []
+    for modality, output in outputs.items():
+        record = record_of(output)
+        facts += modality, repr((feature_counts(output), record.grids, record.frames))
+    return tuple(facts)
 
 
 def check_placeholders(modality: str, placeholders: int, output: Any) -> None:
@@ -259,8 +262,8 @@ def keep_segments(segments: Segments, kept: Kept) -> Segments:
     """Return the segments after a cut."""
     position, counts = kept.follow(segments.position), kept.counts
     grids = [g if new == old else None for g, new, old in zip(segments.grids, counts, segments.counts, strict=True)]
-    told = (segments.row, segments.ordinal, counts, grids, segments.modality, frames_left(segments, counts))
-    row, ordinal, counts, *about = map(kept.segments_of, told)
+    facts = (segments.row, segments.ordinal, counts, grids, segments.modality, frames_left(segments, counts))
+    row, ordinal, counts, *about = map(kept.segments_of, facts)
     # Padding must point at a token that is still there.
     return Segments(row, ordinal, counts, torch.where(kept.mask, position, position[:, :1]), kept.mask, *about)
 
