@@ -390,10 +390,27 @@ sys.exit(args.part == "2/3")
 def test_rows_in_short(script: Any, tmp_path: Path) -> None:
     lines = [{"title": "Answers", "columns": {"case": "case", "verdict": "verdict", "gap": "gap"}}]
     lines += [{"case": "x", "what": "alone", "verdict": "equal", "gap": 0.0}] * 2
+    lines += [{"case": "v", "what": "alone", "verdict": "ties", "gap": 0.1}]
     lines += [{"case": "y", "what": "alone", "verdict": "differs", "gap": 0.5}, {"failed": "no", "label": "z"}]
     script("rows").write(tmp_path / "t.jsonl", lines)
     text = script("sheets").short(tmp_path / "t.jsonl").splitlines()
-    assert text == ["Answers: case | verdict | gap", "y | differs | 0.5", "failed: z: no", "alone: 2 equal"]
+    assert text == ["Answers: case | verdict | gap", "y | differs | 0.5", "failed: z: no", "alone: 2 equal",
+                    "alone: 1 within ties"]  # fmt: skip
+
+
+def test_the_page_of_a_gpu(script: Any) -> None:
+    """Gains are of the rows; what a prototype measured is said to be one's."""
+    page = script("gpu_page")
+    by = {line.what: line for line in page.lines()}
+    one = by["prefill, 576 to 64 tokens, batch 8"]
+    assert one.gain == pytest.approx(one.unpatched / one.pruned) and one.gain > 4
+    served = [line for line in by.values() if line.more]
+    assert served and all(line.gain == pytest.approx(line.pruned / line.unpatched) for line in served)
+    measured = (page.FOLDER / "i_graphs.jsonl").exists()
+    assert ("prototype" in page.table()) != measured and ("prototype" in page.sentence()) != measured
+    assert (
+        page.sentence() in (ROOT / "README.md").read_text() and page.table() in (ROOT / "docs/guide/gpu.md").read_text()
+    )
 
 
 def test_graphs_beside_eager(script: Any, tmp_path: Path) -> None:
