@@ -17,6 +17,7 @@ import threading
 import time
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -461,6 +462,12 @@ time.sleep(60)
     clock.join()
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_case_that_compiles_has_a_process_to_itself(script: Any) -> None:
+    cases, processes = [*script("vllm_kit.cases").CASES], script("run").PROCESSES["h_vllm_answers"]
+    shares = Counter(place % processes for place, _ in enumerate(cases))
+    assert [shares[place % processes] for place, name in enumerate(cases) if name.endswith("default")] == [1, 1]
 
 
 def test_pieces_of_vllm(script: Any, tmp_path: Path) -> None:
