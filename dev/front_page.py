@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "experiments"))
+sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "experiments")]
+import gpu_page  # noqa: E402
 import rows  # noqa: E402
 
 from tokenprune_bench.plan import BASELINES  # noqa: E402
@@ -72,7 +73,7 @@ def headline(up: str = "") -> str:
         f"vision tower included. `random` has {chance}. [How far to trust these numbers]({up}docs/trust.md); "
         f"[measure yours]({up}docs/bench.md). [Raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
     )
-    return "\n\n".join(["\n".join(lines), note])
+    return "\n\n".join(["\n".join(lines), note, gpu_page.sentence(up)])
 
 
 def _line(title: str, row: Row, one: dict[str, Any], time: str) -> str:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "experiments")]
 import accuracy_pages  # noqa: E402
 import front_page  # noqa: E402
+import gpu_page  # noqa: E402
 import kernel_page  # noqa: E402
 import landing_page  # noqa: E402
 import performance  # noqa: E402
@@ -238,6 +239,7 @@ PAGES = {
     "docs/recipes/chat.md": {"chat-recipe": recipe_numbers.chat},
     "docs/recipes/long-video.md": {"video-recipe": recipe_numbers.video},
     "docs/recipes/vllm-profiles.md": {"vllm-recipe": recipe_numbers.served},
+    "docs/guide/gpu.md": {"expect": gpu_page.table},
     "docs/guide/recover.md": {"recover": recover_page.recover},
     "docs/methods/earlytom.md": {"video-tower": video_tower},
     "docs/methods/pixelprune.md": {"documents": documents},

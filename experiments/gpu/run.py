@@ -34,7 +34,7 @@ MINUTES = {
     "a_correctness": 1.7, "b_llava_next": 2.9, "c_memory": 1.6, "d_video": 1.8, "e_kernels": 2.4, "f_llava15": 1.3,
     "g_decode": 1.1, "h_vllm_answers": 2.9, "h_vllm_times": 4.4, "i_graphs": 4.0,
 }  # fmt: skip
-PROCESSES = {"a_correctness": 8, "h_vllm_answers": 9}
+PROCESSES = {"a_correctness": 8, "h_vllm_answers": 10}
 VLLM = "h_"  # of what needs vLLM, which has an environment of its own on a machine without a GPU
 TINY_MINUTES = 60.0  # a file that proves the code ends by itself, also beside other work
 TINY_PROCESSES = 2

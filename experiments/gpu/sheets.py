@@ -13,6 +13,7 @@ from typing import Any
 
 import rows
 
+AS_IT_SHOULD_BE = {"equal": "equal", "ties": "within ties"}  # verdicts, and in words
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -52,15 +53,15 @@ def short(path: Path) -> str:
     for row in found:
         if "failed" in row:
             lines.append(f"failed: {row['label']}: {row['failed'][:120]}")
-        elif row.get("verdict") != "equal":
+        elif row.get("verdict") not in AS_IT_SHOULD_BE:
             lines.append(" | ".join(cells(header, row)))
-    lines += [f"{what}: {number} equal" for what, number in _equal(found).items()]
+    lines += [f"{what}: {number} {AS_IT_SHOULD_BE[verdict]}" for (what, verdict), number in _equal(found).items()]
     return "\n".join(lines)
 
 
-def _equal(found: list[dict[str, Any]]) -> Counter[str]:
-    """Return how many rows are as they should be, by what was compared."""
-    return Counter(row["what"] for row in found if row.get("verdict") == "equal")
+def _equal(found: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
+    """Return how many rows are as they should be, by what was compared and the verdict."""
+    return Counter((row["what"], row["verdict"]) for row in found if row.get("verdict") in AS_IT_SHOULD_BE)
 
 
 def found(name: str) -> list[tuple[Path, dict[str, Any], list[dict[str, Any]]]]:
@@ -81,12 +82,12 @@ def where(header: dict[str, Any]) -> str:
 def markdown(header: dict[str, Any], found: list[dict[str, Any]]) -> str:
     """Return a table for a page."""
     # What is as it should be is counted, not listed.
-    kinds, found = _equal(found), [row for row in found if row.get("verdict") != "equal"]
+    kinds, found = _equal(found), [row for row in found if row.get("verdict") not in AS_IT_SHOULD_BE]
     names = list(header["columns"].values())
     lines = ["| " + " | ".join(names) + " |", "|---" + "|---:" * (len(names) - 1) + "|"]
     lines += ["| " + " | ".join(cells(header, row)) + " |" for row in found]
     noun = "methods" if names[0] == "method" else "answers"
-    said = "; ".join(f"{what}: {number} {noun} equal" for what, number in kinds.items())
+    said = "; ".join(f"{what}: {number} {noun} {AS_IT_SHOULD_BE[verdict]}" for (what, verdict), number in kinds.items())
     return "\n".join([*([said, ""] if said else []), *lines])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-_WHAT = "What is in the picture? ASSISTANT:"
+_WHAT = "What is in the image? ASSISTANT:"
 WORDS = {
     "llava": f"USER: <image> {_WHAT}",
     "qwen": f"USER: <|vision_start|><|image_pad|><|vision_end|> {_WHAT}",

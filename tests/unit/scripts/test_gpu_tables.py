@@ -17,6 +17,7 @@ import threading
 import time
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -390,10 +391,27 @@ sys.exit(args.part == "2/3")
 def test_rows_in_short(script: Any, tmp_path: Path) -> None:
     lines = [{"title": "Answers", "columns": {"case": "case", "verdict": "verdict", "gap": "gap"}}]
     lines += [{"case": "x", "what": "alone", "verdict": "equal", "gap": 0.0}] * 2
+    lines += [{"case": "v", "what": "alone", "verdict": "ties", "gap": 0.1}]
     lines += [{"case": "y", "what": "alone", "verdict": "differs", "gap": 0.5}, {"failed": "no", "label": "z"}]
     script("rows").write(tmp_path / "t.jsonl", lines)
     text = script("sheets").short(tmp_path / "t.jsonl").splitlines()
-    assert text == ["Answers: case | verdict | gap", "y | differs | 0.5", "failed: z: no", "alone: 2 equal"]
+    assert text == ["Answers: case | verdict | gap", "y | differs | 0.5", "failed: z: no", "alone: 2 equal",
+                    "alone: 1 within ties"]  # fmt: skip
+
+
+def test_the_page_of_a_gpu(script: Any) -> None:
+    """Gains are of the rows; what a prototype measured is said to be one's."""
+    page = script("gpu_page")
+    by = {line.what: line for line in page.lines()}
+    one = by["prefill, 576 to 64 tokens, batch 8"]
+    assert one.gain == pytest.approx(one.unpatched / one.pruned) and one.gain > 4
+    served = [line for line in by.values() if line.more]
+    assert served and all(line.gain == pytest.approx(line.pruned / line.unpatched) for line in served)
+    measured = (page.FOLDER / "i_graphs.jsonl").exists()
+    assert ("prototype" in page.table()) != measured and ("prototype" in page.sentence()) != measured
+    assert (
+        page.sentence() in (ROOT / "README.md").read_text() and page.table() in (ROOT / "docs/guide/gpu.md").read_text()
+    )
 
 
 def test_graphs_beside_eager(script: Any, tmp_path: Path) -> None:
@@ -444,6 +462,12 @@ time.sleep(60)
     clock.join()
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_case_that_compiles_has_a_process_to_itself(script: Any) -> None:
+    cases, processes = [*script("vllm_kit.cases").CASES], script("run").PROCESSES["h_vllm_answers"]
+    shares = Counter(place % processes for place, _ in enumerate(cases))
+    assert [shares[place % processes] for place, name in enumerate(cases) if name.endswith("default")] == [1, 1]
 
 
 def test_pieces_of_vllm(script: Any, tmp_path: Path) -> None:

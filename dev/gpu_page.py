@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to expect on a GPU (docs/guide/gpu.md, README), from experiments/results of an H200; dev/readme.py writes it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "experiments"))
+import rows  # noqa: E402
+
+FOLDER = ROOT / "experiments/results/nvidia-h200"
+METHOD, SERVED = "divprune", "divprune 0.25"
+
+
+class Line(NamedTuple):
+    """A line of the table: what was measured, unpatched and pruned. more: whether more is better."""
+
+    what: str
+    unpatched: float
+    pruned: float
+    unit: str = " ms"
+    more: bool = False
+
+    @property
+    def gain(self) -> float:
+        return self.pruned / self.unpatched if self.more else self.unpatched / self.pruned
+
+
+def _row(name: str, **wanted: Any) -> dict[str, Any]:
+    _, found = rows.read(FOLDER / f"{name}.jsonl")
+    return next(row for row in found if all(row.get(key) == value for key, value in wanted.items()))
+
+
+def _prefills(visual: int, keep: int, batch: int) -> list[Line]:
+    """Return the lines of a prefill. Eager and graphed times are of one run, in turn: i_graphs.jsonl, and where that is
+    not measured a prototype's. What is graphed is compared with the faster unpatched prefill."""
+    if (FOLDER / "i_graphs.jsonl").exists():
+        whole = _row("i_graphs", method="none", visual=visual, batch=batch, what="prefill")
+        less = _row("i_graphs", method=METHOD, visual=visual, keep=keep, batch=batch, what="prefill")
+        eager, graphed = (whole["eager_ms"], less["eager_ms"]), (whole["graphs_ms"], less["graphs_ms"])
+        name = "with `graphs=True`"
+    else:
+        row = _row("graphed_prefill", visual=visual, keep=keep, batch=batch)
+        eager, graphed = (row["none"], row[METHOD]), (row["none graphed"], row[f"{METHOD} graphed"])
+        name = "in graphs, by a prototype of `graphs=True`"
+    best = min(eager[0], graphed[0])
+    made = [Line(f"prefill, {visual} to {keep} tokens, batch {batch}", *eager), Line(f"... {name}", best, graphed[1])]
+    if batch == 1:
+        source = "f_llava15" if visual == 576 else "b_llava_next"
+        busy = [
+            _row(source, method=one, visual=visual, batch=1, keep=left)["device_ms"]
+            for one, left in (("none", visual), (METHOD, keep))
+        ]
+        made.append(Line("... that the GPU is busy", min(best, busy[0]), busy[1]))
+    return made
+
+
+def lines() -> list[Line]:
+    """Return all lines of the table."""
+    batches = [_row("g_decode", method=one, what="largest batch")["batch"] for one in ("none", METHOD)]
+    steps = [_row("g_decode", method=one, what="step, static cache", batch=32)["graph_ms"] for one in ("none", METHOD)]
+    made = [*_prefills(576, 64, 1), *_prefills(2880, 320, 1), _prefills(576, 64, 8)[0]]
+    made += [
+        Line("a step of decoding, 2880 to 320, batch 32, as a graph", *steps),
+        Line("requests of 2880 to 320 tokens that fit into memory", *batches, "", True),
+    ]
+    for engine, model in (("llava7b.eager", "LLaVA-1.5-7B, 576 tokens"), ("qwen7b.eager", "Qwen2.5-VL-7B, 2,116")):
+        whole, less = (_row("h_vllm_times", engine=engine, setting=one) for one in ("off", SERVED))
+        made += [
+            Line(f"vLLM, {model}, keep 0.25: first token, alone", whole["first_ms"], less["first_ms"]),
+            Line("... requests a second, 64 at once", whole["rate"], less["rate"], "", True),
+        ]
+    return made
+
+
+def table() -> str:
+    """Return the table of docs/guide/gpu.md."""
+    header, _ = rows.read(FOLDER / "f_llava15.jsonl")
+    shown = ["| | all tokens | `divprune` | gain |", "|---|---:|---:|---:|"]
+    for line in lines():
+        values = (_number(one) + line.unit for one in (line.unpatched, line.pruned))
+        shown.append(f"| {line.what} | {' | '.join(values)} | {line.gain:.1f}x |")
+    note = (
+        f"{header['device']}, {header['date']}, torch {header['torch']}, vLLM 0.32 (eager), bfloat16, random weights "
+        "of LLaVA-1.5-7B's and LLaVA-NeXT-7B's decoder where no more is said. Eager times at batch 1 differ by up to "
+        "twice between runs: the host decides. [All tables](../performance.md#on-a-gpu); raw data: "
+        "[experiments/results/nvidia-h200](../../experiments/results/nvidia-h200)."
+    )
+    return "\n".join(shown) + f"\n\n{note}"
+
+
+def sentence(up: str = "") -> str:
+    """Return what a GPU saves, in two sentences. up: from the page to the root of the repository."""
+    one, graphed, _, long, _, _, many, step, memory, first, rate, *_ = (f"{line.gain:.1f}x" for line in lines())
+    device = rows.read(FOLDER / "f_llava15.jsonl")[0]["device"].removeprefix("NVIDIA ")
+    whose = "" if (FOLDER / "i_graphs.jsonl").exists() else ", a prototype's"
+    return (
+        f"On an {device} with 7 B shapes `{METHOD}` makes a prefill of 2,880 tokens {long} as fast at batch 1, of 576 "
+        f"tokens {many} at batch 8, and a step of decoding {step} at batch 32; {memory} the requests fit into memory, "
+        f"and vLLM answers {rate} as many. At batch 1 a short prompt saves nothing unless launches go ({one}; "
+        f"{graphed} in graphs{whose}; vLLM's first token {first}): [what to expect on a GPU]({up}docs/guide/gpu.md)."
+    )
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.1f}" if value < 100 else f"{value:.0f}"
