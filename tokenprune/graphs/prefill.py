@@ -126,7 +126,8 @@ class GraphedPrefill(Part):
         return kwargs if hides else kwargs | {"attention_mask": None}
 
     def _count(self, why_not: str) -> None:
-        self.counts[why_not] += 1
+        with self.buckets.lock:
+            self.counts[why_not] += 1
         call = self.current()
         if why_not and call is not None and call.has_images:
             call.notes.append(f"prefill was not graphed: {why_not}")
