@@ -120,9 +120,11 @@ class GraphedPrefill(Part):
     def _without_mask(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments without a mask that is known to hide nothing: the decoder would ask the device."""
         call, mask = self.current(), kwargs.get("attention_mask")
-        if call is None or not call.active or compat.cache_in(kwargs) is None or not isinstance(mask, Tensor):
+        # What an earlier call cached may hold padding.
+        first = call is not None and call.active and call.has_images and not call.past
+        if not first or not isinstance(mask, Tensor) or mask.ndim != 2 or compat.cache_in(kwargs) is None:
             return kwargs
-        hides = mask.ndim != 2 or call.held.layout.valid is not None or not bool(call.host.real.all())
+        hides = call.held.layout.valid is not None or not bool(call.host.real.all())
         return kwargs if hides else kwargs | {"attention_mask": None}
 
     def _count(self, why_not: str) -> None:
