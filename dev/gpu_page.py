@@ -89,6 +89,9 @@ def table() -> str:
         "twice between runs: the host decides. [All tables](../performance.md#on-a-gpu); raw data: "
         "[experiments/results/nvidia-h200](../../experiments/results/nvidia-h200)."
     )
+    if not (FOLDER / "i_graphs.jsonl").exists():
+        plan = "[takes them](../../experiments/gpu/plan.md)"
+        note += f" Of `graphs=True` as it ships there are no times here: `python experiments/gpu/run.py i` {plan}."
     return "\n".join(shown) + f"\n\n{note}"
 
 
