@@ -16,7 +16,7 @@ _PACKAGES = {"torch", "transformers", "transformers_modules"}
 _INSIDE, _ON_LAYERS = {"transformers"}, {"transformers", "tokenprune"}
 
 
-class Watched:
+class KnownModules:
     """The weights, modules and hooks of a decoder, as they were when this was made.
 
     alone: layers in which something acts that a graph would pass by. What is written into a weight is no change: a

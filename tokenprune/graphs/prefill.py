@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.graphs.modules import Watched
+from tokenprune.graphs.modules import KnownModules
 from tokenprune.graphs.replay import Buckets, NotGraphedError
 from tokenprune.graphs.settings import Graphs
 from tokenprune.graphs.walk import Groups, Walk
@@ -44,7 +44,7 @@ class GraphedPrefill(Part):
         self.why_not = why_not or _why_not(adapter)
         self.buckets = Buckets(graphs)
         self.counts: Counter[str] = Counter()  # of prefills, by why they were not graphed: "" for those that were
-        self.watched: Watched | None = None
+        self.known: KnownModules | None = None
         self.groups: dict[Hashable, Groups] = {}
         self.line = f"graphs={graphs!r}"
 
@@ -103,11 +103,11 @@ class GraphedPrefill(Part):
         if any(kwargs.get(name, getattr(self.decoder.config, name, False)) for name in asked):
             raise NotGraphedError("hidden states or attention of layers are asked for")
         with self.buckets.lock:
-            if self.watched is None or not self.watched.unchanged():
+            if self.known is None or not self.known.unchanged():
                 self.buckets.clear()
                 self.groups.clear()
-                self.watched = Watched(self.decoder)
-        call, alone = self.current(), self.alone | self.watched.alone
+                self.known = KnownModules(self.decoder)
+        call, alone = self.current(), self.alone | self.known.alone
         if call is not None:
             alone |= call.maskless | call.starts
         more = frozenset(
@@ -120,9 +120,9 @@ class GraphedPrefill(Part):
     def _without_mask(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments without a mask that is known to hide nothing: the decoder would ask the device."""
         call, mask = self.current(), kwargs.get("attention_mask")
-        # What an earlier call cached may hold padding.
-        first = call is not None and call.active and call.has_images and not call.past
-        if not first or not isinstance(mask, Tensor) or mask.ndim != 2 or compat.cache_in(kwargs) is None:
+        if call is None or not isinstance(mask, Tensor) or mask.ndim != 2 or compat.cache_in(kwargs) is None:
+            return kwargs
+        if not call.active or not call.has_images or call.past:  # what an earlier call cached may hold padding
             return kwargs
         hides = call.held.layout.valid is not None or not bool(call.host.real.all())
         return kwargs if hides else kwargs | {"attention_mask": None}

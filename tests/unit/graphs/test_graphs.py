@@ -284,7 +284,7 @@ def test_something_else_between_layers(build: Any) -> None:
         found = layer.forward
         layer.forward = lambda hidden, **kwargs: found(hidden + 1, **kwargs)
         try:
-            part.watched._seen = part.watched._look()  # as if it were not seen
+            part.known._seen = part.known._look()  # as if it were not seen
             with pytest.raises(tokenprune.TokenPruneError, match="gets something else than layer 0 returned"):
                 generate(model, inputs)
         finally:
