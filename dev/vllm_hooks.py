@@ -31,6 +31,7 @@ TABLES = ROOT / "tokenprune" / "integrations" / "vllm" / "hooks.toml"
 _PROCESSOR = "vllm.multimodal.processing:BaseMultiModalProcessor"
 _MODEL = "vllm.model_executor.models.interfaces"
 _OURS = "tokenprune.integrations.vllm"
+_IN_LLM = "tokenprune.serve.in_llm"
 REPLACED = {
     **{
         f"{_PROCESSOR}.{name}": f"{_OURS}.front.processor:ReducingProcessor.{name}"
@@ -61,19 +62,19 @@ REPLACED = {
     },
     "vllm.utils.cache:LRUCache._on_remove": f"{_OURS}.front.sender_cache:EngineAccount._on_remove",
     "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": (
-        f"{_OURS}.in_llm.scheduler:WholeImages._try_schedule_encoder_inputs"
+        f"{_IN_LLM}.scheduler:WholeImages._try_schedule_encoder_inputs"
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": (
-        f"{_OURS}.in_llm.scheduler:WholeImages._cut_back"
+        f"{_IN_LLM}.scheduler:WholeImages._cut_back"
     ),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": f"{_OURS}.in_llm.kv_cache:Holdings._allocate_held",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": f"{_IN_LLM}.kv_cache:Holdings._allocate_held",
     **{
-        f"vllm.v1.kv_cache_interface:FullAttentionSpec.{name}": f"{_OURS}.in_llm.kv_cache:CutSpec.{name}"
+        f"vllm.v1.kv_cache_interface:FullAttentionSpec.{name}": f"{_IN_LLM}.kv_cache:CutSpec.{name}"
         for name in ("merge", "is_uniform_with_collection")
     },
     **{
         f"vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.{name}": (
-            f"{_OURS}.in_llm.kv_cache:CutManager.{name}"
+            f"{_IN_LLM}.kv_cache:CutManager.{name}"
         )
         for name in (
             "get_num_blocks_to_allocate", "allocate_new_blocks", "pop_blocks_for_free", "find_longest_cache_hit",

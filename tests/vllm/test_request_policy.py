@@ -111,7 +111,7 @@ def test_a_plain_setting_needs_no_tokenprune_serve(folder: Callable[[str], Path]
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-ASIDE = ("tokenprune.serve", "tokenprune.integrations.vllm.in_llm", "tokenprune.integrations.vllm.selection.in_llm")
+ASIDE = ("tokenprune.serve", "tokenprune.serve.in_llm", "tokenprune.serve.in_llm.selection")
 from checkpoints import CHECKPOINTS
 from tokenprune.integrations.vllm.worker import models, warm_up
 from vllm.engine.arg_utils import EngineArgs

@@ -160,7 +160,7 @@ def test_what_is_lacking_is_named(script: Any, made: Path, monkeypatch: pytest.M
         "vllm:Outer.early takes no a",
         "no model Three",
     ]
-    own = "tokenprune.integrations.vllm.in_llm.scheduler:WholeImages"
+    own = "tokenprune.serve.in_llm.scheduler:WholeImages"
     replaced = {"vllm:Outer.inherited": f"{own}._cut_back", "vllm:Outer.told": f"{own}._cut_back"}
     monkeypatch.setattr(script, "REPLACED", replaced)
     assert script.lacks(has, {}, []) == []  # ours has stars

@@ -22,5 +22,5 @@ The path of one request, through the files that it passes:
 9.  `worker/rows.py: AwaitedRows` puts together the rows for the prompt.
 10. `worker/positions.py: place` gives kept tokens the positions that they have in the full prompt.
 
-Methods that act inside the language model leave the prompt as it is; for them see `in_llm/__init__.py`.
+Methods that act inside the language model leave the prompt as it is; for them see `tokenprune.serve.in_llm`.
 """

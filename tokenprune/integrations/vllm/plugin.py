@@ -93,13 +93,12 @@ def _keep_in_step() -> None:
 
 
 def _after_engine_config(result: Any, vllm_config: Any) -> Any:
+    from tokenprune.addons import add_on
     from tokenprune.integrations.vllm.setting.configuration import in_llm
 
     if vllm_config.model_config is not None and in_llm(vllm_config.model_config):
         compat.require_hooks(compat.missing_hooks("in_llm_engine"))
-        from tokenprune.integrations.vllm.in_llm.attach import configure
-
-        configure(vllm_config)
+        add_on("serve.in_llm.attach").configure(vllm_config)
     return result
 
 

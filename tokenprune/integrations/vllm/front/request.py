@@ -134,9 +134,7 @@ class RequestPolicy:
     def check_parameters(self, params: Any) -> None:
         """Raise an error for sampling parameters, or a request that has some, which this server cannot answer."""
         if in_llm(self.model_config):
-            from tokenprune.integrations.vllm.in_llm.attach import check_request
-
-            check_request(params)
+            add_on("serve.in_llm.attach").check_request(params)
 
     def facts(self) -> dict[str, list[str]]:
         """Return what the line at the start says beside the setting (see `announce.facts`)."""

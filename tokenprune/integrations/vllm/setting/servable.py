@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from tokenprune import abilities
+from tokenprune.addons import add_on
 from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.registry import available_methods, method_class
@@ -50,11 +51,11 @@ def _failure(method: Any, in_llm: bool) -> str | None:
     if method.site is Site.PRE_ENCODER or isinstance(method, (EncoderMethod, UnitDropper)):
         return None  # these see pixels, or the tower
     if in_llm:
-        from tokenprune.integrations.vllm.selection.in_llm import probe
+        choosing = add_on("serve.in_llm.selection")
     else:
-        from tokenprune.integrations.vllm.selection.before_llm import probe
+        from tokenprune.integrations.vllm.selection import before_llm as choosing
     try:
-        probe(method)
+        choosing.probe(method)
     except TokenPruneError as error:
         return abilities.refusal(method, str(error), in_llm)
     return None

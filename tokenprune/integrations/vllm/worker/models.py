@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
+from tokenprune.addons import add_on
 from tokenprune.base import Pruner
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
 from tokenprune.families import Family
@@ -58,9 +59,7 @@ class ReducingModel(_Model):
             self.tokenprune_tower = TowerReader(self) if is_known(self.config) else None
             self.tokenprune_clock = Clock.of(vllm_config)
         if in_llm(vllm_config.model_config):
-            from tokenprune.integrations.vllm.in_llm.attach import attach
-
-            self.tokenprune_in_llm = attach(self, vllm_config)
+            self.tokenprune_in_llm = add_on("serve.in_llm.attach").attach(self, vllm_config)
         self.tokenprune_width = vllm_config.model_config.hf_text_config.hidden_size
 
     def embed_multimodal(self, **kwargs: Any) -> Any:

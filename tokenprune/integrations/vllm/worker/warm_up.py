@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tokenprune.abilities import reads_tower
+from tokenprune.addons import add_on
 from tokenprune.base import Pruner
 from tokenprune.errors import TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import wrap
@@ -98,13 +99,11 @@ def _run(
     dtype, keep = vllm_config.model_config.dtype, [setting.wanted(count)]
     width = model.tokenprune_width
     if setting.in_llm:
-        from tokenprune.integrations.vllm.selection.in_llm import rehearse
-
         reducer = model.tokenprune_in_llm.reducer
         hidden = normal(1, count + 2 * _TEXT, width, generator=generator).to(device, dtype)
         heads = (reducer.attention.num_heads, reducer.attention.num_kv_heads, reducer.attention.head_size)
         places = [list(range(_TEXT, _TEXT + count))]
-        rehearse(method, places, keep, hidden, heads, reducer.decoder.norm)
+        add_on("serve.in_llm.selection").rehearse(method, places, keep, hidden, heads, reducer.decoder.norm)
         return
     encoded = None
     if reads_tower(method):

@@ -11,7 +11,7 @@ from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.setting.servable import FREE_KV
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, ServedSetting
 
-_PLACE = "tokenprune.integrations.vllm.in_llm.scheduler"
+_PLACE = "tokenprune.serve.in_llm.scheduler"
 SCHEDULERS = {False: f"{_PLACE}.InLLMScheduler", True: f"{_PLACE}.AsyncInLLMScheduler"}
 # Attention whose metadata can be made twice for one step; others keep what they planned in buffers of their own.
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
