@@ -17,7 +17,7 @@ The path of one request, through the files that it passes:
     written, and which travels with the item.
 6.  `front/metrics.py: COUNTERS` count it; `front/sender_cache.py: SenderCache` sends what the engine does not hold.
 7.  `worker/models.py: ReducingModel` reads the plans of a batch, and has the vision tower run, by
-    `worker/tower_reducers.py: tower_reducer`.
+    `worker/tower_treatments.py: tower_treatment`.
 8.  `selection/before_llm.py: choose` lets the method choose among an item's features.
 9.  `worker/rows.py: AwaitedRows` puts together the rows for the prompt.
 10. `worker/positions.py: place` gives kept tokens the positions that they have in the full prompt.
