@@ -87,7 +87,7 @@ def table() -> str:
         f"{header['device']}, {header['date']}, torch {header['torch']}, vLLM 0.32 (eager), bfloat16, random weights "
         "of LLaVA-1.5-7B's and LLaVA-NeXT-7B's decoder where no more is said. Eager times at batch 1 differ by up to "
         "twice between runs: the host decides. [All tables](../performance.md#on-a-gpu); raw data: "
-        "[experiments/results/nvidia-h200](../../experiments/results/nvidia-h200)."
+        "`experiments/results/nvidia-h200`."
     )
     if not (FOLDER / "i_graphs.jsonl").exists():
         plan = "[takes them](../../experiments/gpu/plan.md)"

@@ -54,7 +54,7 @@ class MadeUp(TokenSource):
         return self.seen
 
     @property
-    def behind(self) -> Any:
+    def after(self) -> Any:
         return self.seen
 
     @property

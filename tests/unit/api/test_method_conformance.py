@@ -149,7 +149,7 @@ BROKEN = {
     ),
     "merges in secret": (merging(lambda tokens: first(tokens).cumsum(1).sub(1) * first(tokens)), "say merges"),
     "undeclared": (top(lambda tokens: tokens.keys.sum(-1)), "'keys' was read but not declared"),
-    "text": (top(lambda tokens: tokens.text.hidden.sum((1, 2))[:, None] * tokens.hidden[..., 0]), "text behind"),
+    "text": (top(lambda tokens: tokens.text.hidden.sum((1, 2))[:, None] * tokens.hidden[..., 0]), "text after"),
     "scribbles": (scribbling, "changes hidden"),
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from each import each
 from far_device import Far, counting, device, far_inputs, to_far
 from tokenprune import Site
 from tokenprune.errors import TokenPruneError
-from tokenprune.guard import images as images
+from tokenprune.guard import images
 from tokenprune.guard import pixels as guard_pixels
 from tokenprune.integrations.vllm.selection import before_llm
 from tokenprune.integrations.vllm.setting.plan import Plan, runs_of
@@ -32,6 +32,7 @@ from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.worker.rows import AwaitedRows
 from tokenprune.kernels import block_attention
 from tokenprune.methods.encoder.thresholds import Thresholds
+from tokenprune.ops import transfer
 from tokenprune.sites.encoder import Tower
 from zoo import FAMILIES, Family
 
@@ -248,9 +249,9 @@ def test_guard(family_name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_guard_on_a_device_without_events(arrived: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the verdict stays on the device until it is asked for."""
     if not arrived:
-        monkeypatch.setattr(images, "_event", lambda device: None)
+        monkeypatch.setattr(transfer, "_event", lambda device: None)
     with counting() as sending:
-        late = images.AsyncValues(Far(torch.tensor([0.5])))
+        late = transfer.AsyncValues(Far(torch.tensor([0.5])))
         assert late.ready() is arrived
     assert not sending.found
     with counting() as reading:

@@ -171,7 +171,7 @@ def test_a_method_that_may_not_withdraw_is_refused(build: Any) -> None:
 def test_later_stages_are_told_the_counts_at_the_first(build: Any) -> None:
     told = []
 
-    @dataclass(frozen=True, repr=False)
+    @dataclass(frozen=True, init=False, repr=False)
     class OfOriginal(Budget):
         def resolve(self, counts: Sequence[int], *, original: Sequence[int], **about: Any) -> list[int]:
             told.append((list(counts), list(original)))

@@ -89,7 +89,7 @@ def test_copies_of_an_output_have_a_record_of_their_own(method: str, copied: Any
 def test_each_field_has_one_writer() -> None:
     """And nothing else is left on an output: no item or attribute with our name but the record."""
     names, writers = {field.name for field in fields(EncoderRecord)}, Counter()
-    for path in (Path(tokenprune.__file__).parent / "integrations" / "hf").rglob("*.py"):
+    for path in Path(tokenprune.__file__).parent.rglob("*.py"):
         text = path.read_text()
         assert 'output["tokenprune' not in text and "output.tokenprune" not in text, path
         if "open_record" not in text:

@@ -41,7 +41,7 @@ def runs_of(tokens: Sequence[int], embeds: Any = None) -> tuple[Run, ...]:
     row of the encoder's output; None: all are."""
     runs, changes = list[Run](), list[int]()
     if embeds is not None:
-        embeds = torch.as_tensor(embeds)
+        embeds = torch.as_tensor(embeds, device="cpu")
         changes = ((embeds[1:] != embeds[:-1]).nonzero().flatten() + 1).tolist()
     for start, end in itertools.pairwise([0, *changes, len(tokens)]):
         own, embed = tokens[start:end], embeds is None or bool(embeds[start])
