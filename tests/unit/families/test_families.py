@@ -125,7 +125,7 @@ def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> No
         assert not tokenprune.is_patched(model)
 
 
-@each("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     model = REFUSED[name].build()
     was = snapshot(model)
