@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to expect on a GPU (docs/guide/gpu.md, README), from experiments/results of an H200; dev/readme.py writes it."""
+"""Write the table of docs/guide/gpu.md and a sentence of README, from rows of an H200; dev/readme.py calls this."""
 
 from __future__ import annotations
 

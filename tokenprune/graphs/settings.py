@@ -40,8 +40,10 @@ class Graphs:
     @staticmethod
     def of(graphs: Any) -> Graphs | None:
         """Return what `graphs=` asks for: True for the defaults, False or None for no graphs."""
-        if graphs is None or isinstance(graphs, (bool, Graphs)):
-            return (Graphs() if graphs else None) if not isinstance(graphs, Graphs) else graphs
+        if isinstance(graphs, Graphs):
+            return graphs
+        if graphs is None or isinstance(graphs, bool):
+            return Graphs() if graphs else None
         raise OptionError(f"graphs={graphs!r} must be True, False or a tokenprune.graphs.Graphs")
 
     def bucket(self, length: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found out of a prompt serves the next one of its shape, and no other."""
+"""Facts about a prompt serve the next one of its shape, and no other."""
 
 from __future__ import annotations
 

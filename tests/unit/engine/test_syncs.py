@@ -408,7 +408,7 @@ def test_a_family_without_videos_is_asked_for_none(name: str) -> None:
 )
 @pytest.mark.parametrize("name", ["apet", "divprune", "otprune", "pool", "random", "uniform"])
 def test_an_image_of_a_server(name: str, pieces: str, per_run: bool) -> None:
-    """What vLLM's worker does with an image: how many rows stay is known from the plan. With text within, or tiles."""
+    """A worker of vLLM waits for no device: a plan says how many rows stay. With text within, or tiles."""
     text = runs_of([9 if piece == "#" else 7 for piece in pieces], [piece == "#" for piece in pieces])
     plan = Plan.make(ServedSetting.of({"method": name, "keep": 0.5}), text, per_run)
     with counting() as served:

@@ -228,7 +228,7 @@ def test_threads(build: Any) -> None:
 
 
 def test_gradients_and_training(build: Any) -> None:
-    """What learns is not graphed, and what was captured in inference mode serves calls outside of it."""
+    """A model that trains is not graphed, and a graph captured in inference mode serves calls outside of it."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(1,))
     with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What timing a selection costs a worker: writes to its file, and events on the device."""
+"""The cost of timing a selection: writes to the worker's file, and events on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Timers:
-    """Timers that run when they are told to, on a clock that stands."""
+    """Timers that run when the test says so, on a clock that stands."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.started = 100.0, list[Any]()

@@ -46,7 +46,7 @@ def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> Mask
         # Of embeddings masks take no more than their number and their type.
         return adapter.masks(torch.empty((), dtype=dtype, device=device).expand(*shape[:2], 1), mask, None, config)
 
-    return MaskFunctions(make, adapter.text_config, call.past + shape[1], call.host.real_behind_cut)
+    return MaskFunctions(make, adapter.text_config, call.past + shape[1], call.host.real_after_cut)
 
 
 def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Adapter) -> DecoderInputs:

@@ -82,7 +82,7 @@ class OnHost:
         return {modality: int(mask.sum()) for modality, mask in self.masks.items()}
 
     @cached_property
-    def real_behind_cut(self) -> bool:
+    def real_after_cut(self) -> bool:
         """True if a cut leaves no padding: the caller masks no visual token."""
         return bool((self.real | ~self.visual).all())
 

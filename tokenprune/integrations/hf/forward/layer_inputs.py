@@ -176,7 +176,7 @@ class LayerInputs:
     @property
     def _keys_are_queries(self) -> bool:
         """True if it is known that a layer sees keys of its queries alone, none of which is empty or padding."""
-        known = self.functions is not None and self.functions.real_behind_cut
+        known = self.functions is not None and self.functions.real_after_cut
         return known and not self.past and not self.ragged and not self.layout.whole
 
     # -- keys

@@ -75,14 +75,14 @@ class MaskFunctions:
     """Functions that a decoder's masks are made of.
 
     make: returns the masks that a decoder of a config would make for a call. config: the decoder's. length: of the full
-    sequence, with what is in the cache. real_behind_cut: whether it is known that after a cut no padding is left of the
+    sequence, with what is in the cache. real_after_cut: whether it is known that after a cut no padding is left of the
     call's tokens.
     """
 
     make: Callable[[Any], Any]
     config: Any
     length: int
-    real_behind_cut: bool
+    real_after_cut: bool
 
     @cached_property
     def attention(self) -> str | None:
