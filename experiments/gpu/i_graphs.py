@@ -154,7 +154,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "i_graphs", "Prefill as graphs", "LLaVA-1.5-7B's and LLaVA-NeXT-7B's decoder", COLUMNS, __doc__, given
     )
     model, clocks = model_of(sheet), Clocks(sheet.device, sheet.tiny)
-    methods = ("divprune", "fastv") if sheet.tiny else METHODS
+    methods = METHODS
     prompts = ((576, (64,)),) if sheet.tiny else ((576, (64, 192)), (2880, (320,)))
     answers = [(name, 576, 576 if name == NONE else 64, 1) for name in (NONE, "divprune")]
 

@@ -61,6 +61,21 @@ class LayerCall:
         return shape, shapes, tuple(self.plain.items()), self.caches
 
 
+class _Pool:
+    """What graphs of one device share: memory, the stream that they are captured on, and the end of the last run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self.done = torch.cuda.Event()
+
+    def begin(self) -> None:
+        """Let the stream of this thread wait for the last run, which may be another thread's."""
+        self.done.wait(torch.cuda.current_stream(self.stream.device))
+
+    def end(self) -> None:
+        self.done.record(torch.cuda.current_stream(self.stream.device))
+
+
 def _flat(value: Any) -> tuple[Tensor, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
@@ -77,8 +92,7 @@ class Bucket:
 
     given: the hidden states, `[B, bucket, D]`, and what else has an entry for each token, with the dimension of that.
     hidden: `[B, bucket, D]`, after the last layer. flat: keys and values of all layers, one after the other; shapes: of
-    each, `[B, H, bucket, K]`, by layer. bytes: what the run holds on to. done: on a GPU, recorded after what read the
-    outputs last.
+    each, `[B, H, bucket, K]`, by layer. bytes: what the run holds on to.
     """
 
     given: list[tuple[Tensor, int]]
@@ -87,23 +101,17 @@ class Bucket:
     shapes: dict[int, tuple[torch.Size, torch.Size]]
     replay: Callable[[], None]
     bytes: int
-    done: torch.cuda.Event | None = None
 
     def run(self, call: LayerCall) -> tuple[Tensor, States]:
         """Return the hidden states, `[B, L, D]`, and keys and values of each layer, for a call of at most `bucket`
         tokens; the next run changes none of them."""
         length = call.hidden.shape[1]
-        if self.done is not None:
-            self.done.wait()  # for another thread, on a stream of its own
         for (held, dim), new in zip(self.given, _tensors(call), strict=True):
             held.narrow(dim, 0, length).copy_(new)
         # After the prompt there may be what is no number, from an earlier one: no mask would stop that.
         self.given[0][0][:, length:].zero_()
         self.replay()
         hidden, flat = self.hidden[:, :length].clone(), self.flat.clone()
-        if hidden.is_cuda:
-            self.done = self.done or torch.cuda.Event()
-            self.done.record()
         parts = iter(flat.split([shape.numel() for pair in self.shapes.values() for shape in pair]))
         states = {
             layer: (next(parts).view(keys)[..., :length, :], next(parts).view(values)[..., :length, :])
@@ -124,7 +132,7 @@ class Buckets:
         self.graphs, self.lock, self.captured = graphs, threading.RLock(), 0
         self._buckets: OrderedDict[Hashable, Bucket] = OrderedDict()
         self._refused: dict[Hashable, str] = {}  # what failed once is not tried in every call
-        self._pool: Any = None
+        self._pool: _Pool | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buckets:
         return type(self)(copy.deepcopy(self.graphs, memo))
@@ -143,17 +151,29 @@ class Buckets:
             self._refused.clear()
             self._pool = None
 
-    def get(self, layers: Mapping[int, Callable[..., Any]], call: LayerCall) -> Bucket:
-        """Return the run of `layers`, by index their forwards, for `call`, captured where it is new. Raises
-        NotGraphedError where they cannot be captured."""
+    def run(self, layers: Mapping[int, Callable[..., Any]], call: LayerCall) -> tuple[Tensor, States]:
+        """Return what `layers`, by index their forwards, make of `call`, as `Bucket.run` does. Raises NotGraphedError
+        where they cannot be captured."""
+        with self.lock:
+            if not call.hidden.is_cuda:
+                return self._get(layers, call).run(call)
+            if self._pool is None or self._pool.stream.device != call.hidden.device:
+                self.clear()
+                self._pool = _Pool(call.hidden.device)
+            self._pool.begin()
+            try:
+                return self._get(layers, call).run(call)
+            finally:
+                self._pool.end()
+
+    def _get(self, layers: Mapping[int, Callable[..., Any]], call: LayerCall) -> Bucket:
+        """Return the run of layers for a call, captured where it is new."""
         bucket = self.graphs.bucket(call.hidden.shape[1])
         casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
         key = (tuple(layers), bucket, call.key, casts, torch.get_float32_matmul_precision())
         if key in self._refused:
             raise NotGraphedError(self._refused[key])
         if key not in self._buckets:
-            if call.hidden.is_cuda:
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
             try:
                 self._buckets[key] = _captured(layers, call, bucket, self._pool)
             except RuntimeError as error:
@@ -166,7 +186,7 @@ class Buckets:
         return self._buckets[key]
 
 
-def _captured(layers: Mapping[int, Callable[..., Any]], call: LayerCall, bucket: int, pool: Any) -> Bucket:
+def _captured(layers: Mapping[int, Callable[..., Any]], call: LayerCall, bucket: int, pool: _Pool | None) -> Bucket:
     """Return the run of `layers` on `bucket` tokens."""
     # Not tensors of inference mode, which nobody could write to outside of it.
     with torch.inference_mode(False), torch.no_grad():
@@ -186,7 +206,7 @@ def _captured(layers: Mapping[int, Callable[..., Any]], call: LayerCall, bucket:
             latest.update(hidden=states, flat=torch.cat(made) if made else states.new_empty(0), shapes=shapes)
 
         given = [(hidden, 1), *((one, dim) for value, dim in held.values() for one in _flat(value))]
-        if hidden.is_cuda:
+        if pool is not None:
             return _graph(once, latest, given, pool)
         once()
         return _plain(once, latest, given)
@@ -206,18 +226,20 @@ def _each(value: Any, dim: int, bucket: int) -> Any:
     return _wider(value, dim, bucket)
 
 
-def _graph(once: Callable[[], None], latest: dict[str, Any], given: list[tuple[Tensor, int]], pool: Any) -> Bucket:
+def _graph(once: Callable[[], None], latest: dict[str, Any], given: list[tuple[Tensor, int]], pool: _Pool) -> Bucket:
     device = given[0][0].device
-    side, before = torch.cuda.Stream(device), torch.cuda.memory_reserved(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        once()  # libraries make their handles and workspaces in a first run
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        once()
-    taken = torch.cuda.memory_reserved(device) - before
-    return Bucket(given, **latest, replay=graph.replay, bytes=max(0, taken))
+    # A capture that fails does not leave its stream; this does.
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+        pool.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(pool.stream):
+            once()  # libraries make their handles and workspaces in a first run
+        torch.cuda.current_stream().wait_stream(pool.stream)
+        torch.cuda.empty_cache()  # as a capture does, so that the difference is what it takes
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved()
+        with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
+            once()
+        taken = torch.cuda.memory_reserved() - before + sum(one.nbytes for one, _ in given)
+    return Bucket(given, **latest, replay=graph.replay, bytes=taken)
 
 
 def _plain(once: Callable[[], None], latest: dict[str, Any], given: list[tuple[Tensor, int]]) -> Bucket:

@@ -17,7 +17,8 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.shared.attachable import hidden_states
 
 LEARNING = "the first prompt of its kind shows which layers follow each other"
-_OWN = {"hidden_states", "attention_mask", *compat.CACHE_NAMES}
+# transformers 5.17 hands its models' encoded images on to layers, none of which reads them.
+_OWN = {"hidden_states", "attention_mask", "mm_encoder_outputs", *compat.CACHE_NAMES}
 
 
 class Groups:
@@ -75,8 +76,7 @@ class Walk:
         try:
             call = self._call(index, args, kwargs)
             layers = self.groups.of(index)
-            with self.buckets.lock:
-                self._handed, self._states = self.buckets.get(layers, call).run(call)
+            self._handed, self._states = self.buckets.run(layers, call)
         except NotGraphedError as error:
             self.why_not = self.why_not if self._replayed else str(error)
             return forward(*args, **kwargs)

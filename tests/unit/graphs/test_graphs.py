@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -273,6 +274,20 @@ def test_without_a_patch(build: Any) -> None:
         assert torch.equal(generate(model, inputs).logits[0], want.logits[0])
 
 
+def test_encoded_images(build: Any) -> None:
+    """Images that were encoded before, which a version of transformers hands on to the layers."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(images=(1,))
+    with torch.no_grad():
+        encoded = model.model.get_image_features(inputs.pop("pixel_values"), return_dict=True)
+        run = partial(model, **inputs, mm_encoder_outputs={"image": encoded})
+        want = run().logits
+        with tokenprune.patched(model, "divprune", keep=1.0, graphs=True):
+            for _ in range(2):
+                close(run().logits, want)
+            assert counts(model).hits == 1
+
+
 def test_something_else_between_layers(build: Any) -> None:
     """A decoder that puts something between two layers in a later call ends in an error, not in a wrong answer."""
     family = FAMILIES["llava"]
@@ -306,20 +321,3 @@ def test_refusals(build: Any) -> None:
             with pytest.raises(OptionError, match="numbers of tokens from 2 on"):
                 warm_up(model, lengths, batch=batch)
     assert not tokenprune.is_patched(model)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu(build: Any) -> None:
-    """Real graphs, in two dtypes."""
-    family = FAMILIES["llava"]
-    for dtype in (torch.float32, torch.bfloat16):
-        model = copy.deepcopy(build(family)).to("cuda", dtype)
-        inputs = {name: value.to("cuda") for name, value in family.make_inputs(images=(1,)).items()}
-        inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
-        with tokenprune.patched(model, "divprune", keep=0.4):
-            want = generate(model, inputs)
-        with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
-            got = [generate(model, inputs) for _ in range(3)][-1]
-            assert counts(model).hits == 2 and counts(model).captured == 1
-        assert (got.logits[0] - want.logits[0]).abs().max() < (1e-4 if dtype == torch.float32 else 0.1)

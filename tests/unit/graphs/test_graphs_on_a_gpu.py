@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphed prefill with real CUDA graphs: equal to the patch without them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tokenprune
+from oracle import close
+from tokenprune.graphs import Graphs, graphed, warm_up
+from zoo import FAMILIES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def on_gpu(family: Any, build: Any, dtype: torch.dtype = torch.float32, **wanted: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a model of a family of the zoo, and a prompt."""
+    model = copy.deepcopy(build(family)).to("cuda", dtype)
+    inputs = family.make_inputs(**{"images": (1,)} | wanted)
+    moved = {name: value.to("cuda") if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    return model, {name: value.to(dtype) if _real(value) else value for name, value in moved.items()}
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def generate(model: Any, inputs: Any) -> Any:
+    wanted = dict(max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    with torch.no_grad():
+        return model.generate(**inputs, **wanted)
+
+
+def same(got: Any, want: Any, tolerance: float = 1e-4) -> None:
+    for one, other in zip(got.logits[:1], want.logits[:1], strict=True):
+        close(one.float(), other.float(), tolerance)
+    if tolerance < 1e-3:
+        assert torch.equal(got.sequences, want.sequences)
+
+
+def counts(model: Any) -> Any:
+    return tokenprune.stats(model).graphs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["divprune", "random", "fastv", "dart", "visionzip", "vtw"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_families(name: str, method: str, dtype: torch.dtype, build: Any) -> None:
+    model, inputs = on_gpu(FAMILIES[name], build, dtype)
+    setting: dict[str, Any] = {"keep": 0.4}
+    if method == "visionzip" and name != "llava":
+        pytest.skip("reads a tower that these models lack")
+    with tokenprune.patched(model, method, **setting):
+        want = generate(model, inputs)
+    with tokenprune.patched(model, method, graphs=True, **setting):
+        got = [generate(model, inputs) for _ in range(3)]
+        found = counts(model)
+    assert found.hits == 2 and found.captured >= 1 and found.bytes > 0, found
+    for one in got:
+        same(one, want, 1e-4 if dtype == torch.float32 else 0.1)
+
+
+def test_without_a_patch(build: Any) -> None:
+    model, inputs = on_gpu(FAMILIES["llava"], build)
+    want = generate(model, inputs)
+    with graphed(model):
+        for _ in range(3):
+            same(generate(model, inputs), want)
+
+
+def test_a_capture_that_fails(build: Any) -> None:
+    """A layer that asks the device for a value is not graphed, says why, and leaves the stream as it was."""
+
+    class Asking(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.inner(hidden) * (1 if float(hidden.sum()) < 1e30 else 2)
+
+    Asking.__module__ = "transformers.models.asking"  # else it would be another package's, and left alone
+    model, inputs = on_gpu(FAMILIES["llava"], build)
+    layer = model.model.language_model.layers[1]
+    layer.mlp = Asking(layer.mlp)
+    want, stream = generate(model, inputs), torch.cuda.current_stream()
+    with graphed(model):
+        for _ in range(3):
+            same(generate(model, inputs), want)
+    assert torch.cuda.current_stream() == stream
+    with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
+        for _ in range(3):
+            generate(model, inputs)
+        assert counts(model).hits == 0
+        assert any("layers could not be captured" in reason for reason in counts(model).misses), counts(model)
+    other, inputs = on_gpu(FAMILIES["llava"], build)
+    with tokenprune.patched(other, "divprune", keep=0.4, graphs=True):
+        for _ in range(2):
+            generate(other, inputs)
+        assert counts(other).hits == 1
+
+
+def test_numbers_of_an_earlier_prompt(build: Any) -> None:
+    model, _ = on_gpu(FAMILIES["llava"], build)
+    decoder = model.model.language_model
+    size, seeded = decoder.config.hidden_size, torch.Generator().manual_seed(0)
+    bad = torch.full((1, 60, size), float("nan"), device="cuda")
+    good = torch.randn(1, 20, size, generator=seeded).cuda()
+    with torch.no_grad():
+        want = decoder(inputs_embeds=good, use_cache=True).last_hidden_state
+        with graphed(model):
+            for embeds in (bad, bad, good):
+                got = decoder(inputs_embeds=embeds, use_cache=True).last_hidden_state
+    close(got, want, 1e-4)
+
+
+def test_threads_with_streams_of_their_own(build: Any) -> None:
+    """Prompts of several lengths, so that graphs that share their memory follow each other on several streams."""
+    model, _ = on_gpu(FAMILIES["llava"], build)
+    prompts = [on_gpu(FAMILIES["llava"], build, images=(1 + seed % 2,), seed=seed)[1] for seed in range(4)]
+    wanted: list[Any] = []
+    with tokenprune.patched(model, "divprune", keep=0.4):
+        wanted = [generate(model, inputs) for inputs in prompts]
+    got: dict[int, list[Any]] = {}
+
+    def ask(number: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            got[number] = [generate(model, prompts[number]) for _ in range(8)]
+            torch.cuda.current_stream().synchronize()
+
+    with tokenprune.patched(model, "divprune", keep=0.4, graphs=Graphs(step=16)):
+        generate(model, prompts[0])
+        torch.cuda.synchronize()
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert counts(model).hits == 32
+    for number, want in enumerate(wanted):
+        assert len(got[number]) == 8
+        for one in got[number]:
+            same(one, want)
+
+
+def test_memory(build: Any) -> None:
+    """Bounds hold in bytes of the device, and unpatching gives all of it back."""
+    model, inputs = on_gpu(FAMILIES["llava"], build)
+    generate(model, inputs)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
+        warm_up(model, [60, 120, 250, 500])
+        torch.cuda.empty_cache()
+        grown, stated = torch.cuda.memory_reserved() - before, counts(model).bytes
+        assert 0 < grown <= 2 * stated + (64 << 20), (grown, stated)
+    gc.collect()
+    torch.cuda.empty_cache()
+    left = torch.cuda.memory_reserved() - before
+    assert left <= 64 << 20, left  # workspaces of libraries
