@@ -33,20 +33,22 @@ class KnownModules:
         self._values = [held for one in modules for held in (one._parameters, one._buffers) if held]
         self._hooks = [hooks for one in modules for hooks in (one._forward_pre_hooks, one._forward_hooks)]
         self._attributes = [vars(one) for one in modules]
-        self._held = list(self._tensors())  # so that no later one gets the address of one of these
+        self._held = [one for one in self._chained(self._values) if one is not None]  # so that no address is given anew
         self._seen = self._look()
 
     def unchanged(self) -> bool:
         """Return whether nothing was replaced, moved or hooked since."""
         return self._look() == self._seen
 
-    def _tensors(self) -> Iterator[Tensor]:
-        return (one for held in self._values for one in held.values() if one is not None)
+    @staticmethod
+    def _chained(held: list[dict[str, Any]]) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, held))
 
     def _look(self) -> tuple[Any, ...]:
-        children = list(map(id, chain.from_iterable(held.values() for held in self._children)))
-        attributes = sum(map(len, self._attributes))
-        return children, [one.data_ptr() for one in self._tensors()], sum(map(len, self._hooks)), attributes
+        """Return what would change. Each prefill waits for it, so that no loop here is Python's."""
+        objects = list(map(id, chain(self._chained(self._children), self._chained(self._values))))
+        addresses = list(map(Tensor.data_ptr, self._held))
+        return objects, addresses, sum(map(len, self._hooks)), sum(map(len, self._attributes))
 
 
 def _holds_more(layer: nn.Module, packages: set[str]) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -24,8 +25,12 @@ def shared_memory() -> int:
     """Bytes of shared memory that a block may have."""
     if interpreted():
         return 2**17
-    driver = triton.runtime.driver.active
-    return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
+    return _shared_memory(triton.runtime.driver.active.get_current_device())
+
+
+@functools.cache  # the driver takes a millisecond to say it
+def _shared_memory(device: int) -> int:
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 def precision(x: Tensor) -> str:
