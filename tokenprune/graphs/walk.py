@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -13,6 +14,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.graphs.replay import Buckets, LayerCall, NotGraphedError, States
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
+from tokenprune.integrations.hf.cache.static_cache import is_static
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.shared.attachable import hidden_states
 
@@ -36,6 +38,7 @@ class Groups:
         self.forwards: list[Callable[..., Any]] = []
         self.returns_tuple = False
         self.learnt = False
+        self.maskless = adapter.text_config._attn_implementation == "sdpa"  # causal by itself
         self.count = len(layers)
 
     def of(self, first: int) -> dict[int, Callable[..., Any]]:
@@ -59,6 +62,7 @@ class Walk:
         self._states: States = {}
         self._until = 0
         self._replayed = False
+        self._looked_at: tuple[Any, bool] = None, False
 
     def layer(self, index: int, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the output of a layer, whose own forward is `forward`."""
@@ -111,6 +115,19 @@ class Walk:
             cache.update(*self._states.pop(index), index)
         return (self._handed,) if self.groups.returns_tuple else self._handed
 
+    def _hides_nothing(self, mask: Any, length: int) -> bool:
+        """Return whether a mask lets each token see all before it. A static cache gets one in any case, of all its
+        slots; a model that attends eagerly needs one."""
+        if mask is None:
+            return True
+        if not self.groups.maskless or not isinstance(mask, Tensor) or mask.ndim != 4:
+            return False
+        if self._looked_at[0] is not mask:
+            seen = mask if mask.dtype == torch.bool else mask == 0
+            wanted = torch.ones(length, mask.shape[-1], dtype=torch.bool, device=mask.device).tril()
+            self._looked_at = mask, torch.equal(seen, wanted.expand_as(seen))
+        return self._looked_at[1]
+
     def _call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> LayerCall:
         """Return a layer's call as it can be graphed; raise NotGraphedError where it cannot."""
         hidden, cache, most = hidden_states(args, kwargs), compat.cache_in(kwargs), self.buckets.graphs.most
@@ -118,10 +135,10 @@ class Walk:
             raise NotGraphedError("layers are called in a form of their own")
         if hidden.shape[1] > most:
             raise NotGraphedError(f"{hidden.shape[1]} tokens are more than most={most}")
-        if kwargs.get("attention_mask") is not None:
-            raise NotGraphedError("rows have padding, other lengths than each other, or masks of their own")
-        if type(cache) not in (type(None), DynamicCache):
+        if not (cache is None or type(cache) is DynamicCache or is_static(cache)):
             raise NotGraphedError(f"the cache is a {type(cache).__name__}")
+        if not self._hides_nothing(kwargs.get("attention_mask"), hidden.shape[1]):
+            raise NotGraphedError("rows have padding, other lengths than each other, or masks of their own")
         if cache is not None and index < len(cache.layers) and slots_handed_out(cache.layers[index]):
             raise NotGraphedError("the cache holds tokens already")
         tensors: dict[str, tuple[Any, int]] = {}

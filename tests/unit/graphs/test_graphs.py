@@ -288,6 +288,30 @@ def test_encoded_images(build: Any) -> None:
             assert counts(model).hits == 1
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
+def test_static_cache(name: str, build: Any) -> None:
+    """Its mask, of all slots, is looked at; one that hides more than later tokens is not passed by."""
+    family = FAMILIES[name]
+    model, one = copy.deepcopy(build(family)), family.make_inputs(images=(1,))  # transformers notes the longest cache
+    ragged = family.make_inputs(images=(1, 2), padding="left")
+
+    def ask(inputs: Any) -> Any:
+        return generate(model, inputs, cache_implementation="static")
+
+    for method in ("divprune", "fastv"):
+        with tokenprune.patched(model, method, keep=0.4):
+            want, ragged_want = ask(one), ask(ragged)
+        with tokenprune.patched(model, method, keep=0.4, graphs=True):
+            for _ in range(2):
+                got = ask(one)
+            assert torch.equal(got.sequences, want.sequences)
+            for found, wanted in zip(got.logits, want.logits, strict=True):
+                close(found, wanted)
+            assert counts(model).hits == (name not in NEVER)
+            assert torch.equal(ask(ragged).logits[0], ragged_want.logits[0])
+            assert counts(model).misses[MASKED] == 1 + (name in NEVER)
+
+
 def test_something_else_between_layers(build: Any) -> None:
     """A decoder that puts something between two layers in a later call ends in an error, not in a wrong answer."""
     family = FAMILIES["llava"]
