@@ -7,7 +7,8 @@ before. Eager and graphs take turns; the bounds are the defaults, so that what i
 replayed, and the table says why. "first replay": the call that captures, after one that learns. "gap": between the
 logits of the two ways, as a share of their length. "GPU busy": kernels of the eager run, by the profiler. 64 tokens:
 `generate` from pixels on, with the cache that grows, with `cache_implementation="static"`, whose steps transformers
-compiles by itself on a GPU, with graphs, and with both. `none` is the unpatched model, in graphs by `tokenprune.graphs.graphed`.
+compiles by itself on a GPU, with graphs, and with both. `none` is the unpatched model, in graphs by
+`tokenprune.graphs.graphed`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 """Prefill a decoder by replaying graphs of groups of its layers.
 
 A token attends to none on its right, so that padding there changes nothing: what enters a group is padded to a bucket
-of lengths, its graph is replayed, and what leaves is cut back. Rows must be as long as each other, without padding of
-their own: then layers are handed no mask. Everything before, between and after the layers, cuts too, runs as it does
-without graphs: the first layer of a group runs all of them, and the others hand on what they get.
+of lengths, its graph is replayed, and what leaves is cut back. A mask, where layers are handed one, is padded too.
+Everything before, between and after the layers, cuts too, runs as it does without graphs: the first layer of a group
+runs all of them, and the others hand on what they get.
 """
 
 from __future__ import annotations

@@ -42,11 +42,13 @@ class LayerCall:
     """A call of a layer: everything that layers of a group read.
 
     hidden: `[B, L, D]`. tensors: arguments that have an entry for each token, by name, and the dimension of that; a
-    tuple of tensors is one argument. plain: the other arguments, by name. caches: whether keys are cached.
+    tuple of tensors is one argument. mask: `[B, H, L, L]`, bool or to be added. plain: the other arguments, by name.
+    caches: whether keys are cached.
     """
 
     hidden: Tensor
     tensors: Mapping[str, tuple[Any, int]]
+    mask: Tensor | None
     plain: Mapping[str, Any]
     caches: bool
 
@@ -58,7 +60,8 @@ class LayerCall:
             for name, (value, dim) in self.tensors.items()
         )
         shape = (self.hidden.shape[0], self.hidden.shape[2], self.hidden.dtype, self.hidden.device)
-        return shape, shapes, tuple(self.plain.items()), self.caches
+        mask = None if self.mask is None else (self.mask.shape[:2], self.mask.dtype)
+        return shape, shapes, mask, tuple(self.plain.items()), self.caches
 
 
 class _Pool:
@@ -91,11 +94,13 @@ class Bucket:
     """One run of some layers on `[B, bucket]` tokens; `replay` computes it anew from what `given` holds.
 
     given: the hidden states, `[B, bucket, D]`, and what else has an entry for each token, with the dimension of that.
-    hidden: `[B, bucket, D]`, after the last layer. flat: keys and values of all layers, one after the other; shapes: of
-    each, `[B, H, bucket, K]`, by layer. bytes: what the run holds on to.
+    mask: `[B, H, bucket, bucket]`, and what it is where there is no token. hidden: `[B, bucket, D]`, after the last
+    layer. flat: keys and values of all layers, one after the other; shapes: of each, `[B, H, bucket, K]`, by layer.
+    bytes: what the run holds on to.
     """
 
     given: list[tuple[Tensor, int]]
+    mask: tuple[Tensor, Tensor] | None
     hidden: Tensor
     flat: Tensor
     shapes: dict[int, tuple[torch.Size, torch.Size]]
@@ -110,6 +115,9 @@ class Bucket:
             held.narrow(dim, 0, length).copy_(new)
         # After the prompt there may be what is no number, from an earlier one: no mask would stop that.
         self.given[0][0][:, length:].zero_()
+        if self.mask is not None and call.mask is not None:
+            held, empty = self.mask
+            held.copy_(empty)[..., :length, :length] = call.mask
         self.replay()
         hidden, flat = self.hidden[:, :length].clone(), self.flat.clone()
         parts = iter(flat.split([shape.numel() for pair in self.shapes.values() for shape in pair]))
@@ -192,11 +200,14 @@ def _captured(layers: Mapping[int, Callable[..., Any]], call: LayerCall, bucket:
     with torch.inference_mode(False), torch.no_grad():
         hidden = _wider(call.hidden, 1, bucket)
         held = {name: (_each(value, dim, bucket), dim) for name, (value, dim) in call.tensors.items()}
-        latest: dict[str, Any] = {}
+        mask = None if call.mask is None else _wider_mask(call.mask, bucket)
+        latest: dict[str, Any] = {"mask": mask}
 
         def once() -> None:
             recorder, states = _Recorder(), hidden
             arguments = dict(call.plain) | {name: value for name, (value, _) in held.items()}
+            if mask is not None:
+                arguments["attention_mask"] = mask[0]
             cache = {compat.CACHE: recorder if call.caches else None}
             for forward in layers.values():
                 output = forward(states, **arguments, **cache)
@@ -218,6 +229,16 @@ def _wider(value: Tensor, dim: int, bucket: int) -> Tensor:
     made = value.new_zeros(sizes)
     made.narrow(dim, 0, value.shape[dim]).copy_(value)
     return made
+
+
+def _wider_mask(mask: Tensor, bucket: int) -> tuple[Tensor, Tensor]:
+    """Return a mask of all of a bucket, and what it is without tokens: each place sees itself, so that none is NaN."""
+    empty = torch.eye(bucket, dtype=torch.bool, device=mask.device)
+    if mask.dtype != torch.bool:
+        empty = mask.new_zeros(bucket, bucket).masked_fill_(~empty, torch.finfo(mask.dtype).min)
+    made = empty.expand(*mask.shape[:2], -1, -1).clone()
+    made[..., : mask.shape[-2], : mask.shape[-1]] = mask
+    return made, empty
 
 
 def _each(value: Any, dim: int, bucket: int) -> Any:
@@ -244,7 +265,7 @@ def _graph(once: Callable[[], None], latest: dict[str, Any], given: list[tuple[T
 
 def _plain(once: Callable[[], None], latest: dict[str, Any], given: list[tuple[Tensor, int]]) -> Bucket:
     """Return a bucket that runs the layers each time, and writes where their first run did: a graph without a GPU."""
-    hidden, flat = latest["hidden"], latest["flat"]
+    hidden, flat, mask = latest["hidden"], latest["flat"], latest["mask"]
 
     def replay() -> None:
         once()
@@ -252,4 +273,4 @@ def _plain(once: Callable[[], None], latest: dict[str, Any], given: list[tuple[T
         flat.copy_(latest["flat"])
 
     taken = sum(tensor.nbytes for tensor in (hidden, flat, *(one for one, _ in given)))
-    return Bucket(given, hidden, flat, latest["shapes"], replay, taken)
+    return Bucket(given, mask, hidden, flat, latest["shapes"], replay, taken)

@@ -20,7 +20,7 @@ from tokenprune.integrations.shared.attachable import hidden_states
 
 LEARNING = "the first prompt of its kind shows which layers follow each other"
 # transformers 5.17 hands its models' encoded images on to layers, none of which reads them.
-_OWN = {"hidden_states", "attention_mask", "mm_encoder_outputs", *compat.CACHE_NAMES}
+_OWN = {"hidden_states", "mm_encoder_outputs", *compat.CACHE_NAMES}
 
 
 class Groups:
@@ -38,7 +38,7 @@ class Groups:
         self.forwards: list[Callable[..., Any]] = []
         self.returns_tuple = False
         self.learnt = False
-        self.maskless = adapter.text_config._attn_implementation == "sdpa"  # causal by itself
+        self.causal = adapter.text_config._attn_implementation == "sdpa"  # without a mask
         self.count = len(layers)
 
     def of(self, first: int) -> dict[int, Callable[..., Any]]:
@@ -115,18 +115,21 @@ class Walk:
             cache.update(*self._states.pop(index), index)
         return (self._handed,) if self.groups.returns_tuple else self._handed
 
-    def _hides_nothing(self, mask: Any, length: int) -> bool:
-        """Return whether a mask lets each token see all before it. A static cache gets one in any case, of all its
-        slots; a model that attends eagerly needs one."""
+    def _mask(self, mask: Any, length: int, static: bool) -> Tensor | None:
+        """Return the mask of a call, `[B, H, L, L]`; None where attention that is causal by itself needs none."""
         if mask is None:
-            return True
-        if not self.groups.maskless or not isinstance(mask, Tensor) or mask.ndim != 4:
-            return False
-        if self._looked_at[0] is not mask:
-            seen = mask if mask.dtype == torch.bool else mask == 0
-            wanted = torch.ones(length, mask.shape[-1], dtype=torch.bool, device=mask.device).tril()
-            self._looked_at = mask, torch.equal(seen, wanted.expand_as(seen))
-        return self._looked_at[1]
+            return None
+        if not isinstance(mask, Tensor) or mask.ndim != 4 or not (static or mask.shape[-1] == length):
+            raise NotGraphedError("layers are handed masks of a form of their own")
+        # A static cache's is there in any case, and of all slots. Others are left out where nothing is hidden.
+        if static and self.groups.causal:
+            if self._looked_at[0] is not mask:
+                seen = mask if mask.dtype == torch.bool else mask == 0
+                wanted = torch.ones(length, mask.shape[-1], dtype=torch.bool, device=mask.device).tril()
+                self._looked_at = mask, torch.equal(seen, wanted.expand_as(seen))
+            if self._looked_at[1]:
+                return None
+        return mask[..., :length]
 
     def _call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> LayerCall:
         """Return a layer's call as it can be graphed; raise NotGraphedError where it cannot."""
@@ -135,16 +138,15 @@ class Walk:
             raise NotGraphedError("layers are called in a form of their own")
         if hidden.shape[1] > most:
             raise NotGraphedError(f"{hidden.shape[1]} tokens are more than most={most}")
-        if not (cache is None or type(cache) is DynamicCache or is_static(cache)):
-            raise NotGraphedError(f"the cache is a {type(cache).__name__}")
-        if not self._hides_nothing(kwargs.get("attention_mask"), hidden.shape[1]):
-            raise NotGraphedError("rows have padding, other lengths than each other, or masks of their own")
         if cache is not None and index < len(cache.layers) and slots_handed_out(cache.layers[index]):
             raise NotGraphedError("the cache holds tokens already")
+        if not (cache is None or type(cache) is DynamicCache or is_static(cache)):
+            raise NotGraphedError(f"the cache is a {type(cache).__name__}")
         tensors: dict[str, tuple[Any, int]] = {}
         plain: dict[str, Any] = {"attention_mask": None} if "attention_mask" in kwargs else {}
+        mask = self._mask(kwargs.get("attention_mask"), hidden.shape[1], is_static(cache))
         for name, value in kwargs.items():
-            if name in _OWN:
+            if name in _OWN or name == "attention_mask":
                 continue
             if value is not None and name in self.groups.tokens:
                 tensors[name] = (value, self.groups.tokens[name])
@@ -152,7 +154,7 @@ class Walk:
                 plain[name] = value
             else:
                 raise NotGraphedError(f"layers are handed {name}")
-        return LayerCall(hidden, tensors, plain, cache is not None)
+        return LayerCall(hidden, tensors, mask, plain, cache is not None)
 
 
 def _beside(kwargs: dict[str, Any]) -> list[Any]:

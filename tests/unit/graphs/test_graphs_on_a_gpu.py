@@ -32,10 +32,10 @@ def _real(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def generate(model: Any, inputs: Any) -> Any:
+def generate(model: Any, inputs: Any, **options: Any) -> Any:
     wanted = dict(max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_logits=True)
     with torch.no_grad():
-        return model.generate(**inputs, **wanted)
+        return model.generate(**inputs, **wanted | options)
 
 
 def same(got: Any, want: Any, tolerance: float = 1e-4) -> None:
@@ -65,6 +65,22 @@ def test_families(name: str, method: str, dtype: torch.dtype, build: Any) -> Non
     assert found.hits == 2 and found.captured >= 1 and found.bytes > 0, found
     for one in got:
         same(one, want, 1e-4 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+def test_masks(name: str, options: dict[str, Any], build: Any) -> None:
+    """Rows of several lengths, masks of a model's own, and those of a static cache; also of halves."""
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):
+        model, _ = on_gpu(FAMILIES[name], build, dtype)
+        prompts = [on_gpu(FAMILIES[name], build, dtype, images=images, padding="left")[1]
+                   for images in ((1,), (1, 3), (1, 2), (1,))]  # fmt: skip
+        with tokenprune.patched(model, "divprune", keep=0.4):
+            wanted = [generate(model, inputs, **options) for inputs in prompts]
+        with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
+            for inputs, want in zip((*prompts, *prompts), (*wanted, *wanted), strict=True):
+                same(generate(model, inputs, **options), want, tolerance)
+            assert counts(model).hits == 7, counts(model)
 
 
 def test_without_a_patch(build: Any) -> None:
