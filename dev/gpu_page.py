@@ -73,7 +73,22 @@ def lines() -> list[Line]:
             Line(f"vLLM, {model}, keep 0.25: first token, alone", whole["first_ms"], less["first_ms"]),
             Line("... requests a second, 64 at once", whole["rate"], less["rate"], "", True),
         ]
-    return made
+    return [*made, *_answers()]
+
+
+def _answers() -> list[Line]:
+    """Return the lines of an answer of 64 tokens, at batch 1, where they are measured."""
+    _, found = rows.read(FOLDER / "i_graphs.jsonl")
+    whole, less = ([row for row in found if row["method"] == one and "64 tokens" in row["place"][0]]
+                   for one in ("none", METHOD))  # fmt: skip
+    ways = {
+        "an answer of 64 tokens, 576 to 64, batch 1": "eager_ms",
+        "... with a static cache, whose steps are compiled": "static_ms",
+        "... and with `graphs=True`": "both_ms",
+    }
+    times = {key: [next((row[key] for row in one if key in row), None) for one in (whole, less)]
+             for key in ways.values()}  # fmt: skip
+    return [Line(what, *times[key]) for what, key in ways.items() if None not in times[key]]
 
 
 def table() -> str:
