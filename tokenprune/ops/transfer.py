@@ -7,10 +7,12 @@ the device run dry. docs/performance.md lists the few times that the library doe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def to_device(values: Sequence | torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -20,6 +22,28 @@ def to_device(values: Sequence | torch.Tensor, device: torch.device, dtype: torc
     """
     values = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     return values.to(device, non_blocking=True)
+
+
+class Recent(Generic[T]):
+    """Values by all that they follow from, the last `MOST` that were made: a prompt of the same shape finds them. They
+    are not to be changed. A copy, as one of the model has, is empty."""
+
+    MOST = 16
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, T] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` returned for `key`; it is called where that is not known."""
+        if (found := self._made.get(key)) is None:
+            with torch.inference_mode(False):  # a tensor made in inference could not serve training later
+                found = make()
+            # One assignment: threads share it.
+            self._made = dict([*self._made.items(), (key, found)][-self.MOST :])
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
 
 class AsyncValues:

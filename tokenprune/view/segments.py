@@ -7,12 +7,12 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from tokenprune.budget.of_videos import Clip
-from tokenprune.ops.transfer import to_device
+from tokenprune.ops.transfer import Recent, to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +53,21 @@ class Segments:
         if self.mask.device == device:
             return self
         return dataclasses.replace(self, position=self.position.to(device), mask=self.mask.to(device))
+
+    @cached_property
+    def recent(self) -> Recent[Any]:
+        """Values that follow from these segments and their key alone: prompts that share the segments share them."""
+        return Recent()
+
+    @cached_property
+    def padded(self) -> bool:
+        """True if some segments are shorter than others."""
+        return min(self.counts, default=0) < self.mask.shape[1]
+
+    def places(self, width: int) -> Tensor:
+        """Return long `[S, N]`, places of the tokens in rows of `width` tokens, laid end to end."""
+        found: Tensor = self.recent.get(("places", width), lambda: self.position + self.row_index * width)
+        return found
 
     @cached_property
     def row_index(self) -> Tensor:

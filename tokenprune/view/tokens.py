@@ -106,7 +106,9 @@ class VisualTokens(_OfVisual):
 
     @cached_property
     def budget(self) -> Tensor:
-        return to_device(self.keep, self.mask.device)
+        keep, device = self.keep, self.mask.device
+        found: Tensor = self.segments.recent.get(("budget", *keep), partial(to_device, keep, device))
+        return found
 
     @cached_property
     def text(self) -> TextTokens:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a patch adds to a prefill and to a step of decoding, held without a clock: calls of the library's functions, and
-ATen operations beyond the unpatched model's."""
+ATen operations and launches on a device beyond those of the unpatched model."""
 
 from __future__ import annotations
 

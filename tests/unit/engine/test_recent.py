@@ -14,7 +14,7 @@ import torch
 import tokenprune
 from far_device import Far, counting, far_inputs, to_far
 from tokenprune.integrations.hf.decoder import planner
-from tokenprune.integrations.hf.forward.context import Recent
+from tokenprune.ops.transfer import Recent
 from zoo import FAMILIES, Family
 
 FAMILY = FAMILIES["llava"]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count what a patch adds to a forward, without a clock: calls of the library's functions, and ATen operations.
+"""Count what a patch adds to a forward, without a clock: calls of the library's functions, ATen operations, launches.
 
 python tests/unit/support/engine_costs.py           # print what a prefill and a step take, beside the table
 python tests/unit/support/engine_costs.py --update  # write lower counts into the table; higher ones are an editor's
 
 A call is one of a function written in tokenprune/, without comprehensions and generators, which Python versions count
 each in a way of their own. Operations are those beyond the unpatched model's, by name: where a shorter sequence saves
-some, they count as none.
+some, they count as none. Launches are those of them that start something on a device, the pretended one: no views, no
+memory without values, nothing on the host; and one for all that a kernel of the library computes.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import tokenprune
+from far_device import Far, Syncs, counting, far_inputs, to_far
+from tokenprune.kernels.dispatch import Operation
 from zoo import FAMILIES
 
 TABLE = Path(__file__).resolve().parents[1] / "engine" / "engine_costs.json"
@@ -51,7 +56,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 # Its attention takes masks of a class of tensors that cannot be made while operations are counted.
 CALLS_ALONE = {"pevlm"}
-Counts = dict[str, Counter[str]]  # of "calls", and "ops"
+Counts = dict[str, Counter[str]]  # of "calls", "ops" and "launches"
+# Operations that start nothing, beside those whose schema says that they are views.
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"}
 
 
 def versions() -> str:
@@ -90,12 +97,44 @@ class CountedOperations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@contextmanager
+def counted_launches(found: Counter[str]) -> Iterator[None]:
+    """Count what is started on the pretended device within, by name."""
+    one_by_one, fused = Syncs.__torch_dispatch__, Operation.__call__
+    inside = False  # of what a kernel computes
+
+    def dispatched(self: Syncs, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = one_by_one(self, func, types, args, kwargs)
+        read = any(isinstance(x, Far) for x in tree_leaves((args, kwargs)))
+        view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        if (read or isinstance(result, Far)) and not (inside or view or func.overloadpacket.__name__ in _FREE):
+            found[str(func)] += 1
+        return result
+
+    def called(self: Operation, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside or not isinstance(args[0], Far) or not self.takes(*args, **kwargs):
+            return fused(self, *args, **kwargs)
+        found[f"kernel {self.name}"] += 1
+        inside = True
+        try:
+            return fused(self, *args, **kwargs)
+        finally:
+            inside = False
+
+    with mock.patch.object(Syncs, "__torch_dispatch__", dispatched), mock.patch.object(Operation, "__call__", called):
+        yield
+
+
+_COUNTED = {"calls": counted_calls, "ops": CountedOperations, "launches": counted_launches}
+
+
 def counted(run: Callable[[], Any], kinds: Sequence[str]) -> Counts:
     """Return what `run` calls, which does the same each time. It is asked once before, for what is made only once."""
     counts: Counts = {kind: Counter() for kind in kinds}
     run()
     for kind, found in counts.items():
-        with counted_calls(found) if kind == "calls" else CountedOperations(found):
+        with _COUNTED[kind](found):
             run()
     return counts
 
@@ -131,6 +170,13 @@ def added(method: str) -> dict[str, Counts]:
     plain = of_forwards(model, inputs, kinds)
     with tokenprune.patched(model, method, **options):
         patched = of_forwards(model, inputs, kinds)
+    if method not in CALLS_ALONE:
+        for forwards, there in (plain, family.build()), (patched, tokenprune.patch(family.build(), method, **options)):
+            to_far(there)
+            with counting():
+                far = of_forwards(there, far_inputs(inputs), ["launches"])
+            for forward, counts in forwards.items():
+                counts |= far[forward]
     return {
         forward: {kind: one - plain[forward][kind] for kind, one in counts.items()}
         for forward, counts in patched.items()

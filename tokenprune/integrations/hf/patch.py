@@ -28,7 +28,7 @@ from tokenprune.integrations.hf.parts.decode_pruning import DecodePruning
 from tokenprune.integrations.hf.parts.drafts import Drafts
 from tokenprune.integrations.hf.parts.kept_inputs import KeptInputs
 from tokenprune.integrations.hf.parts.layer_attention import LayerAttention
-from tokenprune.integrations.hf.parts.static_steps import StaticSteps
+from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
 from tokenprune.integrations.hf.parts.video_frames import VideoFrames, compares_frames
 from tokenprune.integrations.hf.tower.attention_scores import BlockReader
 from tokenprune.integrations.hf.tower.base import InTower

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 from tokenprune.base import Selection
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out, stored_bytes
@@ -123,9 +124,17 @@ Held = tuple[int, int, int, int]
 
 def _held(cache: Any, full: int) -> list[Held]:
     """Return what the layers of a cache hold. full: how many tokens it would hold if none was removed."""
+    layers = getattr(cache, "layers", ())
+    if {*map(type, layers)} == {DynamicLayer}:
+        return [
+            (index, slots, size, size * full // slots)
+            for index, layer in enumerate(layers)
+            if layer.keys is not None and (size := layer.keys.nbytes + layer.values.nbytes)
+            and (slots := layer.keys.shape[-2])
+        ]  # fmt: skip
     static, reduction, found = is_static(cache), reduction_of(cache), []
     made = reduction.full if isinstance(reduction, StaticReduction) else {}
-    for index, layer in enumerate(getattr(cache, "layers", ())):
+    for index, layer in enumerate(layers):
         if not (slots := slots_handed_out(layer)):
             continue
         size = stored_bytes(layer, slots)

@@ -184,7 +184,12 @@ def states() -> MutableMapping[Any, Any]:
 
     A state ends with its part, since another part may later get the same id.
     """
-    return _thread.__dict__.setdefault("states", WeakKeyDictionary())
+    return _thread.states
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.states: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+_thread = _Thread()

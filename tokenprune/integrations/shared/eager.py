@@ -7,14 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 
-@torch.compiler.disable(reason="tokenprune chooses tokens outside of graphs")
 def run_eagerly(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Return `function(*args, **kwargs)`; torch.compile traces neither it nor what it calls, and ends its graph here.
 
     Choosing tokens asks the device how many there are and keeps notes outside of tensors: graphs fit neither.
     """
+    # Where nothing is compiled nothing has to be kept out, which takes some ten calls.
+    if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
+        return _untraced(function, *args, **kwargs)
+    return function(*args, **kwargs)
+
+
+@torch.compiler.disable(reason="tokenprune chooses tokens outside of graphs")
+def _untraced(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 

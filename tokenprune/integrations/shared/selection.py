@@ -50,21 +50,27 @@ def checked_keep(selection: Selection, segments: Segments, method: Method) -> Te
 _BAD_ASSIGN = "{}.select(): assign must hold -1 or the index of a token that is kept"
 
 
+_PARTS = (
+    ("keep", (torch.bool,)),
+    ("assign", (torch.long,)),
+    ("weight", (torch.float32, torch.float16, torch.bfloat16)),
+)
+
+
 def checked_form(selection: Selection, segments: Segments, method: Method) -> Tensor:
     """Return the selection's `keep`, checked as far as types and shapes tell."""
     shape = segments.mask.shape
     if not isinstance(selection, Selection):
         raise TokenPruneError(f"{method.name}.select() must return a Selection, not {type(selection).__name__}")
-    parts = {"keep": (torch.bool,), "assign": (torch.long,), "weight": (torch.float32, torch.float16, torch.bfloat16)}
-    for part, dtypes in parts.items():
-        value = getattr(selection, part)
+    values = (selection.keep, selection.assign, selection.weight)
+    for (part, dtypes), value in zip(_PARTS, values, strict=True):
         if value is None and part != "keep":
             continue
         if not isinstance(value, Tensor) or value.dtype not in dtypes or value.shape != shape:
             found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             wanted = f"{str(dtypes[0]).removeprefix('torch.')} {tuple(shape)}"
             raise TokenPruneError(f"{method.name}.select(): {part} must be {wanted}, not {found}")
-    return selection.keep & segments.mask
+    return selection.keep & segments.mask if segments.padded else selection.keep
 
 
 def _with_validity(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, Tensor | None]:

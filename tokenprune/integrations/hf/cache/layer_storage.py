@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from tokenprune.integrations.hf import compat
 
@@ -36,7 +36,9 @@ def slots_handed_out(layer: Any) -> int:
     if _quantizes(type(layer)):
         return layer.cumulative_length
     keys = getattr(layer, "keys", None)
-    held = 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
+    held = 0 if keys is None or 0 in keys.shape else keys.shape[-2]
+    if type(layer) is DynamicLayer:  # most are, and have nothing else to be asked
+        return held
     records = getattr(layer, "record_past", False) and getattr(layer, "is_sliding", False)
     return min(held, layer.sliding_window - 1) if records else held
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +32,7 @@ Slots = list[tuple[int, Tensor]]
 class CacheView:
     """The cache of a call, and its questions to it. Here: of a cache that grows, or of a call without a cache.
 
-    reduction: what is missing in the cache before the call, None if nothing is. decode: what the cache remembers for a
+    past: the logical length before the call. reduction: what is missing in the cache then, None if nothing is. decode: what the cache remembers for a
     method that acts while decoding; a call may set another one. capacity: how many tokens a static cache was made for,
     None for one that grows.
     """
@@ -44,11 +43,7 @@ class CacheView:
         self.cache = cache
         self.reduction: Reduction | None = reduction_of(cache)
         self.decode: Remembered | None = None if self.reduction is None else self.reduction.decode
-
-    @cached_property
-    def past(self) -> int:
-        """The logical length before the call."""
-        return 0 if self.cache is None else int(self.cache.get_seq_length())
+        self.past = 0 if cache is None else int(cache.get_seq_length())
 
     def padding(self, mask: Any, length: int) -> Tensor | None:
         """Return bool `[B, length]`, True at padding among the call's tokens, or None if `mask`, the caller's, tells of
@@ -149,7 +144,7 @@ class StaticView(CacheView):
 
 def view_of(cache: Any) -> CacheView:
     """Return the view of a cache, or of none."""
-    return StaticView(cache) if is_static(cache) else CacheView(cache)
+    return StaticView(cache) if cache is not None and is_static(cache) else CacheView(cache)
 
 
 def _check_cached(reduction: Reduction, cache: Any, layer: int, cached: int) -> None:

@@ -32,6 +32,7 @@ from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
 from tokenprune.integrations.hf.statistics import stats_after
@@ -70,6 +71,7 @@ class Engine(Attachable):
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
         self._stats = Stats()
+        self._static = self.part(StaticSteps)
         self._reads_text = adapter.family.runs_of_tiles or any(part.reads_text for part in self.parts)
         self._before_decoder = acting(part.before_decoder for part in self.parts)
         self._before_cut = acting(part.before_cut for part in self.parts)
@@ -127,13 +129,15 @@ class Engine(Attachable):
     def _call(self) -> Call | None:
         if not self._under_way:
             return None
-        calls = _thread.calls.get(self)
-        return calls[-1] if calls else None
+        calls = _thread.calls
+        return calls[self][-1] if self in calls else None
 
     def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         arguments = dict(zip(self._parameters, args, strict=False)) | kwargs if args else kwargs
         if not needs_masks_alone(arguments):
             eager.run_eagerly(self._begin_call, arguments)
+        elif self._static.ahead:  # the cache is of an earlier patch
+            eager.run_eagerly(self._static.watch)
 
     def _begin_call(self, arguments: dict[str, Any]) -> None:
         call = Call(self.adapter.arguments(arguments))
@@ -141,7 +145,7 @@ class Engine(Attachable):
         self._under_way.append(call)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
-        images = encoded or [name for name in given if name.startswith("pixel_values")]
+        images = encoded or [name for name in given if name[:12] == "pixel_values"]
         if images and given & {"input_ids", "inputs_embeds"}:
             # Before the tower is launched: whoever asks the device now finds it idle.
             self._read_to_host(call)
@@ -197,7 +201,12 @@ class Engine(Attachable):
         entry are made here; return the inputs after them."""
         embeds = inputs.embeds
         batch, length = embeds.shape[:2]
-        layout = Layout.full(batch, length, embeds.device, call.host.tokens_per_row if cutting else None)
+        full = partial(Layout.full, batch, length, embeds.device)
+        if cutting:
+            key, make = ("layout", batch, length), partial(full, call.host.tokens_per_row)
+            layout = call.held.segments.recent.get(key, make)
+        else:
+            layout = full()
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
         inputs.extras.pop("logits_to_keep", None)
         functions = extras = None

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call, Recent
+from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Plan, Step, plan_cuts
 from tokenprune.integrations.hf.forward.report import Report
 from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, encoding_key, find_segments
+from tokenprune.ops.transfer import Recent
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.view.segments import Segments
 

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,38 +16,13 @@ from tokenprune.integrations.hf.cache.view import CacheView, view_of
 from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.ops.transfer import to_device
+from tokenprune.ops.transfer import Recent, to_device
 from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.plan import Merged
     from tokenprune.integrations.hf.forward.report import Report
     from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
-
-
-T = TypeVar("T")
-
-
-class Recent(Generic[T]):
-    """Values by all that they follow from, the last `MOST` that were made: a prompt of the same shape finds them. They
-    are not to be changed. A copy, as one of the model has, is empty."""
-
-    MOST = 16
-
-    def __init__(self) -> None:
-        self._made: dict[Hashable, T] = {}
-
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` returned for `key`; it is called where that is not known."""
-        if (found := self._made.get(key)) is None:
-            with torch.inference_mode(False):  # a tensor made in inference could not serve training later
-                found = make()
-            # One assignment: threads share it.
-            self._made = dict([*self._made.items(), (key, found)][-self.MOST :])
-        return found
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tokenprune.integrations.hf import compat
 
-# Names of the fields, and of the arguments that they are; the cache goes by the name that it came with.
-_NAMES = {"embeds": "inputs_embeds", "mask": "attention_mask", "positions": "position_ids"}
-_OWN = {*_NAMES.values(), *compat.CACHE_NAMES}
+# Names of the arguments that the first fields are; the cache goes by the name that it came with.
+_NAMES = ("inputs_embeds", "attention_mask", "position_ids")
+_OWN = (*_NAMES, *compat.CACHE_NAMES)
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,21 @@ class DecoderInputs:
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> DecoderInputs:
         """Return the inputs that a call by name with `arguments` has."""
-        extras = {name: value for name, value in arguments.items() if name not in _OWN}
-        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        cache, given = arguments.get(compat.CACHE, arguments.get(compat.EARLIER_CACHE)), frozenset(arguments)
-        return DecoderInputs(arguments["inputs_embeds"], mask, positions, cache, extras, given)
+        own: dict[str, Any] = dict.fromkeys(_OWN)
+        extras: dict[str, Any] = {}
+        for name, value in arguments.items():
+            (own if name in own else extras)[name] = value
+        cache = own[compat.CACHE if compat.CACHE in arguments else compat.EARLIER_CACHE]
+        about = (own["inputs_embeds"], own["attention_mask"], own["position_ids"], cache)
+        return DecoderInputs(*about, extras, frozenset(arguments))
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments by name, for the decoder; a dictionary of the caller's own."""
-        found = dict(self.extras)
-        earlier = compat.EARLIER_CACHE in self.given and compat.CACHE not in self.given
+        found, given = {**self.extras}, self.given
+        earlier = compat.EARLIER_CACHE in given and compat.CACHE not in given
         cache = compat.EARLIER_CACHE if earlier else compat.CACHE
-        for field, name in (*_NAMES.items(), ("cache", cache)):
-            value = getattr(self, field)
-            if value is not None or name in self.given:
+        values = (self.embeds, self.mask, self.positions, self.cache)
+        for name, value in zip((*_NAMES, cache), values, strict=True):
+            if value is not None or name in given:
                 found[name] = value
         return found

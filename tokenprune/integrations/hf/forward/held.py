@@ -35,6 +35,10 @@ class HeldTokens:
     carries: dict[int, Carry] = field(default_factory=dict)
     kept: Kept | None = None
 
+    def __post_init__(self) -> None:
+        if self.kept is None:
+            self.__dict__["segments"] = self.before
+
     @cached_property
     def segments(self) -> Segments:
         """The visual tokens that are left; after a last cut nobody asks."""
@@ -50,8 +54,9 @@ class HeldTokens:
     def places(self) -> Tensor:
         """long `[S, N]`: places of the visual tokens in the flattened `[B * W]`."""
         segments, layout, row = self.segments, self.layout, self.segments.row_index
-        slots = segments.position if layout.whole else layout.inverse[row, segments.position]
-        return slots + row * layout.width
+        if layout.whole:
+            return segments.places(layout.width)
+        return layout.inverse[row, segments.position] + row * layout.width
 
     def cut(
         self, keep: Tensor, counts: list[int], places: Tensor, padding: Tensor | None, cut_extras: CutExtras
@@ -62,15 +67,16 @@ class HeldTokens:
         padding: bool `[B, L]` on the host, which leaves with the first cut, or None.
         """
         segments, layout = self.segments, self.layout
-        # What is not gone is written to a scratch entry at the end: no boolean indexing, so no device sync.
-        slots = layout.index.numel()
-        gone = torch.zeros(slots + 1, dtype=torch.bool, device=places.device)
-        gone.scatter_(0, torch.where(segments.mask ^ keep, places, slots).flatten(), True)
-        gone = gone[:-1].view(layout.index.shape)
-        if layout.valid is not None:
-            gone |= ~layout.valid
-        elif padding is not None:
-            gone |= to_device(padding, layout.index.device).gather(1, layout.index)
+        if layout.whole:
+            size = layout.index.shape
+            token, level = segments.recent.get(("slots", size), lambda: _slots(segments, places, size, padding))
+            gone = level > keep.take(token)
+        else:
+            gone = _written(torch.bool, segments.mask ^ keep, places, layout.index.shape, True)
+            if layout.valid is not None:
+                gone |= ~layout.valid
+            elif padding is not None:
+                gone |= to_device(padding, layout.index.device).gather(1, layout.index)
         kept_per_row = list(layout.counts)
         for row, count, left in zip(segments.row, segments.counts, counts, strict=True):
             kept_per_row[row] -= count - left
@@ -79,3 +85,21 @@ class HeldTokens:
         for carry in self.carries.values():
             carry.follow(kept)
         return HeldTokens(segments, after, extras, self.carries, kept), taken
+
+
+def _slots(segments: Segments, places: Tensor, size: torch.Size, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return for the slots of whole rows, `[B, W]`: long, which of all visual tokens a slot holds, and uint8: 0 for
+    text, 1 for these, 2 for padding that leaves. Of a slot a cut takes what is above whether its token is kept."""
+    numbers = torch.arange(places.numel(), device=places.device).view_as(places)
+    token = _written(torch.long, segments.mask, places, size, numbers)
+    level = _written(torch.uint8, segments.mask, places, size, torch.ones_like(numbers, dtype=torch.uint8))
+    return token, level if padding is None else level.masked_fill_(to_device(padding, level.device), 2)
+
+
+def _written(dtype: torch.dtype, where: Tensor, places: Tensor, size: torch.Size, values: Tensor | bool) -> Tensor:
+    """Return `[B, W]` with `values` at those `places` (both `[S, N]`) for which `where` is True, and 0 elsewhere."""
+    # What is not written goes to a scratch entry at the end: no boolean indexing, so no device sync.
+    made = torch.zeros(size.numel() + 1, dtype=dtype, device=places.device)
+    target = torch.where(where, places, size.numel()).flatten()
+    made.scatter_(0, target, values if isinstance(values, bool) else values.flatten())
+    return made[:-1].view(size)

@@ -39,7 +39,9 @@ def columns_for(
 ) -> Tensor:  # fmt: skip
     """Return the logical positions of the keys that `layer` holds, long `[B, K]`, -1 = empty slot: those of the past,
     those of `layout`, and up to `capacity`, where a static cache has slots for them, those of tokens to come."""
-    columns = layout.positions().to(device)
+    columns = layout.positions()
+    if columns.device != device:
+        columns = columns.to(device)
     if past:
         batch = len(columns)
         before = new_positions(0, past, batch, device) if reduction is None else reduction.held(layer, past)
@@ -120,7 +122,8 @@ class LayerInputs:
         """long `[B, W]`: slots of the arrival layout that the group's layout consists of; None if they are the same."""
         if self.layout is self.arrival:
             return None
-        return self.arrival.slot_of.to(self.layout.index.device).gather(1, self.layout.index)
+        index = self.layout.index
+        return index if self.arrival.whole else self.arrival.slot_of.to(index.device).gather(1, index)
 
     def gathered(self, value: Any, dim: int) -> Any:
         """Gather a per-token tensor, or a tuple of them, for the group's layout; the same object is gathered once."""

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from tokenprune.kernels import compact
+from tokenprune.ops.transfer import to_device
 
 
 def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
@@ -26,12 +27,19 @@ class Layout:
     valid: bool `[B, W]`, or None when all slots are valid (known without asking the device).
     length: tokens of the call's full sequence, padding among them. counts: tokens of each row that remain, padding left
            out, on the host. Padding stays until the first cut, and goes with it.
+    width: W. whole: True if all of the call's tokens are still there, in their own slots.
     """
 
     index: Tensor
     valid: Tensor | None
     length: int
     counts: list[int]
+    width: int = field(init=False)
+    whole: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        known, width = self.__dict__, self.index.shape[1]
+        known["width"], known["whole"] = width, width == self.length and self.valid is None
 
     @staticmethod
     def full(batch: int, length: int, device: torch.device, counts: list[int] | None = None) -> Layout:
@@ -44,15 +52,6 @@ class Layout:
             return self
         valid = None if self.valid is None else self.valid.to(device)
         return Layout(self.index.to(device), valid, self.length, self.counts)
-
-    @property
-    def width(self) -> int:
-        return self.index.shape[1]
-
-    @property
-    def whole(self) -> bool:
-        """True if all of the call's tokens are still there, in their own slots."""
-        return self.index.shape[1] == self.length and self.valid is None
 
     @cached_property
     def slot_of(self) -> Tensor:
@@ -80,7 +79,10 @@ class Layout:
         width = max(1, *kept_per_row)  # at least one slot: no layer takes an empty sequence
         # A stable sort of (kept, position) puts the kept tokens at the right end in their old order.
         slots = compact.partition(gone)[:, -width:]
-        valid = None if kept_per_row == [width] * len(kept_per_row) else ~gone.gather(1, slots)
+        valid = None
+        if min(kept_per_row) < width:  # they stand at the right end
+            first = torch.tensor([width - kept for kept in kept_per_row], device="cpu")
+            valid = to_device(torch.arange(width, device="cpu") >= first[:, None], gone.device)
         return Layout(slots if self.whole else self.index.gather(1, slots), valid, self.length, kept_per_row), slots
 
     def scatter_back(self, x: Tensor) -> Tensor:

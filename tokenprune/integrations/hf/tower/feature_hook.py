@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part, acting
 from tokenprune.integrations.shared.attachable import Attachable
+from tokenprune.integrations.shared.eager import run_eagerly
 
 MODALITIES = ("image", "video")
 _thread = threading.local()
@@ -34,13 +33,16 @@ class FeatureRecorder:
         self.original, self.encode = original, encode
         # generate() reads the signature to know which of its arguments to hand over.
         self.__signature__ = inspect.signature(original)
+        self._names = tuple(self.__signature__.parameters)
 
-    @torch.compiler.disable(reason="tokenprune notes what the tower encodes")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return run_eagerly(self._answer, args, kwargs)
+
+    def _answer(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         # Qwen3-VL's get_video_features calls get_image_features: only the outermost call tells what was encoded.
         if getattr(_thread, "encoding", False):
             return self.original(*args, **kwargs)
-        arguments = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
         output = self.encode(arguments, partial(self._run, args, kwargs))
         # A cached output skips the wrapped encoder, so record its inputs here.
         note = getattr(self.original, "note", None)
@@ -48,8 +50,11 @@ class FeatureRecorder:
 
     def _run(self, args: tuple, kwargs: dict[str, Any], changed: dict[str, Any]) -> Any:
         """Call the original, with some arguments `changed` that may have come by place or by name."""
-        placed = [changed.get(name, value) for name, value in zip(self.__signature__.parameters, args, strict=False)]
-        named = {name: changed.get(name, value) for name, value in kwargs.items()}
+        placed = [changed.get(name, value) for name, value in zip(self._names, args, strict=False)]
+        named = {**kwargs}
+        for name in named:
+            if name in changed:
+                named[name] = changed[name]
         _thread.encoding = True
         try:
             return self.original(*placed, **named)

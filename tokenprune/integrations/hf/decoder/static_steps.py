@@ -5,7 +5,7 @@ step stays in a compiled graph."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,16 +16,31 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.shared.attachable import hidden_states
 
+if TYPE_CHECKING:
+    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+
 
 class StaticSteps(Part):
-    """Hands each decoder layer the mask of its own slots in a step that begins no call."""
+    """Hands each decoder layer the mask of its own slots in a step that begins no call. It stands at the layers from
+    the first static cache on: what torch.compile made of them before was for another class of caches."""
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()
         self.decoder = adapter.decoder
+        self.ahead: list[tuple[int, nn.Module]] = []  # layers at which it does not stand yet
 
     def _attach(self) -> None:
-        for index, layer in enumerate(self.decoder.layers):
+        self.ahead = list(enumerate(self.decoder.layers))
+
+    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
+        if call.cached.capacity is not None:
+            self.watch()
+
+    def watch(self) -> None:
+        """Stand at all layers."""
+        while self.ahead:
+            index, layer = self.ahead.pop()
             # Not eagerly: torch.compile keeps the step in one graph.
             self.hook(layer.register_forward_pre_hook, partial(self._enter_layer, index), eager=False, with_kwargs=True)
 
