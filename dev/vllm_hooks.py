@@ -51,9 +51,6 @@ REPLACED = {
     f"{_MODEL}:SupportsMRoPE.get_mrope_input_positions": (
         f"{_OURS}.worker.models:ReducingMropeModel.get_mrope_input_positions"
     ),
-    f"{_MODEL}:SupportsMultiModalPruning.recompute_mrope_positions": (
-        f"{_OURS}.worker.models:ReducingMropeModel.recompute_mrope_positions"
-    ),
     **{
         f"vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.{name}": (
             f"{_OURS}.front.sender_cache:SenderCache.{name}"

@@ -19,7 +19,7 @@ from tokenprune.families import SERVED
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name, runs_of
 from tokenprune.integrations.vllm.setting.position_checks import arrange, original_positions
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.integrations.vllm.worker.positions import DIGITS, of_line, place_line, to_columns
+from tokenprune.integrations.vllm.worker.positions import DIGITS, of_line, place, to_columns
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
 NAME, CHUNK, BLOCK = "llava_onevision", 24, 32
@@ -175,29 +175,34 @@ def test_every_split(keep: float, per_run: bool) -> None:
             within[first:end] |= ~torch.tensor(placeholders[first:end])
         written = plan.reduced() if plan.reduces else plan.tokens
         data = {field_name("image"): MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField())}
-        features.append(MultiModalFeatureSpec(data, "image", "", PlaceholderRange(len(tokens), len(written))))
         left = (stays | ~torch.tensor(placeholders)).nonzero().flatten()
         wanted += [full + int(place) for place in left]
         assert len(left) == len(written)
         of_rows = within.nonzero().T if plan.between else stays.nonzero().T
         marked = [bool(within[place]) for place in left]
-        rows.append((torch.cat([torch.zeros(of_rows.shape[1], 5), to_columns(of_rows, torch.bfloat16)], 1), marked))
+        rows.append(torch.cat([torch.zeros(of_rows.shape[1], 5), to_columns(of_rows, torch.bfloat16)], 1))
+        at = PlaceholderRange(len(tokens), len(written), torch.tensor(marked))
+        features.append(MultiModalFeatureSpec(data, "image", "", at))
         tokens += [*written, *[50] * behind]
         wanted += range(full + len(text), full + len(text) + behind)
         full += len(text) + behind
     provisional, delta = of_line(tokens, features)
-    assert delta == full - len(tokens) and int(provisional.max()) == full
-    is_row = torch.zeros(len(tokens), dtype=torch.bool)
-    for feature, (_, marked) in zip(features, rows, strict=True):
+    assert delta == full - len(tokens)
+    is_row, owner = torch.zeros(len(tokens), dtype=torch.bool), []
+    for index, feature in enumerate(features):
         at = feature.mm_position
-        is_row[at.offset : at.offset + at.length] = torch.tensor(marked)
-    every = torch.cat([one for one, _ in rows])
+        is_row[at.offset : at.offset + at.length] = at.is_embed
+        owner += [index] * len(rows[index])
+    every, of = torch.cat(rows), torch.tensor(owner)
     for size in range(1, len(tokens) + 1):
         for skipped in (0, len(tokens) // 2):  # a hit of the prefix cache
-            positions = provisional.clone()
+            positions = provisional.clone()[None]
             for computed in [*range(skipped, len(tokens), size), skipped]:  # and a request that is read again
                 before, after = int(is_row[:computed].sum()), int(is_row[: computed + size].sum())
-                cut, positions, told = place_line([every[before:after]], positions, computed)
-                assert cut[0].shape == (after - before, 5) and every.shape[1] == 5 + DIGITS and told == delta
-            assert positions[0, skipped:].tolist() == wanted[skipped:]
-    assert place_line([], provisional, 3)[1] is provisional
+                chunk, owners = every[before:after], of[before:after]
+                pieces = [chunk[owners == index] for index in owners.unique()]
+                part = (0, "one", computed, min(size, len(tokens) - computed), 0)
+                cut = place(pieces, {"one": features}, [part], positions, 1)
+                assert [one.shape for one in cut] == [(len(one), 5) for one in pieces] and every.shape[1] == 5 + DIGITS
+            assert positions[0, 0, skipped:].tolist() == wanted[skipped:]
+            assert torch.equal(positions[0, 1:], provisional[1:])  # nothing reads those

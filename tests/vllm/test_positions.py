@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,18 +15,18 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec
 
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name, runs_of
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.integrations.vllm.worker import positions
 from tokenprune.integrations.vllm.worker.positions import (
-    COLUMNS,
-    WHOLE,
+    DIGITS,
     from_columns,
     of_prompt,
-    place,
+    of_v1,
+    of_v2,
     to_columns,
     within_item,
 )
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
+COLUMNS = 3 * DIGITS
 PAD, STRIDE = 9, 300  # a video's frames are far apart in time: positions beyond what 16-bit floats count
 
 
@@ -49,6 +50,53 @@ def rule(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[torc
 
 def item(plan: Plan) -> dict[str, Any]:
     return {field_name("video"): MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField())}
+
+
+class Known:
+    """The positions that the runners know of three requests, of which the second is read."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self.provisional, self.v1 = positions, torch.zeros_like(positions)
+        self.v2 = torch.zeros(9, positions.shape[1] + 2, dtype=torch.int32)
+        self.v2[3:6, :-2] = positions
+
+    def place(self, features: list[Any], rows: list[torch.Tensor], computed: int, number: int) -> list[torch.Tensor]:
+        """Place `rows` with both runners, and return what these get."""
+        one, two = self._with_v1(features, rows, computed, number), self._with_v2(features, rows, computed, number)
+        assert len(one) == len(two) and all(map(torch.equal, one, two))
+        return one
+
+    def _with_v1(self, features: list[Any], rows: list[torch.Tensor], computed: int, number: int) -> list[torch.Tensor]:
+        """V1 knows the positions of what it reads now alone."""
+        now = torch.zeros(3, number + 1, dtype=torch.long)
+        now[:, 1:] = self.provisional[:, computed : computed + number]
+        requests = {"a": ([], 7), "b": (features, computed)}
+        runner = SimpleNamespace(
+            get_model=lambda: SimpleNamespace(tokenprune_axes=3), input_batch=SimpleNamespace(req_ids=["a", "b"]),
+            requests={
+                name: SimpleNamespace(mm_features=one, num_computed_tokens=before)
+                for name, (one, before) in requests.items()
+            },
+            mrope_positions=SimpleNamespace(gpu=now),
+        )  # fmt: skip
+        step = SimpleNamespace(num_scheduled_tokens={"a": 1, "b": number})
+        placed, is_row = of_v1(lambda *_: (rows, "is_row"))(runner, step)
+        assert is_row == "is_row" and not now[:, 0].any()
+        self.v1[:, computed : computed + number] = now[:, 1:]
+        return list(placed)
+
+    def _with_v2(self, features: list[Any], rows: list[torch.Tensor], computed: int, number: int) -> list[torch.Tensor]:
+        batch = SimpleNamespace(
+            req_ids=["a", "b"], idx_mapping_np=np.array([2, 1]), num_scheduled_tokens=np.array([1, number]),
+            num_computed_prefill_tokens_np=np.array([7, computed]),
+        )  # fmt: skip
+        pruner = SimpleNamespace(
+            model=SimpleNamespace(tokenprune_axes=3),
+            encoder_cache=SimpleNamespace(mm_features={"a": [], "b": features}),
+            rope_state=SimpleNamespace(num_dims=3, prefill_positions=SimpleNamespace(gpu=self.v2)),
+        )
+        placed: list[torch.Tensor] = of_v2(None)(pruner, rows, batch, None)
+        return placed
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.6, 1.0])
@@ -79,8 +127,11 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
             written = plan.reduced()
         else:
             stay, written = [place for place, embed in enumerate(plan.is_embed) if embed], plan.tokens
-        features.append(MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(len(tokens), len(written))))
-        columns = torch.full((len(stay), COLUMNS), WHOLE, dtype=dtype)
+        embeds = torch.tensor([token == PAD for token in written])
+        features.append(
+            MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(len(tokens), len(written), embeds))
+        )
+        columns = torch.zeros(len(stay), COLUMNS, dtype=dtype)
         if plan.reduces:
             columns = to_columns(within_item(rule, plan, item(plan), "video")[:, stay], dtype)
         rows.append(torch.cat([torch.zeros(len(stay), 5, dtype=dtype), columns], 1))
@@ -105,15 +156,17 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
     assert int(is_row.sum()) == len(every)
     for size in range(1, len(tokens) + 1):
         for skipped in (0, size // 2, len(tokens) // 2):  # a hit of the prefix cache
-            positions = provisional.clone()
+            known = Known(provisional)
             for computed in range(skipped, len(tokens), size):
                 before, after = int(is_row[:computed].sum()), int(is_row[: computed + size].sum())
                 chunk, of = every[before:after], owner[before:after]
                 pieces = [chunk[of == index] for index in of.unique()]
-                cut, positions, told = place(tokens, pieces, positions, computed, [PAD])
+                cut = known.place(features, pieces, computed, min(size, len(tokens) - computed))
                 assert [len(one) for one in cut] == [len(one) for one in pieces]
-                assert all(one.shape[1] == 5 for one in cut) and told == delta
-            assert torch.equal(positions[:, skipped:], wanted[:, skipped:])
+                assert all(one.shape[1] == 5 for one in cut)
+            for of_runner in (known.v1[:, : len(tokens)], known.v2[3:6, : len(tokens)]):
+                assert torch.equal(of_runner[:, skipped:].long(), wanted[:, skipped:])
+            assert not known.v2[:3].any() and not known.v2[6:].any()
 
 
 def test_digits_are_exact() -> None:
@@ -178,32 +231,3 @@ def test_a_walk_of_a_long_video_takes_as_many_operations_as_of_a_short_one() -> 
             within_item(lambda *_: known, one, item(one), "video")  # noqa: B023
         counts.append(operations.count)
     assert counts[0] == counts[1] > 0
-
-
-def test_a_step_that_places_nothing_looks_at_no_position() -> None:
-    plan = Plan.make(ServedSetting(DivPrune(), 0.5), runs_of([PAD] * 8), False)
-    tokens = [*range(20, 25), *plan.reduced(), 50, 51]
-    features = [MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(5, plan.rows))]
-    known, delta = of_prompt(rule, tokens, features)
-    with Operations() as operations:
-        assert place(tokens, [], known, 11, [PAD]) == ([], known, delta)
-    assert operations.count == 0
-    assert place(tokens, [], known.clone(), 11, [PAD])[2] == delta  # of a runner that copies them
-
-
-@pytest.mark.only_v1("it asks for every request in each step")
-def test_a_step_of_decoding_looks_at_no_position(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start("qwen2_5_vl", {"method": "divprune", "keep": 0.25})
-    original, counts = positions.place, list[int]()
-
-    def spy(tokens: Any, embeddings: Any, *rest: Any) -> Any:
-        with Operations() as operations:
-            made = original(tokens, embeddings, *rest)
-        if not embeddings:
-            counts.append(operations.count)
-        return made
-
-    monkeypatch.setattr(positions, "place", spy)
-    checkpoint = engine.checkpoint
-    engine.generate([engine.request(checkpoint.prompt(1), checkpoint.images(1))])
-    assert counts and not any(counts)

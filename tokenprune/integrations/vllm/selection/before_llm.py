@@ -19,6 +19,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.patch_grid import Placed
 from tokenprune.integrations.shared.selection import merge_tokens, validate_selection
 from tokenprune.integrations.shared.tower_scores import Encoded, as_patches
+from tokenprune.kernels.compact import partition
 from tokenprune.ops.drawn import normal
 from tokenprune.ops.transfer import to_device
 from tokenprune.view.observable import Backend, ObservedAt, TowerScores
@@ -77,6 +78,11 @@ class _Features(TokenSource):
         placed = self.encoded.placed
         return as_patches(placed.cells[segments.position], segments.mask, placed.tiles)
 
+    def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
+        if position is segments.position and _all_in_order(segments):
+            return values[0].unflatten(0, position.shape)
+        return super().at(values, position, segments)
+
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
         return self.at(self.hidden, position, segments)
 
@@ -116,6 +122,11 @@ def segments_of(
     )
 
 
+def _all_in_order(segments: Segments) -> bool:
+    """Return True if `segments.position` holds the rows of the item one after the other: there is no padding."""
+    return segments.position.numel() == sum(segments.counts)
+
+
 def grid_of(grid: Grid | None, count: int, modality: str, guess: GridOf) -> Grid | None:
     """Return the grid of a segment of `count` tokens: its item's if that fits, else an image's by their number."""
     if grid is not None and math.prod(grid) == count:
@@ -139,6 +150,8 @@ def choose(
     stays = exact_keep(selection, segments, method, keep)
     if selection.assign is not None:
         rows = merge_tokens(rows[None], selection, segments, segments.position)[0]
+    if _all_in_order(segments):
+        return stays.flatten(), rows
     flat = torch.zeros(rows.shape[0] + 1, dtype=torch.bool, device=rows.device)
     flat.scatter_(0, torch.where(stays, segments.position, rows.shape[0]).flatten(), True)
     return flat[:-1], rows
@@ -174,7 +187,8 @@ def rehearse(
     frames: list[list[int] | None] = [[n // 2] * 2 for n in counts]
     modality = "video" if compares_frames(method) else "image"
     segments = segments_of(counts, grid, modality, rows.device, frames=frames)
-    choose(method, rows, rows.shape[1], segments, keep, norm, encoded)
+    kept, _ = choose(method, rows, rows.shape[1], segments, keep, norm, encoded)
+    partition(kept[None])  # as the rows are put together, see worker/rows.py
 
 
 def _made_up(method: Pruner, counts: list[int]) -> Encoded:

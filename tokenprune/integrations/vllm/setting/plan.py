@@ -98,7 +98,7 @@ class Plan:
             found.append((embed, range(start, start := start + sum(number for *_, number in group))))
         return found
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """True if the text is placeholders and nothing else."""
         return all(embed for _, embed, _ in self.text)
@@ -135,7 +135,7 @@ class Plan:
         """`kept` as bool `[tokens]`."""
         return torch.tensor(self.kept, device="cpu")
 
-    @property
+    @cached_property
     def reduces(self) -> bool:
         return self.keep != self.counts
 
@@ -144,6 +144,22 @@ class Plan:
         """The first placeholder and the end of the last."""
         places = [places for embed, places in self.stretches if embed]
         return places[0].start, places[-1].stop
+
+    @cached_property
+    def written(self) -> tuple[Tensor, Tensor]:
+        """long `[rows]` each, of a plan that reduces: where each row stands in the text that is written, and where the
+        token before the row's run of placeholders does; -1 is the one before the item."""
+        runs, start = [(self.span[0], self.rows)], 0
+        if self.per_run:
+            runs, keep = [], iter(self.keep)
+            for embed, places in self.stretches:
+                number = next(keep) if embed else len(places)
+                runs += [(start, number)] * embed
+                start += number
+        firsts, numbers = torch.tensor(runs, device="cpu").T
+        before = (firsts - 1).repeat_interleave(numbers)
+        ahead = (firsts - numbers.cumsum(0) + numbers).repeat_interleave(numbers)
+        return torch.arange(self.rows, device="cpu") + ahead, before
 
     @cached_property
     def between(self) -> int:

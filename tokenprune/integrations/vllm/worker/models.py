@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
@@ -34,6 +35,7 @@ from tokenprune.integrations.vllm.worker.tower_merging import stretches
 from tokenprune.integrations.vllm.worker.tower_treatments import TowerResult, tower_treatment
 from tokenprune.integrations.vllm.worker.weights import mapper
 from tokenprune.ops.transfer import to_device
+from tokenprune.view.segments import Segments
 
 # Fields of an item that the models' own rules of positions read.
 _SHAPES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
@@ -48,6 +50,7 @@ class ReducingModel(_Model):
     """Mixed into a model class of vLLM. Without a tokenprune setting the model behaves as before."""
 
     tokenprune_family: Family
+    tokenprune_axes = 0  # on which kept tokens are placed (see positions.py)
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -61,6 +64,7 @@ class ReducingModel(_Model):
         if in_llm(vllm_config.model_config):
             self.tokenprune_in_llm = add_on("serve.in_llm.attach").attach(self, vllm_config)
         self.tokenprune_width = vllm_config.model_config.hf_text_config.hidden_size
+        self.tokenprune_made: LRUCache[Any, tuple[Plan, Any]] = LRUCache(64)  # see `_once`
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
         encoded = {modality: kwargs.pop(field_name(modality), None) for modality in MODALITIES}
@@ -113,20 +117,31 @@ class ReducingModel(_Model):
                 f"the encoder made {rows.shape[0]} tokens of an item where the processor counted {sum(plan.counts)}"
             )
         if not plan.reduces:
-            awaited = AwaitedRows.whole(plan, rows)
-        else:
-            kept = result.kept
-            if kept is None:
-                method = plan.setting.method
-                assert isinstance(method, Pruner)
-                segments = segments_of(
-                    plan.counts, self._grid(item, modality), modality, rows.device, self._image_grid,
-                    plan.frame_sizes(self.tokenprune_family.after_frames),
-                )  # fmt: skip
-                norm, width = self.tokenprune_norm, self.tokenprune_width
-                kept, rows = choose(method, rows, width, segments, plan.keep, norm, result.encoded)
-            awaited = self._with_text(plan, AwaitedRows.kept(plan, rows, kept))
-        return self._placed(plan, awaited, modality, item)
+            return self._whole(rows)
+        kept = result.kept
+        if kept is None:
+            method = plan.setting.method
+            assert isinstance(method, Pruner)
+            segments = self._once(self._segments, plan, self._grid(item, modality), modality, rows.device)
+            norm, width = self.tokenprune_norm, self.tokenprune_width
+            kept, rows = choose(method, rows, width, segments, plan.keep, norm, result.encoded)
+        return self._placed(plan, self._with_text(plan, AwaitedRows.kept(plan, rows, kept)), modality, item)
+
+    def _once(self, make: Callable[..., Any], plan: Plan, *of: Hashable) -> Any:
+        """Return `make(plan, *of)`, made for the first of the items that are alike: their plans are one object."""
+        key = (make.__name__, id(plan), *of)
+        if (found := self.tokenprune_made.get(key)) is None:
+            found = self.tokenprune_made[key] = plan, make(plan, *of)
+        return found[1]
+
+    def _segments(self, plan: Plan, grid: tuple[int, int, int] | None, modality: str, device: torch.device) -> Segments:
+        frames = plan.frame_sizes(self.tokenprune_family.after_frames)
+        return segments_of(plan.counts, grid, modality, device, self._image_grid, frames)
+
+    def _place_axes(self, axes: int, vllm_config: Any) -> None:
+        self.tokenprune_axes = axes
+        # Of this object, not of the class. V2 then calls what we follow there, V1 would call the model.
+        self.supports_multimodal_pruning = vllm_config.use_v2_model_runner
 
     @property
     def tokenprune_norm(self) -> Any:
@@ -158,30 +173,16 @@ class ReducingModel(_Model):
         family = self.tokenprune_family
         return image_grid(family, count, self.config, whole_image=not family.vllm.per_run)
 
+    def _whole(self, rows: Tensor) -> Tensor:
+        """Return the rows of an item that loses nothing, with columns that nobody reads where others have some."""
+        return (
+            torch.nn.functional.pad(rows, (0, positions.DIGITS * self.tokenprune_axes))
+            if self.tokenprune_axes
+            else rows
+        )
+
     def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any]) -> Tensor:
         """Return the rows, with columns of their positions in the full prompt if the runner sets positions."""
-        raise NotImplementedError
-
-    def recompute_mrope_positions(
-        self,
-        input_ids: list[int] | Tensor,
-        multimodal_embeddings: Sequence[Tensor],
-        mrope_positions: Tensor,
-        num_computed_tokens: int,
-    ) -> tuple[Sequence[Tensor], Tensor, int]:
-        if not self.tokenprune_active:
-            return super().recompute_mrope_positions(
-                input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens
-            )
-        return self._place(input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens)
-
-    def _place(
-        self, tokens: Any, embeddings: Sequence[Tensor], known: Tensor, computed: int
-    ) -> tuple[Sequence[Tensor], Tensor, int]:
-        """Remove the columns that `_placed` added to the embeddings, and set the positions; see `positions.place`.
-
-        known: positions so far. computed: tokens of the prompt that were processed before.
-        """
         raise NotImplementedError
 
     def get_encoder_cudagraph_config(self) -> Any:
@@ -197,7 +198,8 @@ class ReducingLineModel(ReducingModel):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if self.tokenprune_original:
-            self.supports_mrope = self.supports_multimodal_pruning = True  # of this object, not of the class
+            self.supports_mrope = True  # of this object, not of the class
+            self._place_axes(1, vllm_config)
             positions.prepare_decoder(self.get_language_model(), vllm_config.model_config)
 
     def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any]) -> Tensor:
@@ -210,9 +212,6 @@ class ReducingLineModel(ReducingModel):
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
         return positions.of_line(input_tokens, mm_features)
 
-    def _place(self, tokens: Any, embeddings: Sequence[Tensor], known: Tensor, computed: int) -> tuple:
-        return positions.place_line(embeddings, known, computed)
-
 
 class ReducingMropeModel(ReducingModel):
     """For models with three axes of positions."""
@@ -220,8 +219,7 @@ class ReducingMropeModel(ReducingModel):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if self.tokenprune_active:
-            # Of this object, not of the class: without a setting the class is what it was.
-            self.supports_multimodal_pruning = True
+            self._place_axes(3, vllm_config)
             # The runner's switch is ours now; the model's own pruning of videos hangs on the same one.
             self.is_multimodal_pruning_enabled = False
 
@@ -230,21 +228,20 @@ class ReducingMropeModel(ReducingModel):
 
     def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any]) -> Tensor:
         rows = awaited.rows
-        if not plan.reduces:
-            return torch.nn.functional.pad(rows, (0, positions.COLUMNS), value=positions.WHOLE)
-        within = positions.within_item(self._rule, plan, item, modality)
-        _check_span(int(within.max()))
-        within = to_device(within, rows.device)[:, awaited.places]
-        return torch.cat([rows, positions.to_columns(within, rows.dtype)], dim=1)
+
+        def columns(plan: Plan, *_: Any) -> Tensor:
+            within = positions.within_item(self._rule, plan, item, modality)
+            _check_span(int(within.max()))
+            return to_device(positions.to_columns(within, rows.dtype), rows.device)
+
+        shapes = repr([element.data.tolist() for element in item.values()])
+        known = self._once(columns, plan, shapes, modality, rows.device, rows.dtype)
+        return torch.cat([rows, known.index_select(0, awaited.places)], dim=1)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
         if not self.tokenprune_active:
             return super().get_mrope_input_positions(input_tokens, mm_features)
         return positions.of_prompt(self._rule, input_tokens, mm_features)
-
-    def _place(self, tokens: Any, embeddings: Sequence[Tensor], known: Tensor, computed: int) -> tuple:
-        placeholders = [self.config.image_token_id, self.config.video_token_id]
-        return positions.place(tokens, embeddings, known, computed, placeholders)
 
 
 def _check_span(last: int) -> None:

@@ -3,40 +3,43 @@
 
 Kept tokens keep the positions that they have in the full image, and text stands where it stood. Which tokens are
 kept is known only to the model's encoder, so their positions travel with their embeddings, in columns of their own, to
-the runner's hook `recompute_mrope_positions`. Text positions do not depend on the choice, so what a prefix cache holds
-of an image never has to be computed again.
+where the runner puts these together: all else is known when the request comes. vLLM's own hook for this asks for
+numbers on the host, and waits. Text positions do not depend on the choice, so what a prefix cache holds of an image
+never has to be computed again.
 
-A model with one axis is served as one with M-RoPE that reads the first axis alone. The other two are free, and tell the
-hook what it needs (see `of_line`), so images may stand side by side, at the end, or have text within.
+A model with one axis is served as one with M-RoPE that reads the first axis alone. There kept tokens are counted from
+the start of their item, so images may stand side by side, at the end, or have text within.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.models.utils import StageMissingLayer
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.utils import copy_mm_embedding_modality, get_mm_features_in_window
 
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedModelError
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.position_checks import longest
 from tokenprune.integrations.vllm.setting.settings import KEY
+from tokenprune.ops.transfer import to_device
 
 # Numbers in two digits each: every digit is below 256, so it is exact in any 16-bit float.
 DIGITS = 2
-COLUMNS = 3 * DIGITS
-WHOLE = -1  # in all columns of an item that lost nothing: its places are what the model's own rule says
+MOVES = "tokenprune_moves"  # attribute of an item of a prompt that is reduced: long `[2, rows]`, see `_note`
+# A request's row in the known positions, its name, how many of its tokens were read before and are read now, and how
+# far these stand there from their places in the prompt.
+Part = tuple[int, str, int, int, int]
 Rule = Callable[[list[int], list[MultiModalFeatureSpec]], tuple[Tensor, int]]
-# By a prompt's positions: the number to add to later places, for which Model Runner V1 asks in each step.
-_later: Any = WeakTensorKeyDictionary()
 
 
 def to_columns(positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -47,7 +50,7 @@ def to_columns(positions: Tensor, dtype: torch.dtype) -> Tensor:
 def from_columns(columns: Tensor) -> Tensor:
     """`[n, 2 * axes]` -> long `[axes, n]`."""
     high, low = columns.long().view(len(columns), columns.shape[1] // DIGITS, DIGITS).unbind(-1)
-    return (256 * high + low).T
+    return torch.add(low, high, alpha=256).T
 
 
 def within_item(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
@@ -61,7 +64,7 @@ def within_item(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
         embeds = plan.is_embed[first:end]
         begins[first + 1 : end] = ~(embeds[1:] & embeds[:-1])
     starts = begins.nonzero().flatten()
-    # As `place` will do it: one after the token before.
+    # As `of_prompt` will do it: one after the token before.
     base = torch.where(starts > 0, positions[:, (starts - 1).clamp(min=0)].amax(0) + 1, 0)
     run = begins.cumsum(0).clamp(min=1) - 1
     run[end:] = 0
@@ -76,7 +79,7 @@ def _where(plan: Plan, offset: int) -> PlaceholderRange:
 @dataclass(frozen=True)
 class FullItem:
     """An item of a prompt. offset: where its text begins in the full prompt. written: places in that text of what is
-    written of it, until `place` runs: its text has its own place, and its kept placeholders have those of the first
+    written of it, before rows are placed: its text has its own place, and its kept placeholders have those of the first
     ones."""
 
     feature: MultiModalFeatureSpec
@@ -88,7 +91,7 @@ class FullItem:
 @dataclass(frozen=True)
 class FullPrompt:
     """The prompt of which a reduced one is what is left. length: of its tokens. index: long `[n]`, where the tokens of
-    the reduced prompt stand there, before `place` runs."""
+    the reduced prompt stand there, before rows are placed."""
 
     items: list[FullItem]
     length: int
@@ -140,82 +143,104 @@ def of_prompt(rule: Rule, tokens: list[int], features: list[MultiModalFeatureSpe
     full = FullPrompt.of(len(tokens), features)
     moved = [dataclasses.replace(one.feature, mm_position=_where(one.plan, one.offset)) for one in full.items]
     whole, _ = rule(full.tokens(tokens), moved)
-    positions, later = whole[:, full.index], int(whole.max()) + 1 - len(tokens)
-    _later[positions] = later
-    return positions, later
+    positions = whole[:, full.index]
+    for item in full.items:
+        if item.plan.reduces:
+            before = item.plan.written[1] + item.feature.mm_position.offset
+            _note(item, torch.where(before < 0, 0, positions[:, before.clamp(min=0)].amax(0) + 1))
+    return positions, int(whole.max()) + 1 - len(tokens)
 
 
-def place(
-    tokens: Any, embeddings: Sequence[Tensor], positions: Tensor, computed: int, placeholders: list[int]
-) -> tuple[list[Tensor], Tensor, int]:
-    """Remove the columns of `embeddings` and write the positions that they hold. The embeddings belong to the first
-    placeholders from place `computed` on. Return embeddings, positions and the number to add to later places."""
-    delta = _later.get(positions)
-    if not embeddings and delta is not None:
-        return [], positions, delta
-    known = positions.cpu()
-    if delta is None:
-        delta = int(known.max()) + 1 - known.shape[1]
-    if not embeddings:
-        return [], positions, delta
-    cut = [one[:, :-COLUMNS] for one in embeddings]
-    within = from_columns(torch.cat([one[:, -COLUMNS:] for one in embeddings]).cpu())
-    moves = within[0] >= 0
-    if not moves.any():
-        return cut, positions, delta
-    is_placeholder = torch.isin(torch.as_tensor(tokens, device="cpu"), torch.tensor(placeholders, device="cpu"))
-    begins = is_placeholder & ~is_placeholder.roll(1)
-    begins[0] = is_placeholder[0]
-    places = torch.arange(len(is_placeholder), device="cpu")
-    start = torch.where(begins, places, 0).cummax(0).values
-    slots = places[is_placeholder & (places >= computed)][: within.shape[1]]
-    _check_rows(within.shape[1], len(slots), computed)
-    slots, within = slots[moves], within[:, moves]
-    start = start[slots]
-    base = torch.where(start > 0, known[:, (start - 1).clamp(min=0)].amax(0) + 1, 0)
-    positions = positions.clone()
-    positions[:, slots.to(positions.device)] = (base + within).to(positions)
-    return cut, positions, delta
+def _note(item: FullItem, base: Tensor) -> None:
+    """Keep with an item for each of its rows where it stands in the prompt, and from where its columns count."""
+    slots = item.plan.written[0] + item.feature.mm_position.offset
+    vars(item.feature)[MOVES] = torch.stack([slots, base.expand(len(slots))])
 
 
 def of_line(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[Tensor, int]:
-    """Return long `[3, n]` of a reduced prompt for a model with one axis, and what to add to later places.
-
-    The first row is what the language model reads: places in the full prompt, those of kept tokens for the time being.
-    The others are for `place_line`: where the item of a placeholder begins in the full prompt, and the length of that
-    prompt, which stands for text in both. All are below that length or equal to it, so rope has an angle for each.
-    """
+    """Return long `[3, n]` of a reduced prompt for a model with one axis, whose language model reads the first row, and
+    what to add to later places."""
     full = FullPrompt.of(len(tokens), features)
-    begins = torch.full((len(tokens),), full.length, device="cpu")
     for item in full.items:
-        plan, place = item.plan, item.feature.mm_position
-        becomes_row = plan.is_embed.clone()
-        if (
-            plan.reduces and not plan.per_run
-        ):  # text within a span that shares its budget is written as placeholders, too
-            becomes_row[slice(*plan.span)] = True
-        begins[place.offset : place.offset + place.length][becomes_row[item.written]] = item.offset
-    return torch.stack([full.index, begins, torch.full_like(begins, full.length)]), full.length - len(tokens)
+        if item.plan.reduces:
+            _note(item, torch.tensor(item.offset, device="cpu"))
+    return full.index.expand(3, -1), full.length - len(tokens)
 
 
-def place_line(embeddings: Sequence[Tensor], positions: Tensor, computed: int) -> tuple[list[Tensor], Tensor, int]:
-    """`place` for a model with one axis; positions: as `of_line` made them."""
-    known = positions.cpu()
-    delta = int(known[2, 0]) - known.shape[1]
-    if not embeddings:
-        return [], positions, delta
-    within = from_columns(torch.cat([one[:, -DIGITS:] for one in embeddings]).cpu())[0]
-    places = torch.arange(known.shape[1], device="cpu")
-    slots = places[(known[1] < known[2]) & (places >= computed)][: len(within)]
-    _check_rows(len(within), len(slots), computed)
-    positions = positions.clone()
-    positions[0, slots.to(positions.device)] = (known[1, slots] + within).to(positions)
-    return [one[:, :-DIGITS] for one in embeddings], positions, delta
+# -- on the device, for all requests of a step at once
 
 
-def _check_rows(rows: int, slots: int, computed: int) -> None:
-    if rows != slots:
-        raise PlaceholderMismatchError(f"{rows} rows for {slots} placeholders after place {computed}")
+def of_v1(original: Any) -> Any:
+    """Return the runner's `_gather_mm_embeddings` such that it places rows."""
+
+    def gather(self: Any, step: Any, shift_computed_tokens: int = 0) -> Any:
+        rows, is_row = original(self, step, shift_computed_tokens)
+        axes = getattr(self.get_model(), "tokenprune_axes", 0)
+        if not axes or not rows:
+            return rows, is_row
+        if shift_computed_tokens:  # for a drafter, by positions that were placed before
+            return _without_columns(rows, axes), is_row
+        parts, features, begin = list[Part](), {}, 0
+        for name in self.input_batch.req_ids:
+            request, number = self.requests[name], step.num_scheduled_tokens[name]
+            features[name] = request.mm_features
+            parts.append((0, name, request.num_computed_tokens, number, begin - request.num_computed_tokens))
+            begin += number
+        return place(rows, features, parts, self.mrope_positions.gpu[None], axes), is_row
+
+    return gather
+
+
+def of_v2(original: Any) -> Any:
+    """Return `MultiModalPruner.recompute` such that it places rows."""
+
+    def recompute(self: Any, mm_embeds: list[Tensor], input_batch: Any, req_states: Any) -> list[Tensor]:
+        axes = getattr(self.model, "tokenprune_axes", 0)
+        if not axes:
+            found: list[Tensor] = original(self, mm_embeds, input_batch, req_states)
+            return found
+        requests, names = input_batch.idx_mapping_np.tolist(), input_batch.req_ids
+        computed = input_batch.num_computed_prefill_tokens_np.tolist()
+        numbers = input_batch.num_scheduled_tokens.tolist()
+        parts = zip(requests, names, computed, numbers, repeat(0), strict=False)
+        known = self.rope_state.prefill_positions.gpu.unflatten(0, (-1, self.rope_state.num_dims))
+        return place(mm_embeds, self.encoder_cache.mm_features, parts, known, axes)
+
+    return recompute
+
+
+def place(
+    rows: Sequence[Tensor], features: Mapping[str, Any], parts: Iterable[Part], known: Tensor, axes: int
+) -> list[Tensor]:
+    """Write the positions that embeddings hold in their columns into `known`; return the embeddings without these.
+
+    rows: of each item that is read now, in the order of the requests. features: the items of each request. known: whole
+    numbers `[requests, axes or more, places]`.
+    """
+    columns, places, given = list[Tensor](), list[Tensor](), iter(rows)
+    for request, name, start, number, shift in parts:
+        low, high = get_mm_features_in_window(features[name], start=start, end=start + number)
+        for feature in features[name][low:high]:
+            at = feature.mm_position
+            inside = max(start - at.offset, 0), min(start + number - at.offset, at.length)
+            first, last = at.get_embeds_indices_in_range(*inside)
+            if first == last:
+                continue
+            mine, moves = next(given), vars(feature).get(MOVES)
+            if len(mine) != last - first:
+                raise PlaceholderMismatchError(f"{len(mine)} rows for {last - first} placeholders of an item")
+            if moves is not None:
+                columns.append(mine[:, -DIGITS * axes :])
+                slots, base = moves[:, first:last]
+                places.append(torch.stack([torch.full_like(slots, request), slots + shift, base]))
+    if columns:
+        request_of, slot, base = to_device(torch.cat(places, dim=1), known.device)
+        known[request_of, :axes, slot] = (from_columns(torch.cat(columns)) + base).T.to(known.dtype)
+    return _without_columns(rows, axes)
+
+
+def _without_columns(rows: Sequence[Tensor], axes: int) -> list[Tensor]:
+    return [copy_mm_embedding_modality(one, one[:, : -DIGITS * axes]) for one in rows]
 
 
 # -- one axis: a decoder with rope, made to read the first of three

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.kernels.compact import partition
 from tokenprune.ops.transfer import to_device
 
 
@@ -23,17 +23,13 @@ class AwaitedRows:
     is_text: Tensor | None = None
 
     @classmethod
-    def whole(cls, plan: Plan, rows: Tensor) -> AwaitedRows:
-        """Return those of an item that loses nothing."""
-        return cls(rows, _places(plan, rows.device))
-
-    @classmethod
     def kept(cls, plan: Plan, rows: Tensor, kept: Tensor) -> AwaitedRows:
         """Return those of a plan that reduces. rows: `[n, W]`, of all its placeholders. kept: bool `[n]`, the ones that
         stay. The device is asked for nothing: how many they are is known."""
         if not plan.between:
             order = _first(kept, plan.rows)
-            return cls(rows[order], order if plan.is_plain else _places(plan, rows.device)[order])
+            places = order if plan.is_plain else to_device(plan.places, rows.device)[order]
+            return cls(rows.index_select(0, order), places)
         first, end = plan.span
         is_embed = plan.is_embed[first:end]
         source, is_text = to_device(is_embed.cumsum(0) - 1, rows.device), to_device(~is_embed, rows.device)
@@ -41,10 +37,6 @@ class AwaitedRows:
         return cls(rows[source[order]], first + order, is_text[order])
 
 
-def _places(plan: Plan, device: torch.device) -> Tensor:
-    return torch.arange(plan.length, device=device) if plan.is_plain else to_device(plan.places, device)
-
-
 def _first(stays: Tensor, number: int) -> Tensor:
     """Return the places of the `number` entries that are True, in order."""
-    return (~stays).to(torch.uint8).argsort(stable=True)[:number]
+    return partition(stays[None])[0, :number]

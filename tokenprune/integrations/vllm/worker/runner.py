@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -17,18 +18,19 @@ from tokenprune.integrations.vllm.worker.warm_up import before_ready
 
 # Model Runner V1's module, and V2's for the encoder.
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.mm.encoder_runner")
-_CPU = "vllm.v1.worker.cpu_model_runner"
+_PRUNER = "vllm.v1.worker.gpu.model_states.mm_pruning"  # of V2, which loads it after the model
 _WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
 
 
 def prepare_runner(vllm_config: Any) -> None:
-    """Bound the encoder's batches, make V1's CPU runner heed the switch that the others read, and have workers warm up
-    the choice.
+    """Bound the encoder's batches, have runners place kept tokens, and workers warm up the choice.
 
     Raises UnsupportedSetupError where this vLLM's runners are not what this package knows.
     """
     problems = missing_hooks("worker", modules=sys.modules)
     require_hooks(problems + [f"{' and '.join(_RUNNERS)}"] * (not any(map(sys.modules.get, _RUNNERS))))
+    from tokenprune.integrations.vllm.worker.positions import of_v1, of_v2
+
     limit = vllm_config.scheduler_config.max_num_encoder_input_tokens
     for name in _RUNNERS:
         module: Any = sys.modules.get(name)
@@ -37,8 +39,10 @@ def prepare_runner(vllm_config: Any) -> None:
             module.group_and_batch_mm_kwargs = in_small_batches(original, limit)
     if keys_of(vllm_config.model_config).log:
         requests.follow()
-    if (module := sys.modules.get(_CPU)) is not None:
-        wrap(module.CPUModelRunner, "_gather_mm_embeddings", _heeding_switch)
+    if _RUNNERS[1] in sys.modules:
+        wrap(importlib.import_module(_PRUNER).MultiModalPruner, "recompute", of_v2)
+    if (module := sys.modules.get(_RUNNERS[0])) is not None:
+        wrap(module.GPUModelRunner, "_gather_mm_embeddings", of_v1)
     for name, worker in _WORKERS.items():
         if (module := sys.modules.get(name)) is not None:
             before_ready(getattr(module, worker))
@@ -73,16 +77,3 @@ def chunks(items: list[tuple[str, Any]], limit: int) -> Iterator[list[tuple[str,
         total += size
     if chunk:
         yield chunk
-
-
-def _heeding_switch(original: Any) -> Any:
-    """Set the switch for changed positions in the CPU runner, which loads models in its own way and leaves it out."""
-
-    def gather(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.is_multimodal_pruning_enabled = (
-            getattr(self.get_model(), "supports_multimodal_pruning", False)
-            and self.model_config.multimodal_config.is_multimodal_pruning_enabled()
-        )
-        return original(self, *args, **kwargs)
-
-    return gather
