@@ -35,19 +35,16 @@ def _row(name: str, **wanted: Any) -> dict[str, Any]:
 
 
 def _prefills(visual: int, keep: int, batch: int) -> list[Line]:
-    """Return the lines of a prefill. Eager and graphed times are of one run, in turn: i_graphs.jsonl, and where that is
-    not measured a prototype's. What is graphed is compared with the faster unpatched prefill."""
-    if (FOLDER / "i_graphs.jsonl").exists():
-        whole = _row("i_graphs", method="none", visual=visual, batch=batch, what="prefill")
-        less = _row("i_graphs", method=METHOD, visual=visual, keep=keep, batch=batch, what="prefill")
-        eager, graphed = (whole["eager_ms"], less["eager_ms"]), (whole["graphs_ms"], less["graphs_ms"])
-        name = "with `graphs=True`"
-    else:
-        row = _row("graphed_prefill", visual=visual, keep=keep, batch=batch)
-        eager, graphed = (row["none"], row[METHOD]), (row["none graphed"], row[f"{METHOD} graphed"])
-        name = "in graphs, by a prototype of `graphs=True`"
+    """Return the lines of a prefill. Eager and graphed times are of one run, in turn; what is graphed is compared with
+    the faster unpatched prefill."""
+    whole = _row("i_graphs", method="none", visual=visual, batch=batch, what="prefill")
+    less = _row("i_graphs", method=METHOD, visual=visual, keep=keep, batch=batch, what="prefill")
+    eager, graphed = (whole["eager_ms"], less["eager_ms"]), (whole["graphs_ms"], less["graphs_ms"])
     best = min(eager[0], graphed[0])
-    made = [Line(f"prefill, {visual} to {keep} tokens, batch {batch}", *eager), Line(f"... {name}", best, graphed[1])]
+    made = [
+        Line(f"prefill, {visual} to {keep} tokens, batch {batch}", *eager),
+        Line("... with `graphs=True`", best, graphed[1]),
+    ]
     if batch == 1:
         source = "f_llava15" if visual == 576 else "b_llava_next"
         busy = [
@@ -104,9 +101,6 @@ def table() -> str:
         "twice between runs: the host decides. [All tables](../performance.md#on-a-gpu); raw data: "
         "`experiments/results/nvidia-h200`."
     )
-    if not (FOLDER / "i_graphs.jsonl").exists():
-        plan = "[takes them](../../experiments/gpu/plan.md)"
-        note += f" Of `graphs=True` as it ships there are no times here: `python experiments/gpu/run.py i` {plan}."
     return "\n".join(shown) + f"\n\n{note}"
 
 
@@ -114,12 +108,11 @@ def sentence(up: str = "") -> str:
     """Return what a GPU saves, in two sentences. up: from the page to the root of the repository."""
     one, graphed, _, long, _, _, many, step, memory, first, rate, *_ = (f"{line.gain:.1f}x" for line in lines())
     device = rows.read(FOLDER / "f_llava15.jsonl")[0]["device"].removeprefix("NVIDIA ")
-    whose = "" if (FOLDER / "i_graphs.jsonl").exists() else ", a prototype's"
     return (
         f"On an {device} with 7 B shapes `{METHOD}` makes a prefill of 2,880 tokens {long} as fast at batch 1, of 576 "
         f"tokens {many} at batch 8, and a step of decoding {step} at batch 32; {memory} the requests fit into memory, "
         f"and vLLM answers {rate} as many. At batch 1 a short prompt saves nothing unless launches go ({one}; "
-        f"{graphed} in graphs{whose}; vLLM's first token {first}): [what to expect on a GPU]({up}docs/guide/gpu.md)."
+        f"{graphed} in graphs; vLLM's first token {first}): [what to expect on a GPU]({up}docs/guide/gpu.md)."
     )
 
 

@@ -302,6 +302,18 @@ def test_memory_is_measured_with_full_images(folder: Any, name: str) -> None:
     assert sizes[0] == sizes[1] and set(sizes[0]) == set(counts)
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_memory_of_a_modality_is_measured_alone(folder: Any, name: str) -> None:
+    """Runner V1 asks so on a GPU, with the cache of its engine; the other modality is there, without items."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
+
+    processor = MULTIMODAL_REGISTRY.create_processor(made := config(folder(name), DIVPRUNE))
+    for modality in ("image", "video") if CHECKPOINTS[name].video else ("image",):
+        found = processor.get_dummy_mm_inputs({modality: 1}, cache=MultiModalProcessorOnlyCache(made))
+        assert len(found["mm_placeholders"][modality]) == 1
+
+
 def test_placeholders_that_would_mislead_are_refused(start: Callable[..., Engine]) -> None:
     engine = start("qwen2_vl", DIVPRUNE)
     images = CHECKPOINTS["qwen2_vl"].images(2)

@@ -65,7 +65,7 @@ class LayerCall:
 
 
 class _Pool:
-    """What graphs of one device share: memory, the stream that they are captured on, and the end of the last run."""
+    """Memory that graphs of one device share, the stream that they are captured on, and the end of the last run."""
 
     def __init__(self, device: torch.device) -> None:
         self.handle, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
@@ -253,12 +253,18 @@ def _graph(once: Callable[[], None], latest: dict[str, Any], given: list[tuple[T
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
         pool.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(pool.stream):
-            once()  # libraries make their handles and workspaces in a first run
+            once()  # libraries make their handles in a first run
         torch.cuda.current_stream().wait_stream(pool.stream)
+        # The workspace of products of matrices is of the graph's own memory then: others give back that of the stream,
+        # as torch.compile does before it captures, and a replay would write where it was.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()  # as a capture does, so that the difference is what it takes
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved()
-        with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
-            once()
+        try:
+            with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
+                once()
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
         taken = torch.cuda.memory_reserved() - before + sum(one.nbytes for one, _ in given)
     return Bucket(given, **latest, replay=graph.replay, bytes=taken)
 

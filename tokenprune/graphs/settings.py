@@ -21,17 +21,23 @@ class Graphs:
     step: lengths of prompts are rounded up to a multiple of it, in tokens, and each multiple has a graph of its own.
     most: the longest length, in tokens, that is graphed; longer prompts keep the GPU busy without. number, bytes: how
     many graphs are kept, and how much memory they may take together; the one that was used last longest ago goes first.
+    static: whether the prefill of a static cache is graphed on a GPU, too. It is equal on a CPU; its first measurement
+    on a GPU, beside steps that transformers compiled, ended in an error of the device, and what explains that is mended
+    but not measured again.
 
-    Raises OptionError for anything but whole numbers from 1 on, and where `most` is below `step`.
+    Raises OptionError for bounds that are no whole numbers from 1 on, and where `most` is below `step`.
     """
 
     step: int = 64
     most: int = 1024
     number: int = 32
     bytes: int = 4 << 30
+    static: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if name == "static" and isinstance(value, bool):
+                continue
             if not fits(value, _COUNT):
                 raise OptionError(f"graphs: {name}={value!r} must be {in_words(_COUNT)}")
         if self.most < self.step:

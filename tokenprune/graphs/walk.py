@@ -142,6 +142,8 @@ class Walk:
             raise NotGraphedError("the cache holds tokens already")
         if not (cache is None or type(cache) is DynamicCache or is_static(cache)):
             raise NotGraphedError(f"the cache is a {type(cache).__name__}")
+        if hidden.is_cuda and is_static(cache) and not self.buckets.graphs.static:
+            raise NotGraphedError("the cache is static: graphs=Graphs(static=True) replays its prefill, too")
         tensors: dict[str, tuple[Any, int]] = {}
         plain: dict[str, Any] = {"attention_mask": None} if "attention_mask" in kwargs else {}
         mask = self._mask(kwargs.get("attention_mask"), hidden.shape[1], is_static(cache))

@@ -114,7 +114,7 @@ class ServedRequest:
     def without_cached(self, cached: Mapping[str, list[bool]]) -> ServedRequest:
         """Return the same for those items alone that are not cached, which vLLM counts anew."""
         items = {
-            modality: tuple(one for one, hit in zip(self.items[modality], hits, strict=True) if not hit)
+            modality: tuple(one for one, hit in zip(self.items.get(modality, ()), hits, strict=True) if not hit)
             for modality, hits in cached.items()
         }
         return dataclasses.replace(self, items=items)
