@@ -4,10 +4,10 @@
 
 Prefill: LLaVA-1.5-7B's decoder, 576 visual tokens to 64 and 192, and as in LLaVA-NeXT 2880 to 320; images are encoded
 before. Eager and graphs take turns; the bounds are the defaults, so that what is longer than 1024 tokens is not
-replayed, and the table says why. "first replay": the call that captures, after one that learns. "gap", in the rows: between the
-logits of the two ways, as a share of their length. "GPU busy": kernels of the eager run, by the profiler. 64 tokens:
-`generate` from pixels on, with the cache that grows, with `cache_implementation="static"`, whose steps transformers
-compiles by itself on a GPU, with graphs, and with both. `none` is the unpatched model, in graphs by
+replayed, and the table says why. "first replay": the call that captures, after one that learns. Rows have a "gap", too:
+between the logits of the two ways, as a share of their length. "GPU busy": kernels of the eager run, by the profiler.
+64 tokens: `generate` from pixels on, with the cache that grows, with `cache_implementation="static"`, whose steps
+transformers compiles by itself on a GPU, with graphs, and with both. `none` is the unpatched model, in graphs by
 `tokenprune.graphs.graphed`.
 """
 
