@@ -18,7 +18,7 @@ def run_eagerly(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-_untraced = torch.compiler.disable(lambda function, *args, **kwargs: function(*args, **kwargs))
+_untraced = torch.compiler.disable(lambda f, *a, **k: f(*a, **k), reason="tokenprune chooses tokens outside of graphs")
 
 
 def with_call(current: Callable[[], Any], function: Callable, *args: Any) -> Any:
