@@ -8,7 +8,7 @@ the device run dry. docs/performance.md lists the few times that the library doe
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,18 +24,19 @@ def to_device(values: Sequence | torch.Tensor, device: torch.device, dtype: torc
     return values.to(device, non_blocking=True)
 
 
-class Recent(Generic[T]):
+class Recent:
     """Values by all that they follow from, the last `MOST` that were made: a prompt of the same shape finds them. They
     are not to be changed. A copy, as one of the model has, is empty."""
 
     MOST = 16
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, T] = {}
+        self._made: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returned for `key`; it is called where that is not known."""
-        if (found := self._made.get(key)) is None:
+        found: T | None = self._made.get(key)
+        if found is None:
             with torch.inference_mode(False):  # a tensor made in inference could not serve training later
                 found = make()
             # One assignment: threads share it.

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -55,7 +55,7 @@ class Segments:
         return dataclasses.replace(self, position=self.position.to(device), mask=self.mask.to(device))
 
     @cached_property
-    def recent(self) -> Recent[Any]:
+    def recent(self) -> Recent:
         """Values that follow from these segments and their key alone: prompts that share the segments share them."""
         return Recent()
 
@@ -66,8 +66,7 @@ class Segments:
 
     def places(self, width: int) -> Tensor:
         """Return long `[S, N]`, places of the tokens in rows of `width` tokens, laid end to end."""
-        found: Tensor = self.recent.get(("places", width), lambda: self.position + self.row_index * width)
-        return found
+        return self.recent.get(("places", width), lambda: self.position + self.row_index * width)
 
     @cached_property
     def row_index(self) -> Tensor:

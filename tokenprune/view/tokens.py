@@ -106,9 +106,8 @@ class VisualTokens(_OfVisual):
 
     @cached_property
     def budget(self) -> Tensor:
-        keep, device = self.keep, self.mask.device
-        found: Tensor = self.segments.recent.get(("budget", *keep), partial(to_device, keep, device))
-        return found
+        make = partial(to_device, self.keep, self.mask.device)
+        return self.segments.recent.get(("budget", *self.keep), make)
 
     @cached_property
     def text(self) -> TextTokens:

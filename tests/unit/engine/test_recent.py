@@ -40,7 +40,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 
 def test_as_many_are_kept_as_it_says_and_the_oldest_leave() -> None:
-    recent: Recent[str] = Recent()
+    recent = Recent()
     for key in range(3 * Recent.MOST):
         assert recent.get(key, lambda key=key: str(key)) == str(key)
     assert len(recent._made) == Recent.MOST
@@ -110,7 +110,7 @@ def test_another_budget_is_planned_anew() -> None:
 def test_what_inference_made_serves_training() -> None:
     model, inputs = FAMILY.build(), FAMILY.make_inputs(images=(1, 2))
     tokenprune.patch(model, "visionzip", keep=0.5)
-    recent: Recent[torch.Tensor] = Recent()
+    recent = Recent()
     with torch.inference_mode():
         assert not recent.get(0, lambda: torch.zeros(1)).is_inference()
         first = model(**inputs).logits

@@ -20,6 +20,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.hf.checks import check_abilities, check_steps
 from tokenprune.integrations.hf.decoder.engine import Engine
+from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
@@ -28,7 +29,6 @@ from tokenprune.integrations.hf.parts.decode_pruning import DecodePruning
 from tokenprune.integrations.hf.parts.drafts import Drafts
 from tokenprune.integrations.hf.parts.kept_inputs import KeptInputs
 from tokenprune.integrations.hf.parts.layer_attention import LayerAttention
-from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
 from tokenprune.integrations.hf.parts.video_frames import VideoFrames, compares_frames
 from tokenprune.integrations.hf.tower.attention_scores import BlockReader
 from tokenprune.integrations.hf.tower.base import InTower

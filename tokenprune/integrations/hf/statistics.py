@@ -126,12 +126,9 @@ def _held(cache: Any, full: int) -> list[Held]:
     """Return what the layers of a cache hold. full: how many tokens it would hold if none was removed."""
     layers = getattr(cache, "layers", ())
     if {*map(type, layers)} == {DynamicLayer}:
-        return [
-            (index, slots, size, size * full // slots)
-            for index, layer in enumerate(layers)
-            if layer.keys is not None and (size := layer.keys.nbytes + layer.values.nbytes)
-            and (slots := layer.keys.shape[-2])
-        ]  # fmt: skip
+        filled = [(n, one.keys, one.values) for n, one in enumerate(layers) if one.is_initialized and one.keys.nbytes]
+        sized = [(n, keys.shape[-2], keys.nbytes + values.nbytes) for n, keys, values in filled]
+        return [(n, slots, size, size * full // slots) for n, slots, size in sized]
     static, reduction, found = is_static(cache), reduction_of(cache), []
     made = reduction.full if isinstance(reduction, StaticReduction) else {}
     for index, layer in enumerate(layers):

@@ -184,12 +184,7 @@ def states() -> MutableMapping[Any, Any]:
 
     A state ends with its part, since another part may later get the same id.
     """
-    return _thread.states
+    return _thread.__dict__.setdefault("states", WeakKeyDictionary())
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.states: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-
-_thread = _Thread()
+_thread = threading.local()

@@ -11,19 +11,14 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 
 def run_eagerly(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)`; torch.compile traces neither it nor what it calls, and ends its graph here.
-
-    Choosing tokens asks the device how many there are and keeps notes outside of tensors: graphs fit neither.
-    """
-    # Where nothing is compiled nothing has to be kept out, which takes some ten calls.
+    """Return `function(*args, **kwargs)`; torch.compile traces neither it nor what it calls, and ends its graph here:
+    choosing tokens asks the device how many there are, and keeps notes outside of tensors."""
     if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
         return _untraced(function, *args, **kwargs)
     return function(*args, **kwargs)
 
 
-@torch.compiler.disable(reason="tokenprune chooses tokens outside of graphs")
-def _untraced(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
+_untraced = torch.compiler.disable(lambda f, *a, **k: f(*a, **k), reason="tokenprune chooses tokens outside of graphs")
 
 
 def with_call(current: Callable[[], Any], function: Callable, *args: Any) -> Any:
@@ -33,6 +28,5 @@ def with_call(current: Callable[[], Any], function: Callable, *args: Any) -> Any
 
 
 def in_call(current: Callable[[], Any], function: Callable, *args: Any) -> Any:
-    """Return `run_eagerly(function, *args)` where `current()` is a call, else None: a graph goes on where there is
-    nothing to do."""
+    """Return `run_eagerly(function, *args)` where `current()` is a call, else None: the graph goes on there."""
     return None if current() is None else run_eagerly(function, *args)

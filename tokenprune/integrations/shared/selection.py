@@ -50,11 +50,7 @@ def checked_keep(selection: Selection, segments: Segments, method: Method) -> Te
 _BAD_ASSIGN = "{}.select(): assign must hold -1 or the index of a token that is kept"
 
 
-_PARTS = (
-    ("keep", (torch.bool,)),
-    ("assign", (torch.long,)),
-    ("weight", (torch.float32, torch.float16, torch.bfloat16)),
-)
+_PARTS = {"keep": (torch.bool,), "assign": (torch.long,), "weight": (torch.float32, torch.float16, torch.bfloat16)}
 
 
 def checked_form(selection: Selection, segments: Segments, method: Method) -> Tensor:
@@ -62,8 +58,7 @@ def checked_form(selection: Selection, segments: Segments, method: Method) -> Te
     shape = segments.mask.shape
     if not isinstance(selection, Selection):
         raise TokenPruneError(f"{method.name}.select() must return a Selection, not {type(selection).__name__}")
-    values = (selection.keep, selection.assign, selection.weight)
-    for (part, dtypes), value in zip(_PARTS, values, strict=True):
+    for (part, dtypes), value in zip(_PARTS.items(), (selection.keep, selection.assign, selection.weight), strict=True):
         if value is None and part != "keep":
             continue
         if not isinstance(value, Tensor) or value.dtype not in dtypes or value.shape != shape:

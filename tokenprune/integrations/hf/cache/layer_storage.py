@@ -37,9 +37,8 @@ def slots_handed_out(layer: Any) -> int:
         return layer.cumulative_length
     keys = getattr(layer, "keys", None)
     held = 0 if keys is None or 0 in keys.shape else keys.shape[-2]
-    if type(layer) is DynamicLayer:  # most are, and have nothing else to be asked
-        return held
-    records = getattr(layer, "record_past", False) and getattr(layer, "is_sliding", False)
+    asked = type(layer) is not DynamicLayer  # most are
+    records = asked and getattr(layer, "record_past", False) and getattr(layer, "is_sliding", False)
     return min(held, layer.sliding_window - 1) if records else held
 
 

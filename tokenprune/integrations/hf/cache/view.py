@@ -32,9 +32,9 @@ Slots = list[tuple[int, Tensor]]
 class CacheView:
     """The cache of a call, and its questions to it. Here: of a cache that grows, or of a call without a cache.
 
-    past: the logical length before the call. reduction: what is missing in the cache then, None if nothing is. decode: what the cache remembers for a
-    method that acts while decoding; a call may set another one. capacity: how many tokens a static cache was made for,
-    None for one that grows.
+    past: the logical length before the call. reduction: what is missing in the cache then, None if nothing is. decode:
+    what the cache remembers for a method that acts while decoding; a call may set another one. capacity: how many
+    tokens a static cache was made for, None for one that grows.
     """
 
     capacity: int | None = None

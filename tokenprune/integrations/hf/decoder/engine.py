@@ -25,6 +25,7 @@ from tokenprune.integrations.hf.checks import check_call
 from tokenprune.integrations.hf.decoder.entry import cut_entry, prepare
 from tokenprune.integrations.hf.decoder.planner import Planner
 from tokenprune.integrations.hf.decoder.pruning import apply, choose
+from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
@@ -32,7 +33,6 @@ from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
 from tokenprune.integrations.hf.statistics import stats_after
@@ -201,12 +201,9 @@ class Engine(Attachable):
         entry are made here; return the inputs after them."""
         embeds = inputs.embeds
         batch, length = embeds.shape[:2]
-        full = partial(Layout.full, batch, length, embeds.device)
-        if cutting:
-            key, make = ("layout", batch, length), partial(full, call.host.tokens_per_row)
-            layout = call.held.segments.recent.get(key, make)
-        else:
-            layout = full()
+        counts = call.host.tokens_per_row if cutting else None
+        full = partial(Layout.full, batch, length, embeds.device, counts)
+        layout = call.held.segments.recent.get(("layout", batch, length), full) if cutting else full()
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
         inputs.extras.pop("logits_to_keep", None)
         functions = extras = None

@@ -13,12 +13,11 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.part import Part, acting
-from tokenprune.integrations.hf.forward.plan import Plan, Step, plan_cuts
+from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
 from tokenprune.integrations.hf.forward.report import Report
 from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, encoding_key, find_segments
 from tokenprune.ops.transfer import Recent
 from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.view.segments import Segments
 
 
 class Planner:
@@ -32,8 +31,8 @@ class Planner:
         self._on_plan = acting(part.on_plan for part in parts)
         self.per = steps[0].budget.per if steps else "image"
         self._of_videos = any(step.budget.of_videos for step in steps)
-        self._segments: Recent[Segments | None] = Recent()
-        self._plans: Recent[Plan] = Recent()
+        self._segments = Recent()
+        self._plans = Recent()
 
     def find_segments(self, call: Call, embeds: Tensor) -> None:
         """Set `call.held.segments` and `call.report` where the call has visual tokens. embeds: `[B, L, D]`."""

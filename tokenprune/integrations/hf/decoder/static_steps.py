@@ -5,25 +5,22 @@ step stays in a compiled graph."""
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import ReducedStatic, span_of
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.shared.attachable import hidden_states
 
-if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-
 
 class StaticSteps(Part):
-    """Hands each decoder layer the mask of its own slots in a step that begins no call. It stands at the layers from
-    the first static cache on: what torch.compile made of them before was for another class of caches."""
+    """Hands each layer the mask of its own slots in a step that begins no call, from the first static cache on."""
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()
@@ -41,7 +38,6 @@ class StaticSteps(Part):
         """Stand at all layers."""
         while self.ahead:
             index, layer = self.ahead.pop()
-            # Not eagerly: torch.compile keeps the step in one graph.
             self.hook(layer.register_forward_pre_hook, partial(self._enter_layer, index), eager=False, with_kwargs=True)
 
     def _enter_layer(

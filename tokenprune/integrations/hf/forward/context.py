@@ -101,7 +101,7 @@ class OnHost:
 
 
 _NOT_READ = OnHost({}, None, None)
-_PROMPTS: Recent[OnHost] = Recent()
+_PROMPTS = Recent()
 _NOTHING = torch.empty(0, 0, dtype=torch.long, device="cpu")
 _NO_LAYOUT = Layout(_NOTHING, None, 0, [])
 _NO_SEGMENTS = Segments([], [], [], _NOTHING, _NOTHING.bool(), [], [])

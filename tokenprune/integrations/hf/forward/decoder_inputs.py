@@ -39,9 +39,8 @@ class DecoderInputs:
         extras: dict[str, Any] = {}
         for name, value in arguments.items():
             (own if name in own else extras)[name] = value
-        cache = own[compat.CACHE if compat.CACHE in arguments else compat.EARLIER_CACHE]
-        about = (own["inputs_embeds"], own["attention_mask"], own["position_ids"], cache)
-        return DecoderInputs(*about, extras, frozenset(arguments))
+        cache, given = own[compat.CACHE if compat.CACHE in arguments else compat.EARLIER_CACHE], frozenset(arguments)
+        return DecoderInputs(own["inputs_embeds"], own["attention_mask"], own["position_ids"], cache, extras, given)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments by name, for the decoder; a dictionary of the caller's own."""

@@ -72,11 +72,9 @@ class HeldTokens:
             token, level = segments.recent.get(("slots", size), lambda: _slots(segments, places, size, padding))
             gone = level > keep.take(token)
         else:
-            gone = _written(torch.bool, segments.mask ^ keep, places, layout.index.shape, True)
+            gone = _written(segments.mask ^ keep, places, layout.index.shape, segments.mask)
             if layout.valid is not None:
                 gone |= ~layout.valid
-            elif padding is not None:
-                gone |= to_device(padding, layout.index.device).gather(1, layout.index)
         kept_per_row = list(layout.counts)
         for row, count, left in zip(segments.row, segments.counts, counts, strict=True):
             kept_per_row[row] -= count - left
@@ -88,18 +86,13 @@ class HeldTokens:
 
 
 def _slots(segments: Segments, places: Tensor, size: torch.Size, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return for the slots of whole rows, `[B, W]`: long, which of all visual tokens a slot holds, and uint8: 0 for
-    text, 1 for these, 2 for padding that leaves. Of a slot a cut takes what is above whether its token is kept."""
-    numbers = torch.arange(places.numel(), device=places.device).view_as(places)
-    token = _written(torch.long, segments.mask, places, size, numbers)
-    level = _written(torch.uint8, segments.mask, places, size, torch.ones_like(numbers, dtype=torch.uint8))
-    return token, level if padding is None else level.masked_fill_(to_device(padding, level.device), 2)
+    """Return `[B, W]` twice: the visual token in each slot of a row; and 0 for text, 1 for these, 2 for padding."""
+    token = _written(segments.mask, places, size, torch.arange(places.numel(), device=places.device))
+    level = _written(segments.mask, places, size, torch.ones_like(places, dtype=torch.uint8))
+    return token, level if padding is None else level.masked_fill(to_device(padding, level.device), 2)
 
 
-def _written(dtype: torch.dtype, where: Tensor, places: Tensor, size: torch.Size, values: Tensor | bool) -> Tensor:
+def _written(where: Tensor, places: Tensor, size: torch.Size, values: Tensor) -> Tensor:
     """Return `[B, W]` with `values` at those `places` (both `[S, N]`) for which `where` is True, and 0 elsewhere."""
-    # What is not written goes to a scratch entry at the end: no boolean indexing, so no device sync.
-    made = torch.zeros(size.numel() + 1, dtype=dtype, device=places.device)
-    target = torch.where(where, places, size.numel()).flatten()
-    made.scatter_(0, target, values if isinstance(values, bool) else values.flatten())
-    return made[:-1].view(size)
+    target = torch.where(where, places, size.numel()).flatten()  # a scratch entry, so that the host waits for nothing
+    return values.new_zeros(size.numel() + 1).scatter_(0, target, values.flatten())[:-1].view(size)

@@ -39,9 +39,7 @@ def columns_for(
 ) -> Tensor:  # fmt: skip
     """Return the logical positions of the keys that `layer` holds, long `[B, K]`, -1 = empty slot: those of the past,
     those of `layout`, and up to `capacity`, where a static cache has slots for them, those of tokens to come."""
-    columns = layout.positions()
-    if columns.device != device:
-        columns = columns.to(device)
+    columns = layout.positions().to(device)
     if past:
         batch = len(columns)
         before = new_positions(0, past, batch, device) if reduction is None else reduction.held(layer, past)

@@ -51,10 +51,7 @@ class FeatureRecorder:
     def _run(self, args: tuple, kwargs: dict[str, Any], changed: dict[str, Any]) -> Any:
         """Call the original, with some arguments `changed` that may have come by place or by name."""
         placed = [changed.get(name, value) for name, value in zip(self._names, args, strict=False)]
-        named = {**kwargs}
-        for name in named:
-            if name in changed:
-                named[name] = changed[name]
+        named = kwargs | {name: value for name, value in changed.items() if name in kwargs}
         _thread.encoding = True
         try:
             return self.original(*placed, **named)
