@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,17 +34,28 @@ def choose_units(method: UnitDropper, x: Tensor, grids: Grids, most: Sequence[in
     return torch.cat(kept).cpu()
 
 
-def choose_inside(
-    run: TowerRun, method: UnitDropper, grids: Grids, most: Sequence[int], patches: int, hidden: Tensor
-) -> Merge:
-    """Return what drops units by the hidden states that enter a block, `[patches, ...]` of all units, and note which
-    stay in `run.kept`."""
-    rows = hidden.reshape(-1, patches, hidden.shape[-1])
-    if run.order is not None:
-        rows = rows[to_device(run.order, hidden.device).argsort()]
-    stays = choose_units(method, rows.flatten(0, 1), grids, most, patches)
-    run.kept = list(stays.split(run.sizes))
-    return dropping(stays, run.order, hidden.device)
+def choosing(
+    run: TowerRun, method: UnitDropper, grids: Grids, most: Sequence[int], patches: int
+) -> dict[int, Callable[[Tensor], Merge | None]]:
+    """Return the drops of a run, see `TowerRun`, by the states that reach the method's block. They note in `run.kept`
+    which units stay."""
+    block, before = method.block(len(run.plan)), list[Tensor]()
+
+    def choose(hidden: Tensor) -> Merge:
+        x = hidden.float() - before.pop() if before else hidden
+        rows = x.reshape(-1, patches, x.shape[-1])
+        if method.sees == "mean":
+            rows = rows.float().mean(1, keepdim=True)
+        if run.order is not None:
+            rows = rows[to_device(run.order, rows.device).argsort()]
+        stays = choose_units(method, rows.flatten(0, 1), grids, most, rows.shape[1])
+        run.kept = list(stays.split(run.sizes))
+        return dropping(stays, run.order, hidden.device)
+
+    def note(hidden: Tensor) -> None:
+        before.append(hidden.clone())  # norms of vLLM may write into what they read
+
+    return {block - 1: note, block: choose} if method.sees == "change" else {block: choose}
 
 
 def dropping(stays: Tensor, order: Tensor | None, device: torch.device) -> Merge:

@@ -21,6 +21,9 @@ ROWS = {
         ),
     ),
     "tome": Row(refused=[{"r": r} for r in (-1, 1.5, "8", [1, -1], (1, 2), (8,), (8, 2.0), True, [[1]])]),
+    "towerdrop": Row(
+        refused=({"layer": -1}, {"layer": 1.5}, {"score": "keys"}, {"seed": "0"}, {"score": "change", "layer": 0}),
+    ),
     "transprune": Row(refused=({"alpha": 1.5}, {"alpha": "1"}, {"layers": (1, 2)})),
     "vitcop": Row(refused=({"clusters": 0.0}, {"clusters": 2}, {"clusters": "1"})),
 }
