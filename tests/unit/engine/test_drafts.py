@@ -31,7 +31,7 @@ ACTING = [name for name in METHODS if tokenprune.method_info(name).site is not S
 # What cannot act: averages of a grid of patches after the tower, grids that are not known, families without video or
 # without a thumbnail.
 REFUSED = {
-    "llava": ["earlytom", "pevlm", "pixelprune", *VIDEO_METHODS],
+    "llava": ["earlytom", "pevlm", "pixelprune", "towerdrop", *VIDEO_METHODS],
     "qwen2_5_vl": ["earlytom", *TILE_METHODS],
     "gemma3": ["dymu", "earlytom", "pevlm", "pixelprune", "tome", *VIDEO_METHODS],
     "gemma4": ["pixelprune", "tome", "vscan"],

@@ -123,7 +123,7 @@ def test_refused(build) -> None:
     with pytest.raises(OptionError, match=r'score="detail" compares colours.*pass processor='):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), "towerdrop", score="detail")
     with pytest.raises(tokenprune.UnsupportedSetupError, match=r"has a fixed grid.*after the tower"):
-        tokenprune.patch(build(FAMILIES["llava"]), "towerdrop")
+        tokenprune.patch(build(FAMILIES["mistral3"]), "towerdrop")
 
 
 def states(model, inputs, modality: str) -> tuple[list[Tensor], Tensor]:

@@ -21,7 +21,7 @@ from tokenprune.integrations.hf.tower.base import ThreadKey
 from tokenprune.integrations.hf.tower.packed import Order, PackedTower
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.reducer import TowerRun, packed_blocks
-from tokenprune.integrations.shared.unit_dropping import choose_units, choosing, dropping
+from tokenprune.integrations.shared.unit_dropping import choose_units, choosing_packed, dropping
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.transfer import to_device
 from tokenprune.shapes.decoder import DecoderShape
@@ -72,7 +72,7 @@ class UnitDrop(PackedTower):
         run = TowerRun(Units.packed(sum(sizes), self.patches, device), [None] * len(self.blocks), sizes=sizes)
         if self.method.sees != "pixels":
             run.order = order()
-            run.drops = choosing(run, self.method, known, most, self.patches)
+            run.drops = choosing_packed(run, self.method, known, most, self.patches)
             return run
         with torch.no_grad():
             stays = choose_units(self.method, self._coloured(pixels.float()), known, most, self.patches)
