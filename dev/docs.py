@@ -15,6 +15,7 @@ import argparse
 import inspect
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import tokenprune
@@ -126,16 +127,25 @@ def observables() -> str:
 
 
 def families() -> str:
-    """The table of families that work, and that of those that are refused."""
+    """The table of families that work, and that of those that are refused; families of which the same is said share a
+    row."""
     lines = ["| model type | methods may act | from transformers | notes |", "|---|---|---|---|"]
-    for name, one in sorted(SUPPORTED.items()):
-        sites = ", ".join(f"`{site}`" for site in one.sites)
-        lines.append(f"| `{name}` | {sites} | {one.since} | {cell(one.note)} |")
+    lines += _grouped(
+        (name, f"{', '.join(f'`{site}`' for site in one.sites)} | {one.since} | {cell(one.note)}")
+        for name, one in SUPPORTED.items()
+    )
     packed = ", ".join(f"`{name}`" for name, one in sorted(SUPPORTED.items()) if one.units)
-    lines += ["", f"Towers that pack patches of any grid, ahead of which `pixelprune` drops units: {packed}."]
+    lines += ["", f"Towers that pack patches of any grid, where `pixelprune` and `towerdrop` drop units: {packed}."]
     lines += ["", "Refused, with an error that says why:", "", "| model type | because |", "|---|---|"]
-    lines += [f"| `{name}` | {cell(reason)} |" for name, reason in sorted(REFUSED.items())]
+    lines += _grouped((name, cell(reason)) for name, reason in REFUSED.items())
     return "\n".join(lines)
+
+
+def _grouped(said: Iterable[tuple[str, str]]) -> list[str]:
+    rows: dict[str, list[str]] = {}
+    for name, rest in sorted(said):
+        rows.setdefault(rest, []).append(f"`{name}`")
+    return [f"| {', '.join(names)} | {rest} |" for rest, names in rows.items()]
 
 
 def served() -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import tokenprune
 from checkpoints import Checkpoint
+from tokenprune.integrations.vllm.setting.towers import drops_by_pixels
 
 Choice = Callable[[Tensor, list[int]], int]
 
@@ -67,7 +68,7 @@ class Reference:
             keep = tokenprune.Budget(**keep)
         if "per" in setting:
             keep = tokenprune.Budget(keep=keep, per=setting["per"])
-        pixels = any(method.site is tokenprune.Site.PRE_ENCODER or method.name == "pixelprune" for method in methods)
+        pixels = any(method.site is tokenprune.Site.PRE_ENCODER or drops_by_pixels(method) for method in methods)
         return tokenprune.patched(self.model, methods, keep=keep, processor=self.processor if pixels else None)
 
     def prompt_ids(

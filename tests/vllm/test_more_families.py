@@ -58,6 +58,7 @@ def asked(checkpoint: Checkpoint) -> list[tuple[str, list[Any], list[Any], dict[
         cases.append((prompt, images, [], {"method": "tome", "keep": 0.3}))
     if checkpoint.name == "glm4v":  # for Qwen see test_pixels.py
         cases.append((prompt, [page(140, 196), *images[1:]], [], {"method": "pixelprune", "keep": 0.9}))
+        cases.append((prompt, images, [], {"method": "towerdrop", "keep": 0.4, "layer": 1}))
     return cases
 
 

@@ -107,6 +107,7 @@ UNITS = [
     {"method": "pixelprune", "keep": 0.9, "threshold": 0.05},
     {"method": ["downsample", "pixelprune"], "keep": [0.6, 0.9]},
     {"method": "vscan", "keep": 0.4, "stage2": False},
+    {"method": "docprune", "keep": 1_000_000, "tolerance": 2.0},
 ]
 
 

@@ -277,6 +277,23 @@ def test_units_leave_at_a_block_of_the_tower(engine: Engine, reference: Any, che
         engine.generate([engine.request(checkpoint.prompt(1), checkpoint.images(1), two | {"at": 9})])
 
 
+@pytest.mark.parametrize("score", ["diverse", "change", "norm", "detail", "random"])
+def test_towerdrop_leaves_what_the_hugging_face_side_leaves(
+    score: str, engine: Engine, reference: Any, checkpoint: Checkpoint
+) -> None:
+    """At the first block that it can and at a later one, of several images and of a video, and beside others."""
+    if checkpoint.name not in PACKED:
+        pytest.skip("its tower takes whole grids alone")
+    late = {"method": "towerdrop", "keep": 0.4, "score": score}
+    cases = [(2, late), (3, late | {"layer": int(score == "change"), "keep": 5}), (1, {"off": True})]
+    asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one, []) for n, one in cases]
+    asked.append((checkpoint.prompt(1, video=True), checkpoint.images(1), late, [checkpoint.clip()]))
+    engine.forget()
+    outputs = engine.generate([engine.request(*one) for one in asked])
+    for one, output in zip(asked, outputs, strict=True):
+        check(reference(checkpoint.name), output, *one)
+
+
 def test_what_cannot_merge_leaves_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
     if checkpoint.name not in PACKED:
         pytest.skip("no tower of units")

@@ -90,7 +90,8 @@ def _by_row(method: Method, row: Family, acts: bool, config: Any) -> Iterator[Ob
             f"{name} compares the frames of a video, and of {family!r} it is not known which tokens are a frame; use "
             "a method that does not, such as divprune, or say so in its row (videos)"
         )
-    if isinstance(method, UnitDropper) and not row.units:
+    tiles = row.merges and row.patches != "packed"  # there tiles share a budget
+    if isinstance(method, UnitDropper) and not (row.units or (tiles and method.sees != "pixels")):
         yield Obstacle(
             f"{name} cannot act in the tower of {family!r}: a visual token has to be a few patches that stand together "
             "in one sequence of all images, and this one has a fixed grid, or joins its patches in another way "

@@ -12,6 +12,8 @@ from tokenprune.budget import Budget
 if TYPE_CHECKING:
     from torch import Tensor
 
+Sees = Literal["pixels", "hidden", "mean", "change"]
+
 
 @dataclass(frozen=True)
 class UnitDropper(Method):
@@ -21,14 +23,18 @@ class UnitDropper(Method):
     A unit is the patches that become one visual token. A subclass implements `keep_units`: it sees one image or video
     and never a model. Places, attention's pieces, and what the decoder gets, are the engine's.
 
-    sees: what `keep_units` gets, the image's "pixels", or the "hidden" states that enter the block.
-    by_content_count: False in a subclass whose `keep_units` keeps exactly `most`, which vLLM asks of one that sees
-    hidden states.
+    by_content_count: False in a subclass whose `keep_units` keeps exactly `most`, which vLLM asks of one that does not
+    see pixels.
     """
 
     site: ClassVar[Site] = Site.IN_ENCODER
     by_content_count: ClassVar[bool] = True
-    sees: ClassVar[Literal["pixels", "hidden"]] = "pixels"
+
+    @property
+    def sees(self) -> Sees:
+        """The values that `keep_units` gets: the image's "pixels"; the "hidden" states that enter the block, of all
+        patches of a unit, or their "mean"; or the "change" that the block before made to them."""
+        return "pixels"
 
     @property
     def reads_colours(self) -> str | None:
@@ -55,6 +61,6 @@ class UnitDropper(Method):
 
         pixels: float32 `[T, H, W, P]`, for each of T temporal patches (1 of an image) the grid of H x W units, with the
         P values of all pixels of a unit: colours in 0..1, or normalised ones (see `reads_colours`); or the P hidden
-        values of all its patches (see `sees`).
+        values (see `sees`).
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement keep_units()")

@@ -40,10 +40,10 @@ class TowerRun:
     """One forward of a tower.
 
     units: what is left so far. plan: what finds the merge of each block. drops: what finds, of the hidden states that
-    reach the block of an index, the units that stay; see `Merge.dropping`. Of packed towers, sizes: how many units of
-    each image entered, in the order of rows; order: long `[N]`, the units in the order in which the tower lines them
-    up, None where that is the order of rows. kept: of each image which units stay, bool on the host, where units drop.
-    acts: False where all stay.
+    reach the block of an index, the units that stay, see `Merge.dropping`; None where all do. Of packed towers, sizes:
+    how many units of each image entered, in the order of rows; order: long `[N]`, the units in the order in which the
+    tower lines them up, None where that is the order of rows. kept: of each image which units stay, bool on the host,
+    where units drop. acts: False where all stay.
 
     counts: units of each row that entered each block. history: the units that its hidden states are of. ordered:
     whether patches stand square by square. bias: what is added to the attention logits of the block that runs. keys:
@@ -52,7 +52,7 @@ class TowerRun:
 
     units: Units
     plan: Sequence[Matcher | None]
-    drops: Mapping[int, Callable[[Tensor], Merge]] = field(default_factory=dict)
+    drops: Mapping[int, Callable[[Tensor], Merge | None]] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
     order: Tensor | None = None
     kept: list[Tensor] | None = None
@@ -78,9 +78,9 @@ class TowerRun:
         if (drop := self.drops.get(index)) is not None:
             with torch.no_grad():
                 merge = drop(hidden)
-            if index:  # of the first block its input as it begins is noted
+            if merge is not None and index:  # of the first block its input as it begins is noted
                 self.history.append(self.units)
-            hidden = self.apply(merge, hidden)
+            hidden = hidden if merge is None else self.apply(merge, hidden)
         self.counts.append(self.units.left)
         if len(self.history) == index:
             self.history.append(self.units)

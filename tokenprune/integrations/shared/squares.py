@@ -89,6 +89,7 @@ class Squares:
             merge.count * self.size + self.ahead,
             None if merge.left is None else [number * self.size + self.ahead for number in merge.left],
             None if merge.gone is None else merge.gone * self.size,
+            merge.drops,
         )
 
     def owners(self, owner: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,17 +34,46 @@ def choose_units(method: UnitDropper, x: Tensor, grids: Grids, most: Sequence[in
     return torch.cat(kept).cpu()
 
 
-def choose_inside(
-    run: TowerRun, method: UnitDropper, grids: Grids, most: Sequence[int], patches: int, hidden: Tensor
-) -> Merge:
-    """Return what drops units by the hidden states that enter a block, `[patches, ...]` of all units, and note which
-    stay in `run.kept`."""
-    rows = hidden.reshape(-1, patches, hidden.shape[-1])
-    if run.order is not None:
-        rows = rows[to_device(run.order, hidden.device).argsort()]
-    stays = choose_units(method, rows.flatten(0, 1), grids, most, patches)
-    run.kept = list(stays.split(run.sizes))
-    return dropping(stays, run.order, hidden.device)
+def choosing(
+    method: UnitDropper,
+    block: int,
+    fold: Callable[[Tensor], Tensor],
+    choose: Callable[[Tensor, int], Merge],
+) -> dict[int, Callable[[Tensor], Merge | None]]:
+    """Return the drops of a run, see `TowerRun`, of a method that sees states.
+
+    block: the method's. fold: returns of hidden states those of each unit, `[N, patches, D]`, in the order of rows.
+    choose: gets what the method sees of them, `[N * k, D]`, and k.
+    """
+    before: list[Tensor] = []
+
+    def drop(hidden: Tensor) -> Merge:
+        rows = fold(hidden.float() - before.pop() if before else hidden)
+        if method.sees == "mean":
+            rows = rows.float().mean(1, keepdim=True)
+        return choose(rows.flatten(0, 1), rows.shape[1])
+
+    def note(hidden: Tensor) -> None:
+        before.append(hidden.clone())  # norms of vLLM may write into what they read
+
+    return {block - 1: note, block: drop} if method.sees == "change" else {block: drop}
+
+
+def choosing_packed(
+    run: TowerRun, method: UnitDropper, grids: Grids, most: Sequence[int], patches: int
+) -> dict[int, Callable[[Tensor], Merge | None]]:
+    """Return the drops of a run of a packed tower, which note in `run.kept` which units stay."""
+
+    def fold(hidden: Tensor) -> Tensor:
+        rows = hidden.reshape(-1, patches, hidden.shape[-1])
+        return rows if run.order is None else rows[to_device(run.order, rows.device).argsort()]
+
+    def choose(x: Tensor, size: int) -> Merge:
+        stays = choose_units(method, x, grids, most, size)
+        run.kept = list(stays.split(run.sizes))
+        return dropping(stays, run.order, x.device)
+
+    return choosing(method, method.block(len(run.plan)), fold, choose)
 
 
 def dropping(stays: Tensor, order: Tensor | None, device: torch.device) -> Merge:

@@ -10,6 +10,7 @@ ROWS = {
         refused=({"cuts": 0}, {"cuts": 1.5}, {"slope": -1}, {"gamma": "x"}, {"layers": (3, 2)}),
     ),
     "d2pruner": Row(refused=({"pivots": 0.0}, {"alpha": 2}, {"radius": 0}, {"layer": 0}, {"prior": 3})),
+    "docprune": Row(refused=({"threshold": 1.5}, {"tolerance": 0.0}, {"tolerance": "1"})),
     "pixelprune": Row(
         refused=(
             {"threshold": -0.1},
@@ -21,6 +22,9 @@ ROWS = {
         ),
     ),
     "tome": Row(refused=[{"r": r} for r in (-1, 1.5, "8", [1, -1], (1, 2), (8,), (8, 2.0), True, [[1]])]),
+    "towerdrop": Row(
+        refused=({"layer": -1}, {"layer": 1.5}, {"score": "keys"}, {"seed": "0"}, {"score": "change", "layer": 0}),
+    ),
     "transprune": Row(refused=({"alpha": 1.5}, {"alpha": "1"}, {"layers": (1, 2)})),
     "vitcop": Row(refused=({"clusters": 0.0}, {"clusters": 2}, {"clusters": "1"})),
 }

@@ -5,7 +5,6 @@ the tower runs on the others, see packed.py. Their tokens are taken out at the d
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from tokenprune.integrations.hf.tower.base import ThreadKey
 from tokenprune.integrations.hf.tower.packed import Order, PackedTower
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.reducer import TowerRun, packed_blocks
-from tokenprune.integrations.shared.unit_dropping import choose_inside, choose_units, dropping
+from tokenprune.integrations.shared.unit_dropping import choose_units, choosing_packed, dropping
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.transfer import to_device
 from tokenprune.shapes.decoder import DecoderShape
@@ -71,9 +70,9 @@ class UnitDrop(PackedTower):
         sizes = [math.prod(grid) for grid in known]
         most = [self.budget.resolve([size], layer=0, shape=self.shape, text_tokens=0)[0] for size in sizes]
         run = TowerRun(Units.packed(sum(sizes), self.patches, device), [None] * len(self.blocks), sizes=sizes)
-        if self.method.sees == "hidden":
+        if self.method.sees != "pixels":
             run.order = order()
-            run.drops = {self.block: partial(choose_inside, run, self.method, known, most, self.patches)}
+            run.drops = choosing_packed(run, self.method, known, most, self.patches)
             return run
         with torch.no_grad():
             stays = choose_units(self.method, self._coloured(pixels.float()), known, most, self.patches)

@@ -20,7 +20,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.merging import PackedMerger, firsts
 from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun, packed_blocks
-from tokenprune.integrations.shared.unit_dropping import choose_inside, dropping
+from tokenprune.integrations.shared.unit_dropping import choosing_packed, dropping
 from tokenprune.integrations.shared.units import Units, mean_of_groups
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.towers import served_tower
@@ -114,11 +114,11 @@ class UnitDropping(WrappedTower):
         if self.plans[0].kept is None:
             units = [(frames, height // side, width // side) for frames, height, width in grids]
             most = [sum(plan.keep) for plan in self.plans]
-            run.drops = {method.block(depth): partial(choose_inside, run, method, units, most, side**2)}
+            run.drops = choosing_packed(run, method, units, most, side**2)
         else:
             run.kept = [plan.mask for plan in self.plans]
             stays = torch.cat(run.kept)
-            run.drops = {0: lambda hidden: dropping(stays, order, hidden.device)}
+            run.drops = {method.block(depth): lambda hidden: dropping(stays, order, hidden.device)}
         return run
 
     @property

@@ -36,6 +36,7 @@ from tokenprune.integrations.vllm.setting.towers import heads_of, merges_in_towe
 from tokenprune.integrations.vllm.worker.packed import Wrapping, dropping_plan
 from tokenprune.integrations.vllm.worker.tower import all_heads, attend, attentions_of, blocks_of, heads_first
 from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.units import UnitDropper
 
 # Names in a block, where they are not those of CLIP and SigLIP: the second norm, and what scales the MLP's output.
 _NAMES = {"internvl_vision": ("layernorm_after", "lambda_2"), "intern_vit_6b": ("norm2", "ls2")}
@@ -51,8 +52,11 @@ def stretches(plans: Sequence[Plan]) -> list[tuple[int, int]]:
 
 def _treatment(plan: Plan) -> Any:
     """Return what is equal for items that one forward of the tower may reduce together."""
-    apart = merging(plan) or (dropping_plan(plan) and plan.kept is None)
-    return plan.setting.as_dict() if apart else dropping_plan(plan)
+    drops, method = dropping_plan(plan), plan.setting.method
+    if merging(plan) or (drops and plan.kept is None):
+        return plan.setting.as_dict()
+    late = drops and isinstance(method, UnitDropper) and type(method).block is not UnitDropper.block
+    return plan.setting.acting if late else drops  # else at the first block, whatever chose
 
 
 def merging(plan: Plan) -> bool:

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`towerdrop` against loops over units that are written from its description, and in masked towers."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from families import FAMILIES
+from oracle import close
+from tests.unit.tower.test_packed_units import in_rows
+from tests.unit.tower.test_unit_dropping import DIFFERENT, MODALITIES, UNIT, encode, masked, tensors_of, tower_of
+from tokenprune import OptionError
+from tokenprune.abilities import unserved
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.testing import check_method
+
+SCORES = ("diverse", "change", "norm", "detail", "random")
+HIDDEN = SCORES[:3]
+
+
+def shares(most: int, frames: int) -> list[int]:
+    """How many of `most` units each frame keeps: no two differ by more than one, and they add up."""
+    return [most * (frame + 1) // frames - most * frame // frames for frame in range(frames)]
+
+
+def farthest_first(units: list[list[float]], number: int) -> set[int]:
+    """DivPrune's Algorithm 1 on the units of a frame, one pair at a time."""
+
+    def apart(a: int, b: int) -> float:
+        x, y = units[a], units[b]
+        return 1 - sum(p * q for p, q in zip(x, y, strict=True)) / (math.hypot(*x) * math.hypot(*y))
+
+    taken: list[int] = []
+    while len(taken) < number:
+        rest = [one for one in range(len(units)) if one not in taken]
+        if taken:
+            taken.append(max(rest, key=lambda one: min(apart(one, other) for other in taken)))
+        else:
+            taken.append(
+                max(rest, key=lambda one: min([apart(one, other) for other in rest if other != one], default=0))
+            )
+    return set(taken)
+
+
+def highest(units: list[list[float]], number: int, score: str) -> set[int]:
+    """The units of a frame whose values are the longest, or make the largest steps."""
+    colours = [[round(255 * value) for value in unit] for unit in units]
+    steps = {one: sum(abs(b - a) for a, b in pairwise(x)) for one, x in enumerate(colours)}
+    length = {one: math.hypot(*x) for one, x in enumerate(units)}
+    rank = steps if score == "detail" else length
+    return set(sorted(rank, key=rank.__getitem__, reverse=True)[:number])
+
+
+def naive(score: str, x: Tensor, most: int) -> Tensor:
+    """Which units of an image or video stay. x: `[T, H, W, P]` of what the method sees."""
+    keep = torch.zeros(x.shape[:3], dtype=torch.bool)
+    for frame, number in enumerate(shares(most, len(x))):
+        units = x[frame].flatten(0, 1).double().tolist()
+        chosen = farthest_first(units, number) if score == "diverse" else highest(units, number, score)
+        keep[frame].view(-1)[list(chosen)] = True
+    return keep
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("score", [*HIDDEN, "detail"])
+def test_units_that_stay_are_those_of_the_loop(score: str) -> None:
+    method = tokenprune.method("towerdrop", score=score)
+    for grid in ((1, 1, 1), (1, 5, 7), (3, 4, 5), (5, 1, 2)):
+        units = math.prod(grid)
+        x = noise(*grid, 12, seed=units)
+        for most in {1, min(2, units), max(1, units // 4), max(1, units // 2), units}:
+            got = method.keep_units(x, most)
+            assert torch.equal(got, naive(score, x, most)), (grid, most)
+            assert got.flatten(1).sum(1).tolist() == shares(most, grid[0])
+
+
+def test_diversity_is_of_directions_and_norm_of_lengths() -> None:
+    """Units that are alike but for their length are one to "diverse", and of no two scores is the choice the same."""
+    x = noise(1, 4, 6, 12)
+    longer = x * (1 + torch.arange(24.0)).view(1, 4, 6, 1)
+    same = {score: tokenprune.method("towerdrop", score=score).keep_units for score in SCORES}
+    assert torch.equal(same["diverse"](x, 6), same["diverse"](longer, 6))
+    assert same["norm"](longer, 6).flatten()[12:].sum() > 3
+    kept = {tuple(choose(x, 6).flatten().tolist()) for score, choose in same.items() if score != "change"}
+    assert len(kept) == 4
+
+
+def test_random_draws_depend_on_seed_and_size() -> None:
+    x = noise(2, 6, 6, 4)
+    first, again, other = (tokenprune.method("towerdrop", score="random", seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first.keep_units(x, 20), again.keep_units(-x, 20))
+    assert not torch.equal(first.keep_units(x, 20), other.keep_units(x, 20))
+
+
+def test_a_plain_unit_has_no_detail() -> None:
+    x = torch.full((1, 3, 3, 48), 0.5)
+    x[0, 1, 2], x[0, 2, 0] = torch.rand(48), 0.9
+    kept = tokenprune.method("towerdrop", score="detail").keep_units(x, 1)
+    assert kept.nonzero().tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_conforms_and_is_served(score: str) -> None:
+    method = tokenprune.method("towerdrop", score=score, layer=1)
+    check_method(method)
+    assert unserved(method) is None
+
+
+def test_refused(build) -> None:
+    with pytest.raises(OptionError, match="there is none: give layer=1 or more"):
+        tokenprune.method("towerdrop", score="change", layer=0)
+    with pytest.raises(OptionError, match="has 4 blocks, and no block 4"):
+        tokenprune.patch(build(FAMILIES["qwen2_vl"]), "towerdrop", layer=4)
+    with pytest.raises(OptionError, match=r'score="detail" compares colours.*pass processor='):
+        tokenprune.patch(build(FAMILIES["qwen2_vl"]), "towerdrop", score="detail")
+    with pytest.raises(tokenprune.UnsupportedSetupError, match=r"has a fixed grid.*after the tower"):
+        tokenprune.patch(build(FAMILIES["mistral3"]), "towerdrop")
+
+
+def states(model, inputs, modality: str) -> tuple[list[Tensor], Tensor]:
+    """What enters each block of the unpatched tower, `[units, patches, D]` in the order of rows."""
+    tower, grids, seen = tower_of(model), inputs[f"{modality}_grid_thw"], []
+    handles = [block.register_forward_pre_hook(lambda m, args: seen.append(args[0])) for block in tower.blocks]
+    encode(model, {name: inputs[name] for name in (MODALITIES[modality], f"{modality}_grid_thw")})
+    for handle in handles:
+        handle.remove()
+    return [x.view(-1, UNIT, x.shape[-1])[in_rows(tower, grids)] for x in seen], grids
+
+
+def seen_by(score: str, entered: list[Tensor], layer: int) -> Tensor:
+    """What the method looks at, `[units, P]`, of what entered each block."""
+    if score == "diverse":
+        return entered[layer].mean(1)
+    return (entered[layer] - entered[layer - 1] if score == "change" else entered[layer]).flatten(1)
+
+
+@pytest.mark.parametrize("modality", MODALITIES)
+@pytest.mark.parametrize("score", HIDDEN)
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_tower_equals_the_one_masked_from_every_block(name: str, score: str, modality: str, build) -> None:
+    family = FAMILIES[name]
+    model = build(family)
+    images = {"images": (2, 1)} if modality == "image" else {"images": (0, 0), "video": True}
+    inputs = family.make_inputs(**images)
+    entered, grids = states(model, inputs, modality)
+    sizes = [t * h * w // UNIT for t, h, w in grids.tolist()]
+    for layer in range(score == "change", len(entered)):
+        shown = seen_by(score, entered, layer).split(sizes)
+        kept = [
+            naive(score, x.view(t, h // 2, w // 2, -1), max(1, round(0.3 * len(x)))).flatten()
+            for x, (t, h, w) in zip(shown, grids.tolist(), strict=True)
+        ]
+        with tokenprune.patched(model, "towerdrop", keep=0.3, layer=layer, score=score):
+            got = encode(model, inputs)[modality]
+        assert all(map(torch.equal, record_of(got).kept, kept)), layer
+        whole, left = UNIT * sum(sizes), UNIT * int(torch.cat(kept).sum())
+        assert record_of(got).block_tokens == [whole] * layer + [left] * (len(entered) - layer)
+        with masked(tower_of(model), grids, kept, layer):
+            want = encode(model, inputs)[modality]
+        for mine, theirs in zip(tensors_of(got), tensors_of(want), strict=True):
+            close(mine[torch.cat(kept)], theirs[torch.cat(kept)])
+
+
+@pytest.mark.parametrize("score", HIDDEN)
+@torch.no_grad()
+def test_keeping_all_changes_no_bit(score: str, build) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    want = model(**inputs).logits
+    for keep in (1.0, 10**4):
+        with tokenprune.patched(model, "towerdrop", keep=keep, layer=1, score=score):
+            assert torch.equal(model(**inputs).logits, want)

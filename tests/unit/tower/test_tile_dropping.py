@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units that leave towers of rows or tiles, against the unpatched tower with their columns masked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import tokenprune
+from families import FAMILIES as MORE
+from merging_models import layers_of, tower_of
+from oracle import close, reduced, survivors
+from tests.unit.methods.test_towerdrop import naive, seen_by
+from tests.unit.tower.test_encoder import with_features
+from tokenprune import OptionError, Site, UnsupportedSetupError
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.families import adapter_for
+from zoo import FAMILIES
+
+SCORES = ("diverse", "change", "norm")
+# One with a class token and a token for each patch, one with neither, one with both and squares, one with squares.
+NAMES = ("llava", "paligemma", "internvl", "gemma3", "smolvlm")
+KEEP = 0.4
+
+
+def family_of(name: str) -> Any:
+    return MORE.get(name) or FAMILIES[name]
+
+
+def encode(model: Any, inputs: Any) -> Any:
+    given = {name: inputs[name] for name in ("pixel_values", "pixel_attention_mask") if name in inputs}
+    return model.model.get_image_features(**given)
+
+
+def squares(model: Any, patches: int) -> list[list[int]]:
+    """The patches of each unit, all counted from the first patch."""
+    adapter = adapter_for(model)
+    side, height = adapter.family.side(adapter.config), math.isqrt(patches)
+    return [
+        [(side * row + r) * height + side * column + c for r in range(side) for c in range(side)]
+        for row in range(height // side)
+        for column in range(height // side)
+    ]
+
+
+@contextmanager
+def masked(model: Any, seen: Tensor, first: int) -> Iterator[None]:
+    """Within, nothing in the tower sees tokens outside of `seen`, bool `[T, tokens]`, from the block at `first` on."""
+    before = {id(module) for block in layers_of(tower_of(model))[:first] for module in block.modules()}
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        allowed = seen[:, None, None] | (id(module) in before)
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        logits = (query @ key.transpose(2, 3) * scale).masked_fill(~allowed, -torch.inf)
+        return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+    ALL_ATTENTION_FUNCTIONS.register("kept_tokens_alone", attention)
+    configs = {id(m.config): m.config for m in tower_of(model).modules() if hasattr(m, "config")}.values()
+    was = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation = "kept_tokens_alone"
+    try:
+        yield
+    finally:
+        for config, before_it in zip(configs, was, strict=True):
+            config._attn_implementation = before_it
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_tower_equals_the_one_masked_from_every_block(name: str, score: str, build) -> None:
+    family = family_of(name)
+    model = build(family)
+    inputs, entered = family.make_inputs(images=(2, 1)), []
+    blocks = layers_of(tower_of(model))
+    handles = [block.register_forward_pre_hook(lambda m, args: entered.append(args[0])) for block in blocks]
+    encode(model, inputs)
+    for handle in handles:
+        handle.remove()
+    ahead = entered[0].shape[1] % 2
+    units = squares(model, entered[0].shape[1] - ahead)
+    side, most = math.isqrt(len(units)), round(KEEP * len(units))
+    read = len(blocks) - (name == "llava")  # of which nobody reads the last block
+    for layer in range(score == "change", read):
+        states = [x[:, ahead:][:, units].flatten(0, 1) for x in entered]
+        shown = seen_by(score, states, layer).view(len(entered[0]), side, side, -1)
+        kept = torch.cat([naive(score, one[None], most) for one in shown]).flatten(1)
+        with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=layer, score=score, guard="off"):
+            got = encode(model, inputs)
+        left = len(kept) * (ahead + most * len(units[0]))
+        assert record_of(got).block_tokens == [entered[0][..., 0].numel()] * layer + [left] * (len(blocks) - layer)
+        assert torch.equal(torch.cat([g[-len(units) :] for g in record_of(got).groups]).view_as(kept) >= 0, kept)
+        columns = torch.zeros(len(kept), entered[0].shape[1] - ahead, dtype=torch.bool)
+        columns[:, torch.tensor(units).flatten()] = kept.repeat_interleave(len(units[0]), dim=1)
+        with masked(model, torch.cat([columns.new_ones(len(kept), ahead), columns], dim=1), layer):
+            want = encode(model, inputs)
+        mine, theirs = (torch.cat(list(one.pooler_output)).flatten(0, -2).view(*kept.shape, -1) for one in (got, want))
+        close(mine[kept], theirs[kept])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_decoder_equals_the_masked_one(name: str, build) -> None:
+    family = family_of(name)
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=1, record=True, guard="off"):
+        got, stats = model(**inputs).logits, tokenprune.stats(model)
+        output = encode(model, inputs)
+    (cut,) = stats.cuts
+    assert (cut.site, cut.method, cut.sources) == (Site.IN_ENCODER, "towerdrop", None)
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(cut, length)
+    with with_features(model, output), reduced(family, model, stats.cuts, length):
+        close(got[alive], model(**inputs).logits[alive])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_keeping_all_changes_no_bit(name: str, build) -> None:
+    family = family_of(name)
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    want = model(**inputs).logits
+    for keep in (1.0, 10**4):
+        with tokenprune.patched(model, "towerdrop", keep=keep, layer=1, guard="off"):
+            assert torch.equal(model(**inputs).logits, want)
+
+
+def test_refused(build) -> None:
+    for name in ("llava_next", "llava_onevision"):
+        with pytest.raises(UnsupportedSetupError, match=r"joins its patches in another way.*after the tower"):
+            tokenprune.patch(build(FAMILIES[name]), "towerdrop", layer=1)
+    smolvlm, pixels = build(FAMILIES["smolvlm"]), torch.randn(1, 1, 3, 32, 32)
+    with tokenprune.patched(smolvlm, "towerdrop", layer=1, guard="off"):
+        half = torch.ones(1, 1, 32, 32).long()
+        half[..., 16:] = 0
+        with pytest.raises(UnsupportedSetupError, match="patches of these images are padding"):
+            smolvlm.model.get_image_features(pixels, half)
+    with pytest.raises(UnsupportedSetupError, match="has a fixed grid"):
+        tokenprune.patch(build(FAMILIES["llava"]), "towerdrop", score="detail")
+    with pytest.raises(OptionError, match="and no block 2"):  # the tower's last, which LLaVA does not read
+        tokenprune.patch(build(FAMILIES["llava"]), "towerdrop", layer=2)
