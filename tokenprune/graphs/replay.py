@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -183,15 +183,21 @@ class Buckets:
             raise NotGraphedError(self._refused[key])
         if key not in self._buckets:
             try:
-                self._buckets[key] = _captured(layers, call, bucket, self._pool)
+                made = _captured(layers, call, bucket, self._pool)
             except RuntimeError as error:
-                self._refused[key] = f"layers could not be captured ({str(error).strip().partition(chr(10))[0]})"
-                raise NotGraphedError(self._refused[key]) from error
+                self._refuse(key, f"layers could not be captured ({str(error).strip().partition(chr(10))[0]})", error)
+            if made.bytes > self.graphs.bytes:
+                self._refuse(key, f"a graph of {made.bytes} bytes is more than bytes={self.graphs.bytes}")
+            self._buckets[key] = made
             self.captured += 1
         self._buckets.move_to_end(key)
-        while len(self._buckets) > 1 and (len(self._buckets) > self.graphs.number or self.bytes > self.graphs.bytes):
+        while len(self._buckets) > self.graphs.number or self.bytes > self.graphs.bytes:
             self._buckets.popitem(last=False)
         return self._buckets[key]
+
+    def _refuse(self, key: Hashable, reason: str, error: Exception | None = None) -> NoReturn:
+        self._refused[key] = reason
+        raise NotGraphedError(reason) from error
 
 
 def _captured(layers: Mapping[int, Callable[..., Any]], call: LayerCall, bucket: int, pool: _Pool | None) -> Bucket:

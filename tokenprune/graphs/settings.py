@@ -20,7 +20,8 @@ class Graphs:
 
     step: lengths of prompts are rounded up to a multiple of it, in tokens, and each multiple has a graph of its own.
     most: the longest length, in tokens, that is graphed; longer prompts keep the GPU busy without. number, bytes: how
-    many graphs are kept, and how much memory they may take together; the one that was used last longest ago goes first.
+    many graphs are kept, and how much memory they may take together; the one that was used last longest ago goes first,
+    and none that takes more by itself is kept.
     static: whether the prefill of a static cache is graphed on a GPU, too. It is equal on a CPU; its first measurement
     on a GPU, beside steps that transformers compiled, ended in an error of the device, and what explains that is mended
     but not measured again.

@@ -225,9 +225,12 @@ def test_bounds(build: Any) -> None:
         assert counts(model).captured == 3 and len(part.buckets) == 2
         warm_up(model, [10])
         assert counts(model).captured == 3  # 30 left
+        part.buckets.graphs = Graphs(step=16, bytes=part.buckets.bytes)
+        warm_up(model, [50, 70])
+        assert len(part.buckets) == 1  # 50 and 10 left
         part.buckets.graphs = Graphs(step=16, bytes=1)
-        warm_up(model, [90])
-        assert len(part.buckets) == 1
+        warm_up(model, [90, 90])
+        assert any("bytes is more than bytes=1" in reason for reason in counts(model).misses)
     finally:
         tokenprune.unpatch(model)
     assert len(part.buckets) == 0 and not any("forward" in vars(layer) for layer in part.decoder.layers)
