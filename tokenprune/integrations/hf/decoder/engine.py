@@ -259,7 +259,7 @@ class Engine(Attachable):
         if index:
             if (step := self.steps.get(index)) is not None:
                 args, kwargs = self._meet_step(call, step, args, kwargs)
-            if call.starts_group(index):
+            if index in call.starts or call.held.layout is not call.groups[-1].layout:
                 call.groups.append(call.group(index))
         group, cached = call.groups[-1], call.cached
         cached.fit_slots(index, group.columns.shape[1])
