@@ -251,7 +251,7 @@ class Engine(Attachable):
         return eager.run_eagerly(self._enter_layer, index, call, args, kwargs)
 
     def _enter_layer(self, index: int, call: Call, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        if not call.active:
+        if not call.groups:  # no tokens are missing
             return None
         if call.held.extras is not None:
             hidden = self.adapter.before_layer(call.held.extras, index, hidden_states(args, kwargs))
