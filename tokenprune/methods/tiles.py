@@ -30,7 +30,11 @@ class Tiles:
     @staticmethod
     def among(tokens: VisualTokens) -> Tiles:
         """Return the tiles of `tokens`; the method needs an observable of the vision tower."""
-        tile, tiles = tokens.patches.tile, tokens.patches.tiles
+        patches = tokens.patches
+        return patches.recent.get(("tiles", *tokens.keep), lambda: Tiles._of(tokens, patches.tile, patches.tiles))
+
+    @staticmethod
+    def _of(tokens: VisualTokens, tile: torch.Tensor, tiles: int) -> Tiles:
         of = torch.where(tile >= 0, tile, tiles).masked_fill(~tokens.mask, tiles + 1)
         sizes = torch.zeros(len(of), tiles + 2, dtype=torch.long, device=of.device)
         sizes = sizes.scatter_add(1, of, torch.ones_like(of))

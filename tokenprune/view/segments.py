@@ -101,6 +101,11 @@ class Patches:
     size: Tensor
     tiles: int
 
+    @cached_property
+    def recent(self) -> Recent:
+        """Values that follow from these places and their key alone: prompts that share the places share them."""
+        return Recent()
+
 
 class TextView(Protocol):
     """The text tokens that follow each segment in its row, as observables read them (see `TextTokens`)."""

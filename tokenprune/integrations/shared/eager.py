@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 
 def run_eagerly(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Return `function(*args, **kwargs)`; torch.compile traces neither it nor what it calls, and ends its graph here:
     choosing tokens asks the device how many there are, and keeps notes outside of tensors."""
-    if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
+    if torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
         return _untraced(function, *args, **kwargs)
     return function(*args, **kwargs)
 

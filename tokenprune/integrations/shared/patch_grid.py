@@ -59,12 +59,13 @@ class Placed:
 
     scores: `[tokens, C]`, means over each token's patches, 0 for what is no patch.
     cells: long `[tokens, 6]`: tile or frame, row, column, height, width, size (see `Patches`); tiles are numbered
-    through, -1 is no patch. tiles: how many there are.
+    through, -1 is no patch. tiles: how many there are. key: all that cells follow from, None where that is not known.
     """
 
     scores: Tensor
     cells: Tensor
     tiles: int
+    key: tuple[int, ...] | None = None
 
 
 def place(
@@ -140,7 +141,7 @@ def _tiles(source: PatchSource, arguments: dict[str, Any], total: int | None, sc
     if leading:
         mean = torch.nn.functional.pad(mean, (0, 0, 1, 0))
         cells = torch.cat([_no_patch(cells[0]).expand(rows, 1, 6), cells], dim=1)
-    return Placed(mean.flatten(0, 1), cells.flatten(0, 1), rows)
+    return Placed(mean.flatten(0, 1), cells.flatten(0, 1), rows, (rows, height, width, side, leading))
 
 
 def _packed(

@@ -251,7 +251,7 @@ class Engine(Attachable):
         return eager.run_eagerly(self._enter_layer, index, call, args, kwargs)
 
     def _enter_layer(self, index: int, call: Call, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        if not call.active:
+        if not call.groups:  # no tokens are missing
             return None
         if call.held.extras is not None:
             hidden = self.adapter.before_layer(call.held.extras, index, hidden_states(args, kwargs))
@@ -259,7 +259,7 @@ class Engine(Attachable):
         if index:
             if (step := self.steps.get(index)) is not None:
                 args, kwargs = self._meet_step(call, step, args, kwargs)
-            if call.starts_group(index):
+            if index in call.starts or call.held.layout is not call.groups[-1].layout:
                 call.groups.append(call.group(index))
         group, cached = call.groups[-1], call.cached
         cached.fit_slots(index, group.columns.shape[1])

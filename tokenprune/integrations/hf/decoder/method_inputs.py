@@ -96,13 +96,14 @@ class Sources(TokenSource):
         return real if layout.valid is None else real & layout.valid
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+        return segments.recent.get("text", lambda: self._text_after(segments))
+
+    def _text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         # The same for all images of a row, as many as the host can tell: all text after the row's first placeholder.
-        text, width = self.call.host.text
-        text = to_device(text, self.hidden.device)
+        text, width = to_device(self.call.host.text[0], self.hidden.device), self.call.host.text[1]
         order, row = partition(text)[:, :width], segments.row_index.squeeze(1)
         last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
-        order, mask = order[row], text.gather(1, order)[row]
-        mask = mask & (order > last)
+        order, mask = order[row], text.gather(1, order)[row] & (order[row] > last)
         # Removed visual tokens have no slot; point the padding at a token that is certainly there.
         return torch.where(mask, order, segments.position[:, :1]), mask
 

@@ -27,24 +27,19 @@ class EncoderRecord:
     """Everything that a patch leaves on the output of one `get_image_features` or `get_video_features`.
 
     Each field has one writer, and is None where that does not stand in the patch or could not tell. `owners`, `kept`
-    and `attention` are set as the vision tower ends, the others after it; counts and grids on the
-    host.
+    and `attention` are set as the vision tower ends, the others after it; counts and grids on the host.
 
     grids: (frames, height, width) in tokens of each image or video. The engine writes it; segments.py reads it.
     frames: how many frames of each video reach the decoder. The engine, or an adapter that merges images itself, writes
         it by `start_record`; segments.py (a budget for each frame) and attention/blockwise.py read it.
-    owners: which merged token each token is part of that entered the tower: long `[T, N]` for T tiles of N tokens, or
-        one long `[N]` for each image where these are packed. Written by `leave_tokens`, read as an encoding ends.
-    block_tokens: how many tokens entered each block of the tower, all images together. Written by
-        `GroupedTokens.leave_tokens`, read by its `before_decoder`.
-    groups: for each image, for each of its features, the first feature that is the same merged token, long
-        `[features]`. Written by `GroupedTokens` as an encoding ends, read by its `before_decoder`.
+    owners: the merged token that each token which entered the tower is part of: long `[T, N]` for T tiles of N tokens,
+        or one long `[N]` for each image where these are packed.
+    block_tokens: how many tokens entered each block of the tower, all images together.
+    groups: for each image, for each of its features, the first that is the same merged token, long `[features]`.
     kept: for each image which of its features are of patches that entered the tower, bool `[features]` on the host; the
-        others are zeros. Written by `leave_tokens`, read by `before_decoder` of `UnitDrop`.
-    attention: for each observable and block that was read, pieces of float32 `[rows, patches, C]`. Written by
-        `BlockReader` as the tower ends, which takes it away as the encoding ends.
-    encoded: the same brought to the visual tokens. Written by `BlockReader`, read by `EncodedTokens`.
-    looks: how much each image looks like text. Written by `GuardPart`, read by guard/pixels.py.
+        others are zeros.
+    attention: for each observable and block that was read, pieces of float32 `[rows, patches, C]`.
+    encoded: the same brought to the visual tokens. looks: how much each image looks like text.
     """
 
     grids: list[tuple[int, int, int]] | None = None
@@ -67,11 +62,6 @@ class EncoderRecord:
             return None if tensors is None else [moved(one) for one in tensors]
 
         return replace(self, owners=moved(self.owners), groups=moved(self.groups))
-
-    def take_attention(self) -> dict[tuple[str, int], list[Tensor]] | None:
-        """Return `attention`, and let go of it: it is large."""
-        attention, self.attention = self.attention, None
-        return attention
 
 
 def record_of(output: Any) -> EncoderRecord:

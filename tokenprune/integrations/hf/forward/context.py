@@ -16,7 +16,7 @@ from tokenprune.integrations.hf.cache.view import CacheView, view_of
 from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.ops.transfer import Recent, to_device
+from tokenprune.ops.transfer import Recent
 from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
@@ -179,10 +179,6 @@ class Call:
         key = (flat.dtype, flat.numpy().tobytes(), *shapes.items())
         self.host = _PROMPTS.get(key, lambda: OnHost.read(flat, shapes, masks))
 
-    def visual(self, device: torch.device) -> Tensor:
-        """bool `[B, L]` on `device`: the placeholders of all modalities."""
-        return to_device(self.host.visual, device)
-
     # -- the cache
 
     def take_cache(self, cache: Any) -> None:
@@ -215,10 +211,6 @@ class Call:
         """The layers from which on the cache holds other tokens than before them."""
         reduction = self.cached.reduction
         return frozenset() if reduction is None else frozenset([first for first, _ in reduction.slots])
-
-    def starts_group(self, layer: int) -> bool:
-        """Return True if the layers from `layer` on hold other tokens than those before it, after a cut at it."""
-        return layer in self.starts or self.held.layout is not self.groups[-1].layout
 
     def touches(self, layer: int, kwargs: dict[str, Any]) -> bool:
         """Return False if `layer`, called with `kwargs`, gets these as they are and nothing is read of them."""

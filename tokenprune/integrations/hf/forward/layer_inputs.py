@@ -161,7 +161,10 @@ class LayerInputs:
     def _made_mask(self, mask: Any, keys: KeySpan, adapter: LayerFacts, dtype: torch.dtype) -> Tensor | None:
         columns = self.visible_keys(keys)
         if isinstance(mask, MaskFunction):
-            return mask.mask(self.layout.index + self.past, columns, self._keys_are_queries)
+            # True if it is known that a layer sees keys of its queries alone, none of which is empty or padding.
+            known = self.functions is not None and self.functions.real_after_cut
+            whole = known and not self.past and not self.ragged and not self.layout.whole
+            return mask.mask(self.layout.index + self.past, columns, whole)
         if mask is not None:
             columns = self._arrival_columns(columns)
             if self.capacity is None:
@@ -173,12 +176,6 @@ class LayerInputs:
         own = self.layout.positions()
         queries = torch.where(own < 0, -1, own + self.past)
         return masks.causal_mask(queries, columns, adapter.attention, dtype)
-
-    @property
-    def _keys_are_queries(self) -> bool:
-        """True if it is known that a layer sees keys of its queries alone, none of which is empty or padding."""
-        known = self.functions is not None and self.functions.real_after_cut
-        return known and not self.past and not self.ragged and not self.layout.whole
 
     # -- keys
 

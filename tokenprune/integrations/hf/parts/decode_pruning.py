@@ -25,6 +25,7 @@ from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.parts.decode_state import DecodeState, gather_keys, right_align, sum_by_type
 from tokenprune.integrations.shared.attachable import hidden_states
+from tokenprune.ops.transfer import to_device
 from tokenprune.sites.decode import DecodeMethod, TokenType
 from tokenprune.view.segments import Segments
 from tokenprune.view.tokens import require
@@ -112,7 +113,7 @@ def _row(call: Call, observed: Observed, query: Tensor, length: int) -> Tensor:
 
 def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, record: bool) -> DecodeState:
     """Return the state after the prefill's cut. before: the visual tokens that reached it."""
-    visual = call.visual(before.mask.device)
+    visual = to_device(call.host.visual, before.mask.device)
     batch = len(visual)
     position, kept = _places(before, call.held.segments, visual)
     text = torch.where(visual.cumsum(1) > 0, int(TokenType.INS), int(TokenType.SYS))

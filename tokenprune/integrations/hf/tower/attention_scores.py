@@ -125,8 +125,8 @@ class BlockReader(Part):
 
     def _leave_observed(self, encoding: Encoding, output: Any) -> None:
         """Leave what was read of the visual tokens of images in the record on `output`."""
-        state = record_of(output).take_attention()
-        packed = take_packed()
+        record, packed = record_of(output), take_packed()
+        state, record.attention = record.attention, None  # it is large
         if state is None:
             return
         # [rows of the tower, patches, C] each; where the tower lays images end to end, one row of all patches.
@@ -156,9 +156,8 @@ class EncodedTokens:
     """Observables of the tower for a call's visual tokens."""
 
     def __init__(self, call: Call, device: torch.device) -> None:
-        # For each position of the prompt the number of its visual token, over all modalities.
-        self.device, self.parts, start = device, [], 0
-        self.index: Tensor | None = None
+        self.device, self.parts = device, []
+        self.masks: list[tuple[str, Tensor, int]] = []  # of each modality, with the number of its tokens
         for modality, output in call.outputs.items():
             encoded, mask = record_of(output).encoded, call.host.masks[modality]
             if encoded is None:
@@ -166,11 +165,8 @@ class EncodedTokens:
                     f"these {modality} features were not encoded by the patched model, so what its vision tower shows "
                     "is not known: pass pixels"
                 )
-            count = len(encoded.placed.cells)
-            numbers = to_device(placeholder_to_feature(modality, mask, count) + start, device)
-            self.index = numbers if self.index is None else torch.where(to_device(mask, device), numbers, self.index)
+            self.masks.append((modality, mask, len(encoded.placed.cells)))
             self.parts.append(encoded)
-            start += count
 
     def values(self, key: tuple, segments: Segments) -> Tensor:
         """Return float32 `[S, N, C]`; key: see `Encoded`."""
@@ -180,16 +176,30 @@ class EncodedTokens:
                 "reads in its encoder_layers; features that were encoded under another patch do not have it, then pass "
                 "pixels"
             )
-        flat = torch.cat([part.values[key].to(self.device) for part in self.parts])
-        return flat[self._tokens(segments)].masked_fill(~segments.mask.unsqueeze(-1), 0)
+        found = self._of([part.values[key] for part in self.parts], segments)
+        return found.masked_fill(~segments.mask.unsqueeze(-1), 0) if segments.padded else found
 
     def patches(self, segments: Segments) -> Patches:
-        cells = torch.cat([part.placed.cells.to(self.device) for part in self.parts])
-        return as_patches(cells[self._tokens(segments)], segments.mask, sum(part.placed.tiles for part in self.parts))
+        def make() -> Patches:
+            cells = self._of([part.placed.cells for part in self.parts], segments)
+            return as_patches(cells, segments.mask, sum(part.placed.tiles for part in self.parts))
 
-    def _tokens(self, segments: Segments) -> Tensor:
-        assert self.index is not None  # visual tokens come from an encoder
-        return self.index[segments.row_index, segments.position]
+        keys = [part.placed.key for part in self.parts]
+        return make() if None in keys else segments.recent.get(("patches", *keys), make)
+
+    def _of(self, parts: list[Tensor], segments: Segments) -> Tensor:
+        """Return `[S, N, ...]` of the visual tokens of all modalities, one part each."""
+        # Which prompt it is the segments tell.
+        numbers = segments.recent.get(("numbers", *map(len, parts)), partial(self._numbers, segments))
+        found = [part.to(self.device) for part in parts]
+        return (found[0] if len(found) == 1 else torch.cat(found))[numbers]
+
+    def _numbers(self, segments: Segments) -> Tensor:
+        index, start = torch.zeros_like(self.masks[0][1], dtype=torch.long), 0
+        for modality, mask, count in self.masks:
+            index = torch.where(mask, placeholder_to_feature(modality, mask, count) + start, index)
+            start += count
+        return to_device(index, self.device)[segments.row_index, segments.position]
 
 
 def _instead(methods: Sequence[Pruner]) -> str:
