@@ -123,7 +123,7 @@ def test_selections(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixt
     for rank, place in ((0, seconds), (0, seconds / "elsewhere"), (1, seconds)):
         setattr(model_config.multimodal_config, SECONDS, str(place))
         lines(caplog)
-        with Clock.of(worker(model_config, rank)).timing("evs", CPU, **item):
+        with Clock.of(worker(model_config, rank)).timing("evs", CPU, item):
             torch.zeros(9)
         found = lines(caplog)
         if rank:

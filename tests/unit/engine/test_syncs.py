@@ -417,4 +417,4 @@ def test_an_image_of_a_server(name: str, pieces: str, per_run: bool) -> None:
         kept, rows = before_llm.choose(plan.setting.acting, rows, 16, segments, plan.keep)
         awaited = AwaitedRows.kept(plan, rows, kept)
     assert not served.ours
-    assert len(awaited.rows) == len(awaited.places) == plan.rows
+    assert awaited.rows.shape[:2] == awaited.places.shape == (1, plan.rows)

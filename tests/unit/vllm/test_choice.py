@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A choice among all rows of an item in their order, which copies none of them."""
+"""A choice among rows in their order, which copies none of them, and among those of several items that are alike."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import torch
 
 from each import each
 from tokenprune import registry
+from tokenprune.abilities import reads_tower
 from tokenprune.base import Pruner
 from tokenprune.integrations.vllm.selection import before_llm
+from tokenprune.integrations.vllm.setting.plan import Plan, runs_of
 from tokenprune.integrations.vllm.setting.servable import servable
+from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.worker.rows import AwaitedRows
 from tokenprune.view.registry import compares_frames
 
 NAMES = [name for name in servable() if isinstance(registry.build(name, {}), Pruner)]
@@ -38,3 +42,52 @@ def test_it_keeps_what_it_keeps_of_copies(name: str, counts: list[int]) -> None:
         assert torch.equal(given, rows)  # they go on to the language model
         found.append((kept, merged))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@each("name", [name for name in NAMES if not reads_tower(registry.build(name, {}))])
+@each("counts", [[20], [8, 12]])
+def test_items_at_once_keep_what_each_keeps_alone(name: str, counts: list[int]) -> None:
+    """Each is an image of its own, not one of several in a prompt."""
+    method: Any = registry.build(name, {})
+    items = [torch.randn(20, 10, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    frames: list[list[int] | None] = [[count // 2] * 2 for count in counts]
+    modality = "video" if compares_frames(method) else "image"
+    keep = [min(count, method.budget(count, count // 2)) for count in counts]
+
+    def chosen(rows: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        segments = before_llm.segments_of(counts, None, modality, rows.device, frames=frames, items=number)
+        return before_llm.choose(method, rows, 8, segments, keep * number)
+
+    alone = [chosen(one, 1) for one in items]
+    together, merged = chosen(torch.cat(items), 3)
+    assert torch.equal(together, torch.cat([kept for kept, _ in alone]))
+    torch.testing.assert_close(merged, torch.cat([rows for _, rows in alone]))
+
+
+@each("pieces", ["########", "s####b####e", "###b#####"])
+@each("per_run", [False, True])
+def test_rows_of_items_at_once_are_those_of_each(pieces: str, per_run: bool) -> None:
+    text = runs_of([9 if piece == "#" else ord(piece) for piece in pieces], [piece == "#" for piece in pieces])
+    plan = Plan.make(ServedSetting.of({"method": "uniform", "keep": 0.5}), text, per_run)
+    rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    kept = torch.cat([_drawn(plan, seed) for seed in range(2)])
+    together = AwaitedRows.kept(plan, rows, kept)
+    assert together.rows.shape == (2, plan.rows, 4)
+    for number in range(2):
+        own = slice(8 * number, 8 * (number + 1))
+        alone = AwaitedRows.kept(plan, rows[own], kept[own])
+        assert torch.equal(together.rows[number], alone.rows[0])
+        assert torch.equal(together.places[number], alone.places[0])
+        if alone.is_text is not None and together.is_text is not None:
+            assert torch.equal(together.is_text[number], alone.is_text[0])
+            continue
+        found, places = rows[own][kept[own]], plan.places[kept[own]]
+        assert torch.equal(alone.rows[0], found) and torch.equal(alone.places[0], places)
+
+
+def _drawn(plan: Plan, seed: int) -> torch.Tensor:
+    """bool `[n]`: as many of each run as stay there, anywhere."""
+    kept, generator = [], torch.Generator().manual_seed(seed)
+    for count, number in zip(plan.counts, plan.keep, strict=True):
+        kept.append(torch.randperm(count, generator=generator) < number)
+    return torch.cat(kept)

@@ -78,3 +78,14 @@ def test_events_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     one = Clock(str(tmp_path))
     select(one, 5, torch.device("cuda"))
     assert made == [True, True]
+
+
+def test_items_that_are_chosen_from_at_once_share_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[dict[str, Any]] = []
+    monkeypatch.setattr(clock, "tell", lambda event, **fields: lines.append(fields))
+    monkeypatch.setattr(clock.time, "perf_counter", iter((1.0, 1.6)).__next__)
+    with Clock(str(tmp_path), log=True).timing("divprune", CPU, {"request": "a"}, {"request": "b"}):
+        pass
+    assert [(line["request"], line["ms"]) for line in lines] == [("a", 300.0), ("b", 300.0)]
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_bytes())["divprune"] == [pytest.approx(0.6), 2]

@@ -43,9 +43,9 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True)
 class _Features(TokenSource):
-    """Source of a `VisualTokens` in which only the encoder's features of one item are known.
+    """Source of a `VisualTokens` in which only the encoder's features are known.
 
-    hidden: `[1, n, D]`, the rows of the item.
+    hidden: `[B, n, D]`, the rows of B items that are alike.
     """
 
     hidden: Tensor
@@ -80,7 +80,7 @@ class _Features(TokenSource):
 
     def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
         if position is segments.position and _all_in_order(segments):
-            return values[0].unflatten(0, position.shape)
+            return values.flatten(0, 1).unflatten(0, position.shape)
         return super().at(values, position, segments)
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
@@ -92,9 +92,9 @@ class _Features(TokenSource):
 
 def segments_of(
     counts: list[int], grid: Grid | None, modality: str, device: torch.device, guess: GridOf = lambda count: None,
-    frames: list[list[int] | None] | None = None,
+    frames: list[list[int] | None] | None = None, items: int = 1,
 ) -> Segments:  # fmt: skip
-    """Return one segment for each entry of `counts`, in the order of the rows.
+    """Return one segment for each entry of `counts`, in the order of the rows, for each of `items` that are alike.
 
     grid: (frames, height, width) of an item that is one segment, or whose frames are one each. guess: tells of
     an image's number of tokens its grid, where `grid` does not. frames: see `Segments`.
@@ -111,14 +111,14 @@ def segments_of(
     if grid is not None and len(counts) == grid[0]:
         grid = (1, *grid[1:])
     return Segments(
-        row=[0] * len(counts),
-        ordinal=list(range(len(counts))),
-        counts=counts,
-        position=position,
-        mask=mask,
-        grids=[grid_of(grid, count, modality, guess) for count in counts],
-        modality=[modality] * len(counts),
-        frames=frames or [],
+        row=[item for item in range(items) for _ in counts],
+        ordinal=list(range(len(counts))) * items,
+        counts=counts * items,
+        position=position.repeat(items, 1),
+        mask=mask.repeat(items, 1),
+        grids=[grid_of(grid, count, modality, guess) for count in counts] * items,
+        modality=[modality] * len(counts) * items,
+        frames=(frames or []) * items,
     )
 
 
@@ -140,20 +140,24 @@ def choose(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return bool `[n]`, True where a row stays, and the rows `[n, W]`, merged where the method merges.
 
-    rows: `[n, W]`; the first `width` columns are what enters the language model, and all that the method sees. Further
-    ones (features for deeper layers) are cut and merged alike. keep: how many rows of each segment must stay. encoded:
-    what the vision tower says of the rows, for a method that asks for it.
+    rows: `[n, W]`, of all items; the first `width` columns are what enters the language model, and all that the method
+    sees. Further ones (features for deeper layers) are cut and merged alike. keep: how many rows of each segment must
+    stay. encoded: what the vision tower says of the rows, for a method that asks for it.
     """
-    tokens = VisualTokens(segments, keep, _Features(rows[None, :, :width], method.needs, norm, encoded))
+    of_items = rows.unflatten(0, (segments.row[-1] + 1, -1))
+    tokens = VisualTokens(segments, keep, _Features(of_items[:, :, :width], method.needs, norm, encoded))
     with torch.no_grad():
         selection = method.select(tokens)
     stays = exact_keep(selection, segments, method, keep)
+    places = segments.position
+    if segments.row[-1]:
+        places = places + segments.row_index * of_items.shape[1]
     if selection.assign is not None:
-        rows = merge_tokens(rows[None], selection, segments, segments.position)[0]
+        rows = merge_tokens(of_items, selection, segments, places).flatten(0, 1)
     if _all_in_order(segments):
         return stays.flatten(), rows
     flat = torch.zeros(rows.shape[0] + 1, dtype=torch.bool, device=rows.device)
-    flat.scatter_(0, torch.where(stays, segments.position, rows.shape[0]).flatten(), True)
+    flat.scatter_(0, torch.where(stays, places, rows.shape[0]).flatten(), True)
     return flat[:-1], rows
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from threading import Timer
 from typing import Any
@@ -38,7 +38,7 @@ class Clock:
             atexit.register(self._write)
         self._log = log
         self._sums: dict[str, tuple[float, int]] = {}
-        self._running: deque[tuple[dict[str, Any], Any, Any]] = deque()
+        self._running: deque[tuple[list[dict[str, Any]], Any, Any]] = deque()
         self._spare: list[tuple[Any, Any]] = []  # events that have been read
         self._next = 0.0  # when the file may be written again
         self._due: Timer | None = None  # writes what came too soon
@@ -55,9 +55,9 @@ class Clock:
         return cls(getattr(model_config.multimodal_config, SECONDS, None), keys_of(model_config).log)
 
     @contextmanager
-    def timing(self, method: str, device: torch.device, **item: Any) -> Iterator[None]:
-        """Time the selection of one image or video within the context. item: further fields of the log line."""
-        item = {"method": method} | item
+    def timing(self, method: str, device: torch.device, *items: Mapping[str, Any]) -> Iterator[None]:
+        """Time the selection of images or videos within the context. items: further fields of the log line of each."""
+        of = [{"method": method, **one} for one in items or ({},)]
         if self._file is None and not self._log:
             yield
         elif device.type == "cuda":
@@ -65,26 +65,27 @@ class Clock:
             start.record()
             yield
             end.record()
-            self._running.append((item, start, end))
+            self._running.append((of, start, end))
             self._collect()
         else:
             began = time.perf_counter()
             yield
-            self._add(item, time.perf_counter() - began)
+            self._add(of, time.perf_counter() - began)
 
     def _collect(self) -> None:
         while self._running and self._running[0][2].query():
-            item, start, end = self._running.popleft()
-            self._add(item, start.elapsed_time(end) / 1000)
+            of, start, end = self._running.popleft()
+            self._add(of, start.elapsed_time(end) / 1000)
             self._spare.append((start, end))
 
-    def _add(self, item: dict[str, Any], seconds: float) -> None:
-        if self._log:
-            tell("selection", **item, ms=round(seconds * 1000, 3))
+    def _add(self, of: list[dict[str, Any]], seconds: float) -> None:
+        for item in of if self._log else ():
+            tell("selection", **item, ms=round(seconds * 1000 / len(of), 3))
         if self._file is None:
             return
-        before, count = self._sums.get(item["method"], (0.0, 0))
-        self._sums[item["method"]] = before + seconds, count + 1
+        method = of[0]["method"]
+        before, count = self._sums.get(method, (0.0, 0))
+        self._sums[method] = before + seconds, count + len(of)
         if self._due is not None:
             return
         if (wait := self._next - time.monotonic()) <= 0:

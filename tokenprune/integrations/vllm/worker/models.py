@@ -94,38 +94,48 @@ class ReducingModel(_Model):
             features = embed(**kwargs)
         if len(features) and len(plans) != len(features):
             raise PlaceholderMismatchError(f"{len(features)} items came with {len(plans)} plans")
-        reduced = []
-        results = tower.results(features)
-        for index, (plan, rows, result) in enumerate(zip(plans, features, results, strict=False)):
-            rows, item = rows.reshape(-1, rows.shape[-1]), _item(kwargs, index)
+        reduced = list[Tensor]()
+        items = [_item(kwargs, index) for index in range(len(features))]
+        found = zip(itertools.count(), plans, features, items, tower.results(features), asked, strict=False)
+        for (_, shapes, _), group in itertools.groupby(found, _alike):
+            _, (plan, *_), every, (item, *_), (result, *_), requests = zip(*group, strict=True)
+            rows = [one.reshape(-1, one.shape[-1]) for one in every]
+            if any(len(one) != sum(plan.counts) for one in rows):
+                raise PlaceholderMismatchError(
+                    f"the encoder made {[len(one) for one in rows]} tokens of items where the processor counted "
+                    f"{sum(plan.counts)} each"
+                )
             if not plan.reduces:
-                reduced.append(self._reduce(plan, rows, modality, item, result))
+                reduced += map(self._whole, rows)
                 continue
-            log = asked[index] | {"modality": modality, "tokens_in": sum(plan.counts), "tokens_out": sum(plan.keep)}
-            name, keep = plan.setting.acting.name, plan.setting.whole_keep
-            with self.tokenprune_clock.timing(name, rows.device, keep=keep, **log):
-                reduced.append(self._reduce(plan, rows, modality, item, result))
+            size = {"modality": modality, "tokens_in": sum(plan.counts), "tokens_out": sum(plan.keep)}
+            logs = [{"keep": plan.setting.whole_keep} | request | size for request in requests]
+            with self.tokenprune_clock.timing(plan.setting.acting.name, rows[0].device, *logs):
+                together = rows[0] if len(rows) == 1 else torch.cat(rows)
+                reduced += self._reduce(plan, together, modality, item, shapes, result)
         return reduced
 
-    def _reduce(self, plan: Plan, rows: Tensor, modality: str, item: Mapping[str, Any], result: TowerResult) -> Tensor:
-        """Return the rows for one item's place in the prompt.
+    def _reduce(
+        self, plan: Plan, rows: Tensor, modality: str, item: Mapping[str, Any], shapes: str, result: TowerResult
+    ) -> Tensor:
+        """Return the rows `[B, R, W]` for the places in the prompt of B items that are alike.
 
-        rows: `[n, W]`, the encoder's features of the item. result: the vision tower's, which a plan that reduces reads.
+        rows: `[B * n, W]`, the encoder's features. item: of any of them. shapes: its content, as a key. result: the
+        vision tower's, of one item; empty for several.
         """
-        if rows.shape[0] != sum(plan.counts):
-            raise PlaceholderMismatchError(
-                f"the encoder made {rows.shape[0]} tokens of an item where the processor counted {sum(plan.counts)}"
-            )
-        if not plan.reduces:
-            return self._whole(rows)
         kept = result.kept
         if kept is None:
-            method = plan.setting.method
+            method, count = plan.setting.method, len(rows) // sum(plan.counts)
             assert isinstance(method, Pruner)
-            segments = self._once(self._segments, plan, self._grid(item, modality), modality, rows.device)
+
+            def segments_of_items(plan: Plan, *_: Any) -> Segments:
+                frames, grid = plan.frame_sizes(self.tokenprune_family.after_frames), self._grid(item, modality)
+                return segments_of(plan.counts, grid, modality, rows.device, self._image_grid, frames, count)
+
+            segments = self._once(segments_of_items, plan, shapes, modality, rows.device, count)
             norm, width = self.tokenprune_norm, self.tokenprune_width
-            kept, rows = choose(method, rows, width, segments, plan.keep, norm, result.encoded)
-        return self._placed(plan, self._with_text(plan, AwaitedRows.kept(plan, rows, kept)), modality, item)
+            kept, rows = choose(method, rows, width, segments, plan.keep * count, norm, result.encoded)
+        return self._placed(plan, self._with_text(plan, AwaitedRows.kept(plan, rows, kept)), modality, item, shapes)
 
     def _once(self, make: Callable[..., Any], plan: Plan, *of: Hashable) -> Any:
         """Return `make(plan, *of)`, made for the first of the items that are alike: their plans are one object."""
@@ -133,10 +143,6 @@ class ReducingModel(_Model):
         if (found := self.tokenprune_made.get(key)) is None:
             found = self.tokenprune_made[key] = plan, make(plan, *of)
         return found[1]
-
-    def _segments(self, plan: Plan, grid: tuple[int, int, int] | None, modality: str, device: torch.device) -> Segments:
-        frames = plan.frame_sizes(self.tokenprune_family.after_frames)
-        return segments_of(plan.counts, grid, modality, device, self._image_grid, frames)
 
     def _place_axes(self, axes: int, vllm_config: Any) -> None:
         self.tokenprune_axes = axes
@@ -154,12 +160,11 @@ class ReducingModel(_Model):
         rows, is_text = awaited.rows, awaited.is_text
         if is_text is None:
             return awaited
-        ids = torch.where(
-            is_text, to_device(plan.tokens, rows.device)[awaited.places], 0
-        )  # placeholders may lie beyond
-        text = self.get_language_model().embed_input_ids(ids).to(rows.dtype)
-        text = torch.nn.functional.pad(text, (0, rows.shape[1] - text.shape[1]))
-        return dataclasses.replace(awaited, rows=torch.where(is_text[:, None], text, rows))
+        # Placeholders may lie beyond.
+        ids = torch.where(is_text, to_device(plan.tokens, rows.device)[awaited.places], 0).flatten()
+        text = self.get_language_model().embed_input_ids(ids).to(rows.dtype).unflatten(0, is_text.shape)
+        text = torch.nn.functional.pad(text, (0, rows.shape[-1] - text.shape[-1]))
+        return dataclasses.replace(awaited, rows=torch.where(is_text[..., None], text, rows))
 
     def _grid(self, item: Mapping[str, Any], modality: str) -> tuple[int, int, int] | None:
         shape = item.get(f"{modality}_grid_thw")
@@ -181,7 +186,7 @@ class ReducingModel(_Model):
             else rows
         )
 
-    def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any]) -> Tensor:
+    def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any], shapes: str) -> Tensor:
         """Return the rows, with columns of their positions in the full prompt if the runner sets positions."""
         raise NotImplementedError
 
@@ -202,12 +207,13 @@ class ReducingLineModel(ReducingModel):
             self._place_axes(1, vllm_config)
             positions.prepare_decoder(self.get_language_model(), vllm_config.model_config)
 
-    def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any]) -> Tensor:
+    def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any], shapes: str) -> Tensor:
         rows = awaited.rows
         if not self.tokenprune_original:
             return rows
         _check_span(plan.length - 1)
-        return torch.cat([rows, positions.to_columns(awaited.places[None], rows.dtype)], dim=1)
+        columns = positions.to_columns(awaited.places.flatten()[None], rows.dtype)
+        return torch.cat([rows, columns.unflatten(0, rows.shape[:2])], dim=-1)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
         return positions.of_line(input_tokens, mm_features)
@@ -226,7 +232,7 @@ class ReducingMropeModel(ReducingModel):
     def _rule(self, tokens: list[int], features: list[Any]) -> tuple[Tensor, int]:
         return super().get_mrope_input_positions(tokens, features)
 
-    def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any]) -> Tensor:
+    def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any], shapes: str) -> Tensor:
         rows = awaited.rows
 
         def columns(plan: Plan, *_: Any) -> Tensor:
@@ -234,9 +240,8 @@ class ReducingMropeModel(ReducingModel):
             _check_span(int(within.max()))
             return to_device(positions.to_columns(within, rows.dtype), rows.device)
 
-        shapes = repr([element.data.tolist() for element in item.values()])
         known = self._once(columns, plan, shapes, modality, rows.device, rows.dtype)
-        return torch.cat([rows, known.index_select(0, awaited.places)], dim=1)
+        return torch.cat([rows, known.index_select(0, awaited.places.flatten()).unflatten(0, rows.shape[:2])], dim=-1)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
         if not self.tokenprune_active:
@@ -266,6 +271,14 @@ def _item(kwargs: Mapping[str, Any], index: int) -> MultiModalKwargsItem:
     field = MultiModalBatchedField()
     present = [key for key in _SHAPES if kwargs.get(key) is not None]
     return MultiModalKwargsItem({key: MultiModalFieldElem(data=kwargs[key][index], field=field) for key in present})
+
+
+def _alike(found: tuple[int, Plan, Tensor, Mapping[str, Any], TowerResult, Any]) -> tuple[int, str, int | None]:
+    """Return what is equal for items among which a method chooses at once. found: number, plan, features, shapes,
+    result of the tower, and request of an item."""
+    number, plan, _, item, result, _ = found
+    plain = result.kept is None and result.encoded is None
+    return id(plan), repr([element.data.tolist() for element in item.values()]), None if plain else number
 
 
 @cache

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: put together the rows that the prompt awaits of one image or video."""
+"""Worker: put together the rows that the prompt awaits of images or videos."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tokenprune.integrations.vllm.setting.plan import Plan
@@ -14,9 +15,9 @@ from tokenprune.ops.transfer import to_device
 
 @dataclass(frozen=True)
 class AwaitedRows:
-    """The rows `[R, W]` that an item's prompt awaits. places: long `[R]`, where each stands in the item's full text.
-    is_text: bool `[R]`, True for text that stands among them, whose own embedding is still to be put there; None: none
-    does."""
+    """The rows `[B, R, W]` that the prompt awaits of B items that are alike. places: long `[B, R]`, where each stands
+    in its item's full text. is_text: bool `[B, R]`, True for text that stands among them, whose own embedding is still
+    to be put there; None: none does."""
 
     rows: Tensor
     places: Tensor
@@ -24,19 +25,22 @@ class AwaitedRows:
 
     @classmethod
     def kept(cls, plan: Plan, rows: Tensor, kept: Tensor) -> AwaitedRows:
-        """Return those of a plan that reduces. rows: `[n, W]`, of all its placeholders. kept: bool `[n]`, the ones that
-        stay. The device is asked for nothing: how many they are is known."""
+        """Return those of items of one plan that reduces. rows: `[B * n, W]`, of all placeholders. kept: bool
+        `[B * n]`, the ones that stay. The device is asked for nothing: how many they are is known."""
+        kept = kept.view(-1, sum(plan.counts))
         if not plan.between:
-            order = _first(kept, plan.rows)
+            order = partition(kept)[:, : plan.rows]
             places = order if plan.is_plain else to_device(plan.places, rows.device)[order]
-            return cls(rows.index_select(0, order), places)
+            return cls(_taken(rows, order, kept.shape[1]), places)
         first, end = plan.span
         is_embed = plan.is_embed[first:end]
         source, is_text = to_device(is_embed.cumsum(0) - 1, rows.device), to_device(~is_embed, rows.device)
-        order = _first(kept[source] | is_text, plan.rows)
-        return cls(rows[source[order]], first + order, is_text[order])
+        order = partition(kept[:, source] | is_text)[:, : plan.rows]
+        return cls(_taken(rows, source[order], kept.shape[1]), first + order, is_text[order])
 
 
-def _first(stays: Tensor, number: int) -> Tensor:
-    """Return the places of the `number` entries that are True, in order."""
-    return partition(stays[None])[0, :number]
+def _taken(rows: Tensor, index: Tensor, count: int) -> Tensor:
+    """Return `[B, R, W]` of `rows` `[B * count, W]`. index: long `[B, R]`, within each item."""
+    if len(index) > 1:
+        index = index + torch.arange(0, len(rows), count, device=index.device)[:, None]
+    return rows.index_select(0, index.flatten()).unflatten(0, index.shape)

@@ -45,9 +45,11 @@ _NAMES = {"internvl_vision": ("layernorm_after", "lambda_2"), "intern_vit_6b": (
 def stretches(plans: Sequence[Plan]) -> list[tuple[int, int]]:
     """Split a call's plans into pieces that the tower treats alike; return (start, end) of each, at least one."""
     pieces, start = [], 0
+    if len(plans) < 2:
+        return [(0, len(plans))]
     for _, group in groupby(plans, key=_treatment):
         pieces.append((start, start := start + len(list(group))))
-    return pieces or [(0, 0)]
+    return pieces
 
 
 def _treatment(plan: Plan) -> Any:
