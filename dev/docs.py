@@ -130,10 +130,14 @@ def families() -> str:
     """The table of families that work, and that of those that are refused; families of which the same is said share a
     row."""
     lines = ["| model type | methods may act | from transformers | notes |", "|---|---|---|---|"]
-    lines += _grouped(
-        (name, f"{', '.join(f'`{site}`' for site in one.sites)} | {one.since} | {cell(one.note)}")
-        for name, one in SUPPORTED.items()
-    )
+    said: list[tuple[str, str]] = []
+    first: dict[str, str] = {}  # of a long note, who has it
+    for name, one in sorted(SUPPORTED.items()):
+        row = f"{', '.join(f'`{site}`' for site in one.sites)} | {one.since} |"
+        before = first.setdefault(one.note, row + name) if len(one.note) > 30 else row + name
+        note = cell(one.note) if before.startswith(row) else f"as `{before.rpartition('|')[2]}`"
+        said.append((name, f"{row} {note}"))
+    lines += _grouped(said)
     packed = ", ".join(f"`{name}`" for name, one in sorted(SUPPORTED.items()) if one.units)
     lines += ["", f"Towers that pack patches of any grid, where `pixelprune` and `towerdrop` drop units: {packed}."]
     lines += ["", "Refused, with an error that says why:", "", "| model type | because |", "|---|---|"]

@@ -26,6 +26,7 @@ import recipe_numbers  # noqa: E402
 import recover_page  # noqa: E402
 import rows  # noqa: E402
 import serving_page  # noqa: E402
+import tower_page  # noqa: E402
 import trust_page  # noqa: E402
 import which_method  # noqa: E402
 
@@ -243,6 +244,7 @@ PAGES = {
     "docs/guide/recover.md": {"recover": recover_page.recover},
     "docs/methods/earlytom.md": {"video-tower": video_tower},
     "docs/methods/pixelprune.md": {"documents": documents},
+    "docs/methods/towerdrop.md": {"tower-blocks": tower_page.blocks},
     "docs/sessions.md": {"attend": attend},
     "docs/video-bench.md": {
         "videos": accuracy_pages.videos,

@@ -80,14 +80,11 @@ class RowMerger(Merger):
         """Return the plan of a forward with `rows` images, of each of which `count` tokens enter."""
         return self.plan(count if self.squares is None else self.squares.count(count))
 
-    def begin(self, rows: int, count: int, device: torch.device) -> TowerRun:
-        """Return the state of a forward that begins; see `plan_of`."""
-        return TowerRun(Units.of(rows, count, device), self.plan_of(rows, count))
-
     def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         if index == 0:
             hidden = hidden_states(args, kwargs)
-            states()[self] = self.begin(hidden.shape[0], hidden.shape[1], hidden.device)
+            rows, count = hidden.shape[:2]
+            states()[self] = TowerRun(Units.of(rows, count, hidden.device), self.plan_of(rows, count))
         return super()._enter_block(index, module, args, kwargs)
 
     def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:

@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenprune.budget import Budget
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.tower.merging import EncoderPatch
+from tokenprune.integrations.shared.attachable import hidden_states, states
 from tokenprune.integrations.shared.observation import Observation
-from tokenprune.integrations.shared.reducer import TowerRun
+from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun
 from tokenprune.integrations.shared.unit_dropping import choose_units, choosing
+from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.merging import Merge
 from tokenprune.ops.transfer import to_device
 from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
@@ -59,8 +62,14 @@ class TileDrop(EncoderPatch):
             "others; use a method that acts after the tower, such as divprune"
         )
 
-    def begin(self, rows: int, count: int, device: torch.device) -> TowerRun:
-        run, squares = super().begin(rows, count, device), self.squares
+    def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if index == 0:
+            states()[self] = self._begin(hidden_states(args, kwargs))
+        return TowerReducer._enter_block(self, index, module, args, kwargs)
+
+    def _begin(self, entered: Tensor) -> TowerRun:
+        rows, count = entered.shape[:2]
+        run, squares = TowerRun(Units.of(rows, count, entered.device), [None] * len(self.blocks)), self.squares
         shape = self.shape.of(count if squares is None else squares.count(count))
         units, most = shape.patches, shape.left(self.budget)
         side = math.isqrt(units)

@@ -44,7 +44,8 @@ class UnitDrop(PackedTower):
         self.blocks, self.patches = packed_blocks(self.tower), self.tower.spatial_merge_size**2
         self.block = method.checked_block(len(self.blocks))
         self.shape = DecoderShape.from_config(adapter.text_config)
-        self.colours = _colours(processor) if method.sees == "pixels" else None
+        self.inside = method.sees != "pixels"
+        self.colours = None if self.inside else _colours(processor)
         if self.colours is None and (why := method.reads_colours):
             raise OptionError(
                 f"{method.name}: {why}, and the model gets normalised ones: pass processor=, or leave it out"
@@ -70,7 +71,7 @@ class UnitDrop(PackedTower):
         sizes = [math.prod(grid) for grid in known]
         most = [self.budget.resolve([size], layer=0, shape=self.shape, text_tokens=0)[0] for size in sizes]
         run = TowerRun(Units.packed(sum(sizes), self.patches, device), [None] * len(self.blocks), sizes=sizes)
-        if self.method.sees != "pixels":
+        if self.inside:
             run.order = order()
             run.drops = choosing_packed(run, self.method, known, most, self.patches)
             return run
