@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenprune.budget import Budget
 from tokenprune.cost.gpus import GPU
-from tokenprune.cost.model import CostModel, Load
+from tokenprune.cost.model import DECODER_OF_PEAK, TOWER_OF_PEAK, CostModel, Load
 from tokenprune.errors import OptionError, UnsupportedModelError
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -30,8 +30,8 @@ class Assumptions:
     a time.
     """
 
-    compute: float = 0.65
-    tower: float = 0.28
+    compute: float = DECODER_OF_PEAK
+    tower: float = TOWER_OF_PEAK
     read: float = 0.6
     memory: float = 0.85
     at_once: int = 256

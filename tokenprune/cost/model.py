@@ -17,6 +17,8 @@ from tokenprune.sites.pixels import ImageChooser
 
 TEXT = 64  # tokens of text where nobody says how many
 IN_LLM_LAYER = 2  # where methods inside the decoder usually cut
+# Shares of a GPU's peak that the decoder's prefill and the tower reach, as fitted to an H200 (docs/capacity.md).
+DECODER_OF_PEAK, TOWER_OF_PEAK = 0.65, 0.28
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,12 @@ class Cost:
     @property
     def tower_share(self) -> float:
         return self.tower / self.flops
+
+    @property
+    def tower_time(self) -> float:
+        """Share of the prefill's time on a GPU that the tower takes, whose narrow products reach less of the peak."""
+        tower = self.tower * DECODER_OF_PEAK / TOWER_OF_PEAK
+        return tower / (tower + self.decoder)
 
 
 @dataclass(frozen=True)

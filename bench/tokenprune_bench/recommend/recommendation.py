@@ -183,11 +183,12 @@ def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
 
 
 def _about(cost: CostModel, load: Load, task: str) -> list[str]:
-    if cost.tower is None or task == "tower" or (share := cost.cost(load).tower_share) <= _MUCH:
+    if cost.tower is None or task == "tower" or (whole := cost.cost(load)).tower_share <= _MUCH:
         return []
     return [
-        f"The vision tower is {share:.0%} of a prefill's FLOPs here: no cut after it makes that more than "
-        f'x{1 / share:.2f} as fast; task "tower" names what acts in it.'
+        f"The vision tower is {whole.tower_share:.0%} of a prefill's FLOPs here, and some {whole.tower_time:.0%} of "
+        f"its time on a GPU: no cut after it makes that more than x{1 / whole.tower_time:.1f} as fast; task "
+        '"tower" names what acts in it.'
     ]
 
 
