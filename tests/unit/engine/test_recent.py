@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StaticCache
 
 import tokenprune
 from far_device import Far, counting, far_inputs, to_far
 from tokenprune.integrations.hf.decoder import planner
+from tokenprune.methods import tiles
 from tokenprune.ops.transfer import Recent
 from zoo import FAMILIES, Family
 
@@ -143,3 +145,38 @@ def test_threads_with_different_prompts_get_their_own_answers() -> None:
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda turn: logits(model, prompts[turn % 4]), range(32)))
     assert all(torch.equal(one, wanted[turn % 4]) for turn, one in enumerate(found))
+
+
+@torch.no_grad()
+def test_a_static_cache_goes_on_under_a_later_patch() -> None:
+    """Its steps take masks of their own, for which the layers are watched from the first static cache on."""
+    model, inputs = FAMILY.build(), FAMILY.make_inputs(images=(1, 2))
+    rows, length = inputs["input_ids"].shape
+    token, mask = torch.full((rows, 1), 20), torch.ones(rows, length + 1, dtype=torch.long)
+    mask[:, :length] = inputs["attention_mask"]
+    cache = StaticCache(config=model.config.get_text_config(), max_cache_len=length + 4)
+    found = []
+    for _ in range(2):
+        with tokenprune.patched(model, "divprune", keep=0.5):
+            if not found:
+                model(**inputs, past_key_values=cache, use_cache=True)
+                later = copy.deepcopy(cache)
+            out = model(input_ids=token, attention_mask=mask, past_key_values=later if found else cache, use_cache=True)
+            found.append(out.logits)
+    assert torch.equal(*found)
+
+
+def test_tiles_share_their_budget_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where patches lie, and how many of each tile stay, follows from sizes: prompts of one shape share it."""
+    asked: list[int] = []
+
+    def noted(weight: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        asked.append(len(weight))
+        return shares(weight, *rest)
+
+    shares = tiles.shares
+    monkeypatch.setattr(tiles, "shares", noted)
+    model = tokenprune.patch(FAMILY.build(), "visionzip", keep=0.5)
+    for images in ((1, 2), (1, 2), (1, 1), (1, 2)):
+        logits(model, FAMILY.make_inputs(images=images))
+    assert asked == [3, 2]
