@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count what the plugin adds to a request in a worker, without a clock, beside `engine_costs.py` of the patched models.
+"""Count what the plugin adds to a request, in the front end and in a worker, without a clock, as `engine_costs.py` does
+of patched models.
 
 python tests/vllm/worker_costs.py           # print what each stage of a request takes, beside the table
 python tests/vllm/worker_costs.py --update  # write lower counts into the table; higher ones are an editor's
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,9 +35,12 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec
 from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_states.mm_pruning import MultiModalPruner
 
+from checkpoints import CHECKPOINTS
 from engine_costs import CountedOperations, counted_calls
 from far_device import Far, counting
+from test_pixels import processor
 from tokenprune.families import SERVED
+from tokenprune.integrations.vllm.plugin import register
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name, runs_of
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.worker.clock import Clock
@@ -183,6 +188,20 @@ def model_of(kind: type) -> Any:
 
 
 DIVPRUNE, OFF = {"method": "divprune", "keep": 0.25}, {"off": True}
+
+
+def counted_front(name: str, images: int, setting: dict[str, Any]) -> Counter[str]:
+    """Return the calls of a server's front end for a request, of whose images its caches hold none."""
+    checkpoint = CHECKPOINTS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        made = processor(checkpoint.write(Path(folder)), setting)
+        for _ in range(2):
+            items, found = made.info.parse_mm_data({"image": checkpoint.images(images)}), Counter[str]()
+            with counted_calls(found):
+                made(checkpoint.prompt(images), items, hf_processor_mm_kwargs={})
+    return found
+
+
 CASES: dict[str, tuple[type, int, tuple[int, int, int] | None, int, dict[str, Any]]] = {
     "llava": (_Llava, 576, None, 1, DIVPRUNE),
     "llava off": (_Llava, 576, None, 1, OFF),
@@ -201,6 +220,7 @@ def _picked(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> Tensor
 def counted(case: str) -> dict[str, Counter[Any]]:
     """Return the counts of each stage of a request, by name: calls of ours, launches, waits."""
     kind, *given = CASES[case]
+    register()
     found, model = dict[str, Counter[Any]](), model_of(kind)
     with mock.patch.object(divprune, "farthest", _picked), torch.no_grad():
         for _ in range(2):  # what is made once is there the second time
@@ -213,6 +233,7 @@ def counted(case: str) -> dict[str, Counter[Any]]:
             calls = found[f"{stage} calls"] = Counter()
             with counting(), counted_calls(calls):
                 run()
+    found["front calls"] = counted_front(case.split()[0].strip(","), given[2], given[3])
     return found
 
 

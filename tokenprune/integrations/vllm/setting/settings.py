@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from tokenprune.base import Method, Site
@@ -83,7 +83,7 @@ class ServedSetting:
         """True for `{"off": true}`."""
         return self.method is None and self.pixels is None
 
-    @property
+    @cached_property
     def removes_nothing(self) -> bool:
         """True if every feature of the encoder stays in the prompt."""
         whole = Budget.of_checked(self.keep).is_identity() and not self.bounds and self.age is None
@@ -138,7 +138,7 @@ class ServedSetting:
         share = "tokens" if isinstance(self.whole_keep, int) else f"{round(self.whole_keep, 2):g}"
         return used or "off", share
 
-    @property
+    @cached_property
     def whole_keep(self) -> float | int:
         """The share, or the number of tokens, that both methods together keep of an image; of a new one, by age."""
         numbers = [one for one in (self.keep, *self.bounds) if isinstance(one, int)]

@@ -140,6 +140,8 @@ def _written(plan: Plan) -> list[range]:
 def of_prompt(rule: Rule, tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[Tensor, int]:
     """Return the positions `[3, n]` of a reduced prompt, and the number to add to later places. They follow from the
     model's own rule for the full prompt."""
+    if not any(Plan.of_feature(one).reduces for one in features):
+        return rule(tokens, features)
     full = FullPrompt.of(len(tokens), features)
     moved = [dataclasses.replace(one.feature, mm_position=_where(one.plan, one.offset)) for one in full.items]
     whole, _ = rule(full.tokens(tokens), moved)
