@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated part of docs/methods/towerdrop.md: answers right by score and block, from what
-experiments/tower_blocks.py wrote."""
+"""Generated parts of docs/methods/towerdrop.md, answers right by score and block, and of docs/profile.md, times to the
+first token by where tokens leave."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RAW = ROOT / "experiments/results/tower_blocks.jsonl"
+FIRST_TOKEN = ROOT / "experiments/results/cpu/first_token.jsonl"
 SETS = ("photographs", "documents")
 AFTER = {"diverse": "divprune", "random": "random"}  # the same rule after the tower
 
@@ -54,3 +55,20 @@ def blocks() -> str:
         "(../../experiments/results/tower_blocks.jsonl)."
     )
     return "\n\n".join([setting, *parts, source])
+
+
+def first_token() -> str:
+    """Return the table of docs/profile.md: times to the first token by where tokens leave."""
+    header, *rows = (json.loads(line) for line in FIRST_TOKEN.read_text().splitlines())
+    lines = ["| | keep | tokens | seconds | times as fast (least to most) |", "|---|---:|---:|---:|---:|"]
+    for row in rows:
+        times = f"{row['times']:.2f} ({row['least']:.2f}–{row['most']:.2f})"
+        lines.append(f"| {row['way']} | {row['keep']:g} | {row['tokens']} | {row['seconds']:.2f} | {times} |")
+    path = FIRST_TOKEN.relative_to(ROOT)
+    note = (
+        f"Qwen2.5-VL, every width an eighth of the 7 B model's, {header['layers']} layers of its decoder, random "
+        f"weights, from pixels on; the tower alone is {max(row['tower'] for row in rows):.0%} of the unpatched time. "
+        f"Medians of ratios in turn, {header['threads']} thread(s) of {header['cpus']} cores, {header['date']}. By "
+        f"`python experiments/first_token.py`; raw data: [{path}](../{path})."
+    )
+    return "\n".join(lines) + f"\n\n{note}"

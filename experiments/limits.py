@@ -146,6 +146,7 @@ def rows() -> list[dict[str, Any]]:
                 "model": shape.label,
                 "visual": load.visual,
                 "tower": cost.tower_share,
+                "time": cost.tower_time,
                 "decoder_free": cost.flops / cost.tower,
                 "sites": {limit.site: (limit.at_keep, limit.limit) for limit in site_limits(model, load, KEEP)},
             }
@@ -157,16 +158,17 @@ def table() -> str:
     """Return the table as Markdown."""
     keep = f"{100 * KEEP:.0f} %"
     lines = [
-        f"| model shape | visual tokens | tower | before the LLM: {keep} | decoder free | in the LLM: {keep} "
-        f"| in the tower: {keep} | smaller images: {keep} |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        f"| model shape | visual tokens | tower | of a GPU's time | before the LLM: {keep} | decoder free "
+        f"| in the LLM: {keep} | in the tower: {keep} | smaller images: {keep} |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows():
         before, inside, tower, pixels = (
             row["sites"][site][0] for site in ("PRE_LLM", "IN_LLM", "IN_ENCODER", "PRE_ENCODER")
         )
         lines.append(
-            f"| {row['model']} | {row['visual']} | {row['tower']:.0%} | x{before:.2f} | x{row['decoder_free']:.1f} "
+            f"| {row['model']} | {row['visual']} | {row['tower']:.0%} | {row['time']:.0%} | x{before:.2f} "
+            f"| x{row['decoder_free']:.1f} "
             f"| x{inside:.2f} | x{tower:.2f} | x{pixels:.2f} |"
         )
     return "\n".join(lines)
