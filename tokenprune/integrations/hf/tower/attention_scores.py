@@ -125,8 +125,8 @@ class BlockReader(Part):
 
     def _leave_observed(self, encoding: Encoding, output: Any) -> None:
         """Leave what was read of the visual tokens of images in the record on `output`."""
-        record, packed = record_of(output), take_packed()
-        state, record.attention = record.attention, None  # it is large
+        # It is large: taken out, so that the record has it no more.
+        state, packed = vars(record_of(output)).pop("attention", None), take_packed()
         if state is None:
             return
         # [rows of the tower, patches, C] each; where the tower lays images end to end, one row of all patches.
