@@ -116,8 +116,7 @@ class Bucket:
         # After the prompt there may be what is no number, from an earlier one: no mask would stop that.
         self.given[0][0][:, length:].zero_()
         if self.mask is not None and call.mask is not None:
-            held, empty = self.mask
-            held.copy_(empty)[..., :length, :length] = call.mask
+            self.mask[0].copy_(self.mask[1])[..., :length, :length] = call.mask
         self.replay()
         hidden, flat = self.hidden[:, :length].clone(), self.flat.clone()
         parts = iter(flat.split([shape.numel() for pair in self.shapes.values() for shape in pair]))

@@ -36,11 +36,11 @@ class Graphs:
     static: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name == "static" and isinstance(value, bool):
-                continue
-            if not fits(value, _COUNT):
+        for name in ("step", "most", "number", "bytes"):
+            if not fits(value := getattr(self, name), _COUNT):
                 raise OptionError(f"graphs: {name}={value!r} must be {in_words(_COUNT)}")
+        if not isinstance(self.static, bool):
+            raise OptionError(f"graphs: static={self.static!r} must be True or False")
         if self.most < self.step:
             raise OptionError(f"graphs: most={self.most} is below step={self.step}, so that no length fits")
 

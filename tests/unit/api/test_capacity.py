@@ -157,8 +157,8 @@ def test_a_wrong_word_is_one_line(arguments: tuple[object, ...], said: str) -> N
 
 
 MEASURED = Path(__file__).parents[3] / "experiments/results/nvidia-h200/h_vllm_times.jsonl"
-# Of each engine: what is asked of it, and the times of its host. Without CUDA graphs a step of decoding takes 13 ms; the
-# first engine ran on a slower host, where it is taken to be 18.
+# Of each engine: what is asked of it, and the times of its host. Without CUDA graphs a step of decoding takes 13 ms; on
+# the slower host of the first engine it is taken to be 18.
 ENGINES: dict[str, tuple[Any, dict[str, int], dict[str, float]]] = {
     "llava7b.eager": (LlavaConfig(), {"text": 39}, {"host": 0.051, "launch": 0.018}),
     "llava7b.graphs": (LlavaConfig(), {"text": 41}, {"host": 0.038}),

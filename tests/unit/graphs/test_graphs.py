@@ -378,7 +378,7 @@ def test_refusals(build: Any) -> None:
     for wrong in ("yes", 1, Graphs):
         with pytest.raises(OptionError, match="must be True, False or a"):
             tokenprune.patch(model, graphs=wrong)
-    for fields in ({"step": 0}, {"most": 1.5}, {"step": 64, "most": 32}, {"number": True}):
+    for fields in ({"step": 0}, {"most": 1.5}, {"step": 64, "most": 32}, {"number": True}, {"static": 1}):
         with pytest.raises(OptionError, match="graphs: "):
             Graphs(**fields)
     with tokenprune.patched(model, "divprune"), pytest.raises(NotPatchedError, match="pass graphs=True"):
