@@ -76,7 +76,7 @@ def limit_table(model: CostModel, load: Load, keep: float, title: str = "What ea
             f"The tower, with its projector, is {cost.tower_share:.0%} of the prefill's FLOPs ({len(load.views)} "
             f"view(s), {sum(load.views)} patches, {load.visual} visual tokens, {load.text} of text). With the decoder "
             f"free the prefill would be {_ratio(free)} faster: no cut after the tower gives more. On a GPU the tower "
-            f"reaches less of the peak, and is some {cost.tower_time:.0%} of the time: {_ratio(1 / cost.tower_time)}."
+            f"reaches less of the peak, and is some {cost.tower_time:.0%} of the time ({_ratio(1 / cost.tower_time)})."
         )
     second = (
         "Prefill FLOPs, unpatched over pruned, if choosing cost nothing; the limit leaves the text alone. Smaller "
