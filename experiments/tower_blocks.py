@@ -75,7 +75,7 @@ def answers(subject: Model, asked: Sequence[Sequence[Any]]) -> str:
 
 
 def cases(depth: int) -> list[dict[str, Any]]:
-    """What is asked of the model, in the order in which a run that is cut off should have it."""
+    """Return the settings that the model is asked under, those first that a run which is cut off should have."""
     found: list[dict[str, Any]] = [{"method": "unpatched", "keep": 1.0}]
     for keep in KEEPS:
         found += [{"method": name, "keep": keep} for name in OTHERS]

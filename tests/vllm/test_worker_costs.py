@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin adds to a request in a worker, held without a clock: launches on the device, waits for it, and calls
-of the library's functions."""
+"""The cost that the plugin adds to a request in a worker, held without a clock: launches on the device, waits for it,
+and calls of the library's functions."""
 
 from __future__ import annotations
 

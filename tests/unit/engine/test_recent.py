@@ -167,7 +167,7 @@ def test_a_static_cache_goes_on_under_a_later_patch() -> None:
 
 
 def test_tiles_share_their_budget_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where patches lie, and how many of each tile stay, follows from sizes: prompts of one shape share it."""
+    """Prompts of one shape share the places of patches, and how many of each tile stay: both follow from sizes."""
     asked: list[int] = []
 
     def noted(weight: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ def test_without_a_patch(build: Any) -> None:
 
 
 def test_beside_graphs_of_others(build: Any) -> None:
-    """What gives back the workspaces of products of matrices, as torch.compile does, takes nothing from a replay; a
+    """A replay loses nothing to code that frees the workspaces of matrix products, as torch.compile does; a
     static cache's steps are compiled with CUDA graphs by transformers."""
     model, inputs = on_gpu(FAMILIES["llava"], build, torch.bfloat16)
     with tokenprune.patched(model, "divprune", keep=0.4, graphs=Graphs(static=True)):

@@ -31,7 +31,7 @@ def page(height: int = 6, width: int = 5, frames: int = 1, seed: int = 0) -> Ten
 
 
 def naive(x: Tensor, threshold: float, tolerance: float, most: int) -> Tensor:
-    """Which units stay, a pixel at a time."""
+    """Return the units that stay, worked out a pixel at a time."""
     frames, height, width, _ = x.shape
     colours = x.view(frames, height * width, 4, 3, -1).mul(255).round().tolist()
     shares = []

@@ -58,7 +58,7 @@ def highest(units: list[list[float]], number: int, score: str) -> set[int]:
 
 
 def naive(score: str, x: Tensor, most: int) -> Tensor:
-    """Which units of an image or video stay. x: `[T, H, W, P]` of what the method sees."""
+    """Return the units of an image or video that stay. x: `[T, H, W, P]` of what the method sees."""
     keep = torch.zeros(x.shape[:3], dtype=torch.bool)
     for frame, number in enumerate(shares(most, len(x))):
         units = x[frame].flatten(0, 1).double().tolist()
@@ -127,7 +127,7 @@ def test_refused(build) -> None:
 
 
 def states(model, inputs, modality: str) -> tuple[list[Tensor], Tensor]:
-    """What enters each block of the unpatched tower, `[units, patches, D]` in the order of rows."""
+    """Return the states that enter each block of the unpatched tower, `[units, patches, D]` in the order of rows."""
     tower, grids, seen = tower_of(model), inputs[f"{modality}_grid_thw"], []
     handles = [block.register_forward_pre_hook(lambda m, args: seen.append(args[0])) for block in tower.blocks]
     encode(model, {name: inputs[name] for name in (MODALITIES[modality], f"{modality}_grid_thw")})
@@ -137,7 +137,7 @@ def states(model, inputs, modality: str) -> tuple[list[Tensor], Tensor]:
 
 
 def seen_by(score: str, entered: list[Tensor], layer: int) -> Tensor:
-    """What the method looks at, `[units, P]`, of what entered each block."""
+    """Return the values that the method sees, `[units, P]`, of the states that entered each block."""
     if score == "diverse":
         return entered[layer].mean(1)
     return (entered[layer] - entered[layer - 1] if score == "change" else entered[layer]).flatten(1)

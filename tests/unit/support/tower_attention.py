@@ -3,11 +3,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from tokenprune import Pruner, Selection, Site
+
+
+@contextmanager
+def attending_by(attention: Callable[..., Any], configs: Iterable[Any]) -> Iterator[None]:
+    """Within, modules of these configs attend by `attention`."""
+    name, was = "made_up_attention", [(config, config._attn_implementation) for config in configs]
+    ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    for config, _ in was:
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        for config, before in was:
+            config._attn_implementation = before
 
 
 def make_seer(layers: tuple = (0.25, -1), site: str = "PRE_LLM") -> tuple[Any, list]:

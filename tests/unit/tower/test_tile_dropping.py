@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tokenprune
 from families import FAMILIES as MORE
@@ -22,6 +21,7 @@ from tests.unit.tower.test_encoder import with_features
 from tokenprune import OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import adapter_for
+from tower_attention import attending_by
 from zoo import FAMILIES
 
 SCORES = ("diverse", "change", "norm")
@@ -61,16 +61,9 @@ def masked(model: Any, seen: Tensor, first: int) -> Iterator[None]:
         logits = (query @ key.transpose(2, 3) * scale).masked_fill(~allowed, -torch.inf)
         return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
-    ALL_ATTENTION_FUNCTIONS.register("kept_tokens_alone", attention)
     configs = {id(m.config): m.config for m in tower_of(model).modules() if hasattr(m, "config")}.values()
-    was = [config._attn_implementation for config in configs]
-    for config in configs:
-        config._attn_implementation = "kept_tokens_alone"
-    try:
+    with attending_by(attention, configs):
         yield
-    finally:
-        for config, before_it in zip(configs, was, strict=True):
-            config._attn_implementation = before_it
 
 
 @pytest.mark.parametrize("score", SCORES)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tokenprune
 from families import FAMILIES
@@ -23,6 +22,7 @@ from tests.unit.tower.test_packed_encoder import order_of_windows
 from tokenprune import OptionError, Site
 from tokenprune.families import SUPPORTED
 from tokenprune.integrations.hf.encoded.record import record_of
+from tower_attention import attending_by
 
 NAMES = sorted(name for name, family in FAMILIES.items() if SUPPORTED[family.kind].units)
 # One of each way that a tower is made: whole images, windows, deepstack, a convolution before the merger.
@@ -105,16 +105,9 @@ def masked(tower: Any, grids: Tensor, keep: list[Tensor], first: int = 0) -> Ite
         logits = (query @ key.transpose(2, 3) * kwargs["scaling"]).masked_fill(~allowed, -torch.inf)
         return (logits.softmax(-1) @ value).transpose(1, 2), None
 
-    ALL_ATTENTION_FUNCTIONS.register("kept_units_alone", attention)
-    configs = [block.attn.config for block in tower.blocks]
-    was = [config._attn_implementation for config in configs]
-    for config in configs:
-        config._attn_implementation = "kept_units_alone"
-    try:
+    configs = {id(block.attn.config): block.attn.config for block in tower.blocks}.values()
+    with attending_by(attention, configs):
         yield
-    finally:
-        for config, before in zip(configs, was, strict=True):
-            config._attn_implementation = before
     assert not any(done.values()) and len(done) == len(tower.blocks)
 
 

@@ -145,7 +145,7 @@ class Engine(Attachable):
         self._under_way.append(call)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
-        images = encoded or [name for name in given if name[:12] == "pixel_values"]
+        images = encoded or [name for name in given if name.startswith("pixel_values")]
         if images and given & {"input_ids", "inputs_embeds"}:
             # Before the tower is launched: whoever asks the device now finds it idle.
             self._read_to_host(call)

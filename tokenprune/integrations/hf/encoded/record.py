@@ -63,6 +63,11 @@ class EncoderRecord:
 
         return replace(self, owners=moved(self.owners), groups=moved(self.groups))
 
+    def take_attention(self) -> dict[tuple[str, int], list[Tensor]] | None:
+        """Return `attention`, and let go of it: it is large."""
+        attention, self.attention = self.attention, None
+        return attention
+
 
 def record_of(output: Any) -> EncoderRecord:
     """Return the record that an encoder's output carries; an empty one, of which the output learns nothing, where there

@@ -37,7 +37,7 @@ class HeldTokens:
 
     def __post_init__(self) -> None:
         if self.kept is None:
-            self.__dict__["segments"] = self.before
+            self.__dict__["segments"] = self.before  # as `segments` would say, without a call
 
     @cached_property
     def segments(self) -> Segments:

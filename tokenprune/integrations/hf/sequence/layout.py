@@ -38,7 +38,7 @@ class Layout:
     whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        known, width = self.__dict__, self.index.shape[1]
+        known, width = self.__dict__, self.index.shape[1]  # every layer asks: a property would be a call each time
         known["width"], known["whole"] = width, width == self.length and self.valid is None
 
     @staticmethod

@@ -125,8 +125,7 @@ class BlockReader(Part):
 
     def _leave_observed(self, encoding: Encoding, output: Any) -> None:
         """Leave what was read of the visual tokens of images in the record on `output`."""
-        # It is large: taken out, so that the record has it no more.
-        state, packed = vars(record_of(output)).pop("attention", None), take_packed()
+        state, packed = record_of(output).take_attention(), take_packed()
         if state is None:
             return
         # [rows of the tower, patches, C] each; where the tower lays images end to end, one row of all patches.
@@ -189,7 +188,6 @@ class EncodedTokens:
 
     def _of(self, parts: list[Tensor], segments: Segments) -> Tensor:
         """Return `[S, N, ...]` of the visual tokens of all modalities, one part each."""
-        # Which prompt it is the segments tell.
         numbers = segments.recent.get(("numbers", *map(len, parts)), partial(self._numbers, segments))
         found = [part.to(self.device) for part in parts]
         return (found[0] if len(found) == 1 else torch.cat(found))[numbers]
