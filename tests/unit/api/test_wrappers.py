@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_an_adapter_of_the_tower_that_was_merged_is_named() -> None:
     wrapper = tokenprune.patch(peft.get_peft_model(family.build(), config).eval(), "tome", keep=0.3)
     end(wrapper, inputs)
     merged = wrapper.merge_and_unload()
-    with pytest.raises(UnsupportedSetupError, match="patch again"):
+    with pytest.raises(UnsupportedSetupError, match="patch it again"):
         end(merged, inputs)
     tokenprune.patch(merged, "tome", keep=0.3, replace=True)
     end(merged, inputs)
@@ -172,3 +173,28 @@ def test_other_wrappers(wrap: Any) -> None:
 
 def test_what_is_no_model_has_no_patch() -> None:
     assert not tokenprune.is_patched(None) and not tokenprune.is_patched(object())
+
+
+@each(
+    "method, target, saved",
+    [("tome", ".*visual.*qkv", None), ("towerdrop", ".*language_model.*q_proj", ["merger"])],
+)
+def test_an_adapter_that_hides_a_hook_is_refused(method: str, target: str, saved: list[str] | None) -> None:
+    """Hooks of the patch stand on the modules below the adapter, and would see the weights without it."""
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = tokenprune.patch(family.build(), method, keep=0.3), family.make_inputs()
+    plain = end(model, inputs)
+    config = peft.LoraConfig(target_modules=target, modules_to_save=saved, init_lora_weights=False)
+    wrapper = peft.get_peft_model(model, config).eval()
+    for run in (partial(end, wrapper, inputs), lambda: wrapper.generate(**inputs, max_new_tokens=2)):
+        with pytest.raises(UnsupportedSetupError, match=r"visual\..* was replaced .*peft\..*patch it again"):
+            run()
+    features = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
+    with pytest.raises(UnsupportedSetupError, match="patch it again"):
+        model.get_image_features(**features)
+    unloaded = wrapper.unload()
+    if saved is None:  # PEFT leaves a copy in the place of what it trained whole
+        assert torch.equal(end(unloaded, inputs), plain)
+    tokenprune.patch(peft.get_peft_model(model, config).eval(), method, keep=0.3, replace=True)
+    end(model, inputs)
+    assert tokenprune.stats(model).keep_ratio < 0.5

@@ -38,6 +38,32 @@ _KNOWN_LAYERS = {
 BEFORE, AFTER = (ObservedAt.LAYER_BEFORE, ObservedAt.UNROTATED), (ObservedAt.NEXT_LAYER,)
 
 
+# What others put around a module that then runs as before: torch.compile, data parallelism, sharding, checkpointing.
+_AROUND = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+class Places:
+    """The places in a model of the modules that a patch put hooks on: what replaces one later runs without them."""
+
+    def note(self, model: Any, hooked: Iterable[Any]) -> None:
+        """Note where the modules that were `hooked` stand in `model`."""
+        wanted, self._places = {id(module) for module in hooked}, []
+        for path, parent in model.named_modules():
+            for name, module in parent._modules.items():
+                if id(module) in wanted:
+                    self._places.append((parent._modules, name, module, f"{path}.{name}"))
+
+    def check(self) -> None:
+        """Raise UnsupportedSetupError where another module stands in the place of one."""
+        for siblings, name, module, path in self._places:
+            now: Any = siblings[name]
+            if now is not module and not any(getattr(now, one, None) is module for one in _AROUND):
+                raise UnsupportedSetupError(
+                    f"{path} was replaced since the model was patched, as an adapter or a quantizer does: it is a "
+                    f"{type(now).__module__}.{type(now).__name__} now. Unpatch the model, and patch it again after that"
+                )
+
+
 def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:
     """Raise an error of ours for a method that may not act on this family; see `tokenprune.abilities`."""
     for step in steps:

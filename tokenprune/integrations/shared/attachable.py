@@ -20,6 +20,7 @@ class Attachable:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
+        self.hooked: list[Any] = []  # modules, while attached
 
     def attach(self) -> None:
         """Install all hooks; on any error those already installed are removed again."""
@@ -31,6 +32,7 @@ class Attachable:
 
     def detach(self) -> None:
         """Remove everything that `attach` installed, in reverse; nothing where that was done already."""
+        self.hooked.clear()
         while self._undo:
             self._undo.pop()()
 
@@ -58,11 +60,13 @@ class Attachable:
 
             function = partial(run_eagerly, function)
         self._undo.append(register(function, **options).remove)
+        self.hooked.append(getattr(register, "__self__", None))
 
     def attach_part(self, part: Any) -> None:
         """Attach something that has `attach` and `detach` itself."""
         part.attach()
         self._undo.append(part.detach)
+        self.hooked += getattr(part, "hooked", ())
 
     def wrap(self, module: nn.Module, name: str, make: Callable[[Any], Any]) -> None:
         """Put `make(method)` in place of the method `name` of the instance `module`. Several parts may wrap the same

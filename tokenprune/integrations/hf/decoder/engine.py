@@ -21,7 +21,7 @@ from torch import nn
 
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import needs_masks_alone
-from tokenprune.integrations.hf.checks import check_call
+from tokenprune.integrations.hf.checks import Places, check_call
 from tokenprune.integrations.hf.decoder.entry import cut_entry, prepare
 from tokenprune.integrations.hf.decoder.planner import Planner
 from tokenprune.integrations.hf.decoder.pruning import apply, choose
@@ -70,7 +70,7 @@ class Engine(Attachable):
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
-        self._stats = Stats()
+        self._stats, self._places = Stats(), Places()
         self._static = self.part(StaticSteps)
         self._reads_text = adapter.family.runs_of_tiles or any(part.reads_text for part in self.parts)
         self._before_decoder = acting(part.before_decoder for part in self.parts)
@@ -112,7 +112,7 @@ class Engine(Attachable):
         for part in self.parts:
             part.current = self._call
             self.attach_part(part)
-        self.attach_part(EncoderHook(self.adapter, self.parts, self._call, self._match_features))
+        self.attach_part(EncoderHook(self.adapter, self.parts, self._call, self._match_features, self._places.check))
         hook(base.register_forward_pre_hook, self._enter_base)
         hook(decoder.register_forward_pre_hook, in_call(self._enter_decoder))
         # The base may be the decoder itself: it is entered first, and left last.
@@ -123,6 +123,7 @@ class Engine(Attachable):
             hook(layer.register_forward_pre_hook, partial(self._meet_layer, index))
             if extras:
                 hook(layer.register_forward_hook, in_call(partial(self._leave_layer, index)))
+        self._places.note(self.model, self.hooked)
 
     # -- the stack of calls of this thread
 
@@ -146,6 +147,8 @@ class Engine(Attachable):
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
         images = encoded or [name for name in given if name.startswith("pixel_values")]
+        if images:
+            self._places.check()
         if images and given & {"input_ids", "inputs_embeds"}:
             # Before the tower is launched: whoever asks the device now finds it idle.
             self._read_to_host(call)

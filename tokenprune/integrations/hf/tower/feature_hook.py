@@ -19,7 +19,6 @@ from tokenprune.integrations.shared.eager import run_eagerly
 
 MODALITIES = ("image", "video")
 _thread = threading.local()
-Encoder = Callable[[dict[str, Any]], Any]
 
 
 class FeatureRecorder:
@@ -29,7 +28,7 @@ class FeatureRecorder:
     A class, not a closure, so that a deep copy of the model gets a recorder of its own.
     """
 
-    def __init__(self, original: Callable, encode: Callable[[dict[str, Any], Encoder], Any]) -> None:
+    def __init__(self, original: Callable, encode: Callable[[dict[str, Any], Encode], Any]) -> None:
         self.original, self.encode = original, encode
         # generate() reads the signature to know which of its arguments to hand over.
         self.__signature__ = inspect.signature(original)
@@ -48,8 +47,9 @@ class FeatureRecorder:
         note = getattr(self.original, "note", None)
         return output if note is None else note(output, args, kwargs)
 
-    def _run(self, args: tuple, kwargs: dict[str, Any], changed: dict[str, Any]) -> Any:
-        """Call the original, with some arguments `changed` that may have come by place or by name."""
+    def _run(self, args: tuple, kwargs: dict[str, Any], encoding: Encoding) -> Any:
+        """Call the original with the arguments of `encoding`, which may have come by place or by name."""
+        changed = encoding.arguments
         placed = [changed.get(name, value) for name, value in zip(self._names, args, strict=False)]
         named = kwargs | {name: value for name, value in changed.items() if name in kwargs}
         _thread.encoding = True
@@ -60,7 +60,7 @@ class FeatureRecorder:
 
     def adopt(self, output: Any, arguments: dict[str, Any]) -> Any:
         """Return `output`, which another model of the same weights made of `arguments`, noted like one of its own."""
-        return self.encode(arguments, lambda changed: output)
+        return self.encode(arguments, lambda encoding: output)
 
 
 class EncoderHook(Attachable):
@@ -68,15 +68,15 @@ class EncoderHook(Attachable):
     `generate` hands them to a later forward.
 
     parts: of the patch. current: returns the `Call` that this thread is in. receive: gets a call, a modality and the
-    output that belongs to them.
+    output that belongs to them. check: raises where the model is not as it was patched; every call did so already.
     """
 
     def __init__(
         self, adapter: Adapter, parts: Sequence[Part], current: Callable[[], Call | None],
-        receive: Callable[[Call, str, Any], None],
+        receive: Callable[[Call, str, Any], None], check: Callable[[], None],
     ) -> None:  # fmt: skip
         super().__init__()
-        self.adapter, self.current, self.receive = adapter, current, receive
+        self.adapter, self.current, self.receive, self.check = adapter, current, receive, check
         self._around = acting(part.around_encode for part in parts)
 
     def _attach(self) -> None:
@@ -86,15 +86,16 @@ class EncoderHook(Attachable):
             if getattr(base, name, None) is not None and modality in self.adapter.placeholders:
                 self.wrap(base, name, partial(FeatureRecorder, encode=partial(self._encode, modality)))
 
-    def _encode(self, modality: str, arguments: dict[str, Any], original: Encoder) -> Any:
-        """Return the output for `arguments`, which `original` makes of them."""
-        if (call := self.current()) is not None:
+    def _encode(self, modality: str, arguments: dict[str, Any], encode: Encode) -> Any:
+        """Return the output for `arguments`, which `encode` makes of them."""
+        if (call := self.current()) is None:
+            self.check()
+        else:
             modality = self.adapter.modality(modality, arguments, call.arguments)
         host_args = self.adapter.on_host(modality, arguments)
         frames = self.adapter.video_frames(host_args) if modality == "video" else None
         if 0 in (frames or ()):
             raise UnsupportedSetupError("a video of this call has no frames: leave it out, or pass its frames")
-        encode: Encode = partial(_run, original)
         for around in self._around:
             encode = partial(around, encode)
         output = encode(Encoding(modality, arguments, host_args))
@@ -103,7 +104,3 @@ class EncoderHook(Attachable):
         if call is not None:
             self.receive(call, modality, output)
         return output
-
-
-def _run(original: Encoder, encoding: Encoding) -> Any:
-    return original(encoding.arguments)

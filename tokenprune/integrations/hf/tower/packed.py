@@ -126,12 +126,6 @@ class PackedTowerPatch(PackedMerger, PackedTower, TowerPatch):
         self._check_attention()  # it may have been changed after the patch
         return self.begin(grids, order(), device)
 
-    def unseen(self, index: int) -> str:
-        return (
-            f"{self.method.name}: block {index} of the tower showed no keys: its projections were replaced since the "
-            "patch, as an adapter is when it is merged; unpatch, and patch again"
-        )
-
     # -- after the tower
 
     def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor] | None:
