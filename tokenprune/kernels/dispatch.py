@@ -109,11 +109,13 @@ class Operation:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         if not has_triton():
             return "Triton is not installed (pip install triton)"
-        if not all(tensor.is_cuda for tensor in tensors) and os.environ.get("TRITON_INTERPRET") != "1":
+        devices = {tensor.device for tensor in tensors}
+        on_gpu = [device for device in devices if device.type == "cuda"]
+        if len(on_gpu) < len(devices) and os.environ.get("TRITON_INTERPRET") != "1":
             return "not all tensors are on a GPU (on CPU, kernels need a process started with TRITON_INTERPRET=1)"
-        if any(tensor.is_cuda and _is_old(tensor.device) for tensor in tensors):
+        if True in map(_is_old, on_gpu):
             return "this GPU is older than Triton supports (compute capability 8.0)"
-        if len({tensor.device for tensor in tensors if tensor.is_cuda}) > 1:
+        if len(on_gpu) > 1:
             return "its tensors are on several devices"
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return "gradients are wanted, which kernels do not have (use torch.no_grad)"

@@ -123,7 +123,7 @@ def test_memory_that_no_kernel_wrote_is_seen(kernel_device: torch.device) -> Non
 class OnGPU(Tensor):
     """A tensor that says it is on a GPU."""
 
-    is_cuda = True
+    is_cuda, device = True, torch.device("cuda", 0)
 
 
 class OnSecondGPU(OnGPU):
@@ -137,6 +137,7 @@ def test_gpu_tensors_take_the_kernel(
     monkeypatch.delenv("TOKENPRUNE_KERNELS", raising=False)
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     dispatch._is_old.cache_clear()
     x = torch.ones(2).as_subclass(OnGPU)
     try:
