@@ -26,12 +26,19 @@ _CANCELLED = 2.0**-40
 _TINY = 1e-12
 
 
+def finite(x: Tensor) -> Tensor:
+    """Return bool, True where all of the last axis is finite."""
+    return x.abs().amax(-1) < torch.inf
+
+
 def unit(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """float32, of length 1 along the last axis; zeros where there is nothing to point at, or a mask (bool, an axis
     less) is False."""
     x = x.float()
     length = x.norm(dim=-1, keepdim=True)  # not finite where an entry is not
-    real = length.isfinite() if mask is None else length.isfinite() & mask.unsqueeze(-1)
+    real = length < torch.inf
+    if mask is not None:
+        real = real & mask.unsqueeze(-1)
     return (x / length.clamp(min=_TINY)).masked_fill_(~real, 0)
 
 
@@ -46,10 +53,12 @@ def distances(a: Tensor, b: Tensor) -> Tensor:
     By products in float64, which are an order of magnitude faster than differences, of what vectors are beside the
     first of `b`. A squared distance below 2**-40 of the squared lengths is what cancelled: 0, as between equal ones.
     """
-    first = b[:, :1].double()
-    a, b = a.double() - first, b.double() - first
-    both = a.square().sum(2).unsqueeze(2) + b.square().sum(2).unsqueeze(1)
-    squared = torch.baddbmm(both, a, b.transpose(1, 2), alpha=-2)
+    near = b.double()
+    first = near[:, :1]
+    far, near = None if a is b else a.double() - first, near - first
+    own = near.square().sum(2)
+    both = (own if far is None else far.square().sum(2)).unsqueeze(2) + own.unsqueeze(1)
+    squared = torch.baddbmm(both, near if far is None else far, near.transpose(1, 2), alpha=-2)
     return squared.mul_(squared > both.mul_(_CANCELLED)).sqrt_().float()
 
 

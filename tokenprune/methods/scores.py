@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from tokenprune.kernels.coverage import cosines
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.pairs import finite, unit
 from tokenprune.view.tokens import VisualTokens
 
 Centering = bool | Literal["standardised", "tower"]
@@ -34,18 +34,19 @@ def relevance(tokens: VisualTokens) -> torch.Tensor:
     text = tokens.text
     if not text.mask.shape[1]:
         return torch.zeros(tokens.mask.shape, dtype=torch.float32, device=tokens.mask.device)
-    alike = cosines(tokens.hidden, text.hidden, tokens.mask).masked_fill(~text.mask.unsqueeze(1), 0)
+    alike = cosines(tokens.hidden, text.hidden, tokens.mask) * text.mask.unsqueeze(1)
     return alike.sum(2) / text.mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def stretched(score: torch.Tensor, mask: torch.Tensor, above: float = 0.0) -> torch.Tensor:
     """float32 `[S, N]`: `score` less its lowest in each image, plus `above`, divided by its range there; 1 where all
     are alike, 0 for padding."""
-    low = score.masked_fill(~mask, torch.inf).amin(1, keepdim=True)
-    high = score.masked_fill(~mask, -torch.inf).amax(1, keepdim=True)
+    absent = ~mask
+    low = score.masked_fill(absent, torch.inf).amin(1, keepdim=True)
+    high = score.masked_fill(absent, -torch.inf).amax(1, keepdim=True)
     span = high - low
     alike = span <= _ROUNDING * torch.maximum(high.abs(), low.abs())
-    return torch.where(alike, 1.0, (score - low + above) / span.masked_fill(alike, 1)).masked_fill(~mask, 0)
+    return torch.where(alike, 1.0, (score - low + above) / span.masked_fill(alike, 1)).masked_fill(absent, 0)
 
 
 def needs_of(center: Centering) -> frozenset[str]:
@@ -62,7 +63,7 @@ def centred(tokens: VisualTokens, center: Centering) -> tuple[torch.Tensor, torc
     what the vision tower makes of each patch. A token that equals the mean, or is not finite, points nowhere.
     """
     x = (tokens.encoder_features if center == "tower" else tokens.hidden).float()
-    real = (tokens.mask & x.isfinite().all(2)).unsqueeze(2)
+    real = (tokens.mask & finite(x)).unsqueeze(2)
     x, number = x.masked_fill(~real, 0), real.sum(1, keepdim=True).clamp(min=1)
     mean = x.sum(1, keepdim=True) / number
     if center is not True:

@@ -16,7 +16,7 @@ import torch
 
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.coverage import cover
-from tokenprune.kernels.pairs import LEAST, PickedRows, Products, Relation, distances, unit
+from tokenprune.kernels.pairs import LEAST, PickedRows, Products, Relation, distances, finite, unit
 from tokenprune.kernels.picks import Picks
 from tokenprune.ops.temporal import density_peaks
 
@@ -50,8 +50,11 @@ def peaks(
     x: Tensor, mask: Tensor, number: Tensor, most: int, neighbours: int = _NEIGHBOURS, capped: bool = True
 ) -> Tensor:
     """bool `[R, N]`: see `density_peaks`; a few rows at a time."""
-    parts = in_parts(len(x), x.shape[1] ** 2)
-    return torch.cat([density_peaks(x[r], mask[r], number[r], neighbours, most, capped) for r in parts])
+
+    def of(x: Tensor, mask: Tensor, number: Tensor) -> Tensor:
+        return density_peaks(x, mask, number, neighbours, most, capped)
+
+    return by_rows(of, x.shape[1] ** 2, x, mask, number)
 
 
 def nearest(x: Tensor, mask: Tensor, centres: Tensor, most: int) -> Tensor:
@@ -60,7 +63,7 @@ def nearest(x: Tensor, mask: Tensor, centres: Tensor, most: int) -> Tensor:
 
     x: `[R, N, D]`; mask, centres: bool `[R, N]`; most: at least the largest number of centres.
     """
-    x = x.float().masked_fill(~x.isfinite().all(-1, keepdim=True), 0)
+    x = x.float().masked_fill(~finite(x).unsqueeze(-1), 0)
     place = partition(centres)[:, : max(1, most)]
     allowed = centres.gather(1, place)
     found = torch.empty_like(mask, dtype=torch.long)
@@ -129,7 +132,7 @@ def roots(parent: Tensor, steps: int) -> Tensor:
 def by_rows(of: Callable[..., Tensor], entries: int, *given: Tensor) -> Tensor:
     """Return `of(*given)`, computed a few rows at a time; entries: of the matrix that each row needs."""
     parts = [of(*(one[rows] for one in given)) for rows in in_parts(len(given[0]), entries)]
-    return torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def components(near: Tensor, threshold: float | None = None) -> Tensor:

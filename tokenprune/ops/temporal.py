@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.kernels.pairs import distances, unit
+from tokenprune.kernels.pairs import distances, finite, unit
 from tokenprune.kernels.take import top_mask
 
 if TYPE_CHECKING:
@@ -196,24 +196,25 @@ def density_peaks(x: Tensor, mask: Tensor, number: Tensor, neighbours: int, most
     capped: a density counts no more neighbours than there are centres.
     """
     count = x.shape[1]
-    usable = mask & x.isfinite().all(-1)
-    points = x.float().masked_fill(~usable.unsqueeze(-1), 0)
+    usable = mask & finite(x)
+    barred = ~usable
+    points = x.float().masked_fill(barred.unsqueeze(-1), 0)
     distance = distances(points, points) / x.shape[-1] ** 0.5
-    pairs = usable.unsqueeze(1) & usable.unsqueeze(2)
-    distance = distance.masked_fill(~pairs, torch.inf)
+    apart = barred.unsqueeze(1) | barred.unsqueeze(2)
+    distance = distance.masked_fill(apart, torch.inf)
     near = distance.topk(min(neighbours, count), dim=2, largest=False).values.square()
-    known = torch.isfinite(near)
+    known = near < torch.inf
     if capped:
         known &= torch.arange(near.shape[2], device=x.device) < number.clamp(min=1)[:, None, None]
     # The logarithm: densities of tokens that are far from all others would all round to 0.
-    density = -(near.masked_fill(~known, 0).sum(2) / known.sum(2).clamp(min=1)).masked_fill(~usable, torch.inf)
+    density = -(near.masked_fill(~known, 0).sum(2) / known.sum(2).clamp(min=1)).masked_fill(barred, torch.inf)
     order = density.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    denser = pairs & (order.unsqueeze(1) < order.unsqueeze(2))
-    peak = distance.masked_fill(~denser, torch.inf).amin(2)
-    farthest = distance.masked_fill(~pairs, -torch.inf).amax(2)
-    peak = torch.where(denser.any(2), peak, farthest)
+    # Where a distance is infinite already, or the other token is no denser.
+    peak = distance.masked_fill(order.unsqueeze(1) >= order.unsqueeze(2), torch.inf).amin(2)
+    farthest = distance.masked_fill(apart, -torch.inf).amax(2)
+    peak = torch.where(peak < torch.inf, peak, farthest)
     score = (density + peak.log()).clamp(min=torch.finfo(torch.float32).min)
-    return top_mask(score.masked_fill(~usable, -torch.inf), mask, number, most)
+    return top_mask(score.masked_fill(barred, -torch.inf), mask, number, most)
 
 
 def _steps(similarity: Tensor, frames: Tensor) -> Tensor:

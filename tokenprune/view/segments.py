@@ -66,7 +66,11 @@ class Segments:
 
     def places(self, width: int) -> Tensor:
         """Return long `[S, N]`, places of the tokens in rows of `width` tokens, laid end to end."""
-        return self.recent.get(("places", width), lambda: self.position + self.row_index * width)
+        return self.recent.get(("places", width), lambda: self.position + self.row_starts(width))
+
+    def row_starts(self, width: int) -> Tensor:
+        """Return long `[S, 1]`, the place of the first token of each segment's row among such rows."""
+        return self.recent.get(("starts", width), lambda: self.row_index * width)
 
     @cached_property
     def row_index(self) -> Tensor:

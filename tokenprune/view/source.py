@@ -100,7 +100,7 @@ class TokenSource:
         place = next((place for given, of_width, place in known if given is position and of_width == width), None)
         if place is None:
             own = (slots := self.slots(position, segments)) is segments.position
-            place = segments.places(width) if own else slots + segments.row_index * width
+            place = segments.places(width) if own else slots + segments.row_starts(width)
             known.append((position, width, place))
         # Taking whole rows is much faster than indexing with two tensors.
         found: Tensor = values.flatten(0, 1).index_select(0, place.flatten()).unflatten(0, place.shape)

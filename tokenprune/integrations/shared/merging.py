@@ -55,9 +55,6 @@ class Merger(TowerReducer):
         tower = self.shape if count == self.shape.tokens else self.shape.of(count)
         return self.method.plan(self.budget, tower)
 
-    def unseen(self, index: int) -> str:
-        return f"{self.method.name}: block {index} of the tower showed no attention keys"
-
 
 class RowMerger(Merger):
     """Merges in a tower whose images have rows of their own. It is shown keys `[B, H, n, Dh]`.

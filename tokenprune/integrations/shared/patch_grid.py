@@ -12,7 +12,7 @@ import torch
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.families import Family, family_of_config
 from tokenprune.integrations.shared.packed_features import PackedFeatures
-from tokenprune.ops.transfer import to_device
+from tokenprune.ops.transfer import Recent, to_device
 from tokenprune.view.segments import square_grid
 
 if TYPE_CHECKING:
@@ -101,11 +101,18 @@ def place(
     return placed
 
 
+_CELLS = Recent()
+
+
 def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.device) -> Tensor:
     """long `[tiles * height * width, 6]`."""
-    axes = [torch.arange(n, device=device) for n in (tiles, height, width)]
-    cells = torch.cartesian_prod(*axes).view(-1, 3)
-    return torch.cat([cells, to_device([height, width, size], device).expand(len(cells), 3)], dim=1)
+
+    def make() -> Tensor:
+        axes = [torch.arange(n, device=device) for n in (tiles, height, width)]
+        cells = torch.cartesian_prod(*axes).view(-1, 3)
+        return torch.cat([cells, to_device([height, width, size], device).expand(len(cells), 3)], dim=1)
+
+    return _CELLS.get((tiles, height, width, size, device), make)
 
 
 def _no_patch(cells: Tensor) -> Tensor:

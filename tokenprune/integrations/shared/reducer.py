@@ -185,7 +185,7 @@ class TowerReducer(Attachable):
         if run is None or (match := run.plan[index]) is None:
             return None
         if run.keys is None:
-            raise UnsupportedSetupError(self.unseen(index))
+            raise UnsupportedSetupError(f"block {index} of the vision tower showed no attention keys to merge by")
         with torch.no_grad():
             merge = self.find(match, run.keys, run)
         run.keys = None
@@ -193,10 +193,6 @@ class TowerReducer(Attachable):
             return None
         run.merged = run.apply(merge, args[0])
         return (run.merged, *args[1:]), kwargs
-
-    def unseen(self, index: int) -> str:
-        """Return why a block showed no keys."""
-        raise NotImplementedError
 
     def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
         """Return the merge of the block that runs, and of which `keys` were noted."""

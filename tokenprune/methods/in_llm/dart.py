@@ -10,7 +10,7 @@ from annotated_types import Ge
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.match import cosines
-from tokenprune.kernels.take import take_in_turn
+from tokenprune.kernels.take import take_in_turn, top_mask
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
 
@@ -59,24 +59,20 @@ class Dart(Pruner):
         kept, pivots, exists = self._pivots(tokens)
         # How many tokens each pivot adds: an even share of what the image pivots leave, the remainder to the first
         # ones.
-        left = tokens.budget - kept.sum(1)
-        number = exists.sum(1).clamp(min=1)
-        share = left.div(number, rounding_mode="floor")[:, None] + (exists.cumsum(1) <= (left % number)[:, None])
+        left, turn = (tokens.budget - kept.sum(1))[:, None], exists.cumsum(1)
+        number = turn[:, -1:].clamp(min=1)
+        share = (left + number - turn).div(number, rounding_mode="floor") * exists
         similarity = cosines(tokens.normed, pivots)  # [S, N, P]
-        pool = tokens.mask & ~kept
-        added = take_in_turn(-similarity.transpose(1, 2), pool, share.masked_fill(~exists, 0), max(tokens.keep))
+        added = take_in_turn(-similarity.transpose(1, 2), tokens.mask ^ kept, share, max(tokens.keep))
         return Selection(kept | added, counts=tokens.keep)
 
     def _pivots(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the image pivots (bool `[S, N]`), and all pivots' states `[S, P, D]` with which of them exist (`[S,
         P]`)."""
-        image_norm = torch.linalg.vector_norm(tokens.keys, ord=1, dim=-1, dtype=torch.float32).masked_fill(
-            ~tokens.mask, -1
-        )
-        order = image_norm.argsort(dim=1, descending=True, stable=True)[:, : self.pivot_image]
-        place = torch.arange(order.shape[1], device=order.device)
-        exists = (place < tokens.budget[:, None]) & tokens.mask.gather(1, order)
-        kept = torch.zeros_like(tokens.mask).scatter(1, order, exists)
+        image_norm = torch.linalg.vector_norm(tokens.keys, ord=1, dim=-1, dtype=torch.float32)
+        kept = top_mask(image_norm, tokens.mask, tokens.budget.clamp(max=self.pivot_image), self.pivot_image)
+        order = image_norm.masked_fill(~kept, -1).argsort(dim=1, descending=True, stable=True)[:, : self.pivot_image]
+        exists = kept.gather(1, order)
         states = tokens.normed.gather(1, order.unsqueeze(-1).expand(-1, -1, tokens.normed.shape[-1]))
         if self.pivot_text == 0:
             return kept, states, exists

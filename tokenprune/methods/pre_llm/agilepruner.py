@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.coverage import alike
-from tokenprune.kernels.pairs import Relation
+from tokenprune.kernels.pairs import Relation, finite
 from tokenprune.kernels.take import rank_in_group, settle
 from tokenprune.methods.scores import saliency
 from tokenprune.ops.clusters import by_rows
@@ -65,7 +65,7 @@ class AgilePruner(Pruner):
 def effective_rank(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """float32 `[S]`: exp of the entropy of the singular values of the tokens `[S, N, D]` of `mask`, as shares of their
     sum; from 1 to the rank. A token with NaN is left out. Waits for the device."""
-    x = x.double().masked_fill(~(mask & x.isfinite().all(2)).unsqueeze(2), 0)
+    x = x.double().masked_fill(~(mask & finite(x)).unsqueeze(2), 0)
     short = x if x.shape[1] <= x.shape[2] else x.transpose(1, 2)
     values = torch.linalg.eigvalsh(short @ short.transpose(1, 2)).clamp(min=0).sqrt()
     share = values / values.sum(1, keepdim=True).clamp(min=1e-300)

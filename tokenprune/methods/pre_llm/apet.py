@@ -13,6 +13,7 @@ from tokenprune.base import Method, Pruner, Selection, Site
 from tokenprune.budget import Budget
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
+from tokenprune.kernels.pairs import finite
 from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.take import top_mask
 from tokenprune.ops.transfer import to_device
@@ -72,7 +73,7 @@ class ApET(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         most, mask = max(tokens.keep), tokens.mask
         x = (tokens.encoder_features if self.features == "tower" else tokens.hidden).float()
-        x = x.masked_fill(~(mask & x.isfinite().all(2)).unsqueeze(2), 0)
+        x = x.masked_fill(~(mask & finite(x)).unsqueeze(2), 0)
         number = [min(self.basis, keep - 1) for keep in tokens.keep]
         basis, real = farthest_points(x, mask, number)
         error = approximation_error(x, gather_tokens(x, basis, 1).masked_fill(~real.unsqueeze(2), 0))

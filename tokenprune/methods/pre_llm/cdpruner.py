@@ -61,9 +61,11 @@ class CDPruner(Pruner):
         return needs_of(self.center)
 
     def select(self, tokens: VisualTokens) -> Selection:
-        weight, x = tokens.mask.float(), tokens.hidden
+        x = tokens.hidden
         if self.theta > 0:
             weight = stretched(self.sign * relevance(tokens), tokens.mask, above=_LOWEST)
+        else:
+            weight = tokens.mask.float()
         if 0 < self.theta < 1:
             # Less 1, which changes all by one factor, so that none is too large.
             weight = ((weight - 1) * (self.theta / (2 - 2 * self.theta))).exp()

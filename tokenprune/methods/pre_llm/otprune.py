@@ -9,6 +9,7 @@ from annotated_types import Gt
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.dpp import greedy_dpp
+from tokenprune.kernels.pairs import finite
 from tokenprune.ops.clusters import by_rows
 from tokenprune.registry import register
 from tokenprune.view.tokens import VisualTokens
@@ -51,7 +52,7 @@ def in_common(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.
     """Return two float32 `[S, N, n]`, n the less of N and D, whose products of all pairs are V V^T V V^T; V are the
     tokens `[S, N, D]` with each feature divided by its length over those of `mask`. A token with NaN, and padding, is
     0."""
-    real = mask & x.isfinite().all(2)
+    real = mask & finite(x)
     v = x.float().masked_fill(~real.unsqueeze(2), 0)
     v = v / v.norm(dim=1, keepdim=True).clamp(min=1e-12)
     if v.shape[2] < v.shape[1]:
