@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from tokenprune.view.observable import Backend
 from tokenprune.view.registry import find_observable
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
+COMPARISON = FOLDER.parent.parent / "bench/tokenprune_bench/tuning/for_comparison.json"
 FAMILIES = FOLDER.parent / "families.md"
 SITES = {
     "PRE_ENCODER": "on pixels, before the vision tower",
@@ -95,21 +97,45 @@ def pages() -> list[Path]:
 
 
 def index() -> str:
-    """Return the figure and the table of all methods, in the order in which data meets them."""
-    lines = ["![Each method at its site](../images/sites-methods.svg)", ""]
-    lines += [
-        "| method | acts | query-aware | prefix-cache-safe | merges | in a CUDA graph | what it does | source |",
-        "|---" * 8 + "|",
+    """Return the figure and the table of methods, in the order in which data meets them, but for `comparison`."""
+    names = set(tokenprune.available_methods()) - _behind().keys()
+    return "\n".join(["![Each method at its site](../images/sites-methods.svg)", "", *_methods(names)])
+
+
+def comparison() -> str:
+    """Return the table of the methods that our models did not show to be better than the baselines, and what they
+    showed."""
+    lines = [*_methods(_behind()), "", "| method | shown to beat |", "|---|---|"]
+    return "\n".join(lines + _grouped(_behind().items()))
+
+
+def _behind() -> dict[str, str]:
+    made: dict[str, str] = json.loads(COMPARISON.read_text())["methods"]
+    return made
+
+
+def _methods(names: Iterable[str]) -> list[str]:
+    """Return the lines of a table of methods."""
+    infos = sorted(map(tokenprune.method_info, names), key=lambda info: (info.site.order, info.name))
+    titles = [
+        "method",
+        "acts",
+        "query-aware",
+        "prefix-cache-safe",
+        "merges",
+        "in a CUDA graph",
+        "what it does",
+        "source",
     ]
-    infos = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
-    for info in sorted(infos, key=lambda info: (info.site.order, info.name)):
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for info in infos:
         summary = cell(info.summary.split(". ")[0].rstrip("."))
         lines.append(
             f"| [`{info.name}`]({info.name}.md) | {SITES[info.site]} | {YES[info.query_aware]} "
             f"| {YES[info.prefix_cache_safe]} | {YES[info.merges]} | {YES[info.capturable]} | {summary} "
             f"| {cell(info.source)} |"
         )
-    return "\n".join(lines)
+    return lines
 
 
 def observables() -> str:

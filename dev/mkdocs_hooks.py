@@ -61,6 +61,7 @@ PAGES = {
 }
 MADE: dict[str, Callable[[], str]] = {
     "index": docs.index,
+    "comparison": docs.comparison,
     "observables": docs.observables,
     "served": docs.served,
     "not-served": docs.not_served,

@@ -3,7 +3,7 @@
 
     python experiments/all_methods.py ask --questions 16                       # go on where an earlier run stopped
     python experiments/all_methods.py ask --methods fastv,divprune --questions 2 --out trial.jsonl
-    python experiments/all_methods.py page                                    # rewrite docs/all-methods.md
+    python experiments/all_methods.py page                                    # rewrite the page, for_comparison.json
 
 Every method gets, for each target, the setting in which it spends that share of the visual tokens, averaged over the
 decoder's layers (tokenprune bench --equal-cost); one that has none is written down with the reason. Each row of the
@@ -12,6 +12,7 @@ file is written when it is done, and no row that is there is asked again: to ask
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from tokenprune_bench.cli.common import show_progress
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.lines import Lines, read_lines
 from tokenprune_bench.profiling.model import load
+from tokenprune_bench.recommend.advice import advice
 from tokenprune_bench.results import UNPATCHED, Results, read_records, summarise
 from tokenprune_bench.significance import LEVEL, better_p, holm, interleaved, pooled_interval
 from tokenprune_bench.suite import Bench, BenchPlan
@@ -36,6 +38,8 @@ from tokenprune_bench.suite import Bench, BenchPlan
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "experiments/results"
 PAGE = ROOT / "docs/all-methods.md"
+ENOUGH = 3  # settings, below which nothing is said of a method as a whole
+COMPARISON = ROOT / "bench/tokenprune_bench/tuning/for_comparison.json"
 BASELINES = {"random": "rnd", "uniform": "uni", "downsample": "down"}
 MODELS = ("demo_smol", "demo_qwen")  # that the page shows
 # The published budget, of 576 tokens, that comes nearest to a target; at 0.5 nothing is published.
@@ -138,12 +142,40 @@ def ask(
 
 @app.command()
 def page(check: Annotated[bool, typer.Option("--check", help="Exit with 1 where it is not current.")] = False) -> None:
-    """Rewrite the generated part of docs/all-methods.md."""
-    before = PAGE.read_text()
-    text = written(before)
+    """Rewrite the generated part of docs/all-methods.md, and for_comparison.json."""
+    made = {PAGE: written(PAGE.read_text()), COMPARISON: for_comparison()}
     if check:
-        raise typer.Exit(int(text != before))
-    PAGE.write_text(text)
+        raise typer.Exit(int(any(path.read_text() != text for path, text in made.items())))
+    for path, text in made.items():
+        path.write_text(text)
+
+
+def for_comparison() -> str:
+    """Return the file that names the methods which, at no target of our models, were shown to beat both `random` and
+    `uniform`, and how often each beat either. What the table of advice names for another reason, its speed, is not
+    among them."""
+    advised = {one.method for one in advice().values()}
+    paths = [path for path in map(results_file, MODELS) if path.exists()]
+    beaten: dict[str, list[set[str]]] = {}
+    for path in paths:
+        records = read_records(path)
+        results = summarise(records)
+        names = list(dict.fromkeys(row.method for row in results.rows[1:]))
+        for at in finished_targets(records):
+            for name, marks in marks_at(results, names, at).items():
+                if name not in BASELINES and (name, at) in results.answers:
+                    beaten.setdefault(name, []).append(set(BASELINES.values()) - set(marks))
+    why = {
+        name: f"random at {_times('rnd', of)}, uniform at {_times('uni', of)} of {len(of)} settings"
+        for name, of in sorted(beaten.items())
+        if name not in advised and len(of) >= ENOUGH and not any({"rnd", "uni"} <= one for one in of)
+    }
+    made = {"made_by": "python experiments/all_methods.py page", "models": list(MODELS), "methods": why}
+    return json.dumps(made, indent=1) + "\n"
+
+
+def _times(mark: str, beaten: Sequence[set[str]]) -> int:
+    return sum(mark in one for one in beaten)
 
 
 def written(text: str) -> str:

@@ -60,7 +60,13 @@ def tune(
     max_kind_drop: Annotated[
         str | None, typer.Option(help="The same as --max-drop for each kind of question, without a confidence.")
     ] = None,
-    methods: Annotated[str, typer.Option(help=f"{METHODS_HELP}; default: all.", autocompletion=complete_methods)] = "",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help=f"{METHODS_HELP}; default: all but those for comparison (docs/methods).",
+            autocompletion=complete_methods,
+        ),
+    ] = "",
     keep: Annotated[
         str, typer.Option(help="Comma-separated: shares such as 0.25, or whole numbers of tokens per image.")
     ] = "0.75,0.5,0.33,0.25,0.15",

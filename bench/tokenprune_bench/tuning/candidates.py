@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
 
 from tokenprune.base import Site
 from tokenprune.errors import OptionError
@@ -26,15 +29,25 @@ def unfit(candidate: Setting, videos: bool) -> str | None:
     return None
 
 
+@cache
+def for_comparison() -> dict[str, str]:
+    """Return the methods that our models did not show to beat both `random` and `uniform` anywhere, and what was seen
+    instead; a tuner tries them where they are named."""
+    made = json.loads((Path(__file__).parent / "for_comparison.json").read_text(encoding="utf-8"))
+    methods: dict[str, str] = made["methods"]
+    return methods
+
+
 def grid(methods: Iterable[str | Setting] = (), keeps: Sequence[float | int] = KEEPS) -> list[Setting]:
-    """Return a candidate for each method, or stack, and keep; no methods: all that are registered.
+    """Return a candidate for each method, or stack, and keep; no methods: all that are registered, but for those
+    `for_comparison`.
 
     Raises what `Setting.steps` raises for a setting that cannot be built.
     """
     if not keeps:
         raise OptionError("the tuner needs at least one keep")
     made = []
-    for method in tuple(methods) or available_methods():
+    for method in tuple(methods) or [name for name in available_methods() if name not in for_comparison()]:
         setting = method if isinstance(method, Setting) else Setting.from_spec(method)
         made += [setting.with_keep(keep).filled({}, seed=SEED) for keep in keeps]
     for candidate in made:
@@ -42,4 +55,4 @@ def grid(methods: Iterable[str | Setting] = (), keeps: Sequence[float | int] = K
     return list(dict.fromkeys(made))
 
 
-__all__ = ["KEEPS", "grid", "unfit"]
+__all__ = ["KEEPS", "for_comparison", "grid", "unfit"]

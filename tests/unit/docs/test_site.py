@@ -207,7 +207,8 @@ def test_methods_are_described_where_torch_is_not_installed() -> None:
     code = (
         "import sys; sys.modules['torch'] = type(sys)('torch'); sys.path.insert(0, 'dev'); import docs, figure_sites; "
     )
-    code += "made = docs.index() + docs.observables() + ''.join(docs.head(page.stem) for page in docs.pages())"
+    code += "made = docs.index() + docs.comparison() + docs.observables(); "
+    code += "made += ''.join(docs.head(page.stem) for page in docs.pages())"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 

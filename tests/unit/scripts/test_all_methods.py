@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
+import tokenprune
+from tokenprune_bench.recommend.advice import advice
 from tokenprune_bench.results import read_records
+from tokenprune_bench.tuning.candidates import for_comparison, grid
 
 ROOT = Path(__file__).parents[3]
 
@@ -158,3 +161,30 @@ def test_equals_share_the_better_rank(script: Any) -> None:
 def test_the_page_is_current(script: Any) -> None:
     text = script.PAGE.read_text()
     assert script.written(text) == text, "run python experiments/all_methods.py page"
+
+
+def test_methods_for_comparison_are_the_ones_that_the_rows_say(script: Any) -> None:
+    """`python experiments/all_methods.py page` would change nothing; what is advised is not among them."""
+    assert script.COMPARISON.read_text() == script.for_comparison(), "run python experiments/all_methods.py page"
+    named = for_comparison()
+    assert named and not named.keys() & {one.method for one in advice().values()}
+    tried = {method.name for one in grid(keeps=[0.5]) for method in one.methods}
+    assert tried == set(tokenprune.available_methods()) - named.keys()
+    (asked,) = grid(["fastv"], [0.5])
+    assert "fastv" in named and [method.name for method in asked.methods] == ["fastv"]
+
+
+def test_a_method_that_beats_both_at_one_budget_is_not_for_comparison(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = {"fastv": [["rnd", "uni"], ["uni"], ["rnd"]], "vscan": [["rnd", "uni"], ["down"], ["rnd", "uni"]]}
+    rows = [SimpleNamespace(method="unpatched")] + [SimpleNamespace(method=name) for name in marks]
+    results = SimpleNamespace(rows=rows, answers={(name, place) for name in marks for place in range(3)})
+    monkeypatch.setattr(script, "MODELS", ("demo_smol",))
+    monkeypatch.setattr(script, "read_records", lambda path: [])
+    monkeypatch.setattr(script, "summarise", lambda records: results)
+    monkeypatch.setattr(script, "finished_targets", lambda records: [0, 1, 2])
+    monkeypatch.setattr(
+        script, "marks_at", lambda results, names, target: {name: marks[name][target] for name in names}
+    )
+    assert json.loads(script.for_comparison())["methods"] == {"fastv": "random at 1, uniform at 1 of 3 settings"}
