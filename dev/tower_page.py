@@ -130,7 +130,7 @@ def processor() -> str:
     note = (
         f"Shares at {middle} megapixels; x: Qwen2.5-VL's time, with decoding. The methods, at keep 0.25, resize once, "
         f"by Pillow. Without the units that a choice by pixels drops it would be x{free:.2f} if choosing were free, "
-        f"x{chosen:.2f} with `detail` chosen here, so the processor makes all. By "
+        f"x{chosen:.2f} with `detail` chosen here; but the guard and unpatched calls read them. By "
         f"`python experiments/preprocessing.py`; [raw data](../{file})."
     )
     return "\n".join(lines) + f"\n\n{note}"

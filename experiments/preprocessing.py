@@ -52,6 +52,7 @@ QWEN = dict(size={"shortest_edge": 56 * 56, "longest_edge": 16384 * 28 * 28})
 TILES = dict(size={"height": 448, "width": 448}, crop_to_patches=True, min_patches=1, max_patches=12)
 SQUARE = dict(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
 KEEP, EVERY = 0.25, 4
+BLOCK = 256  # units whose steps are taken at once, which fit into the cache
 STEPS = {
     "process_image": "tensor", "resize": "resize", "rescale_and_normalize": "normalise", "rescale": "normalise",
     "normalize": "normalise", "patchify": "patchify", "crop_image_to_patches": "patchify", "center_crop": "patchify",
@@ -82,10 +83,14 @@ class ByDetail(OfSomeUnits):
     """Chooses the units as `towerdrop` does by `score="detail"`."""
 
     def chosen(self, units: torch.Tensor) -> torch.Tensor:
-        one, following = units[:, :-1], units[:, 1:]
-        steps = (one.maximum(following) - one.minimum(following)).float().sum(1)[None]
+        steps = torch.cat([self.steps(some) for some in units.split(BLOCK)])[None].float()
         most = len(units) // EVERY
         return top_mask(steps, torch.ones_like(steps, dtype=torch.bool), torch.tensor([most]), most)[0]
+
+    @staticmethod
+    def steps(units: torch.Tensor) -> torch.Tensor:
+        one, following = units[:, :-1], units[:, 1:]
+        return one.maximum(following).sub_(one.minimum(following)).sum(1, dtype=torch.int32)
 
 
 def with_method(name: str) -> Callable[[], Any]:
