@@ -245,7 +245,7 @@ PAGES = {
     "docs/methods/earlytom.md": {"video-tower": video_tower},
     "docs/methods/pixelprune.md": {"documents": documents},
     "docs/methods/towerdrop.md": {"tower-blocks": tower_page.blocks},
-    "docs/profile.md": {"first-token": tower_page.first_token},
+    "docs/profile.md": {"first-token": tower_page.first_token, "processor": tower_page.processor},
     "docs/sessions.md": {"attend": attend},
     "docs/video-bench.md": {
         "videos": accuracy_pages.videos,

@@ -1,74 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated parts of docs/methods/towerdrop.md, answers right by score and block, and of docs/profile.md, times to the
-first token by where tokens leave."""
+first token by where tokens leave and of what a processor does."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RAW = ROOT / "experiments/results/tower_blocks.jsonl"
-FIRST_TOKEN = ROOT / "experiments/results/cpu/first_token.jsonl"
-SETS = ("photographs", "documents")
+sys.path[:0] = [str(ROOT / "experiments")]
+import rows  # noqa: E402
+
+RESULTS = ROOT / "experiments/results"
+BLOCKS = (RESULTS / "tower_blocks.jsonl", RESULTS / "tower_blocks-demo_smol.jsonl")
+TOKENS = 1024  # of the image in experiments/first_token.py
+FIRST_TOKEN = {
+    RESULTS / "cpu/first_token.jsonl": "Qwen2.5-VL, every width an eighth of the 7 B model's",
+    RESULTS / "cpu/first_token-internvl.jsonl": "InternVL3, four tiles, every width an eighth of the 2 B model's",
+}
+PREPROCESSING = RESULTS / "cpu/preprocessing.jsonl"
+PROCESSORS = {
+    "Qwen2.5-VL": "Qwen2.5-VL", "Qwen2.5-VL, Pillow": "... by Pillow", "Qwen2.5-VL, downsample": "... `downsample`",
+    "Qwen2.5-VL, dynres": "... `dynres`", "InternVL3": "InternVL3", "LLaVA-1.5": "LLaVA-1.5",
+}  # fmt: skip
 AFTER = {"diverse": "divprune", "random": "random"}  # the same rule after the tower
 
 
 def blocks() -> str:
+    """Return the tables of docs/methods/towerdrop.md: answers right by score and block, of each model."""
+    about = (
+        "Right, % of questions, by the block at whose input units leave. After the tower: `divprune`, `random`. "
+        "`downsample` saves what block 0 does. ▼: worse than `divprune` (McNemar's exact test, one-sided, 5 %). By "
+        "`python experiments/tower_blocks.py`."
+    )
+    return "\n\n".join([about, *map(_blocks, BLOCKS)])
+
+
+def _blocks(path: Path) -> str:
     from tokenprune_bench.significance import LEVEL, better_p, wilson
 
-    header, *rows = (json.loads(line) for line in RAW.read_text().splitlines())
-    depth = 1 + max(one.get("layer", 0) for one in rows)
-    parts = []
-    for keep in sorted({one["keep"] for one in rows} - {1.0}):
-        found = {(one.get("score", one["method"]), one.get("layer")): one for one in rows if one["keep"] == keep}
-        scores = list(dict.fromkeys(one["score"] for one in rows if "score" in one))
-        for name in SETS:
-            rival = found["divprune", None][name]
+    header, *records = (json.loads(line) for line in path.read_text().splitlines())
+    found = {(one["keep"], one.get("score", one["method"]), one.get("layer")): one for one in records}
+    layers = range(1 + max(one.get("layer", 0) for one in records))
+    keeps = sorted({keep for keep, *_ in found} - {1.0})
+    whole, parts, asked = found[1.0, "unpatched", None], [], []
+    for name, questions in header["questions"].items():
+        widest = 0.0
 
-            def cell(one: dict[str, Any] | None, name: str = name, rival: str = rival) -> str:
-                if one is None:
-                    return ""
-                right = one[name]
-                low, high = wilson(right.count("1"), len(right))
-                worse = " ▼" if better_p(rival, right) < LEVEL else ""
-                return f"{100 * right.count('1') / len(right):.1f} ({100 * low:.0f}–{100 * high:.0f}){worse}"
+        def cell(keep: float, what: str, layer: int | None, name: str = name) -> str:
+            nonlocal widest
+            if (one := found.get((keep, what, layer))) is None:
+                return ""
+            low, high = wilson(one[name].count("1"), len(one[name]))
+            widest = max(widest, 50 * (high - low))
+            worse = better_p(found[keep, "divprune", None][name], one[name]) < LEVEL
+            return f"{_share(one[name])}{' ▼' if worse else ''}"
 
-            lines = [f"| {name}, keep {keep} | {' | '.join(map(str, range(depth)))} | after |"]
-            lines.append("|---" * (depth + 2) + "|")
-            for score in scores:
-                cells = [cell(found.get((score, at))) for at in range(depth)]
-                lines.append(f"| `{score}` | {' | '.join(cells)} | {cell(found.get((AFTER.get(score, ''), None)))} |")
-            lines.append(f"| `downsample` | {cell(found.get(('downsample', None)))} |{' |' * depth}")
-            parts.append("\n".join(lines))
-    whole = next(one for one in rows if one["method"] == "unpatched")
-    asked = " and ".join(f"{header['questions'][name]} about {header['images']} {name}" for name in SETS)
-    unpatched = " and ".join(f"{100 * whole[name].count('1') / len(whole[name]):.1f}" for name in SETS)
-    setting = (
-        f"{header['model']}, a tower of five blocks; questions: {asked}. Right, % (95 %), by the block at whose input "
-        f"units leave; unpatched {unpatched}. After the tower: `divprune`, `random`. `downsample` saves what block 0 "
-        "does. ▼: worse than `divprune` (McNemar's exact test, one-sided, 5 %)."
-    )
-    source = (
-        "By `python experiments/tower_blocks.py`; raw data: [experiments/results/tower_blocks.jsonl]"
-        "(../../experiments/results/tower_blocks.jsonl)."
-    )
-    return "\n\n".join([setting, *parts, source])
+        titles = [title for keep in keeps for title in (f"keep {keep}: 0", *map(str, layers[1:]), "after")]
+        lines = [f"| {name} | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
+        for score in dict.fromkeys(one["score"] for one in records if "score" in one):
+            after = AFTER.get(score, "")
+            cells = [
+                one for keep in keeps for one in (*(cell(keep, score, at) for at in layers), cell(keep, after, None))
+            ]
+            lines.append(f"| `{score}` | {' | '.join(cells)} |")
+        smaller = (cell(keep, "downsample", None) + " |" * len(layers) for keep in keeps)
+        lines.append(f"| `downsample` | {' | '.join(smaller)} |")
+        parts.append("\n".join(lines))
+        share = f"unpatched {_share(whole[name])} %, 95 %: up to ±{widest:.0f}"
+        asked.append(f"{questions} about {header['images']} {name} ({share})")
+    model, file = header["model"].partition(" ")[0], path.relative_to(ROOT)
+    setting = f"**{model}**, a tower of {len(layers) + 1} blocks; {', '.join(asked)}; [raw data](../../{file})."
+    return "\n\n".join([setting, *parts])
+
+
+def _share(right: str) -> str:
+    return f"{100 * right.count('1') / len(right):.1f}"
 
 
 def first_token() -> str:
-    """Return the table of docs/profile.md: times to the first token by where tokens leave."""
-    header, *rows = (json.loads(line) for line in FIRST_TOKEN.read_text().splitlines())
-    lines = ["| | keep | tokens | seconds | times as fast (least to most) |", "|---|---:|---:|---:|---:|"]
-    for row in rows:
-        times = f"{row['times']:.2f} ({row['least']:.2f}–{row['most']:.2f})"
-        lines.append(f"| {row['way']} | {row['keep']:g} | {row['tokens']} | {row['seconds']:.2f} | {times} |")
-    path = FIRST_TOKEN.relative_to(ROOT)
+    """Return the tables of docs/profile.md: times to the first token by where tokens leave, of each shape. Where the
+    machine was loaded they are of CPU time."""
+    parts = []
+    for path, what in FIRST_TOKEN.items():
+        header, records = rows.read(path)
+        loaded = any(rows.is_loaded(row, header) for row in records)
+        keeps = list(dict.fromkeys(row["keep"] for row in records))
+        cells = {(row["way"], row["keep"]): _times(row, loaded) for row in records}
+        title = "times as fast, CPU time" if loaded else "times as fast (least to most)"
+        lines = [f"| {title} | {' | '.join(f'keep {keep:g}' for keep in keeps)} |", "|---|" + "---:|" * len(keeps)]
+        for way in dict.fromkeys(row["way"] for row in records[1:] if row["way"] != "unpatched"):
+            lines.append(f"| {way} | {' | '.join(cells[way, keep] for keep in keeps)} |")
+        seconds = "" if loaded else f"{records[0]['seconds']:.1f} s unpatched, "
+        note = (
+            f"{what}, {header['layers']} layers of its decoder, random weights, from pixels on: {seconds}the tower "
+            f"takes {records[0]['tower']:.0%} of the unpatched time. Medians of ratios in turn, {header['threads']} "
+            f"thread(s) of {header['cpus']} cores, {header['date']}; [raw data](../{path.relative_to(ROOT)})."
+        )
+        parts += ["\n".join(lines), note]
+    return "\n\n".join([*parts, "By `python experiments/first_token.py`."])
+
+
+def _times(row: dict[str, Any], loaded: bool) -> str:
+    tokens = "" if row["tokens"] == round(TOKENS * row["keep"]) else f", {row['tokens']} tokens"
+    if loaded:
+        return f"{row['cpu']:.2f}{tokens}"
+    return f"{row['times']:.2f} ({row['least']:.2f}–{row['most']:.2f}){tokens}"
+
+
+def processor() -> str:
+    """Return the table of docs/profile.md: shares of a processor's CPU time, which the load does not change."""
+    _, records = rows.read(PREPROCESSING)
+    sizes = list(dict.fromkeys(row["megapixels"] for row in records))
+    found = {(row["way"], row["megapixels"]): row for row in records}
+    middle = sizes[len(sizes) // 2]
+    titles = ("decode", "resize", "normalise, cut", *(f"{size} MP" for size in sizes))
+    lines = [f"| CPU time | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
+    for way, title in PROCESSORS.items():
+        cpu = found[way, middle]["cpu"]
+        whole = sum(cpu.values())
+        steps = ("decode",), ("resize", "method"), ("normalise", "patchify")
+        shares = [f"{sum(cpu.get(step, 0) for step in several) / whole:.0%}" for several in steps]
+        times = [f"x{found[way, size]['times']:.2f}" for size in sizes]
+        lines.append(f"| {title} | {' | '.join([*shares, *times])} |")
+    free, chosen = (found[f"Qwen2.5-VL, a quarter{how}", middle]["times"] for how in ("", " by detail"))
+    file = PREPROCESSING.relative_to(ROOT)
     note = (
-        f"Qwen2.5-VL, every width an eighth of the 7 B model's, {header['layers']} layers of its decoder, random "
-        f"weights, from pixels on; the tower alone is {max(row['tower'] for row in rows):.0%} of the unpatched time. "
-        f"Medians of ratios in turn, {header['threads']} thread(s) of {header['cpus']} cores, {header['date']}. By "
-        f"`python experiments/first_token.py`; raw data: [{path}](../{path})."
+        f"Shares at {middle} megapixels; x: Qwen2.5-VL's time, with decoding. The methods, at keep 0.25, resize once, "
+        f"by Pillow. Without the units that a choice by pixels drops it would be x{free:.2f} if choosing were free, "
+        f"x{chosen:.2f} with `detail` chosen here; but the guard and unpatched calls read them. By "
+        f"`python experiments/preprocessing.py`; [raw data](../{file})."
     )
     return "\n".join(lines) + f"\n\n{note}"

@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
     CLIPVisionConfig,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -116,6 +118,15 @@ def onevision(decoder: str, device: torch.device, dtype: torch.dtype) -> LlavaOn
         image_token_id=IMAGE_ID, video_token_id=VIDEO_ID, image_grid_pinpoints=[[112, 112]],
     )  # fmt: skip
     return _made(LlavaOnevisionForConditionalGeneration, config, device, dtype)
+
+
+def internvl(
+    decoder: str, device: torch.device, dtype: torch.dtype, tower: dict[str, Any]
+) -> InternVLForConditionalGeneration:
+    """An InternVL with random weights. tower: its sizes."""
+    text = dict(model_type="qwen2", max_position_embeddings=2**16, **DECODERS[decoder])
+    config = InternVLConfig(vision_config=tower, text_config=text, image_token_id=IMAGE_ID)
+    return _made(InternVLForConditionalGeneration, config, device, dtype)
 
 
 def _made(cls: type, config: Any, device: torch.device, dtype: torch.dtype) -> Any:

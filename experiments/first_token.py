@@ -2,13 +2,18 @@
 """Time to the first token, from pixels on, where tokens leave after the vision tower, inside it, or before it.
 
     python experiments/first_token.py --resume
+    python experiments/first_token.py --shape internvl --resume
 
-Qwen2.5-VL with random weights, every width an eighth of the 7 B model's, all 32 blocks of its tower with their windows,
-and `--layers` of the decoder's 28, so that the tower takes about half of the unpatched first token, as it does on an
-H200 (docs/guide/gpu.md). One image of 1,024 visual tokens and 64 of text around it; a forward of the whole model that
-caches, in float32. Ways: the model as it is; `divprune` after the tower; `tome` in every block; `towerdrop` at the
-input of blocks 8, 2 and 0; and a smaller image of as many tokens as the others keep. The processor's work, which a
-smaller image saves too, is left out.
+qwen: Qwen2.5-VL with random weights, every width an eighth of the 7 B model's, all 32 blocks of its tower with their
+windows, and `--layers` of the decoder's 28, 14 by default, so that the tower takes about half of the unpatched first
+token, as it does on an H200 (docs/guide/gpu.md). One image of 1,024 visual tokens and 64 of text around it.
+
+internvl: InternVL3-2B with random weights, every width an eighth, all 24 blocks and 28 layers; four tiles, 1,024 visual
+tokens. Of the 2 B model's FLOPs the tower has 49 %, and by `tokenprune.cost` 69 % of the time on an H200.
+
+A forward of the whole model that caches, in float32. Ways: the model as it is; `divprune` after the tower; `tome` in
+every block; `towerdrop` at the input of three blocks; and a smaller image of as many tokens as the others keep, or
+fewer tiles. The processor's work, which a smaller image saves too, is left out (experiments/preprocessing.py).
 
 All ways take turns in one process, each round in another order; a figure is the median over rounds of the unpatched
 model's time over the way's, wall time and CPU time of the process. tower: the share of the unpatched time that the
@@ -21,7 +26,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import calm_threads  # noqa: F401
@@ -30,12 +35,15 @@ from common import (
     AFTER,
     BEFORE,
     DECODERS,
+    IMAGE_ID,
     Clock,
     Rows,
     add_options,
     code_version,
     default_device,
     header,
+    internvl,
+    prompt,
     qwen,
     results_path,
 )
@@ -50,17 +58,41 @@ TOWER = dict(
     depth=32, hidden_size=160, intermediate_size=428, num_heads=4, patch_size=14, window_size=112,
     fullatt_block_indexes=[7, 15, 23, 31],
 )  # fmt: skip
+TILES = 4  # of 256 tokens
+NARROW = dict(hidden_size=192, intermediate_size=1120, num_attention_heads=3, num_key_value_heads=1, vocab_size=4096)
+TILE_TOWER = dict(
+    num_hidden_layers=24, hidden_size=128, intermediate_size=512, num_attention_heads=2, image_size=[448, 448],
+    patch_size=[14, 14],
+)  # fmt: skip
 DEVICE = torch.device(default_device())
 Way = tuple[str, dict[str, Any]]
-WAYS: dict[str, Way] = {
-    "unpatched": ("", {}),
-    "divprune, after the tower": ("divprune", {}),
-    "tome, in every block": ("tome", {}),
-    "towerdrop, block 8": ("towerdrop", {"layer": 8}),
-    "towerdrop, block 2": ("towerdrop", {"layer": 2}),
-    "towerdrop, block 0": ("towerdrop", {"layer": 0}),
-    "a smaller image": ("", {}),
-}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model to be timed. file: of its results. model: makes it with so many layers of the decoder, `layers` unless
+    others are asked for. inputs: of an image that makes this share of the tokens. tower: runs it on them. blocks: where
+    `towerdrop` drops. smaller: the way that makes the image smaller."""
+
+    file: str
+    layers: int
+    model: Callable[[int], Any]
+    inputs: Callable[[Any, float], dict[str, torch.Tensor]]
+    tower: Callable[[Any, dict[str, torch.Tensor]], Any]
+    blocks: tuple[int, ...]
+    smaller: str
+
+    @property
+    def ways(self) -> dict[str, Way]:
+        return {
+            "unpatched": ("", {}),
+            "divprune, after the tower": ("divprune", {}),
+            "tome, in every block": ("tome", {}),
+            **{f"towerdrop, block {block}": ("towerdrop", {"layer": block}) for block in self.blocks},
+            self.smaller: ("", {}),
+        }
+
+
 COLUMNS = {
     "way": "way",
     "keep": "keep",
@@ -74,6 +106,23 @@ COLUMNS = {
 def model_of(layers: int) -> Any:
     DECODERS["an eighth"] = dict(num_hidden_layers=layers, **WIDTHS)
     return qwen("an eighth", DEVICE, torch.float32, TOWER)
+
+
+def tiled_model_of(layers: int) -> Any:
+    DECODERS["an eighth"] = dict(num_hidden_layers=layers, **NARROW)
+    return internvl("an eighth", DEVICE, torch.float32, TILE_TOWER)
+
+
+def tiles_of(model: Any, share: float) -> dict[str, torch.Tensor]:
+    """Return tiles of noise, smooth in part, and the prompt around them."""
+    tiles, made = round(TILES * share), torch.Generator().manual_seed(0)
+    side, of = TILE_TOWER["image_size"][0], TILE_TOWER["patch_size"][0]
+    coarse = torch.randn(tiles, 3, 4, 4, generator=made)
+    pixels = torch.nn.functional.interpolate(coarse, (side, side)) + 0.3 * torch.randn(
+        tiles, 3, side, side, generator=made
+    )
+    ids = prompt(tiles * (side // of // 2) ** 2, torch.device("cpu"), vocabulary=4000)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 
 
 def inputs_of(model: Any, side: int) -> dict[str, torch.Tensor]:
@@ -94,42 +143,56 @@ def inputs_of(model: Any, side: int) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def of_way(model: Any, name: str, keep: float) -> tuple[Any, Callable[[], Any]]:
-    """Return a way's patch, and its run."""
-    method, options = WAYS[name]
-    small = name == "a smaller image"
-    inputs = inputs_of(model, round(SIDE * keep**0.5 / 8) * 8 if small else SIDE)
+def image_of(model: Any, share: float) -> dict[str, torch.Tensor]:
+    return inputs_of(model, round(SIDE * share**0.5 / 8) * 8)
+
+
+SHAPES = {
+    "qwen": Shape(
+        "first_token", 14, model_of, image_of,
+        lambda model, given: model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"]),
+        (8, 2, 0), "a smaller image",
+    ),
+    "internvl": Shape(
+        "first_token-internvl", 28, tiled_model_of, tiles_of,
+        lambda model, given: model.model.vision_tower(pixel_values=given["pixel_values"]), (6, 3, 0), "fewer tiles",
+    ),
+}  # fmt: skip
+
+
+def of_way(shape: Shape, model: Any, name: str, keep: float) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a way's patch, and what its model is given."""
+    method, options = shape.ways[name]
     patched = tokenprune.patched(model, method, keep=keep, guard="off", **options) if method else nullcontext()
-    return patched, lambda: model(**inputs, use_cache=True, logits_to_keep=1)
+    return patched, shape.inputs(model, keep if name == shape.smaller else 1.0)
 
 
-def measure(model: Any, keep: float, rounds: int) -> list[dict[str, Any]]:
+def measure(shape: Shape, model: Any, keep: float, rounds: int) -> list[dict[str, Any]]:
     """Return the rows of a budget."""
-    clock = Clock(DEVICE)
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    clock, ways = Clock(DEVICE), [*shape.ways]
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     tokens: dict[str, int] = {}
-    towers, image = [], inputs_of(model, SIDE)
-    tower = partial(model.model.visual, image["pixel_values"], grid_thw=image["image_grid_thw"])
+    towers, image = [], shape.inputs(model, 1.0)
     for number in range(-1, rounds):  # one to warm up
-        turn = number % len(WAYS)
-        for name in [*WAYS][turn:] + [*WAYS][:turn]:
-            patched, run = of_way(model, name, keep)
+        turn = number % len(ways)
+        for name in ways[turn:] + ways[:turn]:
+            patched, inputs = of_way(shape, model, name, keep)
+            tokens[name] = int((inputs["input_ids"] == IMAGE_ID).sum())
             with patched:
-                time = clock(run)
-                if WAYS[name][0]:
+                time = clock(lambda inputs=inputs: model(**inputs, use_cache=True, logits_to_keep=1))
+                if shape.ways[name][0]:
                     tokens[name] = tokenprune.stats(model).visual_tokens_per_layer[-1]
             if number >= 0:
                 taken[name].append(time)
-        alone = clock(tower)[0]
+        alone = clock(lambda: shape.tower(model, image))[0]
         if number >= 0:
             towers.append(alone)
     whole = taken["unpatched"]
     rows = []
     for name, times in taken.items():
         ratios = [[one[which] / other[which] for one, other in zip(whole, times, strict=True)] for which in (0, 1)]
-        left = tokens.get(name, SIDE * SIDE // 4 if name == "unpatched" else (round(SIDE * keep**0.5 / 8) * 4) ** 2)
         rows.append({
-            "way": name, "keep": keep, "tokens": left, "seconds": statistics.median(one for one, _ in times),
+            "way": name, "keep": keep, "tokens": tokens[name], "seconds": statistics.median(one for one, _ in times),
             "times": statistics.median(ratios[0]), "least": min(ratios[0]), "most": max(ratios[0]),
             "cpu": statistics.median(ratios[1]),
             "tower": statistics.median(a / b for a, (b, _) in zip(towers, whole, strict=True)),
@@ -139,20 +202,23 @@ def measure(model: Any, keep: float, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=14, help="of the decoder")
+    parser.add_argument("--layers", type=int, help="of the decoder")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.25, 0.5])
     add_options(parser)
     args = parser.parse_args()
-    model = model_of(args.layers)
-    path = results_path(DEVICE, "first_token", False)
-    about = header(DEVICE, layers=args.layers, columns=COLUMNS)
-    file = Rows(path, about, args, code=code_version(), layers=args.layers, rounds=args.rounds)
+    shape = SHAPES[args.shape]
+    layers = args.layers or shape.layers
+    model = shape.model(layers)
+    about = header(DEVICE, layers=layers, columns=COLUMNS)
+    same = dict(code=code_version(), layers=layers, rounds=args.rounds)
+    file = Rows(results_path(DEVICE, shape.file), about, args, **same)
     table = Table(title="First token, from pixels on")
     for column in COLUMNS.values():
         table.add_column(column)
     for keep in args.keep:
-        for row in file.measure(("keep", keep), lambda keep=keep: measure(model, keep, args.rounds)):
+        for row in file.measure(("keep", keep), lambda keep=keep: measure(shape, model, keep, args.rounds)):
             table.add_row(*(f"{row[key]:.3g}" if isinstance(row[key], float) else str(row[key]) for key in COLUMNS))
     Console().print(table)
 

@@ -45,6 +45,14 @@ _QWEN2_3B = dict(
     hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
     vocab_size=151936,
 )  # fmt: skip
+_QWEN2_1B = dict(
+    hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+    vocab_size=151674,
+)  # fmt: skip
+_INTERN = dict(
+    hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=[448, 448],
+    patch_size=[14, 14],
+)  # fmt: skip
 _QWEN25_TOWER = dict(
     depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, patch_size=14, window_size=112,
     fullatt_block_indexes=[7, 15, 23, 31], hidden_act="silu",
@@ -69,18 +77,12 @@ class Shape:
 SHAPES = (
     Shape("LLaVA-1.5-7B", "llava", dict(vision_config=_CLIP, text_config=_VICUNA)),
     Shape("LLaVA-NeXT-7B, 5 views", "llava_next", dict(vision_config=_CLIP, text_config=_VICUNA), tiles=5),
-    Shape(
-        "InternVL3-8B, 7 tiles",
-        "internvl",
-        dict(
-            vision_config=dict(
-                hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16,
-                image_size=[448, 448], patch_size=[14, 14],
-            ),
-            text_config=dict(model_type="qwen2", **_QWEN2_7B),
-            downsample_ratio=0.5,
-        ),
-        tiles=7,
+    *(
+        Shape(
+            f"InternVL3-{size}, 7 tiles", "internvl",
+            dict(vision_config=_INTERN, text_config=dict(model_type="qwen2", **text), downsample_ratio=0.5), tiles=7,
+        )
+        for size, text in (("8B", _QWEN2_7B), ("2B", _QWEN2_1B))
     ),
     Shape(
         "Qwen2.5-VL-7B, 1024 tokens", "qwen2_5_vl",

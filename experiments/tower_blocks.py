@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`towerdrop` by score and block, on photographs and documents apart, beside what is chosen after the tower.
 
-    python experiments/tower_blocks.py --json experiments/results/tower_blocks.jsonl
+    python experiments/tower_blocks.py
+    python experiments/tower_blocks.py --model demo_smol --images 20
     python dev/readme.py
 
 demo_qwen has a tower of five blocks, of which three attend to windows. Units leave at the input of the block that
@@ -9,6 +10,9 @@ demo_qwen has a tower of five blocks, of which three attend to windows. Units le
 which saves as much of the tower as units that leave at its first block. All answer the same questions, about the first
 of the held-out images that have a photograph for a background, and about drawn documents. What draws answers with seed
 0.
+
+demo_smol, a LLaVA in bfloat16, has a CLIP tower of four blocks, which takes scores of hidden states alone; the drawn
+documents and charts that it is asked about are of its own held-out set.
 
 What was expected, from a first look at fewer questions: "diverse" at any block within 5 points of `divprune` after the
 tower; "norm", "change" and "detail" behind it, "random" by 30 points; `downsample` behind all on documents.
@@ -31,23 +35,39 @@ from rich.console import Console
 
 import tokenprune
 from tokenprune.integrations.hf.encoded.record import KEY
+from tokenprune_bench.metrics import metric_named
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.heldout import Example, load_heldout
 
 SCORES = ("diverse", "change", "norm", "detail", "random")
 OTHERS = ("divprune", "random", "downsample")
 KEEPS = (0.25, 0.5)
-SETS = ("photographs", "documents")
+RESULTS = Path(__file__).parent / "results"
+FILES = {"demo_qwen": RESULTS / "tower_blocks.jsonl", "demo_smol": RESULTS / "tower_blocks-demo_smol.jsonl"}
+BATCH = 16
 
 
-def photographs(subject: Model, limit: int) -> list[list[Example]]:
-    """The questions of each of the first held-out images with a photograph for a background."""
+def heldout(subject: Model, background: str, limit: int) -> list[list[Example]]:
+    """The questions of each of the first held-out images with such a background."""
     assert subject.heldout is not None  # a shipped model has a set
     found: dict[int, list[Example]] = {}
     for one in load_heldout(folder=subject.heldout):
-        if one.background == "photo":
+        if one.background == background:
             found.setdefault(one.number, []).append(one)
     return list(found.values())[:limit]
+
+
+def sets_of(subject: Model, limit: int) -> dict[str, list[list[Any]]]:
+    """Return by its name each set of images that the model is asked about, as the questions of each image."""
+    photographs = {"photographs": heldout(subject, "photo", limit)}
+    if packed(subject):
+        return {**photographs, "documents": documents(limit)}
+    return {**photographs, **{f"{one}s": heldout(subject, one, limit) for one in ("document", "chart")}}
+
+
+def packed(subject: Model) -> bool:
+    """Tell whether the tower takes patches of all images in one sequence, as demo_qwen's does."""
+    return bool(subject.adapter.family.units)
 
 
 def repeated(output: Any, times: int) -> Any:
@@ -61,26 +81,35 @@ def repeated(output: Any, times: int) -> Any:
 
 
 def answers(subject: Model, asked: Sequence[Sequence[Any]]) -> str:
-    """Return which answers are right, a 1 or 0 each. All questions about an image are one batch, and the tower runs on
-    the image once."""
-    right = ""
-    for questions in asked:
+    """Return which answers are right, a 1 or 0 each. Where patches are packed, all questions about an image are one
+    batch, and the tower runs on the image once."""
+    flat = [one for questions in asked for one in questions]
+    batches = asked if packed(subject) else [flat[at : at + BATCH] for at in range(0, len(flat), BATCH)]
+    said: list[str] = []
+    for questions in batches:
         inputs = subject.inputs([one.images[0] for one in questions], [one.question for one in questions])
-        pixels, grids = inputs.pop("pixel_values"), inputs["image_grid_thw"]
-        alone = subject.adapter.base.get_image_features(pixels[: int(grids[0].prod())], grids[:1])
-        encoded = {"image": repeated(alone, len(questions))}
-        said = [a.rstrip(".").strip().lower() for a in subject.generate(inputs, mm_encoder_outputs=encoded)]
-        right += "".join(str(int(a in one.answers)) for a, one in zip(said, questions, strict=True))
-    return right
+        encoded = {}
+        if packed(subject):
+            pixels, grids = inputs.pop("pixel_values"), inputs["image_grid_thw"]
+            alone = subject.adapter.base.get_image_features(pixels[: int(grids[0].prod())], grids[:1])
+            encoded = {"mm_encoder_outputs": {"image": repeated(alone, len(questions))}}
+        said += subject.generate(inputs, **encoded)
+    return "".join(str(int(one)) for one in metric_named(subject.metric).score(said, [one.answers for one in flat]))
 
 
-def cases(depth: int) -> list[dict[str, Any]]:
+def depth_of(subject: Model) -> int:
+    """Return how many blocks the tower has."""
+    vision = subject.model.config.vision_config
+    return vision.depth if packed(subject) else vision.num_hidden_layers
+
+
+def cases(depth: int, scores: Sequence[str] = SCORES) -> list[dict[str, Any]]:
     """Return the settings that the model is asked under, those first that a run which is cut off should have."""
     found: list[dict[str, Any]] = [{"method": "unpatched", "keep": 1.0}]
     for keep in KEEPS:
         found += [{"method": name, "keep": keep} for name in OTHERS]
     for keep in KEEPS:
-        for score in SCORES:
+        for score in scores:
             layers = range(score == "change", depth - 1)
             found += [{"method": "towerdrop", "keep": keep, "score": score, "layer": at} for at in layers]
     return sorted(found, key=lambda one: one.get("score", SCORES[0]) != SCORES[0])
@@ -94,7 +123,7 @@ def measured(subject: Model, case: dict[str, Any], sets: dict[str, list[list[Any
     how = {"keep": case["keep"], "guard": "off", "processor": subject.processor}
     with tokenprune.patched(subject.model, case["method"], **how, **options):
         found = {name: answers(subject, asked) for name, asked in sets.items()}
-    depth, first = subject.model.config.vision_config.depth, case.get("layer")
+    depth, first = depth_of(subject), case.get("layer")
     if first is None:
         tower = case["keep"] if case["method"] == "downsample" else 1.0
     else:
@@ -104,25 +133,26 @@ def measured(subject: Model, case: dict[str, Any], sets: dict[str, list[list[Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=FILES, default="demo_qwen")
     parser.add_argument("--images", type=int, default=24, help="of each set")
-    parser.add_argument("--json", type=Path, required=True, help="goes on where this file ends")
+    parser.add_argument("--json", type=Path, help="goes on where this file ends; default: the model's in results/")
     args = parser.parse_args()
+    path = args.json or FILES[args.model]
     torch.set_grad_enabled(False)
-    subject, console = load("demo_qwen"), Console()
-    sets: dict[str, list[list[Any]]] = {
-        "photographs": photographs(subject, args.images), "documents": documents(args.images)
-    }  # fmt: skip
+    subject, console = load(args.model, dtype="bfloat16" if args.model == "demo_smol" else "auto"), Console()
+    sets = sets_of(subject, args.images)
+    scores = [one for one in SCORES if one != "detail" or packed(subject)]  # which sees pixels
     header = {
         "record": "header", **subject.environment(), "images": args.images,
         "questions": {name: sum(map(len, asked)) for name, asked in sets.items()},
     }  # fmt: skip
-    known = [json.loads(line) for line in args.json.read_text().splitlines()] if args.json.exists() else []
+    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if known and any(known[0][name] != header[name] for name in ("weights", "questions")):
         raise SystemExit("the file holds answers of another model, or to other questions: name another file")
-    with args.json.open("a") as file:
+    with path.open("a") as file:
         if not known:
             print(json.dumps(header), file=file, flush=True)
-        for case in cases(subject.model.config.vision_config.depth):
+        for case in cases(depth_of(subject), scores):
             if any(one.items() >= case.items() for one in known):
                 continue
             record = {**case, **measured(subject, case, sets)}

@@ -81,6 +81,21 @@ def test_pages_leave_out_times_of_loaded_rows(tmp_path: Path, monkeypatch: pytes
         assert f"| `{records[0]['method']}` |" in make() and "load at most 1" in make()
 
 
+def test_times_to_the_first_token_are_of_cpu_time_where_rows_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, path = readme.tower_page, ROOT / "experiments/results/cpu/first_token.jsonl"
+    header, records = rows.read(path)
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    monkeypatch.setattr(page, "FIRST_TOKEN", {tmp_path / "times.jsonl": "A model"})
+    cut = next(one for one in records if one["way"] == "tome, in every block")
+    for load in (1.0, 9.0):
+        rows.write(tmp_path / "times.jsonl", [header, *({**one, "load": load, "cpus": 2} for one in records)])
+        wall, cpu = f"{cut['times']:.2f} ({cut['least']:.2f}–{cut['most']:.2f})", f"| {cut['cpu']:.2f} |"
+        assert (wall in page.first_token(), cpu in page.first_token()) == (load == 1.0, load == 9.0)
+        assert ("s unpatched" in page.first_token()) == (load == 1.0)
+
+
 def test_a_number_about_choosing_comes_from_the_raw_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evidence = generator("evidence")
     header, records = rows.read(ROOT / "experiments/results/cpu/scaling.jsonl")

@@ -111,6 +111,41 @@ def test_mixed_batches(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "| `pool` | 1 |" in script("performance").mixed()
 
 
+@pytest.mark.parametrize("name", ["qwen", "internvl"])
+def test_first_token(script, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ways that cut by the same share hand the decoder as many tokens, wherever they cut."""
+    module = script("first_token")
+    small = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
+    for sizes in (module.WIDTHS, module.NARROW):
+        monkeypatch.setattr(module, next(key for key, one in vars(module).items() if one is sizes), sizes | small)
+    monkeypatch.setattr(module, "TOWER", module.TOWER | dict(hidden_size=32, intermediate_size=32, num_heads=2))
+    tiles = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, image_size=[112, 112])
+    monkeypatch.setattr(module, "TILE_TOWER", module.TILE_TOWER | tiles)
+    monkeypatch.setattr(module, "SIDE", 16)
+    shape = module.SHAPES[name]
+    rows = module.measure(shape, shape.model(1), 0.25, 1)
+    first, *others = rows
+    assert first["tokens"] == 64 and {one["tokens"] for one in others} == {16} and len(rows) == 7
+    assert first["times"] == first["cpu"] == 1 and all(one["tower"] == first["tower"] > 0 for one in others)
+
+
+def test_preprocessing(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps add up to the whole, and what a part of the units is made into is what the whole is."""
+    module, path = script("preprocessing"), tmp_path / "preprocessing.jsonl"
+    monkeypatch.setattr(sys, "argv", [module.__name__, "--quick", "--json", str(path)])
+    module.main()
+    _, records = script("common").read(path)
+    by_way = {one["way"]: one for one in records}
+    assert by_way.keys() == module.WAYS.keys() and by_way[module.FIRST]["times"] == 1
+    assert [one["equal"] for one in records if "equal" in one] == [True, True]
+    for one in records:
+        assert one["cpu"].keys() >= {"decode", "resize", "normalise", "other"}
+        assert sum(one["cpu"].values()) == pytest.approx(one["ms"], rel=0.5)
+    patches = {name: one["pixels"][0] for name, one in by_way.items() if name.startswith("Qwen")}
+    assert patches["Qwen2.5-VL, downsample"] == patches["Qwen2.5-VL, a quarter"] == patches[module.FIRST] / 4
+    assert patches["Qwen2.5-VL, Pillow"] == patches[module.FIRST] and "method" in by_way["Qwen2.5-VL, dynres"]["cpu"]
+
+
 def test_decode(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, path = script("decode"), tmp_path / "cpu/decode.jsonl"
     run(module, path, monkeypatch, "--methods", "uniform")

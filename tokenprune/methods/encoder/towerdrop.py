@@ -40,7 +40,7 @@ class TowerDrop(UnitDropper):
 
     Source: none, it is ours. "diverse" is the rule of DivPrune (arXiv 2503.02175), which its authors apply after the
     tower; "change" is the score of IPCV (arXiv 2512.18747), which brings the dropped patches back after the tower. That
-    accuracy holds at an early block is measured on a small model alone.
+    accuracy holds at an early block is measured on small models alone.
     """
 
     by_content_count: ClassVar[bool] = False

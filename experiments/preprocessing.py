@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time what a processor does with an image, step by step: decode, resize, normalise, cut into patches.
+
+    python experiments/preprocessing.py --resume
+    python dev/readme.py
+
+JPEG images of 1, 4 and 12 megapixels, drawn with detail of all sizes, through the image processors of Qwen2.5-VL (up to
+16,384 tokens, as its checkpoints say), InternVL3 (up to 12 tiles) and LLaVA-1.5, by torchvision and by Pillow. Beside
+them Qwen2.5-VL's with `downsample` and `dynres` at `keep=0.25`, and two that stand for what a choice by pixels might
+save: they normalise a quarter of the units alone, every fourth, known for nothing, or those that `towerdrop` would
+choose by `score="detail"`.
+
+A step's time is without that of steps inside it; "other" is what no step accounts for. All ways take turns in one
+process; figures are medians over rounds, of CPU time of the process and of wall time. times: the median of ratios, the
+whole of a way's CPU time, decoding too, over that of Qwen2.5-VL's processor as it is. equal: whether the rows of a
+quarter are those of the whole, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import calm_threads  # noqa: F401
+import torch
+from common import Rows, add_options, code_version, header, results_path
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from transformers import CLIPImageProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+import tokenprune
+from tokenprune.kernels.take import top_mask
+from tokenprune.methods.encoder.towerdrop import TowerDrop
+from tokenprune.processor.marker import patch_on
+
+CPU = torch.device("cpu")
+SIZES = {1: (864, 1152), 4: (1728, 2304), 12: (3000, 4000)}  # height and width by megapixels
+SMALL = {0.1: (288, 384)}
+QWEN = dict(size={"shortest_edge": 56 * 56, "longest_edge": 16384 * 28 * 28})
+TILES = dict(size={"height": 448, "width": 448}, crop_to_patches=True, min_patches=1, max_patches=12)
+SQUARE = dict(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
+KEEP, EVERY = 0.25, 4
+BLOCK = 256  # units whose steps are taken at once, which fit into the cache
+STEPS = {
+    "process_image": "tensor", "resize": "resize", "rescale_and_normalize": "normalise", "rescale": "normalise",
+    "normalize": "normalise", "patchify": "patchify", "crop_image_to_patches": "patchify", "center_crop": "patchify",
+}  # fmt: skip
+ORDER = ("decode", "method", "tensor", "resize", "normalise", "patchify", "other")
+COLUMNS = {"way": "way", "megapixels": "MP", "ms": "CPU ms", **{one: one for one in ORDER}, "times": "of the first"}
+
+
+class OfSomeUnits(Qwen2VLImageProcessor):
+    """Cuts the image into patches first, and normalises a part of the units alone; what it makes lacks the others."""
+
+    def rescale_and_normalize(self, images: torch.Tensor, *args: Any) -> torch.Tensor:
+        self.how = args
+        return images
+
+    def patchify(self, images: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, int, int]:
+        patches, height, width = super().patchify(images, *args, **kwargs)
+        units = patches.view(-1, self.merge_size**2 * patches.shape[-1])
+        some = units[self.chosen(units)].view(-1, 3, self.temporal_patch_size * self.patch_size, self.patch_size)
+        return super().rescale_and_normalize(some, *self.how).view(1, -1, patches.shape[-1]), height, width
+
+    def chosen(self, units: torch.Tensor) -> torch.Tensor:
+        """Return places of the units that stay, or a mask. units: uint8 `[N, P]`."""
+        return torch.arange(0, len(units), EVERY)
+
+
+class ByDetail(OfSomeUnits):
+    """Chooses the units as `towerdrop` does by `score="detail"`."""
+
+    def chosen(self, units: torch.Tensor) -> torch.Tensor:
+        steps = torch.cat([self.steps(some) for some in units.split(BLOCK)])[None].float()
+        most = len(units) // EVERY
+        return top_mask(steps, torch.ones_like(steps, dtype=torch.bool), torch.tensor([most]), most)[0]
+
+    @staticmethod
+    def steps(units: torch.Tensor) -> torch.Tensor:
+        one, following = units[:, :-1], units[:, 1:]
+        return one.maximum(following).sub_(one.minimum(following)).sum(1, dtype=torch.int32)
+
+
+def with_method(name: str) -> Callable[[], Any]:
+    return lambda: tokenprune.patch_processor(Qwen2VLImageProcessor(**QWEN), name, keep=KEEP)
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "Qwen2.5-VL": lambda: Qwen2VLImageProcessor(**QWEN),
+    "Qwen2.5-VL, a quarter": lambda: OfSomeUnits(**QWEN),
+    "Qwen2.5-VL, a quarter by detail": lambda: ByDetail(**QWEN),
+    "Qwen2.5-VL, downsample": with_method("downsample"),
+    "Qwen2.5-VL, dynres": with_method("dynres"),
+    "Qwen2.5-VL, Pillow": lambda: Qwen2VLImageProcessorPil(**QWEN),
+    "InternVL3": lambda: GotOcr2ImageProcessor(**TILES),
+    "InternVL3, Pillow": lambda: GotOcr2ImageProcessorPil(**TILES),
+    "LLaVA-1.5": lambda: CLIPImageProcessor(**SQUARE),
+    "LLaVA-1.5, Pillow": lambda: CLIPImageProcessorPil(**SQUARE),
+}
+FIRST = next(iter(WAYS))
+
+
+class Steps:
+    """CPU and wall seconds of each step of a processor's call."""
+
+    def __init__(self, processor: Any) -> None:
+        self.spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._inner: list[list[float]] = []  # of the steps under way, what those inside them took
+        for name, step in STEPS.items():
+            if hasattr(processor, name):
+                setattr(processor, name, self._timed(step, getattr(processor, name)))
+        if (patch := patch_on(processor)) is not None:
+            patch.resizer.change = self._timed("method", patch.resizer.change)
+
+    def _timed(self, step: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            return self.take(step, lambda: run(*args, **kwargs))
+
+        return timed
+
+    def take(self, step: str, run: Callable[[], Any]) -> Any:
+        self._inner.append([0.0, 0.0])
+        start = (time.process_time(), time.perf_counter())
+        made = run()
+        took = [time.process_time() - start[0], time.perf_counter() - start[1]]
+        inner = self._inner.pop()
+        for which in (0, 1):
+            self.spent[step][which] += took[which] - inner[which]
+            if self._inner:
+                self._inner[-1][which] += took[which]
+        return made
+
+
+def photograph(height: int, width: int) -> bytes:
+    """Return a JPEG of noise of all sizes, the coarser the stronger."""
+    made = torch.Generator().manual_seed(0)
+    image = torch.zeros(1, 3, height, width)
+    for side in (3, 12, 48, 192, 768):
+        coarse = torch.randn(1, 3, side, side * width // height, generator=made) * 3 / side**0.5
+        image += torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear")
+    pixels = ((image[0] * 0.3 + 0.5).clamp(0, 1) * 255).byte().permute(1, 2, 0).numpy()
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+def decoded(file: bytes) -> Image.Image:
+    with Image.open(io.BytesIO(file)) as image:
+        return image.convert("RGB")
+
+
+def taken(name: str, file: bytes) -> tuple[dict[str, list[float]], torch.Tensor]:
+    """Return the seconds of each step of a way, and the pixels that it makes."""
+    processor = WAYS[name]()
+    steps = Steps(processor)
+    with torch.inference_mode():
+        image = steps.take("decode", lambda: decoded(file))
+        made = steps.take("other", lambda: processor(images=[image], return_tensors="pt"))
+    return dict(steps.spent), made["pixel_values"]
+
+
+def equal_rows(file: bytes) -> dict[str, bool]:
+    """Tell of each way that makes a quarter of the units whether it makes them as the whole's processor does."""
+
+    def units(name: str) -> torch.Tensor:
+        return taken(name, file)[1].unflatten(0, (-1, 4))
+
+    whole = units(FIRST)
+    made = WAYS[FIRST]()
+    mean, std = (torch.tensor(of)[:, None] for of in (made.image_mean, made.image_std))
+    colours = torch.addcmul(mean, whole.unflatten(2, (3, -1)), std).flatten(1)[None, None]
+    kept = TowerDrop(layer=0, score="detail").keep_units(colours, len(whole) // EVERY).flatten()
+    return {
+        "Qwen2.5-VL, a quarter": torch.equal(whole[::EVERY], units("Qwen2.5-VL, a quarter")),
+        "Qwen2.5-VL, a quarter by detail": torch.equal(whole[kept], units("Qwen2.5-VL, a quarter by detail")),
+    }
+
+
+def measure(megapixels: float, size: tuple[int, int], rounds: int) -> list[dict[str, Any]]:
+    """Return a row of each way."""
+    file = photograph(*size)
+    equal = equal_rows(file)
+    runs: dict[str, list[dict[str, list[float]]]] = {name: [] for name in WAYS}
+    shapes = {}
+    for number in range(rounds):
+        turn = number % len(WAYS)
+        for name in [*WAYS][turn:] + [*WAYS][:turn]:
+            spent, pixels = taken(name, file)
+            runs[name].append(spent)
+            shapes[name] = list(pixels.shape)
+
+    def whole(name: str, which: int = 0) -> list[float]:
+        return [sum(one[which] for one in run.values()) for run in runs[name]]
+
+    def middle(name: str, which: int) -> dict[str, float]:
+        found = {step: [run[step][which] for run in runs[name]] for step in ORDER if step in runs[name][0]}
+        return {step: round(1e3 * statistics.median(times), 3) for step, times in found.items()}
+
+    rows = []
+    for name in WAYS:
+        ratios = [one / other for one, other in zip(whole(name), whole(FIRST), strict=True)]
+        rows.append({
+            "way": name, "megapixels": megapixels, "ms": round(1e3 * statistics.median(whole(name)), 3),
+            "wall_ms": round(1e3 * statistics.median(whole(name, 1)), 3), "times": round(statistics.median(ratios), 4),
+            "cpu": middle(name, 0), "wall": middle(name, 1), "pixels": shapes[name], "jpeg": len(file),
+            **({"equal": equal[name]} if name in equal else {}),
+        })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="a small image twice, to see that it runs")
+    parser.add_argument("--json", type=Path, default=results_path(CPU, "preprocessing"))
+    add_options(parser)
+    args = parser.parse_args()
+    args.tiny = args.quick
+    rounds, sizes = (2, SMALL) if args.quick else (args.rounds, SIZES)
+    file = Rows(args.json, header(CPU, columns=COLUMNS), args, code=code_version(), rounds=rounds)
+    table = Table(title="A processor's work on one image, CPU time")
+    for column in COLUMNS.values():
+        table.add_column(column)
+    for size in sizes.items():
+        for row in file.measure(size[0], lambda size=size: measure(*size, rounds)):
+            cells = [(row | row["cpu"]).get(key, "") for key in COLUMNS]
+            table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The script that asks by score and block of a tower: its sets, its settings, and what it counts as right."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tokenprune_bench.profiling.model import load
+from tokenprune_demo.heldout import heldout_of
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    yield importlib.import_module("tower_blocks")
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "experiments")):
+            del sys.modules[name]
+
+
+def test_a_tower_of_tiles_is_asked_about_its_own_set(script: Any) -> None:
+    family = SimpleNamespace(units=False)
+    subject = SimpleNamespace(heldout=heldout_of("demo_smol"), adapter=SimpleNamespace(family=family))
+    sets = script.sets_of(subject, 3)
+    assert [*sets] == ["photographs", "documents", "charts"] and all(len(images) == 3 for images in sets.values())
+    for (kind, images), ground in zip(sets.items(), ("photo", "document", "chart"), strict=True):
+        assert {one.background for questions in images for one in questions} == {ground}, kind
+        assert all(len({one.number for one in questions}) == 1 for questions in images)
+
+
+def test_every_score_at_every_block_but_the_last(script: Any) -> None:
+    asked = [
+        one for one in script.cases(4, ("diverse", "change")) if one["method"] == "towerdrop" and one["keep"] < 0.5
+    ]
+    assert {one["layer"] for one in asked if one["score"] == "diverse"} == {0, 1, 2}
+    assert {one["layer"] for one in asked if one["score"] == "change"} == {1, 2}
+
+
+def test_answers_are_those_of_each_question_alone(script: Any) -> None:
+    """All questions about an image are a batch, on one run of the tower."""
+    with torch.no_grad():
+        subject = load("demo_qwen")
+        (questions,) = script.sets_of(subject, 1)["photographs"]
+        right = script.answers(subject, [questions])
+        said = [subject.generate(subject.inputs([one.image], [one.question]))[0] for one in questions]
+    assert right == "".join(str(int(one.is_right(answer))) for one, answer in zip(questions, said, strict=True))
+    assert set(right) == {"0", "1"}
