@@ -199,6 +199,12 @@ class Pruner(Method):
     never_nan: ClassVar[bool] = False
 
     @property
+    def weighs(self) -> bool:
+        """True if the language model's attention is weighed by how many tokens each stands for, which the method
+        remembers; see attention/weighing.py."""
+        return False
+
+    @property
     def cut_layer(self) -> int:
         return int(getattr(self, "layer", 0)) if self.site in (Site.IN_LLM, Site.DECODE) else 0
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.abilities.obstacle import AFTER_THE_TOWER, ON_IMAGES_TOO, Obstacle, in_joined_layers, in_reading
-from tokenprune.base import Method, Site
+from tokenprune.base import Method, Pruner, Site
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.families import REFUSED, Family, family_of
 from tokenprune.registry import without_base
@@ -135,6 +135,13 @@ def in_company(methods: Sequence[Method]) -> Iterator[Obstacle]:
             yield Obstacle(
                 f'{method.name} with vtu="{method.vtu}" cannot be composed with {", ".join(later)}: what the decoder '
                 'attends to and caches are not the tokens that its layers hold; use vtu="off"',
+                OptionError,
+            )
+        inside = [other.name for other in methods if other.site.order > Site.PRE_LLM.order]
+        if isinstance(method, Pruner) and method.weighs and inside:
+            yield Obstacle(
+                f"{method.name} weighs attention by the tokens that enter the language model, and {inside[0]} acts "
+                "inside it: use one of the two, or calibrate=False",
                 OptionError,
             )
     decoding = [method.name for method in methods if method.site is Site.DECODE]

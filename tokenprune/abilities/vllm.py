@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenprune.abilities.obstacle import AFTER_THE_TOWER, ON_IMAGES_TOO, Obstacle, in_joined_layers, in_reading
-from tokenprune.base import Method, Site
+from tokenprune.base import Method, Pruner, Site
 from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, tower_kind, tower_of
@@ -149,6 +149,8 @@ def _unserved(method: Method) -> str | None:
             "it acts at several places, and only what enters the language model can be changed; switch the others off "
             f"where it has an option for that{others}"
         )
+    if isinstance(method, Pruner) and method.weighs:
+        return f"it weighs attention inside the language model; leave that out with {_written(method.fallback_options)}"
     if missing := not_served(method.needs, Backend.VLLM):
         less = method.fallback_hint(missing, json.dumps)
         instead = f"; {method.name} does without with {less}" if less else ""

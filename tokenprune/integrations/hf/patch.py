@@ -144,6 +144,8 @@ def _parts(
     if any(compares_frames(step) for step in steps):
         merges = [part.method.name for part in parts if isinstance(part, InTower)]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
+    weighed = [step for step in steps if step.acts and isinstance(step.method, Pruner) and step.method.weighs]
+    parts += [add_on("attention.weighing").Weighing(adapter, step) for step in weighed]
     removes = bool(cutting or parts)
     if guard is not None:
         parts += add_on("guard.part").guard_for(adapter, guard, methods, budgets, processor)
@@ -158,7 +160,7 @@ def _parts(
         parts.append(ChunkedPrefillCheck(adapter))
     if graphs is not None and graphs is not False:
         near = {layer for step in steps if step.layer for layer in (step.layer - 1, step.layer)}
-        whole = [step.method.name for step in stages if step.method.site is Site.ATTENTION]
+        whole = [step.method.name for step in stages if step.method.site is Site.ATTENTION or step in weighed]
         why_not = f"{whole[0]} changes what all layers attend to" if whole else ""
         parts += add_on("graphs.prefill").graphed_prefill(adapter, graphs, near, why_not)
     if pixels:

@@ -21,6 +21,9 @@ ROWS = {
             {"neighbours": "left"},
         ),
     ),
+    "restore": Row(
+        refused=({"merged": 1.0}, {"merged": "0"}, {"rival": "other"}, {"calibrate": 1}, {"chooser": "fastv"}),
+    ),
     "tome": Row(refused=[{"r": r} for r in (-1, 1.5, "8", [1, -1], (1, 2), (8,), (8, 2.0), True, [[1]])]),
     "towerdrop": Row(
         refused=({"layer": -1}, {"layer": 1.5}, {"score": "keys"}, {"seed": "0"}, {"score": "change", "layer": 0}),

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""restore against loops written from its description: the groups, and the attention that weighs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import tokenprune
+from each import each
+from greedy import SIZES, alone, image_tokens
+from tokenprune import OptionError, UnsupportedSetupError
+from tokenprune.abilities.vllm import unserved
+from zoo import FAMILIES
+
+
+def groups(x: Tensor, chosen: list[int], anchors: int, rival: str) -> dict[int, list[int]]:
+    """Return the members of each group by the token that stays for it. x: float64 `[N, D]`."""
+    unit = x / x.norm(dim=1, keepdim=True)
+    left = [i for i in range(len(x)) if i not in chosen]
+    alike = {(i, j): round(float(unit[i] @ unit[j]) * 2**20) / 2**20 for i in left for j in left}
+    r = {i: sum(alike[i, j] for j in left) for i in left}
+
+    def score(i: int) -> float:
+        rivals = [j for j in left if (r[j] < r[i] if rival == "weaker" else r[j] > r[i])]
+        return r[i] * (1 - max((alike[i, j] for j in rivals), default=0.0))
+
+    named = sorted(sorted(left, key=lambda i: (-score(i), i))[:anchors])
+    members: dict[int, list[int]] = {i: [i] for i in named}
+    for i in left:
+        if named and i not in named:
+            members[max(named, key=lambda j: (alike[i, j], -j))].append(i)
+    found = {i: [i] for i in chosen}
+    for of in members.values():
+        of.sort()
+        found[of[(len(of) - 1) // 2]] = of
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"rival": "stronger"}, {"merged": 0.25}, {"chooser": "scope"}], ids=str)
+def test_equals_the_loop(options: dict[str, Any]) -> None:
+    method, merged = tokenprune.method("restore", **options), options.get("merged", 0.5)
+    for counts, keep, dtype in [*SIZES, ([30, 9], [2, 9], torch.float32)]:
+        tokens = image_tokens(counts, keep, dtype)
+        own = [k if k >= n else max(1, int((1 - merged) * k)) for k, n in zip(keep, counts, strict=True)]
+        first = tokenprune.method(options.get("chooser", "divprune")).select(image_tokens(counts, own, dtype))
+        selection = method.select(tokens)
+        assert selection.keep.sum(1).tolist() == keep == selection.counts
+        for row, number in enumerate(keep):
+            chosen = (first.keep[row] & tokens.mask[row]).nonzero().flatten().tolist()
+            want = groups(alone(tokens, row)["x"], chosen, number - own[row], options.get("rival", "weaker"))
+            kept = selection.keep[row].nonzero().flatten().tolist()
+            assert kept == sorted(want)
+            for centre, members in want.items():
+                assert (selection.assign[row] == centre).nonzero().flatten().tolist() == members
+                assert tokens.carry["sizes"][row, centre] == len(members)
+            lost = counts[row] - sum(map(len, want.values()))
+            assert lost == 0 or number == own[row], "nothing is lost where there is an anchor"
+            assert int((selection.assign[row, : counts[row]] < 0).sum()) == lost
+
+
+def test_nothing_merged_is_the_chooser() -> None:
+    tokens = image_tokens([64, 40], [30, 7])
+    got = tokenprune.method("restore", merged=0.0).select(tokens)
+    assert torch.equal(got.keep, tokenprune.method("divprune").select(tokens).keep)
+
+
+def test_tokens_without_a_direction_are_merged_too() -> None:
+    tokens = image_tokens([12], [4], hidden=torch.zeros(1, 12, 32))
+    selection = tokenprune.method("restore").select(tokens)
+    assert selection.keep.sum() == 4 and (selection.assign >= 0).all()
+
+
+# -- attention
+
+WEIGHED = tokenprune.method("restore", calibrate=True)
+
+
+class Weighed:
+    """An attention function of transformers written from the description, and what it weighs by.
+
+    position: long `[B, W]`, or `[3, B, W]`. size: float `[B, W]`. even: what size is in the first layer. step:
+    True if the last token came when the others were in the cache.
+    """
+
+    def __init__(self, model: Any, position: Tensor, size: Tensor, even: Tensor, step: bool) -> None:
+        self.model, self.position, self.size, self.even, self.step = model, position, size, even, step
+
+    def distances(self) -> Tensor:
+        config = self.model.config.get_text_config()
+        theta = self.model.model.language_model.rotary_emb.inv_freq.double()
+        axis = torch.zeros(len(theta), dtype=torch.long)
+        position = self.position if self.position.ndim == 3 else self.position[None]
+        if len(position) == 3:
+            rope = getattr(config, "rope_parameters", None) or config.rope_scaling
+            axis = torch.repeat_interleave(torch.arange(3), torch.tensor(rope["mrope_section"]))
+        apart = (position.unsqueeze(-1) - position.unsqueeze(-2)).double()  # [axes, B, W, W]
+        return torch.stack([(apart[axis[j]] * theta[j]).cos() for j in range(len(theta))]).mean(0)
+
+    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        logits = query.double() @ key.double().transpose(2, 3) * kwargs["scaling"]
+        size = (self.size if module.layer_idx else self.even).double().log()[:, None, None]
+        bias = size + (2 - self.distances()).clamp(min=1e-6).log()[:, None]
+        if self.step:
+            bias[:, :, -1] = self.size.double().log()[:, None]
+        seen = torch.ones(bias.shape[-2:], dtype=torch.bool).tril()
+        weight = (logits + bias).masked_fill(~seen, -1e9).softmax(-1)
+        return (weight @ value.double()).to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def entered(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return what the decoder of the unpatched model is handed."""
+    seen: dict[str, Any] = {}
+    hook = model.model.language_model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(**inputs)
+    hook.remove()
+    return seen
+
+
+def reference(model: Any, inputs: dict[str, Any], sources: dict[int, list[int]], extra: Tensor | None = None) -> Tensor:
+    """Return the logits of the last token by the description, of one row with one image. sources: the members of each
+    group, by the position of the one that stays. extra: an id after the prompt, of a step that has the rest cached."""
+    seen = entered(model, inputs)
+    embeds, position = seen["inputs_embeds"], seen["position_ids"]
+    length = embeds.shape[1]
+    position = torch.arange(length)[None] if position is None else position
+    position = position[1:] if position.ndim == 3 and len(position) == 4 else position
+    visual = (inputs["input_ids"] == model.config.image_token_id)[0].nonzero().flatten().tolist()
+    members = {place: list(of) for place, of in sources.items()}
+    stay = [i for i in range(length) if i not in visual or i in members]
+    rows = torch.stack([embeds[0, members.get(i, [i])].mean(0) for i in stay])[None]
+    size = torch.tensor([[float(len(members.get(i, [i]))) for i in stay]])
+    even = torch.tensor([[len(visual) / len(members) if i in members else 1.0 for i in stay]])
+    position = position[..., stay]
+    if extra is not None:
+        rows = torch.cat([rows, model.get_input_embeddings()(extra)], 1)
+        size, even = (torch.cat([one, torch.ones(1, 1)], 1) for one in (size, even))
+        position = torch.cat([position, position.amax() + 1 + torch.zeros_like(position[..., :1])], -1)
+    weighed = Weighed(model, position, size, even, extra is not None)
+    ALL_ATTENTION_FUNCTIONS.register("weighed", weighed)
+    config = model.model.language_model.config
+    before, config._attn_implementation = config._attn_implementation, "weighed"
+    try:
+        with torch.no_grad():
+            out = model.model.language_model(inputs_embeds=rows, position_ids=position, use_cache=False)
+            return model.lm_head(out.last_hidden_state[:, -1])
+    finally:
+        config._attn_implementation = before
+
+
+@each("name, attention", [("llava", "sdpa"), ("llava", "eager"), ("qwen2_5_vl", "sdpa"), ("qwen2_vl", "eager")])
+def test_attention_is_weighed_as_described(name: str, attention: str) -> None:
+    """In the prefill, and in a step of decoding after it, along each token's own axis."""
+    family = FAMILIES[name]
+    model, inputs = family.build(attention), family.make_inputs(images=(1,))
+    with tokenprune.patched(model, "restore", keep=0.3, calibrate=True, record=True), torch.no_grad():
+        out = model(**inputs)
+        ((sources,),) = [cut.sources for cut in tokenprune.stats(model).cuts]
+        token = out.logits[:, -1:].argmax(-1)
+        step = model(input_ids=token, past_key_values=out.past_key_values)
+    torch.testing.assert_close(out.logits[:, -1], reference(model, inputs, sources), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(step.logits[:, -1], reference(model, inputs, sources, token), atol=2e-4, rtol=1e-4)
+    with tokenprune.patched(model, "restore", keep=0.3), torch.no_grad():
+        assert (model(**inputs).logits[:, -1] - out.logits[:, -1]).abs().max() > 1e-2
+
+
+@each("attention", ["sdpa", "eager"])
+def test_rows_of_a_batch_are_weighed_as_they_are_alone(attention: str) -> None:
+    """Rows of different lengths and numbers of images."""
+    family = FAMILIES["llava"]
+    model, batch = family.build(attention), {"images": (2, 1, 1)}
+    wanted = {"do_sample": False, "max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
+    with tokenprune.patched(model, "restore", keep=0.3, calibrate=True), torch.no_grad():
+        got = torch.stack(model.generate(**family.make_inputs(**batch), **wanted).logits, 1)
+        for row in range(3):
+            own = model.generate(**family.make_inputs(**batch, only=row), **wanted)
+            torch.testing.assert_close(got[row], torch.cat(own.logits), atol=2e-4, rtol=1e-4)
+
+
+def test_a_row_that_loses_nothing_is_left_as_it_is() -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    model, inputs = family.build(), family.make_inputs(images=(1, 1))
+    fewest = min(sum(row) for row in inputs.counts)
+    (same,) = [row for row, counts in enumerate(inputs.counts) if sum(counts) == fewest]
+    with torch.no_grad():
+        plain = model(**inputs).logits[:, -1]
+        with tokenprune.patched(model, "restore", keep=fewest, calibrate=True):
+            got = model(**inputs).logits[:, -1]
+    torch.testing.assert_close(got[same], plain[same], atol=1e-4, rtol=1e-4)
+    assert (got[1 - same] - plain[1 - same]).abs().max() > 1e-2
+
+
+def test_what_cannot_be_weighed_is_refused() -> None:
+    family = FAMILIES["llava"]
+    model = family.build()
+    with pytest.raises(OptionError, match="fastv acts inside it"):
+        tokenprune.patch(model, [WEIGHED, "fastv"], keep=[0.5, 0.5])
+    sliding = FAMILIES["gemma3"]
+    with pytest.raises(UnsupportedSetupError, match=r"sliding window.*calibrate=False"):
+        tokenprune.patch(sliding.build(), WEIGHED, keep=0.5)
+    tokenprune.unpatch(tokenprune.patch(sliding.build(), "restore", keep=0.5))
+    with tokenprune.patched(model, WEIGHED, keep=0.5), pytest.raises(UnsupportedSetupError, match="static cache"):
+        model.generate(**family.make_inputs(), max_new_tokens=2, cache_implementation="static")
+    reason = unserved(WEIGHED)
+    assert reason is not None and "calibrate=false" in reason
+    assert unserved(tokenprune.method("restore")) is None
+
+
+@each("chooser", ["fastv", "pool", "downsample", "towerdrop", "restore"])
+def test_choosers_that_do_not_fit(chooser: str) -> None:
+    with pytest.raises(OptionError, match="chooser"):
+        tokenprune.method("restore", chooser=chooser)
