@@ -24,6 +24,7 @@ import landing_page  # noqa: E402
 import performance  # noqa: E402
 import recipe_numbers  # noqa: E402
 import recover_page  # noqa: E402
+import restore_page  # noqa: E402
 import rows  # noqa: E402
 import serving_page  # noqa: E402
 import tower_page  # noqa: E402
@@ -244,6 +245,7 @@ PAGES = {
     "docs/guide/recover.md": {"recover": recover_page.recover},
     "docs/methods/earlytom.md": {"video-tower": video_tower},
     "docs/methods/pixelprune.md": {"documents": documents},
+    "docs/methods/restore.md": {"restore-gain": restore_page.gain},
     "docs/methods/towerdrop.md": {"tower-blocks": tower_page.blocks},
     "docs/profile.md": {"first-token": tower_page.first_token, "processor": tower_page.processor},
     "docs/sessions.md": {"attend": attend},
