@@ -134,7 +134,8 @@ class Family:
         return self.after_video if self.tells_frames else None
 
     def layout(self, config: Any) -> str | None:
-        """Return how patches become visual tokens with the tower of a model's config; see `patches`."""
+        """Return how patches become visual tokens with the tower of a model's config, if one is given; see
+        `patches`."""
         if getattr(config, "ps_version", None) == "v1":
             return None  # first checkpoints of InternVL, whose tokens stand column by column
         tower = getattr(getattr(config, "vision_config", None), "model_type", None)
