@@ -16,6 +16,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.attachable import hidden_states, states
 from tokenprune.integrations.shared.merging import RowMerger
 from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun
+from tokenprune.integrations.shared.squares import Squares
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.merging import Merge
 from tokenprune.ops.transfer import to_device
@@ -126,27 +127,22 @@ class RowDropper(RowMerger):
     def begin(self, entered: Tensor) -> TowerRun:
         """Return the state of a forward, of whose first block `entered` is the input, `[rows, tokens, D]`."""
         rows, count = entered.shape[:2]
-        run, squares = TowerRun(Units.of(rows, count, entered.device), [None] * len(self.blocks)), self.squares
-        shape = self.shape.of(count if squares is None else squares.count(count))
+        run = TowerRun(Units.of(rows, count, entered.device), [None] * len(self.blocks))
+        squares = self.squares or Squares(1, self.shape.protected)
+        shape = self.shape.of(count if self.squares is None else squares.count(count))
         units, most = shape.patches, self.most(rows, shape)
         side = math.isqrt(units)
         if min(most) >= units:
             return run
 
         def fold(hidden: Tensor) -> Tensor:
-            if squares is None:
-                return hidden[:, shape.protected :].reshape(rows * units, 1, -1)
             order = squares.order(count, hidden.device)
             return squares.fold(hidden, order).reshape(rows * units, squares.size, -1)
 
         def choose(x: Tensor, size: int) -> Merge:
             stays = choose_units(self.dropper, x, [(1, side, units // side)] * rows, most, size)
-            own = to_device(stays.view(rows, units), x.device)
-            if squares is not None:
-                run.ordered = True
-                return squares.spread(Merge.dropping(own, most), squares.order(count, x.device))
-            first = own.new_ones(rows, shape.protected)
-            return Merge.dropping(torch.cat([first, own], dim=1), [kept + shape.protected for kept in most])
+            merge = Merge.dropping(to_device(stays.view(rows, units), x.device), most)
+            return squares.spread(merge, squares.order(count, x.device))
 
         run.drops = choosing(self.dropper, self.dropper.block(shape.read), fold, choose)
         return run
