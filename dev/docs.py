@@ -18,8 +18,10 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import tokenprune
+from tokenprune.abilities import obstacle
 from tokenprune.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.options import in_words, option_types
 from tokenprune.view.observable import Backend
@@ -164,11 +166,30 @@ def families() -> str:
         note = cell(one.note) if before.startswith(row) else f"as `{before.rpartition('|')[2]}`"
         said.append((name, f"{row} {note}"))
     lines += _grouped(said)
-    packed = ", ".join(f"`{name}`" for name, one in sorted(SUPPORTED.items()) if one.units)
-    lines += ["", f"Towers that pack patches of any grid, where `pixelprune` and `towerdrop` drop units: {packed}."]
     lines += ["", "Refused, with an error that says why:", "", "| model type | because |", "|---|---|"]
     lines += _grouped((name, cell(reason)) for name, reason in REFUSED.items())
+    lines += [
+        "",
+        "## What leaves the tower",
+        "",
+        'Units, by `towerdrop`, and by pixels (`pixelprune`, `docprune`, `score="detail"`):',
+        "",
+        *leaving(),
+    ]
     return "\n".join(lines)
+
+
+def leaving() -> list[str]:
+    """Return the table of the families whose towers units may leave, by what chooses them."""
+    drop: Any = tokenprune.method_info("towerdrop").cls
+    by_pixels, by_states = drop(score="detail"), drop()
+    lines = ["| engine | by pixels or hidden states | by hidden states alone |", "|---|---|---|"]
+    for engine, backend, rows in (("transformers", Backend.HF, SUPPORTED), ("vLLM", Backend.VLLM, SERVED)):
+        left = sorted(one.name for one in rows.values() if not obstacle(by_states, one, backend))
+        pixels = [name for name in left if not obstacle(by_pixels, name, backend)]
+        both = (pixels, [name for name in left if name not in pixels])
+        lines.append(f"| {engine} | {' | '.join(', '.join(f'`{name}`' for name in names) for names in both)} |")
+    return lines
 
 
 def _grouped(said: Iterable[tuple[str, str]]) -> list[str]:

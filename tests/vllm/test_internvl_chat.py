@@ -24,6 +24,7 @@ SETTINGS = [
     {"off": True}, VSCAN, VSCAN | {"keep": 0.7, "local": 0.2, "local_layer": -1}, {"method": "visionzip", "keep": 0.5},
     {"method": "fastervlm", "keep": 0.3}, {"method": "vispruner", "features": "projected", "keep": 0.5},
     {"method": "tome", "keep": 0.5}, {"method": "tome", "keep": 3, "proportional": False}, DIVPRUNE,
+    {"method": "towerdrop", "keep": 0.5, "layer": 1},
 ]  # fmt: skip
 
 

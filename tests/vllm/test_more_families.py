@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +13,19 @@ import pytest
 import torch
 from transformers import BatchFeature
 
+import tokenprune
 from checkpoints import Checkpoint, page, photo
-from conftest import DIVPRUNE, ORIGINAL, Engine, same
+from conftest import ALL, DIVPRUNE, ORIGINAL, Engine, same
 from more_checkpoints import MORE
 from paper_checkpoints import PAPERS, Paper
 from test_plugin import config
-from tokenprune.errors import UnsupportedModelError
+from tokenprune.abilities import obstacle
+from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.families import REFUSED_IN_VLLM, SERVED
 from tokenprune.integrations.vllm.setting.configuration import family_of
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.view.observable import Backend
 
 POOL = {"method": "pool", "keep": 0.4}
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}  # reads two blocks of the tower
@@ -59,6 +63,8 @@ def asked(checkpoint: Checkpoint) -> list[tuple[str, list[Any], list[Any], dict[
     if checkpoint.name == "glm4v":  # for Qwen see test_pixels.py
         cases.append((prompt, [page(140, 196), *images[1:]], [], {"method": "pixelprune", "keep": 0.9}))
         cases.append((prompt, images, [], {"method": "towerdrop", "keep": 0.4, "layer": 1}))
+    if checkpoint.name == "paligemma":  # for others of SigLIP and CLIP see test_tower.py
+        cases.append((prompt, images, [], {"method": "towerdrop", "keep": 0.4, "layer": 1}))
     return cases
 
 
@@ -90,6 +96,19 @@ def test_family(start: Callable[..., Engine], reference: Any, name: str) -> None
 
 
 # -- by the front end alone
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_units_leave_where_the_table_says(name: str, folder: Any) -> None:
+    """docs/families.md has the same answers; for what becomes of the units see test_tower.py."""
+    drop, asked = tokenprune.method("towerdrop", layer=1), {"method": "towerdrop", "keep": 0.4, "layer": 1}
+    served = config(folder(name))
+    tower = served.hf_config if name == "pixtral" else None  # of LLaVA's
+    if (why := obstacle(drop, served.architecture, Backend.VLLM, config=tower)) is None:
+        assert config(folder(name), asked).multimodal_config.tokenprune["method"] == "towerdrop"
+    else:
+        with pytest.raises(UnsupportedSetupError, match=re.escape(why)):
+            config(folder(name), asked)
 
 
 class KimiProcessor:

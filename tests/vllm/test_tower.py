@@ -20,6 +20,7 @@ from test_plugin import config
 from tokenprune import BudgetError, OptionError, Pruner, Site, UnsupportedSetupError
 from tokenprune.abilities.obstacle import not_on
 from tokenprune.families import SUPPORTED, TOWERS, family_of, tower_of
+from tokenprune.integrations.shared.tower_scores import read_block
 from tokenprune.integrations.vllm.setting import tower_items, towers
 from tokenprune.integrations.vllm.setting.plan import MODALITIES
 from tokenprune.integrations.vllm.setting.servable import check_method
@@ -97,6 +98,7 @@ SETTINGS = [
 
 PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # whose towers merge units of one sequence
 TILES = ("idefics3", "smolvlm", "internvl", "gemma3")  # and these of square tiles
+ROWS = ("llava", *TILES)  # each of whose images or tiles is a row of the tower
 DYMU = {"method": "dymu", "keep": 0.5, "exact": True}
 
 
@@ -294,6 +296,37 @@ def test_towerdrop_leaves_what_the_hugging_face_side_leaves(
         check(reference(checkpoint.name), output, *one)
 
 
+@pytest.mark.parametrize("score", ["diverse", "change", "norm", "random"])
+def test_towerdrop_leaves_as_much_of_each_tile(
+    score: str, engine: Engine, reference: Any, checkpoint: Checkpoint
+) -> None:
+    """What the Hugging Face side leaves, of images in tiles and not, and beside others."""
+    if checkpoint.name not in ROWS:
+        pytest.skip("its images are no rows of its tower with a budget each")
+    drop = {"method": "towerdrop", "keep": 0.4, "score": score, "layer": 1}
+    cases = [(2, drop), (3, drop | {"layer": int(score == "change"), "keep": 3}), (1, {"off": True})]
+    asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one) for n, one in cases]
+    engine.forget()
+    config, blocks = engine.model.config, blocks_of(engine.model)
+    ahead, last = tower_of(config).class_tokens, list[int]()  # patches in the tower's last block
+    handle = blocks[-1].mlp.register_forward_hook(
+        lambda module, args, out: last.append(args[0][:, ahead:].shape[:-1].numel())
+    )
+    outputs = engine.generate([engine.request(*one) for one in asked])
+    handle.remove()
+    for one, output in zip(asked, outputs, strict=True):
+        check(reference(checkpoint.name), output, *one)
+    tokens = [token for output in outputs for token in output.prompt_token_ids]
+    assert sum(last) == family_of(config.model_type).side(config) ** 2 * tokens.count(config.image_token_id)
+    prompt, images, read = *asked[-1][:2], read_block(config, towers.depth_of(config.vision_config)) + 1
+    for more, says in (
+        ({"layer": read}, f"has {read} blocks, and no block {read}"),
+        ({"score": "detail"}, r"grids stay whole; it is served for .*after the tower"),
+    ):
+        with pytest.raises(OptionError, match=says):
+            engine.generate([engine.request(prompt, images, drop | more)])
+
+
 def test_what_cannot_merge_leaves_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
     if checkpoint.name not in PACKED:
         pytest.skip("no tower of units")
@@ -334,6 +367,19 @@ def test_unknown_towers_stop_the_server(folder: Any, monkeypatch: pytest.MonkeyP
     assert config(folder("pixtral"), {"method": "divprune"}).multimodal_config.tokenprune["method"] == "divprune"
 
 
+def test_units_that_cannot_leave_stop_the_server(folder: Any) -> None:
+    drop = {"method": "towerdrop", "keep": 0.4, "layer": 1}
+    for name, more, says in (
+        ("llava_next", {}, "tiles share a budget and are cropped after it.*served for llava, .*after the tower"),
+        ("mistral3", {}, "grids stay whole"),
+        ("llava", {"score": "detail"}, "grids stay whole"),
+    ):
+        with pytest.raises(UnsupportedSetupError, match=says):
+            config(folder(name), drop | more)
+    with pytest.raises(ValueError, match="has 2 blocks, and no block 2"):  # nobody reads the third
+        config(folder("llava"), drop | {"layer": 2})
+
+
 def test_items_that_cannot_be_traced(folder: Any) -> None:
     """Videos of InternVL, which the Hugging Face side refuses likewise, and what was encoded elsewhere."""
     from vllm.multimodal.parse import ImageEmbeddingItems
@@ -341,10 +387,12 @@ def test_items_that_cannot_be_traced(folder: Any) -> None:
     info = SimpleNamespace(get_hf_config=lambda: config(folder("internvl")).hf_config)
     with pytest.raises(OptionError, match=r"do not tell which patches.*after the tower"):
         tower_items.check_items(Seer(), {}, {"video": ["frames"]}, info)
-    with pytest.raises(OptionError, match=r"do not tell which patches.*after the tower"):
-        tower_items.check_items(tokenprune.method("tome"), {}, {"video": ["frames"]}, info)
-    with pytest.raises(OptionError, match="pass pixels, not embeddings"):
-        tower_items.check_items(Seer(), {}, {"image": ImageEmbeddingItems([torch.zeros(4, 64)])}, info)
+    for name in ("tome", "towerdrop"):
+        with pytest.raises(OptionError, match=r"do not tell which patches.*after the tower"):
+            tower_items.check_items(tokenprune.method(name), {}, {"video": ["frames"]}, info)
+    for method in (Seer(), tokenprune.method("towerdrop")):
+        with pytest.raises(OptionError, match="pass pixels, not embeddings"):
+            tower_items.check_items(method, {}, {"image": ImageEmbeddingItems([torch.zeros(4, 64)])}, info)
     tower_items.check_items(Seer(), {}, {"image": ["image"], "video": []}, info)
 
 

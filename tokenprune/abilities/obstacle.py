@@ -54,11 +54,11 @@ def in_reading(
 
 
 def in_joined_layers(method: Method, config: Any) -> Iterator[Obstacle]:
-    """Yield what keeps `method` from merging in a tower whose features are those of several layers."""
+    """Yield what keeps `method` from acting in a tower whose features are those of several layers."""
     if not isinstance(layer := getattr(config, "vision_feature_layer", -1), int):
         yield Obstacle(
-            f"{method.name}: this model joins the features of several tower layers ({layer}), which merge differently; "
-            f"{AFTER_THE_TOWER}"
+            f"{method.name}: this model joins the features of several tower layers ({layer}), which are left with "
+            f"different tokens; {AFTER_THE_TOWER}"
         )
 
 

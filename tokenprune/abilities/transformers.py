@@ -90,8 +90,9 @@ def _by_row(method: Method, row: Family, acts: bool, config: Any) -> Iterator[Ob
             f"{name} compares the frames of a video, and of {family!r} it is not known which tokens are a frame; use "
             "a method that does not, such as divprune, or say so in its row (videos)"
         )
-    tiles = row.merges and row.patches != "packed"  # there tiles share a budget
-    if isinstance(method, UnitDropper) and not (row.units or (tiles and method.sees != "pixels")):
+    # Elsewhere tiles share a budget, or have no row.
+    rows = row.own_grids or (row.merges and row.layout(config) not in ("packed", "sized"))
+    if isinstance(method, UnitDropper) and not (row.units or (rows and method.sees != "pixels")):
         yield Obstacle(
             f"{name} cannot act in the tower of {family!r}: a visual token has to be a few patches that stand together "
             "in one sequence of all images, and this one has a fixed grid, or joins its patches in another way "
@@ -110,7 +111,7 @@ def _by_row(method: Method, row: Family, acts: bool, config: Any) -> Iterator[Ob
             f"{name}: the processor of {family!r} makes as many tokens of a small image as of a large one; use "
             "method='pool' for a baseline without fine detail"
         )
-    if isinstance(method, (EncoderMethod, FrameMerger)):
+    if isinstance(method, (EncoderMethod, FrameMerger, UnitDropper)):
         yield from in_joined_layers(method, config)
     unknown = "" if row.patches is None else None
     yield from in_reading(method, row, repr(family), unknown, more=", or say so in its row (patches)")

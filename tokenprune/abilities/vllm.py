@@ -48,11 +48,14 @@ def in_vllm(method: Method, family: Family | str | None, in_llm: bool, config: A
     if isinstance(method, EncoderMethod):
         yield from _merging_in_vllm(method, row, config)
     if isinstance(method, UnitDropper) and not row.units:
-        packed = ", ".join(one.name for one in SERVED.values() if one.units)
-        yield Obstacle(
-            f"{name} drops patches ahead of the vision tower, and that of {served} takes whole grids alone; it is "
-            f"served for {packed}. For this one {AFTER_THE_TOWER}"
-        )
+        yield from in_joined_layers(method, config)
+        if not _drops(method, row, config):
+            others = ", ".join(one.name for one in SERVED.values() if one.units or _drops(method, one, None))
+            what = "tiles share a budget and are cropped after it" if row.patches == "packed" else "grids stay whole"
+            yield Obstacle(
+                f"{name} drops patches in the vision tower, or ahead of it, and in that of {served} {what}; it is "
+                f"served for {others}. For this one {AFTER_THE_TOWER}"
+            )
 
 
 def unserved_family(architecture: str) -> str:
@@ -71,8 +74,7 @@ def _merging_in_vllm(method: EncoderMethod, row: Family, config: Any) -> Iterato
     """Yield why the tokens that a merge leaves cannot be known before the tower runs."""
     if row.merges and row.units:
         return
-    tiles = row.merges and (row.patches if config is None else row.layout(config)) in ("tiles", "packed")
-    if not tiles or not (config is None or _shows_patches(config)):
+    if not _in_rows(row, config, "tiles", "packed"):
         yield Obstacle(
             f"{method.name} merges inside the vision tower. vLLM has to know before how many tokens that leaves, which "
             "can be said of LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision (with CLIP or SigLIP, and a visual token for "
@@ -80,6 +82,16 @@ def _merging_in_vllm(method: EncoderMethod, row: Family, config: Any) -> Iterato
             f"{AFTER_THE_TOWER}"
         )
     yield from in_joined_layers(method, config)
+
+
+def _drops(method: UnitDropper, row: Family, config: Any) -> bool:
+    """Return True where units can leave a tower whose images or tiles have rows of their own, each with a budget."""
+    return method.sees != "pixels" and _in_rows(row, config, "tiles")
+
+
+def _in_rows(row: Family, config: Any, *layouts: str) -> bool:
+    """Return True where an image or tile is a row of the tower, of which it is known what becomes of its patches."""
+    return row.merges and row.layout(config) in layouts and (config is None or _shows_patches(config))
 
 
 def _shows_patches(config: Any) -> bool:

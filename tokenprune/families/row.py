@@ -67,6 +67,8 @@ class Family:
     merges:       patches can merge in the tower.
     units:        the tower packs the patches of all images into one sequence, in which those of a visual token stand
                   together to its end, so that whole tokens can leave ahead of it.
+    own_grids:    each image is a row of the tower, a grid of its own row by row and padding after it (NaFlex), and a
+                  square of patches (`unit_side`) makes a token.
     frame_rows:   each frame of a video is a row of a CLIP or SigLIP tower whose patches are known to become which
                   tokens, so that frames can merge in the tower.
     apart:        the encoder takes every image for itself, by rows of its arguments, so that encoded ones can be used
@@ -97,6 +99,7 @@ class Family:
     unit_side: Callable[[Any], int] | None = None
     merges: bool = False
     units: bool = False
+    own_grids: bool = False
     frame_rows: bool = False
     apart: bool = False
     every_method: bool = False  # in the test suite
@@ -134,7 +137,8 @@ class Family:
         return self.after_video if self.tells_frames else None
 
     def layout(self, config: Any) -> str | None:
-        """Return how patches become visual tokens with the tower of a model's config; see `patches`."""
+        """Return how patches become visual tokens with the tower of a model's config, if one is given; see
+        `patches`."""
         if getattr(config, "ps_version", None) == "v1":
             return None  # first checkpoints of InternVL, whose tokens stand column by column
         tower = getattr(getattr(config, "vision_config", None), "model_type", None)

@@ -259,6 +259,8 @@ _SPECIAL = (
     _stateful(
         "lfm2_vl",
         since="5.13",
+        unit_side=_downsampled,
+        own_grids=True,
         norm_name="embedding_norm",
         vllm=Vllm("Lfm2VlForConditionalGeneration", "LFM2-VL", "a tile, and the whole view", per_run=True, nested=True),
     ),

@@ -59,8 +59,13 @@ def test_in_transformers(method: str, family: str, says: str) -> None:
         ("dart", "llava", Backend.VLLM_IN_LLM, "yes"),
         ("dart", "gemma3", Backend.VLLM_IN_LLM, "does not serve Gemma3ForConditionalGeneration: it serves llava"),
         ("dycoke", "llava", Backend.VLLM, "or its prompts hold no videos"),
-        ("pixelprune", "llava", Backend.VLLM, "takes whole grids alone"),
+        ("pixelprune", "llava", Backend.VLLM, "grids stay whole"),
         ("tome", "llava", Backend.VLLM, "yes"),
+        ("towerdrop", "llava", Backend.VLLM, "yes"),
+        ("towerdrop", "internvl_chat", Backend.VLLM, "yes"),
+        ("towerdrop", "glm4v", Backend.VLLM, "yes"),
+        ("towerdrop", "llava_next", Backend.VLLM, "tiles share a budget and are cropped after it"),
+        ("towerdrop", "mistral3", Backend.VLLM, "grids stay whole"),
         ("tome", "qwen2_vl", Backend.VLLM, "yes"),
         ("tome", "mistral3", Backend.VLLM, "merges inside the vision tower"),
         ("visionzip", "gemma3n", Backend.VLLM, "looks into the vision tower"),
@@ -121,8 +126,9 @@ def test_what_a_method_or_a_config_alone_decides(build) -> None:
     assert "too_early: a method of the site DECODE must derive" in str(abilities.obstacle(NoDecoding()))
     joined = LlavaConfig(vision_feature_layer=[-2, -1])
     for backend in (Backend.HF, Backend.VLLM):
-        reason = abilities.obstacle(tokenprune.method("tome"), "llava", backend, config=joined)
-        assert "tome: this model joins the features of several tower layers ([-2, -1])" in str(reason)
+        for name in ("tome", "towerdrop"):
+            reason = abilities.obstacle(tokenprune.method(name), "llava", backend, config=joined)
+            assert f"{name}: this model joins the features of several tower layers ([-2, -1])" in str(reason)
         assert abilities.obstacle(tokenprune.method("divprune"), "llava", backend, config=joined) is None
     for method in (TooEarly(), NoDecoding()):
         with pytest.raises(OptionError, match=re.escape(str(abilities.obstacle(method)))):

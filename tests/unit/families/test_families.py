@@ -23,7 +23,9 @@ from families import FAMILIES, REFUSED, STATEFUL
 from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
 from tokenprune import TokenPruneError, UnsupportedModelError, families
+from tokenprune.abilities import obstacle
 from tokenprune.integrations.hf import compat
+from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 from zoo import Family
@@ -123,6 +125,21 @@ def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> No
         with pytest.raises(TokenPruneError, match=family.kind):
             tokenprune.patch(model, method, keep=0.3)
         assert not tokenprune.is_patched(model)
+
+
+@torch.no_grad()
+def test_units_leave_the_tower_where_the_table_says(family: Family, model) -> None:
+    """docs/families.md has the same answers, and says of the others that they are refused."""
+    drop = tokenprune.method("towerdrop", layer=1)
+    if obstacle(drop, family.kind, config=adapter_for(model).config) is not None:
+        with pytest.raises(TokenPruneError, match=family.kind):
+            tokenprune.patch(model, drop, keep=0.3)
+        return
+    inputs = family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, drop, keep=0.3, guard="off"):
+        model(**inputs)
+        first, *_, last = tokenprune.stats(model).encoder_tokens_per_layer
+    assert last < 0.6 * first
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -51,12 +51,14 @@ def squares(model: Any, patches: int) -> list[list[int]]:
 
 
 @contextmanager
-def masked(model: Any, seen: Tensor, first: int) -> Iterator[None]:
-    """Within, nothing in the tower sees tokens outside of `seen`, bool `[T, tokens]`, from the block at `first` on."""
+def masked(model: Any, seen: Tensor, first: int, real: Tensor | None = None) -> Iterator[None]:
+    """Within, nothing in the tower sees tokens outside of `seen`, bool `[T, tokens]`, from the block at `first` on,
+    and before it nothing outside of `real`, None: of all."""
+    real = torch.ones_like(seen) if real is None else real
     before = {id(module) for block in layers_of(tower_of(model))[:first] for module in block.modules()}
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        allowed = seen[:, None, None] | (id(module) in before)
+        allowed = (real if id(module) in before else seen)[:, None, None]
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         logits = (query @ key.transpose(2, 3) * scale).masked_fill(~allowed, -torch.inf)
         return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None

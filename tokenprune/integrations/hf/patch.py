@@ -35,7 +35,7 @@ from tokenprune.integrations.hf.tower.base import InTower
 from tokenprune.integrations.hf.tower.build import tower_patch
 from tokenprune.integrations.hf.tower.frame_merging import FrameMerging
 from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
-from tokenprune.integrations.hf.tower.tile_dropping import TileDrop
+from tokenprune.integrations.hf.tower.tile_dropping import GridDrop, TileDrop
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
 from tokenprune.sites import check_places, composition_key
 from tokenprune.sites.attention import AttentionPattern
@@ -107,10 +107,10 @@ def _parts(
             case UnitDropper() | FrameMerger() | EncoderMethod() if method.is_identity(budget):
                 pass
             case UnitDropper():
-                packed = adapter.family.units
-                parts.append(
-                    UnitDrop(adapter, method, budget, processor) if packed else TileDrop(adapter, method, budget)
-                )
+                if adapter.family.units:
+                    parts.append(UnitDrop(adapter, method, budget, processor))
+                else:
+                    parts.append((GridDrop if adapter.family.own_grids else TileDrop)(adapter, method, budget))
             case FrameMerger():
                 parts.append(FrameMerging(adapter, method, budget))
             case EncoderMethod():

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def by_units(height: int, width: int, side: int, device: torch.device) -> Tensor:
+    """Return the places of a grid's patches unit by unit, long `[height * width]`. Units, and the patches in each, are
+    in order of rows."""
+    places = torch.arange(height * width, device=device).view(height // side, side, -1, side)
+    return places.transpose(1, 2).flatten()
+
+
 @dataclass(frozen=True)
 class Squares:
     """The units of a square grid of patches.
@@ -55,11 +62,9 @@ class Squares:
         return None if tokens is None else [(number - self.ahead) // self.size for number in tokens]
 
     def order(self, tokens: int, device: torch.device) -> Tensor:
-        """Return the places of the patches unit by unit, counted from the first patch: long `[patches]`. Units, and the
-        patches in each, are in order of rows."""
+        """Return the places of the patches unit by unit, counted from the first patch, see `by_units`."""
         height = math.isqrt(self.count(tokens) * self.size)
-        places = torch.arange(tokens - self.ahead, device=device).view(height // self.side, self.side, -1, self.side)
-        return places.transpose(1, 2).flatten()
+        return by_units(height, height, self.side, device)
 
     def fold(self, x: Tensor, order: Tensor | None) -> Tensor:
         """`[B, n, D]` -> `[B, units, size * D]`: what is known of a unit's patches, end to end.

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units that leave a packed tower at the input of a block, as a method says of each image or video by itself."""
+"""Units that leave a tower at the input of a block, as a method says of each image, video or tile by itself."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tokenprune.budget import Budget
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.shared.reducer import TowerRun
+from tokenprune.integrations.shared.attachable import hidden_states, states
+from tokenprune.integrations.shared.merging import RowMerger
+from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun
+from tokenprune.integrations.shared.squares import Squares
+from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.merging import Merge
 from tokenprune.ops.transfer import to_device
+from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.sites.units import UnitDropper
 
 Grids = Sequence[tuple[int, int, int]]  # (frames, height, width) in units of each image or video
@@ -81,3 +89,60 @@ def dropping(stays: Tensor, order: Tensor | None, device: torch.device) -> Merge
     `TowerRun`."""
     stays = stays if order is None else stays[order.cpu()]
     return Merge.dropping(to_device(stays[None], device), [int(stays.sum())])
+
+
+# -- towers whose images or tiles have rows of their own: as many units of each leave, so that no row is padded
+
+
+@dataclass(frozen=True)
+class MergesNothing(EncoderMethod):
+    """Stands where blocks ask what merges in them, for a method that drops."""
+
+    drops: UnitDropper | None = None
+    proportional = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.drops.name if self.drops else ""
+
+    def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
+        return [None] * tower.blocks
+
+
+class RowDropper(RowMerger):
+    """Ahead of the class by which an engine merges, has `dropper` drop units instead. A class token stays."""
+
+    middle = False
+    dropper: UnitDropper
+
+    def most(self, rows: int, shape: Tower) -> list[int]:
+        """Return how many units of each of `rows` may stay. shape: of the tower for these rows."""
+        return [shape.left(self.budget)] * rows
+
+    def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if index == 0:
+            states()[self] = self.begin(hidden_states(args, kwargs))
+        return TowerReducer._enter_block(self, index, module, args, kwargs)
+
+    def begin(self, entered: Tensor) -> TowerRun:
+        """Return the state of a forward, of whose first block `entered` is the input, `[rows, tokens, D]`."""
+        rows, count = entered.shape[:2]
+        run = TowerRun(Units.of(rows, count, entered.device), [None] * len(self.blocks))
+        squares = self.squares or Squares(1, self.shape.protected)
+        shape = self.shape.of(count if self.squares is None else squares.count(count))
+        units, most = shape.patches, self.most(rows, shape)
+        side = math.isqrt(units)
+        if min(most) >= units:
+            return run
+
+        def fold(hidden: Tensor) -> Tensor:
+            order = squares.order(count, hidden.device)
+            return squares.fold(hidden, order).reshape(rows * units, squares.size, -1)
+
+        def choose(x: Tensor, size: int) -> Merge:
+            stays = choose_units(self.dropper, x, [(1, side, units // side)] * rows, most, size)
+            merge = Merge.dropping(to_device(stays.view(rows, units), x.device), most)
+            return squares.spread(merge, squares.order(count, x.device))
+
+        run.drops = choosing(self.dropper, self.dropper.block(shape.read), fold, choose)
+        return run

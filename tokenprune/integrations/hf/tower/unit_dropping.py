@@ -5,6 +5,7 @@ the tower runs on the others, see packed.py. Their tokens are taken out at the d
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
-from tokenprune.integrations.hf.tower.base import ThreadKey
+from tokenprune.integrations.hf.tower.base import GroupedTokens, ThreadKey
 from tokenprune.integrations.hf.tower.packed import Order, PackedTower
 from tokenprune.integrations.shared.attachable import states
-from tokenprune.integrations.shared.reducer import TowerRun, packed_blocks
+from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun, packed_blocks
 from tokenprune.integrations.shared.unit_dropping import choose_units, choosing_packed, dropping
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.transfer import to_device
@@ -28,32 +29,54 @@ from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.sites.units import UnitDropper
 
 
-class UnitDrop(PackedTower):
-    """Has `method` drop units in the tower of `adapter`'s model, and takes their tokens out of the prompt.
+class KeptUnits(TowerReducer, GroupedTokens):
+    """Takes the tokens of units that were dropped out of the prompt.
 
-    Raises UnsupportedSetupError for towers without packed patches, BudgetError for a budget that is not one of an image
-    by itself, OptionError where colours are needed and no processor tells them, and for a block that there is not.
+    Raises BudgetError for a budget that is not one of an image by itself, OptionError for a block that there is not.
     """
 
     leaves = "kept"
 
-    def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget, processor: Any) -> None:
+    def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget, blocks: Sequence[Block]) -> None:
         super().__init__()
         self.belong(adapter, method, budget)
-        self.tower, self.key = _tower_of(adapter), ThreadKey()  # of grids
-        self.blocks, self.patches = packed_blocks(self.tower), self.tower.spatial_merge_size**2
-        self.block = method.checked_block(len(self.blocks))
+        self.blocks, self.block = blocks, method.checked_block(len(blocks))
         self.shape = DecoderShape.from_config(adapter.text_config)
+        if budget.per != "image" or budget.flops_share is not None:
+            raise BudgetError(
+                f"{method.name} decides before the prompt is known, for each image or video by itself: of {budget}, "
+                'say keep, average_tokens, average_share or kv_share, with per="image"'
+            )
+
+    def select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
+        if all(bool(image.all()) for of_images in left.values() for image in of_images):
+            return None
+        stays = torch.ones_like(call.host.visual)
+        for modality, of_images in left.items():
+            kept, mask = torch.cat(of_images), call.host.masks[modality]
+            numbers = placeholder_to_feature(modality, mask, len(kept))
+            stays[mask] = kept[numbers[mask]]
+        segments = call.held.segments.to(device)
+        found = to_device(stays, device)[segments.row_index, segments.position] & segments.mask
+        return Selection(found, counts=found.sum(1).tolist())
+
+
+class UnitDrop(KeptUnits, PackedTower):
+    """Has `method` drop units in the packed tower of `adapter`'s model.
+
+    Raises what `KeptUnits` does, UnsupportedSetupError for towers without packed patches, and OptionError where colours
+    are needed and no processor tells them.
+    """
+
+    def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget, processor: Any) -> None:
+        self.tower, self.key = _tower_of(adapter), ThreadKey()  # of grids
+        self.patches = self.tower.spatial_merge_size**2
+        super().__init__(adapter, method, budget, packed_blocks(self.tower))
         self.inside = method.sees != "pixels"
         self.colours = None if self.inside else _colours(processor)
         if self.colours is None and (why := method.reads_colours):
             raise OptionError(
                 f"{method.name}: {why}, and the model gets normalised ones: pass processor=, or leave it out"
-            )
-        if budget.per != "image" or budget.flops_share is not None:
-            raise BudgetError(
-                f"{method.name} decides before the prompt is known, for each image or video by itself: of {budget}, "
-                'say keep, average_tokens, average_share or kv_share, with per="image"'
             )
 
     # -- inside the tower
@@ -89,20 +112,6 @@ class UnitDrop(PackedTower):
             return pixels
         mean, std = (to_device(of, pixels.device) for of in self.colours)
         return torch.addcmul(mean[:, None], pixels.view(len(pixels), len(std), -1), std[:, None]).flatten(1)
-
-    # -- after the tower
-
-    def select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
-        if all(bool(image.all()) for of_images in left.values() for image in of_images):
-            return None
-        stays = torch.ones_like(call.host.visual)
-        for modality, of_images in left.items():
-            kept, mask = torch.cat(of_images), call.host.masks[modality]
-            numbers = placeholder_to_feature(modality, mask, len(kept))
-            stays[mask] = kept[numbers[mask]]
-        segments = call.held.segments.to(device)
-        found = to_device(stays, device)[segments.row_index, segments.position] & segments.mask
-        return Selection(found, counts=found.sum(1).tolist())
 
 
 def _tower_of(adapter: Adapter) -> Any:

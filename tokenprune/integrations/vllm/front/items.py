@@ -15,12 +15,11 @@ from vllm.multimodal.processing.processor import PromptUpdateDetails
 
 from tokenprune.families import Family
 from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages, kept_units
+from tokenprune.integrations.vllm.setting import towers
 from tokenprune.integrations.vllm.setting.configuration import family_of
 from tokenprune.integrations.vllm.setting.plan import Plan, Run, runs_of
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.setting.tower_items import check_tiles, crops
-from tokenprune.integrations.vllm.setting.towers import check_reachable, drops_by_pixels, merges_in_tower, tiles_of
-from tokenprune.sites.encoder import EncoderMethod
 
 
 @dataclass
@@ -108,7 +107,7 @@ class PromptItem:
         return sum(self.plan(setting).keep)
 
 
-# -- what a setting does before the features: nothing, merge tokens in the tower, or drop units ahead of it
+# -- what a setting does before the features: nothing, or merge tokens or drop units in the tower
 
 
 @dataclass(frozen=True)
@@ -124,20 +123,24 @@ class _AfterTower:
         return plan
 
 
-class _Merging(_AfterTower):
+class _Dropping(_AfterTower):
     def budgets(self, item: PromptItem) -> int:
-        method, count = self.setting.acting, sum(number for _, embed, number in item.text if embed)
-        assert isinstance(method, EncoderMethod)
-        return item.frames if item.modality == "video" else tiles_of(method, item.model.config, count)
+        count = sum(number for _, embed, number in item.text if embed)
+        return towers.tiles_of(self.setting.acting, item.model.config, count)
+
+
+class _Merging(_Dropping):
+    def budgets(self, item: PromptItem) -> int:
+        return item.frames if item.modality == "video" else super().budgets(item)
 
     def checked(self, plan: Plan, item: PromptItem) -> Plan:
-        check_reachable(self.setting, item.model.config, plan.counts, item.modality == "video")
+        towers.check_reachable(self.setting, item.model.config, plan.counts, item.modality == "video")
         if crops(item.model.config):
             check_tiles(self.setting, item.model.info, item.data, sum(plan.keep))
         return plan
 
 
-class _Dropping(_AfterTower):
+class _DroppingByPixels(_Dropping):
     def checked(self, plan: Plan, item: PromptItem) -> Plan:
         info, count = item.model.info, sum(plan.counts)
         kept = kept_units(self.setting, item.data, item.modality, info, item.kwargs, count)
@@ -147,5 +150,6 @@ class _Dropping(_AfterTower):
 def _act_of(setting: ServedSetting) -> _AfterTower:
     if setting.removes_nothing:
         return _AfterTower(setting)
-    kinds = {_Merging: merges_in_tower, _Dropping: drops_by_pixels}
+    merges, pixels, any_of_them = towers.merges_in_tower, towers.drops_by_pixels, towers.acts_in_tower
+    kinds = {_Merging: merges, _DroppingByPixels: pixels, _Dropping: any_of_them}
     return next((kind for kind, acts in kinds.items() if acts(setting.method)), _AfterTower)(setting)

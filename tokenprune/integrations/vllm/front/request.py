@@ -31,7 +31,7 @@ from tokenprune.integrations.vllm.setting.position_checks import check_placehold
 from tokenprune.integrations.vllm.setting.servable import DEFAULT, NOTHING, REQUEST
 from tokenprune.integrations.vllm.setting.settings import of_request
 from tokenprune.integrations.vllm.setting.tower_items import check_items
-from tokenprune.integrations.vllm.setting.towers import merges_in_tower
+from tokenprune.integrations.vllm.setting.towers import acts_in_tower
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RequestRun:
             if model.family.vllm.mrope and not setting.is_off:
                 reduces = not all(one.removes_nothing for items in request.items.values() for one in items)
                 check_placeholders(self.inputs.prompt, self.counts, model.config, reduces)
-            if reads_tower(setting.method) or merges_in_tower(setting.method):
+            if reads_tower(setting.method) or acts_in_tower(setting.method):
                 check_items(setting.acting, request.items, self.inputs.mm_data_items, model.info)
 
     def process(self, request: ServedRequest) -> tuple[Any, list[CountedDetails]]:

@@ -21,7 +21,7 @@ from tokenprune.families import SERVED, Family
 from tokenprune.integrations.vllm.setting.position_checks import arrange
 from tokenprune.integrations.vllm.setting.servable import ADD_ON, BESIDE, DEFAULT, FREE_KV, NOTHING, PROFILE
 from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, ServedSetting
-from tokenprune.integrations.vllm.setting.towers import check_tower, drops_units, merges_in_tower
+from tokenprune.integrations.vllm.setting.towers import acts_in_tower, check_tower
 from tokenprune.registry import available_methods, method_info
 from tokenprune.setting import SCOPE
 from tokenprune.setting.saved import read_config
@@ -86,7 +86,7 @@ def check_model(setting: ServedSetting, model_config: Any) -> None:
         return
     backend, config = Backend.VLLM_IN_LLM if setting.in_llm else Backend.VLLM, model_config.hf_config
     abilities.check(setting.method, family_of(model_config), backend, config=config)
-    if merges_in_tower(setting.method) or drops_units(setting.method) or abilities.reads_tower(setting.method):
+    if acts_in_tower(setting.method) or abilities.reads_tower(setting.method):
         check_tower(setting, model_config)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tokenprune.errors import OptionError, PlaceholderMismatchError
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
-from tokenprune.integrations.vllm.setting.towers import merges_in_tower
+from tokenprune.integrations.vllm.setting.towers import acts_in_tower
 from tokenprune.view.frames import frame_counts, tokens_per_frame
 from tokenprune.view.registry import compares_frames
 
@@ -60,7 +60,8 @@ class Plan:
     per_run: see `Family`.
     kept:    of a method that decides by pixels which placeholders stay, in their order; None: the model decides.
     frames:  of a video how many it has, where they have a budget each and stand in one run, or the method compares
-             them; else 1. Methods that merge in the tower do so frame by frame. A tile is a frame to them.
+             them; else 1. Methods that act in the tower do so frame by frame where each has rows of its own. A tile is
+             a frame to them.
     """
 
     setting: ServedSetting
@@ -226,7 +227,7 @@ class Plan:
         whole = Plan(setting, text, per_run)
         if compares_frames(setting.method):
             return whole._compared(frames, behind)
-        if (per_run and not merges_in_tower(setting.method)) or frames == 1 or not _by_frame(setting):
+        if (per_run and not acts_in_tower(setting.method)) or frames == 1 or not _by_frame(setting):
             return whole
         if len(whole.runs) == frames:  # time stamps between them, or names of tiles
             return dataclasses.replace(whole, per_run=True)
@@ -250,7 +251,7 @@ class Plan:
 
 def _by_frame(setting: ServedSetting) -> bool:
     """Return True if every frame of a video has a budget of its own."""
-    return not setting.removes_nothing and (setting.per == "frame" or merges_in_tower(setting.method))
+    return not setting.removes_nothing and (setting.per == "frame" or acts_in_tower(setting.method))
 
 
 def _size(plan: Plan) -> int:

@@ -27,8 +27,9 @@ def merges_in_tower(method: Method | None) -> bool:
     return isinstance(method, EncoderMethod)
 
 
-def drops_units(method: Method | None) -> bool:
-    return isinstance(method, UnitDropper)
+def acts_in_tower(method: Method | None) -> bool:
+    """Return True if fewer tokens come out of the tower: each of its rows has a budget, where images have rows."""
+    return isinstance(method, (EncoderMethod, UnitDropper))
 
 
 def drops_by_pixels(method: Method | None) -> bool:
@@ -74,7 +75,8 @@ def check_tower(setting: Any, model_config: Any) -> None:
     check_whole(method, model_config)
     if isinstance(method, UnitDropper):
         method.is_identity(Budget.of_checked(setting.keep))
-        method.checked_block(depth_of(config.vision_config))
+        whole = depth_of(config.vision_config)
+        method.checked_block(whole if family_of_config(config).units else served_tower(method, config).read)
     elif isinstance(method, EncoderMethod):
         if not setting.removes_nothing:
             tower = served_tower(method, config)
@@ -123,17 +125,17 @@ class ServedTower(encoder.Tower):
         return self.claimed
 
 
-def served_tower(method: EncoderMethod, config: Any) -> ServedTower:
+def served_tower(method: Method, config: Any) -> ServedTower:
     """Return the facts about a model's tower that `method` may read, from the model's config."""
-    vision = config.vision_config
+    vision, claimed = config.vision_config, getattr(method, "calibrated_for", None)
     depth = depth_of(vision)
     if packs(config):
-        return ServedTower(1, 0, depth, depth, claimed=method.calibrated_for)  # how many units, only the image shows
+        return ServedTower(1, 0, depth, depth, claimed=claimed)  # how many units, only the image shows
     protected = row_of(config).class_tokens
     tokens, read, units = patches_of(vision) + protected, read_block(config, depth) + 1, units_of(config)
     if units is None:
-        return ServedTower(tokens, protected, depth, read, claimed=method.calibrated_for)
-    return ServedTower(units.count(tokens), 0, depth, read, unit=units.size, claimed=method.calibrated_for)
+        return ServedTower(tokens, protected, depth, read, claimed=claimed)
+    return ServedTower(units.count(tokens), 0, depth, read, unit=units.size, claimed=claimed)
 
 
 def units_of(config: Any) -> Squares | None:
@@ -142,10 +144,10 @@ def units_of(config: Any) -> Squares | None:
     return Squares(side, row_of(config).class_tokens) if side > 1 else None
 
 
-def tiles_of(method: EncoderMethod, config: Any, count: int) -> int:
+def tiles_of(method: Method, config: Any, count: int) -> int:
     """Return how many budgets an image of `count` visual tokens has: one for each row of the tower, where rows are not
     cropped; else one."""
-    if packs(config) or family_of_config(config).patches == "packed":
+    if (row := family_of_config(config)).units or row.patches == "packed":
         return 1
     return max(1, count // served_tower(method, config).patches)
 

@@ -8,7 +8,7 @@ rows are padded, the blocks attend by PyTorch's. Everything is attached for one 
 An image or tile is one row of its tower, all of one size, and its visual tokens are the row's patches (LLaVA-1.5) or
 squares of them (pixel shuffle and pooling: Idefics3, SmolVLM, InternVL, Gemma 3), which then merge as wholes; so their
 number is known beforehand. Where tiles are cropped after the tower (LLaVA-NeXT, LLaVA-OneVision), each has its goal.
-Towers of Qwen: see packed.py.
+Units leave such rows, at the input of a block, alike. Towers of Qwen: see packed.py.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from tokenprune.integrations.shared.parts import PartMatcher
 from tokenprune.integrations.shared.parts import Plan as BlockPlan
 from tokenprune.integrations.shared.reducer import Block, TowerRun
 from tokenprune.integrations.shared.tile_goals import Goal, parts_of_tiles
+from tokenprune.integrations.shared.unit_dropping import MergesNothing, RowDropper
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.tower_items import goals_of_image, pack
 from tokenprune.integrations.vllm.setting.towers import heads_of, merges_in_tower, served_tower, units_of
 from tokenprune.integrations.vllm.worker.packed import Wrapping, dropping_plan
 from tokenprune.integrations.vllm.worker.tower import all_heads, attend, attentions_of, blocks_of, heads_first
-from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.encoder import EncoderMethod, Tower
 from tokenprune.sites.units import UnitDropper
 
 # Names in a block, where they are not those of CLIP and SigLIP: the second norm, and what scales the MLP's output.
@@ -127,6 +128,19 @@ class TowerMerger(RowMerger, Wrapping):
             left = self.squares.left(run.units.left) or []
         self.left += sum(left)
         self.kept = (first == torch.arange(first.shape[1], device=first.device)).flatten()
+
+
+class TileDropping(RowDropper, TowerMerger):
+    """Drops units in such a tower. plans: of the items of one call, in the order of its rows."""
+
+    def __init__(self, model: Any, plans: Sequence[Plan]) -> None:
+        self.dropper, self.plans = plans[0].setting.acting, plans  # type: ignore[assignment]  # see `dropping_plan`
+        super().__init__(model, MergesNothing(drops=self.dropper), plans[0].setting.keep)
+
+    def most(self, rows: int, shape: Tower) -> list[int]:
+        if [count for plan in self.plans for count in plan.counts] != [shape.patches] * rows:
+            raise PlaceholderMismatchError(f"the tower got {rows} rows of {shape.patches} units, others than planned")
+        return [keep for plan in self.plans for keep in plan.keep]
 
 
 class TileTowerMerger(TowerMerger):

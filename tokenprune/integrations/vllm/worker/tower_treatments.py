@@ -20,7 +20,7 @@ from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.tower_items import crops
 from tokenprune.integrations.vllm.worker.packed import PackedTowerMerger, UnitDropping, dropping_plan
 from tokenprune.integrations.vllm.worker.tower import TowerReader
-from tokenprune.integrations.vllm.worker.tower_merging import TileTowerMerger, TowerMerger, merging
+from tokenprune.integrations.vllm.worker.tower_merging import TileDropping, TileTowerMerger, TowerMerger, merging
 from tokenprune.sites.encoder import EncoderMethod
 
 
@@ -64,7 +64,7 @@ class ReducedTower:
     """Has tokens merge, or units leave, in the tower, as `part` does within its context."""
 
     plans: Sequence[Plan]
-    part: TowerMerger | PackedTowerMerger | TileTowerMerger | UnitDropping
+    part: TowerMerger | PackedTowerMerger | TileTowerMerger | UnitDropping | TileDropping
 
     def running(self) -> AbstractContextManager[Any]:
         return self.part
@@ -137,7 +137,8 @@ def tower_treatment(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any]
     if plans and merging(plans[0]):
         return ReducedTower(plans, _merger(model, plans, kwargs))
     if plans and dropping_plan(plans[0]):
-        return ReducedTower(plans, UnitDropping(model.visual, plans))
+        packed = model.tokenprune_family.units
+        return ReducedTower(plans, UnitDropping(model.visual, plans) if packed else TileDropping(model, plans))
     if any(_reading_method(plan) for plan in plans):
         return ReadTower(model.tokenprune_tower, plans, kwargs, modality)
     return PlainTower(plans)

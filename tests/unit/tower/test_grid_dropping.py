@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units that leave a tower whose images have grids of their own, and padding after them (SigLIP 2 as in LFM2-VL),
+against the unpatched tower with their columns masked."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from families import FAMILIES
+from merging_models import layers_of, tower_of
+from only_kept import only_kept
+from oracle import close, survivors
+from tests.unit.methods.test_towerdrop import naive, seen_by
+from tests.unit.tower.test_encoder import with_features
+from tests.unit.tower.test_tile_dropping import KEEP, SCORES, masked
+from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
+from tokenprune.integrations.hf.encoded.record import record_of
+
+LFM2 = FAMILIES["lfm2_vl"]
+BATCHES = {"of three sizes": {"images": (2, 1)}, "alone": {"only": 1}}
+
+
+def encode(model: Any, inputs: Any, **options: Any) -> Any:
+    given = (inputs[name] for name in ("pixel_values", "spatial_shapes", "pixel_attention_mask"))
+    return model.model.get_image_features(*given, **options)
+
+
+def units_of(height: int, width: int) -> list[list[int]]:
+    """The patches of each unit."""
+    corners = [row * width + column for row in range(0, height, 2) for column in range(0, width, 2)]
+    return [[corner, corner + 1, corner + width, corner + width + 1] for corner in corners]
+
+
+def check_tower(model: Any, inputs: Any, score: str, layer: int) -> None:
+    entered: list[Tensor] = []
+    blocks = layers_of(tower_of(model))
+    handles = [block.register_forward_pre_hook(lambda m, args: entered.append(args[0])) for block in blocks]
+    encode(model, inputs)
+    for handle in handles:
+        handle.remove()
+    real, shapes = inputs["pixel_attention_mask"].bool(), inputs["spatial_shapes"].tolist()
+    seen, kept = torch.zeros_like(real), []
+    for row, (height, width) in enumerate(shapes):
+        units = units_of(height, width)
+        shown = seen_by(score, [x[row, units] for x in entered], layer).view(1, height // 2, width // 2, -1)
+        kept.append(naive(score, shown, round(KEEP * len(units))).flatten())
+        seen[row, torch.tensor(units)[kept[-1]].flatten()] = True
+    with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=layer, score=score, guard="off"):
+        got = encode(model, inputs)
+    assert all(map(torch.equal, record_of(got).kept, kept))
+    assert record_of(got).block_tokens == [int(real.sum())] * layer + [int(seen.sum())] * (len(blocks) - layer)
+    with masked(model, seen, layer, real):
+        want = encode(model, inputs)
+    for mine, theirs, units in zip(got.pooler_output, want.pooler_output, kept, strict=True):
+        close(mine[units], theirs[units])
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@torch.no_grad()
+def test_tower_equals_the_one_masked_from_every_block(batch: dict, score: str, build) -> None:
+    model, inputs = build(LFM2), LFM2.make_inputs(**batch)
+    for layer in range(score == "change", len(layers_of(tower_of(model)))):
+        check_tower(model, inputs, score, layer)
+
+
+@pytest.mark.parametrize("keep", [0.4, 5])
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@torch.no_grad()
+def test_blocks_run_on_what_is_left_alone(attn: str, keep: float, build) -> None:
+    """In rows as long as the longest, and with no mask where all are."""
+    model, inputs, ran = build(LFM2, attn), LFM2.make_inputs(images=(2, 1)), []
+    block = layers_of(tower_of(model))[-1]
+    handles = [
+        block.mlp.register_forward_hook(lambda m, args, out: ran.append(tuple(args[0].shape[:2]))),
+        block.self_attn.register_forward_pre_hook(
+            lambda m, args, kwargs: ran.append(kwargs["attention_mask"]), with_kwargs=True
+        ),
+    ]
+    sizes = inputs["spatial_shapes"].prod(1) // 4
+    with tokenprune.patched(model, "towerdrop", keep=keep, layer=1, guard="off"):
+        output = encode(model, inputs)
+    for handle in handles:
+        handle.remove()
+    left = [int(image.sum()) for image in record_of(output).kept]
+    assert left == [keep if isinstance(keep, int) else round(keep * int(size)) for size in sizes]
+    mask, shape = ran
+    assert shape == (3, 4 * max(left))
+    if keep == 5:
+        assert mask is None
+    else:
+        assert [int((row == 0).sum()) for row in mask[:, 0, 0]] == [4 * units for units in left]
+
+
+@torch.no_grad()
+def test_decoder_equals_the_one_that_got_no_others(build) -> None:
+    model, inputs = build(LFM2), LFM2.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=1, record=True, guard="off"):
+        got, stats = model(**inputs).logits, tokenprune.stats(model)
+        output = encode(model, inputs)
+    (cut,) = stats.cuts
+    assert (cut.site, cut.method, cut.sources) == (Site.IN_ENCODER, "towerdrop", None)
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(cut, length)
+    with with_features(model, output), only_kept(LFM2, model, stats.cuts, length):
+        close(got[alive], model(**inputs).logits[alive])
+
+
+@torch.no_grad()
+def test_hidden_states_have_all_patches(build) -> None:
+    """Those of what was dropped are zeros, from the block on at whose input it left."""
+    model, inputs = copy.deepcopy(build(LFM2)), LFM2.make_inputs(images=(2, 1))
+    whole = encode(model, inputs, output_hidden_states=True).hidden_states
+    with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=1, guard="off"):
+        output = encode(model, inputs, output_hidden_states=True)
+    left = 4 * sum(int(image.sum()) for image in record_of(output).kept)
+    for index, (mine, theirs) in enumerate(zip(output.hidden_states, whole, strict=True)):
+        assert mine.shape == theirs.shape
+        assert int(mine.any(-1).sum()) == (left if index > 1 else mine[..., 0].numel())
+        assert torch.equal(mine, theirs) == (index < 2)
+
+
+@torch.no_grad()
+def test_keeping_all_changes_no_bit(build) -> None:
+    model, inputs = build(LFM2), LFM2.make_inputs(images=(2, 1))
+    want = model(**inputs).logits
+    for keep in (1.0, 10**4):
+        with tokenprune.patched(model, "towerdrop", keep=keep, layer=1, guard="off"):
+            assert torch.equal(model(**inputs).logits, want)
+
+
+def test_refused(build) -> None:
+    model = build(LFM2)
+    with pytest.raises(OptionError, match="has 2 blocks, and no block 2"):
+        tokenprune.patch(model, "towerdrop", layer=2)
+    with pytest.raises(UnsupportedSetupError, match="or joins its patches in another way"):
+        tokenprune.patch(model, "towerdrop", score="detail")
+    with pytest.raises(BudgetError, match="for each image or video by itself"):
+        tokenprune.patch(model, "towerdrop", layer=1, keep=tokenprune.Budget(keep=0.5, per="prompt"))
