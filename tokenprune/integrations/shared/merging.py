@@ -55,8 +55,21 @@ class Merger(TowerReducer):
         tower = self.shape if count == self.shape.tokens else self.shape.of(count)
         return self.method.plan(self.budget, tower)
 
+    def merge_of(self, index: int, run: TowerRun) -> Merge | None:
+        if (match := run.plan[index]) is None:
+            return None
+        if run.keys is None:
+            raise UnsupportedSetupError(self.unseen(index))
+        keys, run.keys = run.keys, None
+        return self.find(match, keys, run)
+
     def unseen(self, index: int) -> str:
+        """Return why a block showed no keys."""
         return f"{self.method.name}: block {index} of the tower showed no attention keys"
+
+    def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
+        """Return the merge of the block that runs, and of which `keys` were noted."""
+        raise NotImplementedError
 
 
 class RowMerger(Merger):

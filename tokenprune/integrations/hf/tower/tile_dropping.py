@@ -19,7 +19,7 @@ from tokenprune.integrations.hf.tower.merging import EncoderPatch
 from tokenprune.integrations.shared.attachable import hidden_states, states
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun
-from tokenprune.integrations.shared.unit_dropping import choose_units, choosing
+from tokenprune.integrations.shared.unit_dropping import choose_units, choosing, come_back
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.merging import Merge
 from tokenprune.ops.transfer import to_device
@@ -49,12 +49,11 @@ class TileDrop(EncoderPatch):
     for a block that there is not, or whose output nobody reads.
     """
 
-    middle = False
-
     def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget) -> None:
         super().__init__(adapter, _MergesNothing(drops=method), budget)
         self.step = Step(method, budget)
         self.merges, self.dropper, self.block = False, method, method.checked_block(self.shape.read)
+        self.middle = not method.removes
 
     def _note_masked(self, run: TowerRun, observation: Observation, mask: Tensor) -> None:
         raise UnsupportedSetupError(
@@ -66,6 +65,9 @@ class TileDrop(EncoderPatch):
         if index == 0:
             states()[self] = self._begin(hidden_states(args, kwargs))
         return TowerReducer._enter_block(self, index, module, args, kwargs)
+
+    def merge_of(self, index: int, run: TowerRun) -> Merge | None:
+        return TowerReducer.merge_of(self, index, run)
 
     def _begin(self, entered: Tensor) -> TowerRun:
         rows, count = entered.shape[:2]
@@ -93,4 +95,6 @@ class TileDrop(EncoderPatch):
             return Merge.dropping(torch.cat([first, own], dim=1), [most + shape.protected] * rows)
 
         run.drops = choosing(self.dropper, self.block, fold, choose)
+        if not self.dropper.removes:
+            come_back(run, self.dropper, self.block, self.shape.read, [count] * rows)
         return run

@@ -21,7 +21,7 @@ from tokenprune.integrations.hf.tower.base import ThreadKey
 from tokenprune.integrations.hf.tower.packed import Order, PackedTower
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.reducer import TowerRun, packed_blocks
-from tokenprune.integrations.shared.unit_dropping import choose_units, choosing_packed, dropping
+from tokenprune.integrations.shared.unit_dropping import choose_units, choosing_packed, come_back, dropping
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.transfer import to_device
 from tokenprune.shapes.decoder import DecoderShape
@@ -45,6 +45,7 @@ class UnitDrop(PackedTower):
         self.block = method.checked_block(len(self.blocks))
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.inside = method.sees != "pixels"
+        self.middle = self.fills = not method.removes
         self.colours = None if self.inside else _colours(processor)
         if self.colours is None and (why := method.reads_colours):
             raise OptionError(
@@ -68,19 +69,23 @@ class UnitDrop(PackedTower):
         if known is None or sum(map(math.prod, known)) * self.patches != len(pixels):
             side = self.tower.spatial_merge_size
             known = [(t, h // side, w // side) for t, h, w in grids]
+        if not self.method.removes:
+            known = [(1, h, w) for t, h, w in known for _ in range(t)]
         sizes = [math.prod(grid) for grid in known]
         most = [self.budget.resolve([size], layer=0, shape=self.shape, text_tokens=0)[0] for size in sizes]
         run = TowerRun(Units.packed(sum(sizes), self.patches, device), [None] * len(self.blocks), sizes=sizes)
         if self.inside:
             run.order = order()
             run.drops = choosing_packed(run, self.method, known, most, self.patches)
-            return run
-        with torch.no_grad():
-            stays = choose_units(self.method, self._coloured(pixels.float()), known, most, self.patches)
-        run.kept, run.acts = list(stays.split(sizes)), not bool(stays.all())
-        if run.acts:
-            run.order = order()
-            run.drops = {self.block: lambda hidden: dropping(stays, run.order, hidden.device)}
+        else:
+            with torch.no_grad():
+                stays = choose_units(self.method, self._coloured(pixels.float()), known, most, self.patches)
+            run.kept, run.acts = list(stays.split(sizes)), not bool(stays.all())
+            if run.acts:
+                run.order = order()
+                run.drops = {self.block: lambda hidden: dropping(stays, run.order, hidden.device)}
+        if run.acts and not self.method.removes:
+            come_back(run, self.method, self.block, len(self.blocks), [size * self.patches for size in sizes])
         return run
 
     def _coloured(self, pixels: Tensor) -> Tensor:
@@ -93,7 +98,7 @@ class UnitDrop(PackedTower):
     # -- after the tower
 
     def select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
-        if all(bool(image.all()) for of_images in left.values() for image in of_images):
+        if not self.method.removes or all(bool(image.all()) for of_images in left.values() for image in of_images):
             return None
         stays = torch.ones_like(call.host.visual)
         for modality, of_images in left.items():
