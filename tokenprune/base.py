@@ -99,6 +99,7 @@ class Method(ReprIsCall):
     query_free:   options, by name, under which the choice no longer depends on the question; empty if there are none.
     fallback_options: options, by name, under which it reads less of a model than it may; empty if there are none.
     asks_device:  choosing reads values on the host, which waits for the device, in one of its stages at least.
+    removes:      False if the decoder gets as many visual tokens as without it.
     least:        the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
     reconstruction: True if it is written from other sources than its authors' full text or code, so that parts of it
                   are guesses, which its docstring names.
@@ -118,6 +119,7 @@ class Method(ReprIsCall):
     fallback_options: ClassVar[Mapping[str, Any]] = {}
     reconstruction: ClassVar[bool] = False
     asks_device: ClassVar[bool] = False
+    removes: ClassVar[bool] = True
     least: ClassVar[int] = 1
     fit: ClassVar[Callable[..., Any] | None] = None
     fit_limit: ClassVar[int | None] = 48

@@ -142,7 +142,10 @@ def _unserved(method: Method) -> str | None:
             return "with question_guard it reads the question, and an image is shared by all prompts that hold it"
         return None
     if isinstance(method, UnitDropper):
-        return None
+        back = (
+            "its tokens come back at the end of the tower, which is done in transformers alone: use towerdrop or tome"
+        )
+        return None if method.removes else back
     if isinstance(method, EncoderMethod):
         if method.vtu != "off":
             return f"vtu={method.vtu} changes attention inside the language model; leave it out"

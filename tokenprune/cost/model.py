@@ -132,7 +132,7 @@ class CostModel:
                 continue
             if method.site in (Site.PRE_ENCODER, Site.IN_ENCODER):
                 share = self._left(budget, visual, 0, load.text) / visual
-                visual *= share
+                visual *= share if method.removes else 1.0
                 if method.site is Site.PRE_ENCODER:
                     pixels *= share
                 elif self.tower is not None:

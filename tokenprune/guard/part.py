@@ -63,7 +63,7 @@ def guard_for(
     watched = []
     for method, budget in zip(methods, budgets, strict=True):
         # A choice between images was never measured; and what removes no tokens puts none at risk.
-        if budget.is_identity() or isinstance(method, ImageChooser) or method.site is Site.ATTENTION:
+        if budget.is_identity() or isinstance(method, ImageChooser) or not method.removes:
             continue
         floors = {kind: guard.floors.get(kind, table.of(method.name, kind)) for kind in KINDS}
         share = share_of(budget)

@@ -23,6 +23,7 @@ class AttentionPattern(Method):
 
     site: ClassVar[Site] = Site.ATTENTION
     default_keep: ClassVar[float] = 1.0
+    removes: ClassVar[bool] = False
 
     @property
     def dense_layers(self) -> Sequence[int]:

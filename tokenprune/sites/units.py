@@ -25,15 +25,19 @@ class UnitDropper(Method):
 
     by_content_count: False in a subclass whose `keep_units` keeps exactly `most`, which vLLM asks of one that does not
     see pixels.
+    removes: False in a subclass whose units come back at the end of the tower, by `guides`; each frame of a video then
+    is an image of its own. stabilise: for so many blocks they are still attended to; make it a field to offer the
+    choice.
     """
 
     site: ClassVar[Site] = Site.IN_ENCODER
     by_content_count: ClassVar[bool] = True
+    stabilise = 0  # not annotated: no option, unless a subclass makes it a field
 
     @property
     def sees(self) -> Sees:
         """The values that `keep_units` gets: the image's "pixels"; the "hidden" states that enter the block, of all
-        patches of a unit, or their "mean"; or the "change" that the block before made to them."""
+        patches of a unit, or their "mean"; or of each patch how long the "change" is that the block before made."""
         return "pixels"
 
     @property
@@ -64,3 +68,8 @@ class UnitDropper(Method):
         values (see `sees`).
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement keep_units()")
+
+    def guides(self, gone: Tensor, kept: Tensor) -> Tensor:
+        """Return for each patch of an image that left, float32 `[R, D]` at the block, some of those that stayed, `[n,
+        D]`: long `[R, T]`. A patch comes back as it left, moved as far as these moved on average."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement guides()")

@@ -29,11 +29,11 @@ NAMES = ["llava", "qwen2_5_vl", "gemma3"]
 # Those that act on pixels change what the processor makes of a prompt: nothing of them is in the model.
 ACTING = [name for name in METHODS if tokenprune.method_info(name).site is not Site.PRE_ENCODER]
 # What cannot act: averages of a grid of patches after the tower, grids that are not known, families without video or
-# without a thumbnail. `docprune` wants a processor, for colours.
+# without a thumbnail, towers of two blocks. `docprune` wants a processor, for colours.
 REFUSED = {
-    "llava": ["docprune", "earlytom", "pevlm", "pixelprune", "towerdrop", *VIDEO_METHODS],
+    "llava": ["docprune", "earlytom", "ipcv", "pevlm", "pixelprune", "towerdrop", *VIDEO_METHODS],
     "qwen2_5_vl": ["docprune", "earlytom", *TILE_METHODS],
-    "gemma3": ["docprune", "dymu", "earlytom", "pevlm", "pixelprune", "tome", *VIDEO_METHODS],
+    "gemma3": ["docprune", "dymu", "earlytom", "ipcv", "pevlm", "pixelprune", "tome", *VIDEO_METHODS],
     "gemma4": ["pixelprune", "tome", "vscan"],
     "exaone4_5": ["tome", "vscan"],
 }
@@ -52,6 +52,8 @@ def settings(model: Any, method: Any, inputs: Any) -> dict[str, Any]:
         seen = inputs["pixel_values"] if model.config.model_type == "llava" else photos([(48, 64), (64, 40)])
         processor = None if model.config.model_type == "llava" else small_processor()
         return dict(keep=0.5, thresholds=calibrate(model, seen, processor=processor, keep=0.5, progress=False))
+    if method == "ipcv":
+        return dict(keep=0.4, layer=1)
     if method == "pevlm":
         return dict(sink_frames=1, block_frames=2, min_frames=3)
     return dict(keep=0.4, **(dict(layer=2, warmup=0, update_every=1) if method == "dyrate" else {}))

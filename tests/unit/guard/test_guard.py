@@ -259,7 +259,7 @@ def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> 
         (dict(method="fastv", keep=0.3), 1), (dict(method="fastv", keep=200), 1), (dict(method="random", keep=0.9), 1),
         (dict(method="fastv", keep=0.3, guard="off"), 0), (dict(method="fastv", keep=0.3, guard=Guard("off")), 0),
         (dict(method="random", keep=0.4, guard=Guard(floors=dict.fromkeys(KINDS, 0.3))), 0),
-        (dict(method="fastv", keep=0.3, guard=None), 0),
+        (dict(method="fastv", keep=0.3, guard=None), 0), (dict(method="ipcv", layer=1, keep=0.1), 0),
     ):  # fmt: skip
         try:
             with tokenprune.patched(model, **dict(guard="warn") | options):

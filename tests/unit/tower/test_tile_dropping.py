@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from tests.unit.tower.test_encoder import with_features
 from tokenprune import OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.shared.attachable import with_output
 from tower_attention import attending_by
 from zoo import FAMILIES
 
@@ -142,3 +144,72 @@ def test_refused(build) -> None:
         tokenprune.patch(build(FAMILIES["llava"]), "towerdrop", score="detail")
     with pytest.raises(OptionError, match="and no block 2"):  # the tower's last, which LLaVA does not read
         tokenprune.patch(build(FAMILIES["llava"]), "towerdrop", layer=2)
+
+
+def restored(y: Tensor, h: Tensor, stays: Tensor, neighbours: int) -> Tensor:
+    """All tokens of a tile, of those in `y`: each other one moves from `h` as its nearest among them did on average."""
+    full, kept = h.clone(), h[stays]
+    full[stays] = y
+    for place in (~stays).nonzero().flatten().tolist():
+        near = sorted(range(len(kept)), key=lambda one: float((kept[one] - h[place]).norm()))[:neighbours]
+        full[place] = h[place] + (y - kept)[near].mean(0)
+    return full
+
+
+@pytest.mark.parametrize("stabilise", [0, 1, 7])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_units_that_come_back_equal_the_loop_over_tiles(name: str, stabilise: int, build) -> None:
+    """Tile by tile, by the unpatched blocks; where all attend, what the MLP makes of those that left is not used."""
+    family = family_of(name)
+    model = copy.deepcopy(build(family))
+    inputs, seen = family.make_inputs(images=(2, 1)), []
+    blocks = layers_of(tower_of(model))
+    encoder = tower_of(model).encoder
+    while len(blocks) < 4:
+        (encoder.layer if hasattr(encoder, "layer") else encoder.layers).append(copy.deepcopy(blocks[0]))
+        blocks = layers_of(tower_of(model))
+    read = len(blocks) - (name == "llava")
+    handles = [
+        block.register_forward_pre_hook(lambda m, *given: seen.append(given), with_kwargs=True) for block in blocks
+    ]
+    encode(model, inputs)
+    for handle in handles:
+        handle.remove()
+    entered = [args[0] for args, _ in seen]
+    ahead, (tiles, count) = entered[0].shape[1] % 2, entered[0].shape[:2]
+    units = squares(model, count - ahead)
+    most = max(1, round(KEEP * len(units)))
+    stays = torch.zeros(tiles, count, dtype=torch.bool)
+    stays[:, :ahead] = True
+    for tile, change in enumerate((entered[1] - entered[0])[:, ahead:].norm(dim=-1)):
+        score = [float(change[unit].mean()) for unit in units]
+        for unit in sorted(range(len(units)), key=score.__getitem__)[-most:]:
+            stays[tile, ahead + torch.tensor(units[unit])] = True
+    states, full = [], list(entered[1])
+    for index, block in enumerate(blocks[1:], start=1):
+        for tile, h in enumerate(entered[1]):
+            attended = full[tile] if index < min(1 + stabilise, read) else full[tile][stays[tile]]
+            y = block(attended[None], *seen[index][0][1:], **seen[index][1])
+            y = (y[0] if isinstance(y, tuple) else y)[0]
+            full[tile] = restored(y if len(y) < count else y[stays[tile]], h, stays[tile], 3)
+        states.append(torch.stack(full))
+        if index == read - 1:
+            break
+    with tokenprune.patched(model, "ipcv", keep=KEEP, layer=1, stabilise=stabilise, neighbours=3, guard="off"):
+        got = encode(model, inputs)
+        model(**inputs)
+        stats = tokenprune.stats(model)
+    whole, left = tiles * count, int(stays.sum())
+    assert left < whole and stats.visual_tokens_out == stats.visual_tokens_in and stats.cuts == []
+    given = [whole if index < 1 + stabilise or index >= read else left for index in range(len(blocks))]
+    assert record_of(got).block_tokens == given == stats.encoder_tokens_per_layer
+    handles = [
+        block.register_forward_hook(lambda m, args, out, x=x: with_output(lambda _: x, out), prepend=True)
+        for block, x in zip(blocks[1:], states, strict=False)
+    ]
+    want = encode(model, inputs)
+    for handle in handles:
+        handle.remove()
+    for mine, theirs in zip(got.pooler_output, want.pooler_output, strict=True):
+        close(mine, theirs)

@@ -142,7 +142,8 @@ def _parts(
             )
         parts.append(BlockReader(adapter, readers))
     if any(compares_frames(step) for step in steps):
-        merges = [part.method.name for part in parts if isinstance(part, InTower)]
+        towers = (part.step.method for part in parts if isinstance(part, InTower))
+        merges = [method.name for method in towers if method.removes]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
     weighed = [step for step in steps if step.acts and isinstance(step.method, Pruner) and step.method.weighs]
     parts += [add_on("attention.weighing").Weighing(adapter, step) for step in weighed]

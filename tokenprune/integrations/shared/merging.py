@@ -55,6 +55,18 @@ class Merger(TowerReducer):
         tower = self.shape if count == self.shape.tokens else self.shape.of(count)
         return self.method.plan(self.budget, tower)
 
+    def merge_of(self, index: int, run: TowerRun) -> Merge | None:
+        if (match := run.plan[index]) is None:
+            return None
+        if run.keys is None:
+            raise UnsupportedSetupError(f"{self.method.name}: block {index} of the tower showed no attention keys")
+        keys, run.keys = run.keys, None
+        return self.find(match, keys, run)
+
+    def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
+        """Return the merge of the block that runs, and of which `keys` were noted."""
+        raise NotImplementedError
+
 
 class RowMerger(Merger):
     """Merges in a tower whose images have rows of their own. It is shown keys `[B, H, n, Dh]`.

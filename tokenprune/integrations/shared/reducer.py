@@ -10,7 +10,7 @@ which is the block's output, and the block is handed a zero to add to the tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.shared.attachable import Attachable, hidden_states, states, with_hidden_states
-from tokenprune.integrations.shared.units import Units
+from tokenprune.integrations.shared.attachable import (
+    Attachable,
+    hidden_states,
+    states,
+    with_hidden_states,
+    with_output,
+)
+from tokenprune.integrations.shared.units import Units, WayBack
 from tokenprune.ops.merging import Merge
 from tokenprune.sites.encoder import Matcher
 
@@ -43,7 +49,7 @@ class TowerRun:
     reach the block of an index, the units that stay, see `Merge.dropping`; None where all do. Of packed towers, sizes:
     how many units of each image entered, in the order of rows; order: long `[N]`, the units in the order in which the
     tower lines them up, None where that is the order of rows. kept: of each image which units stay, bool on the host,
-    where units drop. acts: False where all stay.
+    where units drop. acts: False where all stay. back: how units that left come back, if they do.
 
     counts: units of each row that entered each block. history: the units that its hidden states are of. ordered:
     whether patches stand square by square. bias: what is added to the attention logits of the block that runs. keys:
@@ -57,6 +63,7 @@ class TowerRun:
     order: Tensor | None = None
     kept: list[Tensor] | None = None
     acts: bool = True
+    back: WayBack | None = None
     counts: list[list[int]] = field(default_factory=list)
     history: list[Units] = field(default_factory=list)
     ordered: bool = False
@@ -88,6 +95,12 @@ class TowerRun:
         self.bias = None if bias is None else bias.to(hidden.device)
         return hidden
 
+    def restore(self, hidden: Tensor) -> Tensor:
+        """Return hidden states of all units that entered, of those of the units that are left."""
+        hidden = self.units.full(hidden)
+        self.units, self._carried = replace(self.history[0], back=self.units.back), {}
+        return hidden
+
     def carry(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a block that are others for the units that are left; see `Units.carry`."""
         return self.units.carry(given, self._carried)
@@ -115,8 +128,8 @@ class TowerReducer(Attachable):
     """Attached to the blocks of one tower, in their order; the state of a forward is kept per thread. A subclass starts
     it.
 
-    proportional: whether a unit counts in attention as often as it has members. middle: whether units merge in the
-    middle of blocks.
+    proportional: whether a unit counts in attention as often as it has members. middle: whether units merge, or leave,
+    in the middle of blocks.
     """
 
     blocks: Sequence[Block]
@@ -127,7 +140,8 @@ class TowerReducer(Attachable):
 
     def _attach(self) -> None:
         for index, block in enumerate(self.blocks):
-            self.around(block.module, partial(self._enter_block, index), self._leave_block if self.middle else None)
+            leave = partial(self._leave_block, index) if self.middle else None
+            self.around(block.module, partial(self._enter_block, index), leave)
             if self.middle:
                 self.around(block.norm, partial(self._merge, index))
                 self.around(block.end, None, partial(self._leave_branch, block), last=True)
@@ -182,21 +196,18 @@ class TowerReducer(Attachable):
 
     def _merge(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         run = states().get(self)
-        if run is None or (match := run.plan[index]) is None:
+        if run is None:
             return None
-        if run.keys is None:
-            raise UnsupportedSetupError(f"block {index} of the vision tower showed no attention keys to merge by")
         with torch.no_grad():
-            merge = self.find(match, run.keys, run)
-        run.keys = None
+            merge = self.merge_of(index, run)
         if merge is None:
             return None
         run.merged = run.apply(merge, args[0])
         return (run.merged, *args[1:]), kwargs
 
-    def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
-        """Return the merge of the block that runs, and of which `keys` were noted."""
-        raise NotImplementedError
+    def merge_of(self, index: int, run: TowerRun) -> Merge | None:
+        """Return the merge in the middle of the block at `index`, which runs; None if there is none."""
+        return run.back.drop if run.back is not None and index in run.back.attending else None
 
     def _leave_branch(self, block: Block, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         run = states().get(self)
@@ -207,12 +218,14 @@ class TowerReducer(Attachable):
         run.merged = None
         return output.new_zeros(1)
 
-    def _leave_block(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def _leave_block(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
         run = states().get(self)
-        if run is None or run.output is None:
+        if run is None:
             return None
-        merged, run.output = run.output, None
-        return (merged, *output[1:]) if isinstance(output, tuple) else merged
+        if run.output is not None:
+            merged, run.output = run.output, None
+            output = with_output(lambda hidden: merged, output)
+        return with_output(run.restore, output) if run.back is not None and run.back.after(index) else output
 
 
 def check_checkpointing(block: nn.Module, hidden: Tensor) -> None:

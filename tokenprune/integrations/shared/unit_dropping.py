@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tokenprune.integrations.shared.attachable import hidden_states, states
 from tokenprune.integrations.shared.merging import RowMerger
 from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun
 from tokenprune.integrations.shared.squares import Squares
-from tokenprune.integrations.shared.units import Units
+from tokenprune.integrations.shared.units import Units, WayBack
 from tokenprune.ops.merging import Merge
 from tokenprune.ops.transfer import to_device
 from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
@@ -59,6 +60,8 @@ def choosing(
         rows = fold(hidden.float() - before.pop() if before else hidden)
         if method.sees == "mean":
             rows = rows.float().mean(1, keepdim=True)
+        elif method.sees == "change":
+            rows = rows.norm(dim=2, keepdim=True)
         return choose(rows.flatten(0, 1), rows.shape[1])
 
     def note(hidden: Tensor) -> None:
@@ -82,6 +85,45 @@ def choosing_packed(
         return dropping(stays, run.order, x.device)
 
     return choosing(method, method.block(len(run.plan)), fold, choose)
+
+
+def come_back(run: TowerRun, method: UnitDropper, block: int, read: int, rows: Sequence[int]) -> None:
+    """Have the units that leave at `block` by the drops of a run come back.
+
+    read: how many blocks there are whose output is read. rows: of each image or tile, in the order of the tower.
+    """
+    choose = run.drops[block]
+    attending = range(block, min(block + method.stabilise, read))
+
+    def leave(hidden: Tensor) -> Merge | None:
+        drop = choose(hidden)
+        if drop is None:
+            return None
+        numbers = torch.arange(sum(rows), device=hidden.device)
+        _, left = run.units.apply(drop, numbers.view(*hidden.shape[:-1], 1))
+        stayed = left.flatten()
+        gone = numbers[torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, stayed, False)]
+        guides, widths = _guides(method, hidden.flatten(0, -2), stayed, gone, rows)
+        run.back = WayBack(drop, attending, read - 1, hidden, stayed, gone, guides, widths.cumsum(0) - widths)
+        run.units = replace(run.units, back=run.back)
+        return None if attending else drop
+
+    run.drops = {**run.drops, block: leave}
+
+
+def _guides(
+    method: UnitDropper, hidden: Tensor, stayed: Tensor, gone: Tensor, rows: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return `WayBack.guides`, and how many each row has that is gone; image by image."""
+    ends = to_device(list(accumulate(rows)), hidden.device)
+    counts = [torch.bucketize(x, ends, right=True).bincount(minlength=len(rows)).tolist() for x in (stayed, gone)]
+    found, widths, start = [], [], 0
+    for left, lost in zip(stayed.split(counts[0]), gone.split(counts[1]), strict=True):
+        guides = method.guides(hidden[lost].float(), hidden[left].float())
+        found.append((guides + start).flatten())
+        widths.append(torch.full_like(lost, guides.shape[1]))
+        start += len(left)
+    return torch.cat(found), torch.cat(widths)
 
 
 def dropping(stays: Tensor, order: Tensor | None, device: torch.device) -> Merge:
@@ -144,5 +186,11 @@ class RowDropper(RowMerger):
             merge = Merge.dropping(to_device(stays.view(rows, units), x.device), most)
             return squares.spread(merge, squares.order(count, x.device))
 
-        run.drops = choosing(self.dropper, self.dropper.block(shape.read), fold, choose)
+        block = self.dropper.block(shape.read)
+        run.drops = choosing(self.dropper, block, fold, choose)
+        if not self.dropper.removes:
+            come_back(run, self.dropper, block, shape.read, [count] * rows)
         return run
+
+    def merge_of(self, index: int, run: TowerRun) -> Merge | None:
+        return TowerReducer.merge_of(self, index, run)

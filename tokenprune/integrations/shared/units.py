@@ -21,6 +21,38 @@ from tokenprune.ops.transfer import to_device
 
 
 @dataclass(frozen=True)
+class WayBack:
+    """The way back of units that left.
+
+    drop: by which they left. attending: the blocks in which all attend, and the MLP runs on those that stayed. end: the
+    block after which all are back. hidden: the states before they left. stayed, gone: long, rows of these states, in
+    the order in which they go on. guides: long, for each row that is gone some of those that stayed, end to end;
+    starts: where those of each begin.
+    """
+
+    drop: Merge
+    attending: range
+    end: int
+    hidden: Tensor
+    stayed: Tensor
+    gone: Tensor
+    guides: Tensor
+    starts: Tensor
+
+    def after(self, index: int) -> bool:
+        """Return whether what leaves the block at `index` is of all units."""
+        return index + 1 in self.attending or index == self.end
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return `[N, D]` of all rows, of what those became that stayed."""
+        left, before = x.flatten(0, -2), self.hidden.flatten(0, -2)
+        moved = left.float() - before[self.stayed].float()
+        moved = torch.nn.functional.embedding_bag(self.guides, moved, self.starts, mode="mean")
+        back = (before[self.gone].float() + moved).to(x.dtype)
+        return torch.cat([left, back])[torch.cat([self.stayed, self.gone]).argsort()]
+
+
+@dataclass(frozen=True)
 class Units:
     """Units of B rows that are left of the N of each that entered a tower: n in the row that has most; the others are
     padded to it, after their units.
@@ -29,6 +61,7 @@ class Units:
     one that was dropped. left: units in each row. weight: float32 `[B, n]`, units that each is made of, 0 for padding;
     None before a merge. masked: whether `weight` is 0 for what the tower masks, too. drops: whether any was dropped.
     patches: of a packed tower, patches in a unit; else 0. kept: of a packed tower long `[n]`, which units are left.
+    back: the way of units that come back, if they do.
     """
 
     owner: Tensor
@@ -38,6 +71,7 @@ class Units:
     drops: bool = False
     patches: int = 0
     kept: Tensor | None = None
+    back: WayBack | None = None
 
     @staticmethod
     def of(rows: int, count: int, device: torch.device) -> Units:
@@ -82,11 +116,14 @@ class Units:
 
     def full(self, x: Tensor) -> Tensor:
         """`[B, n, D]` -> `[B, N, D]`, and of a packed tower `[n * patches, D]` or `[n, D]` -> all: each unit that
-        entered gets what the one has that it is part of, zeros where it was dropped. What has a row for each patch of a
-        packed tower is left alone."""
+        entered gets what the one has that it is part of, and where it was dropped zeros, or what `back` says. What has
+        a row for each patch of a packed tower is left alone."""
         entered = self.owner.shape[1]
         if self.whole or (self.patches and len(x) == entered * self.patches):
             return x
+        if self.back is not None:
+            rows = self.back(x)
+            return rows if self.patches else rows.view(len(x), entered, -1)
         rows = x.view(1, self.left[0], -1) if self.patches else x
         if self.drops:  # of which -1 is the last
             rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))

@@ -32,22 +32,22 @@ Order = Callable[[], Tensor | None]
 class PackedTower(TowerReducer, GroupedTokens):
     """Has the blocks of `tower` run on the units that are left. A subclass says in `start` which leave.
 
-    patches: that become one visual token.
+    patches: that become one visual token. fills: whether a merger gets rows of all units, or brings these back.
     """
 
     tower: Any
     patches: int
+    fills = False
 
     def _attach(self) -> None:
         super()._attach()
         self.hook(self.tower.register_forward_pre_hook, self._enter_tower, with_kwargs=True)
         self.hook(self.tower.register_forward_hook, self._leave_tower)
         for merger in (self.tower.merger, *getattr(self.tower, "deepstack_merger_list", ())):
-            self._hook_merger(merger)
-
-    def _hook_merger(self, merger: nn.Module) -> None:
-        """Bring back the rows of all units after a merger, so that it runs on those that are left."""
-        self.hook(merger.register_forward_hook, self._leave_merger)
+            if self.fills:
+                self.hook(merger.register_forward_pre_hook, self._enter_merger)
+            else:
+                self.hook(merger.register_forward_hook, self._leave_merger)
 
     def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> TowerRun:
         """Return the state of a forward that begins. pixels: `[patches, P]` of all images or videos; grids: (frames,
@@ -66,6 +66,10 @@ class PackedTower(TowerReducer, GroupedTokens):
             return known
         return compat.window_order(self.tower, grids)  # its units stand window by window
 
+    def _enter_merger(self, module: nn.Module, args: tuple) -> tuple | None:
+        run = states().get(self)
+        return (run.units.full(args[0]), *args[1:]) if run is not None and run.acts else None
+
     def _leave_merger(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         run = states().get(self)
         return run.units.full(output) if run is not None and run.acts else None
@@ -74,7 +78,7 @@ class PackedTower(TowerReducer, GroupedTokens):
         run = self.end()
         assert run is not None  # `_enter_tower` made it
         counts = [left for (left,) in run.counts] or run.units.left * len(self.blocks)
-        owners = run.owners() if self.middle else None
+        owners = run.owners() if self.leaves == "groups" else None
         self.leave_tokens(output, [count * self.patches for count in counts], owners, run.kept)
         if run.acts:
             output.last_hidden_state = run.units.full(output.last_hidden_state)
@@ -92,6 +96,7 @@ class PackedTowerPatch(PackedMerger, PackedTower, TowerPatch):
     """
 
     uneven = False  # frames lie end to end
+    fills = True  # the model's features then are those of a full grid, to the bit
 
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
         self.tower, self.patches = adapter.base.visual, adapter.base.visual.spatial_merge_size**2
@@ -113,14 +118,6 @@ class PackedTowerPatch(PackedMerger, PackedTower, TowerPatch):
             self.attach_part(observer)
         for index, block in enumerate(self.tower.blocks):
             self.hook(block.attn.qkv.register_forward_hook, partial(self._note_qkv, index))
-
-    def _hook_merger(self, merger: nn.Module) -> None:
-        self.hook(merger.register_forward_pre_hook, self._enter_merger)
-
-    def _enter_merger(self, module: nn.Module, args: tuple) -> tuple | None:
-        """Hand the rows of all patches to a merger: the model's features then are those of a full grid, to the bit."""
-        run = states().get(self)
-        return None if run is None else (run.units.full(args[0]), *args[1:])
 
     def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> TowerRun:
         self._check_attention()  # it may have been changed after the patch

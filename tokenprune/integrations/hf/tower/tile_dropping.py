@@ -37,7 +37,7 @@ class TileDrop(RowDropper, EncoderPatch):
     def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget) -> None:
         super().__init__(adapter, MergesNothing(drops=method), budget)
         self.step = Step(method, budget)
-        self.merges, self.dropper = False, method
+        self.merges, self.middle, self.dropper = False, not method.removes, method
         method.checked_block(self.shape.read)
 
     def _note_masked(self, run: TowerRun, observation: Observation, mask: Tensor) -> None:
@@ -54,6 +54,11 @@ class GridDrop(KeptUnits):
     """
 
     def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget) -> None:
+        if not method.removes:
+            raise UnsupportedSetupError(
+                f"{method.name}: units come back in towers of one sequence and of tiles, and not where each image is a "
+                "grid of its own; use towerdrop"
+            )
         knows = f"{method.name} knows SigLIP 2 of images of any shape"
         self.tower, self.encoder, layers = find_blocks(adapter, ("Siglip2EncoderLayer",), knows)
         self.side = adapter.family.side(adapter.config)

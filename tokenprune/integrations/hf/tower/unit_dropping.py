@@ -22,7 +22,7 @@ from tokenprune.integrations.hf.tower.base import GroupedTokens, ThreadKey
 from tokenprune.integrations.hf.tower.packed import Order, PackedTower
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun, packed_blocks
-from tokenprune.integrations.shared.unit_dropping import choose_units, choosing_packed, dropping
+from tokenprune.integrations.shared.unit_dropping import choose_units, choosing_packed, come_back, dropping
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.transfer import to_device
 from tokenprune.shapes.decoder import DecoderShape
@@ -49,7 +49,7 @@ class KeptUnits(TowerReducer, GroupedTokens):
             )
 
     def select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
-        if all(bool(image.all()) for of_images in left.values() for image in of_images):
+        if not self.method.removes or all(bool(image.all()) for of_images in left.values() for image in of_images):
             return None
         stays = torch.ones_like(call.host.visual)
         for modality, of_images in left.items():
@@ -73,6 +73,7 @@ class UnitDrop(KeptUnits, PackedTower):
         self.patches = self.tower.spatial_merge_size**2
         super().__init__(adapter, method, budget, packed_blocks(self.tower))
         self.inside = method.sees != "pixels"
+        self.middle = self.fills = not method.removes
         self.colours = None if self.inside else _colours(processor)
         if self.colours is None and (why := method.reads_colours):
             raise OptionError(
@@ -91,19 +92,23 @@ class UnitDrop(KeptUnits, PackedTower):
         if known is None or sum(map(math.prod, known)) * self.patches != len(pixels):
             side = self.tower.spatial_merge_size
             known = [(t, h // side, w // side) for t, h, w in grids]
+        if not self.method.removes:
+            known = [(1, h, w) for t, h, w in known for _ in range(t)]
         sizes = [math.prod(grid) for grid in known]
         most = [self.budget.resolve([size], layer=0, shape=self.shape, text_tokens=0)[0] for size in sizes]
         run = TowerRun(Units.packed(sum(sizes), self.patches, device), [None] * len(self.blocks), sizes=sizes)
         if self.inside:
             run.order = order()
             run.drops = choosing_packed(run, self.method, known, most, self.patches)
-            return run
-        with torch.no_grad():
-            stays = choose_units(self.method, self._coloured(pixels.float()), known, most, self.patches)
-        run.kept, run.acts = list(stays.split(sizes)), not bool(stays.all())
-        if run.acts:
-            run.order = order()
-            run.drops = {self.block: lambda hidden: dropping(stays, run.order, hidden.device)}
+        else:
+            with torch.no_grad():
+                stays = choose_units(self.method, self._coloured(pixels.float()), known, most, self.patches)
+            run.kept, run.acts = list(stays.split(sizes)), not bool(stays.all())
+            if run.acts:
+                run.order = order()
+                run.drops = {self.block: lambda hidden: dropping(stays, run.order, hidden.device)}
+        if run.acts and not self.method.removes:
+            come_back(run, self.method, self.block, len(self.blocks), [size * self.patches for size in sizes])
         return run
 
     def _coloured(self, pixels: Tensor) -> Tensor:

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ipcv` against a tower that is run block by block, patch by patch, from the description of its authors' code."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from families import FAMILIES
+from oracle import close, generate_logits, reduced, survivors
+from tests.unit.tower.test_packed_units import in_rows
+from tests.unit.tower.test_unit_dropping import DIFFERENT, NAMES, UNIT, as_encoded, drawn, encode, tensors_of, tower_of
+from tokenprune import OptionError, Site
+from tokenprune.abilities import unserved
+from tokenprune.budget import Budget
+from tokenprune.cost.model import CostModel, Load
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.shared.units import Units, WayBack
+from tokenprune.ops.merging import Merge
+from tokenprune.testing import check_method
+
+KEEP = 0.4
+BATCHES = ({"images": (2, 1)}, {"images": (0, 0), "video": True})
+
+
+def model_of(name: str, build: Any) -> Any:
+    """The model, with three blocks in its tower at least."""
+    model = build(FAMILIES[name])
+    if len(tower_of(model).blocks) < 3:
+        model = copy.deepcopy(model)
+        tower_of(model).blocks.append(copy.deepcopy(tower_of(model).blocks[0]))
+    return model
+
+
+@contextmanager
+def hooked(handles: Sequence[Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def seen_of(model: Any, inputs: Any) -> list[tuple[Tensor, dict[str, Any]]]:
+    """What enters each block of the unpatched tower: patches in its own order, and the other arguments."""
+    seen: list[tuple[Tensor, dict[str, Any]]] = []
+
+    def note(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        seen.append((args[0], kwargs))
+
+    with hooked([one.register_forward_pre_hook(note, with_kwargs=True) for one in tower_of(model).blocks]):
+        encode(model, inputs)
+    return seen
+
+
+def items_of(model: Any, grids: Tensor) -> list[list[list[int]]]:
+    """The patches of each unit of each image or frame, by their places in the tower's sequence."""
+    places, items, start = in_rows(tower_of(model), grids).tolist(), [], 0
+    for frames, height, width in grids.tolist():
+        for _ in range(frames):
+            units = places[start : start + height * width // UNIT]
+            items.append([list(range(UNIT * unit, UNIT * unit + UNIT)) for unit in units])
+            start += len(units)
+    return items
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return math.sqrt(sum((x - y) ** 2 for x, y in zip(a.tolist(), b.tolist(), strict=True)))
+
+
+def chosen(items: list[list[list[int]]], before: Tensor, now: Tensor) -> list[list[int]]:
+    """The units of each image that the block before changed most, by the mean over their patches."""
+    found = []
+    for units in items:
+        change = [sum(apart(before[patch], now[patch]) for patch in unit) / UNIT for unit in units]
+        most = min(len(units), max(1, round(KEEP * len(units))))
+        found.append(sorted(sorted(range(len(units)), key=change.__getitem__)[-most:]))
+    return found
+
+
+def restored(y: dict[int, Tensor], h: Tensor, guides: dict[int, list[int]]) -> Tensor:
+    """All patches, of those in `y`; and each other one moved from `h` as far as its guides were on average."""
+    full = h.clone()
+    for patch, value in y.items():
+        full[patch] = value
+    for patch, near in guides.items():
+        full[patch] = h[patch] + sum(y[one] - h[one] for one in near) / len(near)
+    return full
+
+
+def naive(
+    model: Any, inputs: Any, grids: Tensor, layer: int, stabilise: int, neighbours: int
+) -> tuple[list[Tensor], list[list[int]]]:
+    """What leaves each block from `layer` on, brought back, patch by patch; and the units of each image that stay."""
+    seen, items = seen_of(model, inputs), items_of(model, grids)
+    h = seen[layer][0]
+    kept = chosen(items, seen[layer - 1][0], h)
+    stays, guides = set(), {}
+    for units, own in zip(items, kept, strict=True):
+        left = [patch for unit in own for patch in units[unit]]
+        stays |= set(left)
+        for patch in (patch for unit in units for patch in unit if patch not in left):
+            guides[patch] = sorted(left, key=lambda one: apart(h[one], h[patch]))[:neighbours]
+    rows, full, out = sorted(stays), h, []
+    for index, block in enumerate(tower_of(model).blocks[layer:], start=layer):
+        given = dict(seen[index][1])
+        places, borders = given.pop("position_embeddings"), given.pop("cu_seqlens").tolist()
+        given.pop("max_seqlen", None)
+        y: dict[int, Tensor] = {}
+        for start, end in pairwise(borders):
+            own = [row for row in range(start, end) if index < layer + stabilise or row in stays]
+            if not own:
+                continue
+            alone = dict(cu_seqlens=torch.tensor([0, len(own)]), position_embeddings=[one[own] for one in places])
+            x = full[own] + block.attn(block.norm1(full[own]), **given, **alone)
+            left = [place for place, row in enumerate(own) if row in stays]
+            x = x[left] + block.mlp(block.norm2(x[left]))
+            y |= {own[place]: value for place, value in zip(left, x, strict=True)}
+        assert sorted(y) == rows
+        full = restored(y, h, guides)
+        out.append(full)
+    return out, kept
+
+
+@contextmanager
+def leaving(model: Any, layer: int, states: list[Tensor]) -> Iterator[None]:
+    """Within, these are what leaves the blocks of the unpatched tower, from `layer` on."""
+    pairs = zip(tower_of(model).blocks[layer:], states, strict=True)
+    with hooked([block.register_forward_hook(lambda m, args, out, x=x: x) for block, x in pairs]):
+        yield
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=("image", "video"))
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_tower_equals_the_one_that_runs_patch_by_patch(name: str, batch: dict[str, Any], build) -> None:
+    """With none, one and all of the blocks that attend to all; the last states, and those of deepstack."""
+    family, modality = FAMILIES[name], "video" if "video" in batch else "image"
+    if modality == "video" and not family.video:
+        pytest.skip("no videos")
+    model, inputs = model_of(name, build), family.make_inputs(**batch)
+    grids, blocks = inputs[f"{modality}_grid_thw"], len(tower_of(model).blocks)
+    every = [(layer, stabilise) for layer in range(1, blocks - 1) for stabilise in (0, 1, 7)]
+    for layer, stabilise in every if name in DIFFERENT else every[:2]:
+        states, kept = naive(model, inputs, grids, layer, stabilise, 3)
+        with tokenprune.patched(model, "ipcv", keep=KEEP, layer=layer, stabilise=stabilise, neighbours=3):
+            got = encode(model, inputs)[modality]
+        with leaving(model, layer, states):
+            want = encode(model, inputs)[modality]
+        for mine, theirs in zip(tensors_of(got), tensors_of(want), strict=True):
+            assert mine.shape == theirs.shape
+            close(mine, theirs)
+        stays = torch.cat(record_of(got).kept).nonzero().flatten().tolist()
+        sizes = [h * w // UNIT for t, h, w in grids.tolist() for _ in range(t)]
+        assert stays == [sum(sizes[:item]) + unit for item, own in enumerate(kept) for unit in own]
+        whole, left = UNIT * sum(sizes), UNIT * len(stays)
+        enter = [whole if index < layer + stabilise else left for index in range(blocks)]
+        assert record_of(got).block_tokens == enter
+
+
+@torch.no_grad()
+def test_hidden_states_are_of_all_patches(build) -> None:
+    """Those that leave each block, on the output of the tower."""
+    model, inputs = build(FAMILIES["qwen3_vl"]), FAMILIES["qwen3_vl"].make_inputs(images=(2, 1))
+    grids, seen = inputs["image_grid_thw"], seen_of(model, inputs)
+    for stabilise in (0, 1, 2):
+        states, _ = naive(model, inputs, grids, 1, stabilise, 10)
+        with tokenprune.patched(model, "ipcv", keep=KEEP, layer=1, stabilise=stabilise):
+            got = tower_of(model)(inputs["pixel_values"], grid_thw=grids, output_hidden_states=True)
+        want = [seen[0][0], seen[1][0], *states]
+        assert [len(x) for x in got.hidden_states] == [len(x) for x in want]
+        for mine, theirs in zip(got.hidden_states, want, strict=True):
+            close(mine, theirs)
+        close(got.last_hidden_state, states[-1])
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_an_image_is_encoded_as_if_alone(name: str, build) -> None:
+    family, start = FAMILIES[name], 0
+    model, inputs = model_of(name, build), family.make_inputs(images=(2, 1), sizes=((8, 12), (2, 2), (6, 10)))
+    with tokenprune.patched(model, "ipcv", keep=KEEP, layer=1, stabilise=1):
+        batch, pieces = tensors_of(encode(model, inputs)["image"]), []
+        for grid in inputs["image_grid_thw"]:
+            pixels = inputs["pixel_values"][start : start + grid.prod()]
+            pieces.append(tensors_of(encode(model, {"pixel_values": pixels, "image_grid_thw": grid[None]})["image"]))
+            start += int(grid.prod())
+    for mine, alone in zip(batch, zip(*pieces, strict=True), strict=True):
+        close(mine, torch.cat(alone), 1e-6)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_keeping_all_changes_no_bit(name: str, build) -> None:
+    model, inputs = model_of(name, build), FAMILIES[name].make_inputs(images=(2, 1))
+    want = model(**inputs).logits
+    for keep in (1.0, 10**4):
+        with tokenprune.patched(model, "ipcv", keep=keep, layer=1):
+            assert torch.equal(model(**inputs).logits, want)
+
+
+@pytest.mark.parametrize("after", ["divprune", "fastv", None])
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_decoder_gets_all_and_a_method_after_the_tower_cuts_there(name: str, after: str | None, build) -> None:
+    """Against a run of the unpatched model on the same features, with the columns of the others masked."""
+    family = FAMILIES[name]
+    model, inputs = model_of(name, build), drawn(family.make_inputs(images=(2, 1)))
+    first = tokenprune.method("ipcv", layer=1, stabilise=1)
+    methods, keep = ([first], [KEEP]) if after is None else ([first, after], [KEEP, 0.5])
+    with tokenprune.patched(model, methods, keep=keep, record=True):
+        logits, stats = model(**inputs).logits, tokenprune.stats(model)
+        got, tokens, _ = generate_logits(model, inputs, 3)
+        cuts, outputs = tokenprune.stats(model).cuts, encode(model, inputs)
+    entered = [int(x) for x in stats.encoder_tokens_per_layer]
+    whole = int(inputs["image_grid_thw"].prod(1).sum())
+    assert entered[:2] == [whole] * 2 and all(0.3 * whole < x < 0.5 * whole for x in entered[2:])
+    assert stats.visual_tokens_in == whole // UNIT
+    assert [cut.method for cut in stats.cuts] == [after] * (after is not None)
+    assert all(cut.site is not Site.IN_ENCODER for cut in stats.cuts)
+    if after is None:
+        assert stats.visual_tokens_out == whole // UNIT
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(stats.cuts[-1], length) if after else inputs["attention_mask"].bool()
+    with as_encoded(model, outputs), reduced(family, model, stats.cuts, length):
+        close(logits[alive], model(**inputs).logits[alive])
+    with as_encoded(model, outputs), reduced(family, model, cuts, length):
+        want, _, _ = generate_logits(model, inputs, 3, tokens=tokens)
+    close(got, want)
+
+
+def way_back(hidden: Tensor, stayed: list[int], guides: list[list[int]]) -> WayBack:
+    """Of those that did not stay, by places among those that did."""
+    gone = [row for row in range(len(hidden)) if row not in stayed]
+    starts = torch.tensor([0, *map(len, guides)]).cumsum(0)[:-1]
+    mask = torch.zeros(1, len(hidden), dtype=torch.bool)
+    mask[0, stayed] = True
+    flat = torch.tensor([one for near in guides for one in near])
+    drop = Merge.dropping(mask, [len(stayed)])
+    return WayBack(drop, range(1, 3), 5, hidden, torch.tensor(stayed), torch.tensor(gone), flat, starts)
+
+
+def test_what_left_moves_as_its_guides_did() -> None:
+    """Not at all where they did not; by a constant where all moved by it; and with one guide, its copy, along."""
+    h = torch.randint(-8, 8, (6, 3), generator=torch.Generator().manual_seed(0)).float()
+    h[4] = h[1]
+    back = way_back(h, [1, 3, 5], [[0, 1, 2], [1], [0]])
+    assert torch.equal(back(h[[1, 3, 5]]), h)
+    assert torch.equal(back(h[[1, 3, 5]] + 2), h + 2)
+    moved = h[[1, 3, 5]] + torch.tensor([[3.0], [6.0], [0.0]])
+    full = back(moved)
+    assert torch.equal(full[[1, 3, 5]], moved) and torch.equal(full[4], full[1])
+    assert torch.equal(full[0], h[0] + 3) and torch.equal(full[2], h[2] + 6)
+    assert torch.equal(back(moved.half()), full.half()) and back(moved.half()).dtype == torch.float16
+    assert [back.after(index) for index in range(6)] == [True, True, False, False, False, True]
+    units, left = Units.packed(3, 2, h.device).apply(Merge.dropping(torch.tensor([[True, False, True]]), [2]), h)
+    assert torch.equal(units.full(left)[2:4], torch.zeros(2, 3))  # and without a way back nothing comes
+
+
+def test_guides_are_the_nearest_however_many_are_compared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    gone, kept = x[:30], x[30:]
+    method = tokenprune.method("ipcv", neighbours=4)
+    want = [sorted(sorted(range(10), key=lambda j: apart(kept[j], one))[:4]) for one in gone]
+    assert method.guides(gone, kept).sort(dim=1).values.tolist() == want
+    monkeypatch.setattr("tokenprune.methods.encoder.ipcv._PAIRS", 35)  # three rows
+    assert method.guides(gone, kept).sort(dim=1).values.tolist() == want
+    assert method.guides(gone, kept[:2]).shape == (30, 2) and method.guides(gone[:0], kept).shape == (0, 4)
+
+
+def test_costs_tower_work_alone(build) -> None:
+    model, load = CostModel.from_config(build(FAMILIES["qwen2_vl"]).config), Load((96,), 24, 10)
+    whole, less = (model.predict(load, [tokenprune.method("ipcv")], [Budget.of(keep)]) for keep in (1.0, 0.25))
+    assert less.tower < whole.tower and (less.decoder, less.tokens) == (whole.decoder, whole.tokens)
+    assert less.tokens > model.predict(load, [tokenprune.method("towerdrop")], [Budget.of(0.25)]).tokens
+
+
+def test_conforms_and_refuses(build) -> None:
+    method = tokenprune.method("ipcv")
+    check_method(method)
+    assert "come back at the end of the tower, which is done in transformers alone" in unserved(method)
+    model = build(FAMILIES["qwen2_vl"])  # of four blocks
+    with pytest.raises(OptionError, match="takes a vision tower of 5 blocks, and this one has 4: give layer=1 to 2"):
+        tokenprune.patch(model, "ipcv")
+    with pytest.raises(OptionError, match="has 2: use a method after the tower"):
+        tokenprune.patch(build(FAMILIES["glm4v"]), "ipcv", layer=1)
+
+
+def test_frames_are_whole_after_it(build) -> None:
+    """For a method that compares them, as they are after no other method in the tower."""
+    model, inputs = build(FAMILIES["qwen2_vl"]), FAMILIES["qwen2_vl"].make_inputs(images=(0, 0), video=True)
+    with tokenprune.patched(model, [tokenprune.method("ipcv", layer=1), "prunevid"], keep=0.5, record=True):
+        model(**inputs)
+        assert {cut.method for cut in tokenprune.stats(model).cuts} == {"prunevid"}
+    with pytest.raises(OptionError, match="removes some of them before"):
+        tokenprune.patch(model, ["towerdrop", "prunevid"], keep=0.5)
