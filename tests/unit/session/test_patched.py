@@ -123,6 +123,7 @@ def test_a_failed_block_leaves_the_cache_an_ordinary_one(patched, monkeypatch) -
     "name, method, keep, options, says",
     [
         ("llava", "fastv", 0.5, {"layer": 1}, "fastv acts in the language model"),
+        ("llava", "restore", 0.5, {"calibrate": True}, "restore weighs attention"),
         ("llava", "divprune", Budget(0.5, age=((0, 1.0), (1, 0.5))), {}, "depends on other images of a prompt"),
         ("llava", "divprune", Budget(0.5, per="prompt"), {}, "depends on other images of a prompt"),
         ("llava", "cdpruner", 0.5, {}, "cdpruner reads the question"),

@@ -20,8 +20,8 @@ from tokenprune.view.tokens import VisualTokens
 @register("restore", site=Site.PRE_LLM, paper="arXiv 2606.01711, ICML 2026 (notes of others and its code)", merges=True)
 @dataclass(frozen=True)
 class Restore(Pruner):
-    """Spend half of the budget as another method would, and merge all that this drops into distinctive anchors; in the
-    language model, each token is attended to by how many it stands for (RESTORE).
+    """Spend half of the budget as another method would, and merge all that this drops into distinctive anchors; if
+    asked to, weigh attention in the language model by how many tokens each stands for (RESTORE).
 
     Among the tokens that the other method drops, anchors are those that many resemble (r, the sum of cosines), and
     that resemble no rival (d, the largest cosine to one): the largest r (1 - d). Every other joins the anchor that it
