@@ -104,15 +104,16 @@ def place(
 _CELLS = Recent()
 
 
-def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.device) -> Tensor:
-    """long `[tiles * height * width, 6]`."""
+def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.device, first: int = 0) -> Tensor:
+    """long `[tiles * height * width, 6]`, of tiles from number `first` on. Images of one size share it."""
 
     def make() -> Tensor:
-        axes = [torch.arange(n, device=device) for n in (tiles, height, width)]
+        sides = ((first, first + tiles), (0, height), (0, width))
+        axes = [torch.arange(*one, device=device) for one in sides]
         cells = torch.cartesian_prod(*axes).view(-1, 3)
         return torch.cat([cells, to_device([height, width, size], device).expand(len(cells), 3)], dim=1)
 
-    return _CELLS.get((tiles, height, width, size, device), make)
+    return _CELLS.get((tiles, height, width, size, device, first), make)
 
 
 def _no_patch(cells: Tensor) -> Tensor:
@@ -174,8 +175,8 @@ def _runs(source: PatchSource, grids: list[tuple[int, int, int]] | None, scores:
     tokens = scores.view(-1, size, scores.shape[-1]).mean(1)
     of_images, start = [], 0
     for frames, height, width in grids:
-        of_images.append(_grid_cells(frames, height, width, size, scores.device))
-        of_images[-1][:, 0] += start  # frames of all images are numbered through
+        # Frames of all images are numbered through.
+        of_images.append(_grid_cells(frames, height, width, size, scores.device, start))
         start += frames
     cells = torch.cat(of_images)
     window = getattr(vision, "window_size", None)
@@ -203,8 +204,7 @@ def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Pl
         down, across = height // side, width // side
         whole = own.view(height, width, -1)[: down * side, : across * side]
         means.append(whole.reshape(down, side, across, side, -1).mean((1, 3)).flatten(0, 1))
-        cells.append(_grid_cells(1, down, across, side * side, scores.device))
-        cells[-1][:, 0] = number
+        cells.append(_grid_cells(1, down, across, side * side, scores.device, number))
     return Placed(torch.cat(means), torch.cat(cells), len(grids))
 
 
