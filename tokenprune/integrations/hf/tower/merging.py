@@ -31,7 +31,7 @@ from tokenprune.integrations.shared.patch_grid import patches_of
 from tokenprune.integrations.shared.reducer import Block, TowerRun
 from tokenprune.integrations.shared.squares import Squares
 from tokenprune.integrations.shared.tower_scores import block_observable
-from tokenprune.sites.encoder import EncoderMethod, Tower
+from tokenprune.sites.encoder import Tower, TowerMethod
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class EncoderPatch(RowMerger, TowerPatch):
 
     shows = True
 
-    def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
+    def __init__(self, adapter: Adapter, method: TowerMethod, budget: Budget) -> None:
         knows = f"{method.name} knows the vision towers CLIP, SigLIP (and its like in Idefics3 and SmolVLM), InternVL "
         self.tower, self.encoder, layers = find_blocks(adapter, _KINDS, knows + "and Qwen-VL of transformers")
         self.layer = getattr(adapter.config, "vision_feature_layer", -1)

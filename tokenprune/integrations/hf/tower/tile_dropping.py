@@ -5,7 +5,6 @@ no row is padded. A class token stays."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from tokenprune.budget import Budget
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.tower.merging import EncoderPatch
 from tokenprune.integrations.shared.attachable import hidden_states, states
 from tokenprune.integrations.shared.observation import Observation
@@ -23,23 +21,7 @@ from tokenprune.integrations.shared.unit_dropping import choose_units, choosing,
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.merging import Merge
 from tokenprune.ops.transfer import to_device
-from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.sites.units import UnitDropper
-
-
-@dataclass(frozen=True)
-class _MergesNothing(EncoderMethod):
-    """Stands where blocks ask what merges in them."""
-
-    drops: UnitDropper | None = None
-    proportional = False
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.drops.name if self.drops else ""
-
-    def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
-        return [None] * tower.blocks
 
 
 class TileDrop(EncoderPatch):
@@ -50,8 +32,7 @@ class TileDrop(EncoderPatch):
     """
 
     def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget) -> None:
-        super().__init__(adapter, _MergesNothing(drops=method), budget)
-        self.step = Step(method, budget)
+        super().__init__(adapter, method, budget)
         self.merges, self.dropper, self.block = False, method, method.checked_block(self.shape.read)
         self.middle = not method.removes
 
