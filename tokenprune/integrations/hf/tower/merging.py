@@ -23,7 +23,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.hf.tower.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.hf.tower.merge_map import feature_groups
-from tokenprune.integrations.shared.attachable import with_output
+from tokenprune.integrations.shared.attachable import states, with_output
 from tokenprune.integrations.shared.merging import RowMerger
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
@@ -99,7 +99,7 @@ class EncoderPatch(RowMerger, TowerPatch):
             self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
 
     def _observe(self, index: int, observation: Observation) -> Tensor | None:
-        run = self.state()
+        run = states().get(self)
         if run is None:
             return None
         if run.plan[index] is not None:
