@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of methods at IN_ENCODER: they choose the tokens of a vision tower to merge, block by block."""
+"""Bases of methods in the vision tower, and of those that choose the tokens to merge, block by block (IN_ENCODER)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,25 @@ class Tower:
 
 
 @dataclass(frozen=True)
-class EncoderMethod(Method):
+class TowerMethod(Method):
+    """Base of the methods that act inside the vision tower; nothing merges in its blocks, unless a subclass says so."""
+
+    site: ClassVar[Site] = Site.IN_ENCODER
+    # Not annotated: these are no options, unless a subclass makes them fields; see `EncoderMethod`.
+    proportional, ragged, reads = False, False, ""
+
+    def is_identity(self, budget: Budget) -> bool:
+        """Return whether nothing merges or leaves, so that the tower is left alone; raise OptionError for a budget that
+        contradicts the options."""
+        return budget.is_identity()
+
+    def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
+        """Return what finds the merge of each of the tower's blocks; see `EncoderMethod.plan`."""
+        return [None] * tower.blocks
+
+
+@dataclass(frozen=True)
+class EncoderMethod(TowerMethod):
     """Base of the methods that merge tokens inside the vision tower, in each block between attention and MLP.
 
     A subclass implements `plan`. It sees the keys of a block's attention and never a model; features, sizes, padding
@@ -80,17 +98,7 @@ class EncoderMethod(Method):
     vtu: virtual unmerging of the merged tokens in the decoder, one of `VTU_FORMS`; make it a field to offer the choice.
     """
 
-    site: ClassVar[Site] = Site.IN_ENCODER
-    # Not annotated: these are no options, unless a subclass makes them fields.
-    proportional = True
-    ragged = False
-    reads = ""
-    vtu = "off"
-
-    def is_identity(self, budget: Budget) -> bool:
-        """Return whether nothing merges, so that the tower is left alone; raise OptionError for a budget that
-        contradicts the options."""
-        return budget.is_identity()
+    proportional, vtu = True, "off"
 
     @property
     def inexact(self) -> str | None:

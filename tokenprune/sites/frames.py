@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from tokenprune.base import Method, Site
 from tokenprune.ops.transfer import to_device
+from tokenprune.sites.encoder import TowerMethod
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from tokenprune.budget import Budget
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class FrameMix:
 
 
 @dataclass(frozen=True)
-class FrameMerger(Method):
+class FrameMerger(TowerMethod):
     """Base of the methods that merge frames of a video after blocks of the vision tower (IN_ENCODER), so that later
     blocks run on fewer, and then choose among the tokens of those left.
 
@@ -66,14 +64,9 @@ class FrameMerger(Method):
     reads: name of the observable of a tower's block, mean over heads, that `choose_tokens` gets.
     """
 
-    site: ClassVar[Site] = Site.IN_ENCODER
     needs: ClassVar[frozenset[str]] = frozenset({"frames"})
     by_content_count: ClassVar[bool] = True
-    reads: ClassVar[str] = "encoder_received_attention"
-
-    def is_identity(self, budget: Budget) -> bool:
-        """Return whether nothing is merged, so that the tower is left alone."""
-        return budget.is_identity()
+    reads = "encoder_received_attention"
 
     def blocks(self, depth: int) -> list[int]:
         """Return after which of the `depth` blocks that the model reads frames merge: indices, rising, at least one.

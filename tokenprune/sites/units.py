@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from tokenprune.base import Method, Site
-from tokenprune.budget import Budget
+from tokenprune.sites.encoder import TowerMethod
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,21 +15,18 @@ Sees = Literal["pixels", "hidden", "mean", "change"]
 
 
 @dataclass(frozen=True)
-class UnitDropper(Method):
-    """Base of the methods that drop units at the input of a block of the vision tower, the first by default
-    (IN_ENCODER).
+class UnitDropper(TowerMethod):
+    """Base of the methods that drop units at the input of a block of the vision tower, the first by default.
 
     A unit is the patches that become one visual token. A subclass implements `keep_units`: it sees one image or video
     and never a model. Places, attention's pieces, and what the decoder gets, are the engine's.
 
     by_content_count: False in a subclass whose `keep_units` keeps exactly `most`, which vLLM asks of one that does not
     see pixels.
-    removes: False in a subclass whose units come back at the end of the tower, by `guides`; each frame of a video then
-    is an image of its own. stabilise: for so many blocks they are still attended to; make it a field to offer the
-    choice.
+    removes: False in a subclass whose units come back by `guides` at the end of the tower; a frame of a video is an
+    image then. stabilise: for so many blocks they are still attended to; make it a field to offer the choice.
     """
 
-    site: ClassVar[Site] = Site.IN_ENCODER
     by_content_count: ClassVar[bool] = True
     stabilise = 0  # not annotated: no option, unless a subclass makes it a field
 
@@ -44,11 +40,6 @@ class UnitDropper(Method):
     def reads_colours(self) -> str | None:
         """Why `keep_units` needs colours in 0..1, which takes the processor; None where normalised ones do as well."""
         return None
-
-    def is_identity(self, budget: Budget) -> bool:
-        """Return whether nothing is dropped, so that the tower is left alone; raise OptionError for a budget that
-        contradicts the options."""
-        return budget.is_identity()
 
     def block(self, depth: int) -> int:
         """Return the index of the block, of a tower's `depth`, at whose input units leave."""
@@ -70,6 +61,6 @@ class UnitDropper(Method):
         raise NotImplementedError(f"{type(self).__name__} does not implement keep_units()")
 
     def guides(self, gone: Tensor, kept: Tensor) -> Tensor:
-        """Return for each patch of an image that left, float32 `[R, D]` at the block, some of those that stayed, `[n,
-        D]`: long `[R, T]`. A patch comes back as it left, moved as far as these moved on average."""
+        """Return for each patch of an image that left, float32 `[R, D]` at the block, T of those that stayed, `[n, D]`:
+        long `[R, T]`. It comes back as it was, moved as far as these moved on average."""
         raise NotImplementedError(f"{type(self).__name__} does not implement guides()")

@@ -21,9 +21,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.sites.decode import DecodeMethod
-from tokenprune.sites.encoder import EncoderMethod
-from tokenprune.sites.frames import FrameMerger
-from tokenprune.sites.units import UnitDropper
+from tokenprune.sites.encoder import TowerMethod
 from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 
@@ -68,7 +66,7 @@ def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:
     """Raise an error of ours for a method that may not act on this family; see `tokenprune.abilities`."""
     for step in steps:
         method, acts = step.method, step.acts
-        if isinstance(method, (EncoderMethod, UnitDropper, FrameMerger)):
+        if isinstance(method, TowerMethod):
             acts = not method.is_identity(step.budget)
         abilities.check(method, adapter.family, config=adapter.config, acts=acts)
 

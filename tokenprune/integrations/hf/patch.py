@@ -40,7 +40,7 @@ from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
 from tokenprune.sites import check_places, composition_key
 from tokenprune.sites.attention import AttentionPattern
 from tokenprune.sites.decode import DecodeMethod
-from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.encoder import EncoderMethod, TowerMethod
 from tokenprune.sites.frames import FrameMerger
 from tokenprune.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.sites.units import UnitDropper
@@ -104,7 +104,7 @@ def _parts(
                 pixels.append(add_on("processor.resizing").PixelPatch(method, budget, processor, adapter))
             case ImageChooser():
                 pixels.append(add_on("processor.image_selection").ViewPatch(method, budget, processor, adapter))
-            case UnitDropper() | FrameMerger() | EncoderMethod() if method.is_identity(budget):
+            case TowerMethod() if method.is_identity(budget):
                 pass
             case UnitDropper():
                 if adapter.family.units:
@@ -142,8 +142,7 @@ def _parts(
             )
         parts.append(BlockReader(adapter, readers))
     if any(compares_frames(step) for step in steps):
-        towers = (part.step.method for part in parts if isinstance(part, InTower))
-        merges = [method.name for method in towers if method.removes]
+        merges = [part.method.name for part in parts if isinstance(part, InTower) and part.method.removes]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
     weighed = [step for step in steps if step.acts and isinstance(step.method, Pruner) and step.method.weighs]
     parts += [add_on("attention.weighing").Weighing(adapter, step) for step in weighed]

@@ -18,7 +18,7 @@ from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun
 from tokenprune.integrations.shared.squares import Squares
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.merging import Merge
-from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
+from tokenprune.sites.encoder import Matcher, Tower, TowerMethod
 
 
 class Merger(TowerReducer):
@@ -33,7 +33,7 @@ class Merger(TowerReducer):
     middle = True
     shows = False
 
-    def __init__(self, method: EncoderMethod, budget: Budget, blocks: Sequence[Block], tower: Tower) -> None:
+    def __init__(self, method: TowerMethod, budget: Budget, blocks: Sequence[Block], tower: Tower) -> None:
         super().__init__()
         if budget.keep is None or budget.per != "image":
             raise BudgetError(
@@ -76,7 +76,7 @@ class RowMerger(Merger):
 
     def __init__(
         self,
-        method: EncoderMethod,
+        method: TowerMethod,
         budget: Budget,
         blocks: Sequence[Block],
         tower: Tower,

@@ -223,8 +223,8 @@ class TowerReducer(Attachable):
         if run is None:
             return None
         if run.output is not None:
-            merged, run.output = run.output, None
-            output = with_output(lambda hidden: merged, output)
+            output = (run.output, *output[1:]) if isinstance(output, tuple) else run.output
+            run.output = None
         return with_output(run.restore, output) if run.back is not None and run.back.after(index) else output
 
 

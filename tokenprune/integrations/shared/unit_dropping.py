@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tokenprune.budget import Budget
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.attachable import hidden_states, states
 from tokenprune.integrations.shared.merging import RowMerger
@@ -21,7 +20,7 @@ from tokenprune.integrations.shared.squares import Squares
 from tokenprune.integrations.shared.units import Units, WayBack
 from tokenprune.ops.merging import Merge
 from tokenprune.ops.transfer import to_device
-from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
+from tokenprune.sites.encoder import Tower
 from tokenprune.sites.units import UnitDropper
 
 Grids = Sequence[tuple[int, int, int]]  # (frames, height, width) in units of each image or video
@@ -136,26 +135,11 @@ def dropping(stays: Tensor, order: Tensor | None, device: torch.device) -> Merge
 # -- towers whose images or tiles have rows of their own: as many units of each leave, so that no row is padded
 
 
-@dataclass(frozen=True)
-class MergesNothing(EncoderMethod):
-    """Stands where blocks ask what merges in them, for a method that drops."""
-
-    drops: UnitDropper | None = None
-    proportional = False
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.drops.name if self.drops else ""
-
-    def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
-        return [None] * tower.blocks
-
-
 class RowDropper(RowMerger):
-    """Ahead of the class by which an engine merges, has `dropper` drop units instead. A class token stays."""
+    """Ahead of the class by which an engine merges, has `method` drop units instead. A class token stays."""
 
     middle = False
-    dropper: UnitDropper
+    method: UnitDropper
 
     def most(self, rows: int, shape: Tower) -> list[int]:
         """Return how many units of each of `rows` may stay. shape: of the tower for these rows."""
@@ -182,14 +166,14 @@ class RowDropper(RowMerger):
             return squares.fold(hidden, order).reshape(rows * units, squares.size, -1)
 
         def choose(x: Tensor, size: int) -> Merge:
-            stays = choose_units(self.dropper, x, [(1, side, units // side)] * rows, most, size)
+            stays = choose_units(self.method, x, [(1, side, units // side)] * rows, most, size)
             merge = Merge.dropping(to_device(stays.view(rows, units), x.device), most)
             return squares.spread(merge, squares.order(count, x.device))
 
-        block = self.dropper.block(shape.read)
-        run.drops = choosing(self.dropper, block, fold, choose)
-        if not self.dropper.removes:
-            come_back(run, self.dropper, block, shape.read, [count] * rows)
+        block = self.method.block(shape.read)
+        run.drops = choosing(self.method, block, fold, choose)
+        if not self.method.removes:
+            come_back(run, self.method, block, shape.read, [count] * rows)
         return run
 
     def merge_of(self, index: int, run: TowerRun) -> Merge | None:

@@ -23,7 +23,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.tower.base import TowerPatch
 from tokenprune.integrations.hf.tower.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.hf.tower.merge_map import feature_groups
-from tokenprune.integrations.shared.attachable import with_output
+from tokenprune.integrations.shared.attachable import states, with_output
 from tokenprune.integrations.shared.merging import RowMerger
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
@@ -31,7 +31,7 @@ from tokenprune.integrations.shared.patch_grid import patches_of
 from tokenprune.integrations.shared.reducer import Block, TowerRun
 from tokenprune.integrations.shared.squares import Squares
 from tokenprune.integrations.shared.tower_scores import block_observable
-from tokenprune.sites.encoder import EncoderMethod, Tower
+from tokenprune.sites.encoder import Tower, TowerMethod
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class EncoderPatch(RowMerger, TowerPatch):
 
     shows = True
 
-    def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
+    def __init__(self, adapter: Adapter, method: TowerMethod, budget: Budget) -> None:
         knows = f"{method.name} knows the vision towers CLIP, SigLIP (and its like in Idefics3 and SmolVLM), InternVL "
         self.tower, self.encoder, layers = find_blocks(adapter, _KINDS, knows + "and Qwen-VL of transformers")
         self.layer = getattr(adapter.config, "vision_feature_layer", -1)
@@ -99,7 +99,7 @@ class EncoderPatch(RowMerger, TowerPatch):
             self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
 
     def _observe(self, index: int, observation: Observation) -> Tensor | None:
-        run = self.state()
+        run = states().get(self)
         if run is None:
             return None
         if run.plan[index] is not None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from tokenprune.budget import Budget
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.tower.blocks import find_blocks
 from tokenprune.integrations.hf.tower.merging import EncoderPatch
 from tokenprune.integrations.hf.tower.unit_dropping import KeptUnits
@@ -20,7 +19,7 @@ from tokenprune.integrations.shared.attachable import states, with_output
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.reducer import Block, TowerRun
 from tokenprune.integrations.shared.squares import by_units
-from tokenprune.integrations.shared.unit_dropping import Grids, MergesNothing, RowDropper, choose_units, choosing
+from tokenprune.integrations.shared.unit_dropping import Grids, RowDropper, choose_units, choosing
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.merging import Merge
 from tokenprune.ops.transfer import to_device
@@ -35,9 +34,8 @@ class TileDrop(RowDropper, EncoderPatch):
     """
 
     def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget) -> None:
-        super().__init__(adapter, MergesNothing(drops=method), budget)
-        self.step = Step(method, budget)
-        self.merges, self.middle, self.dropper = False, not method.removes, method
+        super().__init__(adapter, method, budget)
+        self.merges, self.middle = False, not method.removes
         method.checked_block(self.shape.read)
 
     def _note_masked(self, run: TowerRun, observation: Observation, mask: Tensor) -> None:

@@ -30,13 +30,13 @@ from tokenprune.integrations.shared.parts import PartMatcher
 from tokenprune.integrations.shared.parts import Plan as BlockPlan
 from tokenprune.integrations.shared.reducer import Block, TowerRun
 from tokenprune.integrations.shared.tile_goals import Goal, parts_of_tiles
-from tokenprune.integrations.shared.unit_dropping import MergesNothing, RowDropper
+from tokenprune.integrations.shared.unit_dropping import RowDropper
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.tower_items import goals_of_image, pack
 from tokenprune.integrations.vllm.setting.towers import heads_of, merges_in_tower, served_tower, units_of
 from tokenprune.integrations.vllm.worker.packed import Wrapping, dropping_plan
 from tokenprune.integrations.vllm.worker.tower import all_heads, attend, attentions_of, blocks_of, heads_first
-from tokenprune.sites.encoder import EncoderMethod, Tower
+from tokenprune.sites.encoder import EncoderMethod, Tower, TowerMethod
 from tokenprune.sites.units import UnitDropper
 
 # Names in a block, where they are not those of CLIP and SigLIP: the second norm, and what scales the MLP's output.
@@ -73,7 +73,7 @@ class TowerMerger(RowMerger, Wrapping):
     many these are.
     """
 
-    def __init__(self, model: Any, method: EncoderMethod, keep: float | int) -> None:
+    def __init__(self, model: Any, method: TowerMethod, keep: float | int) -> None:
         layers = blocks_of(model)
         self.heads, self.attentions = heads_of(model.config.vision_config), attentions_of(model)
         self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
@@ -134,8 +134,9 @@ class TileDropping(RowDropper, TowerMerger):
     """Drops units in such a tower. plans: of the items of one call, in the order of its rows."""
 
     def __init__(self, model: Any, plans: Sequence[Plan]) -> None:
-        self.dropper, self.plans = plans[0].setting.acting, plans  # type: ignore[assignment]  # see `dropping_plan`
-        super().__init__(model, MergesNothing(drops=self.dropper), plans[0].setting.keep)
+        self.plans, setting = plans, plans[0].setting
+        assert isinstance(setting.acting, UnitDropper)  # see `dropping_plan`
+        super().__init__(model, setting.acting, setting.keep)
 
     def most(self, rows: int, shape: Tower) -> list[int]:
         if [count for plan in self.plans for count in plan.counts] != [shape.patches] * rows:
