@@ -33,8 +33,8 @@ _MOST = 2.0
 
 
 @dataclass
-class Weights:
-    """What is added to the attention logits of a call.
+class Terms:
+    """Terms that are added to the attention logits of a call.
 
     first, later: float32 `[B, W]`, logarithms of sizes, in the first layer and in the others. rows: bool
     `[B, 1, 1, 1]`, which lost tokens. distance: float32 `[B or 1, 1, W, W]`, log(2 - D), once it is known. masks: what
@@ -57,7 +57,7 @@ class Weighing(Part):
     def __init__(self, adapter: Adapter, step: Step) -> None:
         super().__init__()
         self.adapter, self.step, self.name = adapter, step, step.method.name
-        self._calls: PerCall[Weights] = PerCall()
+        self._calls: PerCall[Terms] = PerCall()
         if (attention := adapter.attention) not in ("sdpa", "eager"):
             self._refuse(f'attention {attention!r}: load the model with attn_implementation="sdpa"')
         if sliding_layers(adapter.text_config):
@@ -97,7 +97,7 @@ class Weighing(Part):
         )
         lost = {row for row, a, b in zip(held.before.row, held.before.counts, held.kept.counts, strict=True) if a > b}
         rows = to_device([row in lost for row in range(batch)], device).view(batch, 1, 1, 1)
-        self._calls[call] = Weights(first, later, rows)
+        self._calls[call] = Terms(first, later, rows)
         if call.cached.cache is not None:
             before = _on_cache(call, call.groups[0].columns.shape[1] - width, batch)
             setattr(call.cached.cache, _ON_CACHE, later if before is None else torch.cat([before, later], 1))
