@@ -186,6 +186,9 @@ class Method(ReprIsCall):
             raise OptionError(f"{self.name}: {message}")
 
 
+SIZES = "sizes"  # see `Pruner.weighs`
+
+
 @dataclass(frozen=True)
 class Pruner(Method):
     """Base of the methods that choose among visual tokens, at the decoder's entry (PRE_LLM) or inside it (IN_LLM).
@@ -202,8 +205,8 @@ class Pruner(Method):
 
     @property
     def weighs(self) -> bool:
-        """True if the language model's attention is weighed by how many tokens each stands for, which the method
-        remembers; see attention/weighing.py."""
+        """True if the language model's attention is weighed by how many tokens each stands for, float32 `[S, N]`, which
+        the method remembers as `SIZES`; see attention/weighing.py."""
         return False
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenprune.base import SIZES
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.checks import reruns_layers
@@ -25,7 +26,6 @@ from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.integrations.shared.observation import Observation
-from tokenprune.methods.pre_llm.restore import SIZES
 from tokenprune.ops.transfer import to_device
 
 _ON_CACHE = "_tokenprune_weights"  # the logarithm of sizes, `[B, W]`, of the first W tokens that it holds

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Lt
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.base import SIZES, Pruner, Selection, Site
 from tokenprune.kernels.coverage import alike
 from tokenprune.kernels.take import rank_in_group, top_mask
 from tokenprune.ops.transfer import to_device
@@ -126,6 +126,3 @@ class Restore(Pruner):
         centre = slot.new_zeros(len(slot), count + 1).scatter(1, slot.masked_fill(~keep, count), index)
         tokens.remember(SIZES, size.float(), per_token=True)
         return Selection(keep, centre.gather(1, slot).masked_fill(~real, -1), counts=tokens.keep)
-
-
-SIZES = "sizes"  # under which the method remembers how many tokens each stands for
