@@ -47,7 +47,7 @@ def setting_for(setting: Setting, share: float) -> Setting:
 
 def _no_promise(method: Method) -> str | None:
     """Why no setting of a method promises how many tokens it spends; None if one does."""
-    if method.site is Site.ATTENTION:
+    if not method.removes:
         return "it removes no tokens"
     if isinstance(method, ImageChooser):
         return "it takes or leaves whole images"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import tokenprune
-from tokenprune.base import Site
 from tokenprune.errors import OptionError
 from tokenprune.setting import Setting
 from tokenprune.sites.pixels import ImageChooser
@@ -126,7 +125,7 @@ def _setting(method: str | Setting) -> Setting:
 
 
 def _removes_nothing(setting: Setting) -> bool:
-    return not escalates(setting) and all(method.site is Site.ATTENTION for method in setting.methods)
+    return not escalates(setting) and not any(method.removes for method in setting.methods)
 
 
 def batched(items: Sequence[T], size: int, alone: Callable[[T], bool]) -> list[list[T]]:

@@ -72,6 +72,11 @@ class TowerMethod(Method):
     # Not annotated: these are no options, unless a subclass makes them fields; see `EncoderMethod`.
     proportional, ragged, reads = False, False, ""
 
+    @property
+    def calibrated_for(self) -> Fingerprint | None:
+        """Fingerprint of the tower that the method was calibrated for; None if it is not calibrated."""
+        return None
+
     def is_identity(self, budget: Budget) -> bool:
         """Return whether nothing merges or leaves, so that the tower is left alone; raise OptionError for a budget that
         contradicts the options."""
@@ -105,11 +110,6 @@ class EncoderMethod(TowerMethod):
         """Why an image may keep another number of patches than `keep` asks for, and which option changes that; None if
         none ever does."""
         return "how many patches an image keeps is its own affair"
-
-    @property
-    def calibrated_for(self) -> Fingerprint | None:
-        """Fingerprint of the tower that the method was calibrated for; None if it is not calibrated."""
-        return None
 
     def check_served(self, kind: str, dtype: str, blocks: int) -> None:
         """Raise OptionError if the method cannot merge in a tower of which no more than this is known: a serving engine

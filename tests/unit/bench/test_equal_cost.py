@@ -37,6 +37,7 @@ NO_PROMISE = {
     "dynres": "content decides how many tokens an image gets",
     "view_select": "takes or leaves whole images",
     "pevlm": "removes no tokens",
+    "ipcv": "removes no tokens",
     "escalate": "may ask twice",
 }
 BY_WHOLE_LAYERS = ("vtw",)

@@ -94,7 +94,7 @@ def test_stages_add_up_to_what_a_call_takes(subject: Model, monkeypatch: pytest.
 
 
 def _made_up(after: bool = True) -> Profile:
-    config = limits.SHAPES[3].made()
+    config = limits.SHAPES[4].made()
     runs = [dict.fromkeys(STAGES, 10.0) | {"tower": tower} for tower in (60.0, 60.0, 90.0)]
     less = [{name: ms / 2 for name, ms in run.items()} for run in runs]
     environment = dict(model="<m>", device="cpu", dtype="float32", tokenprune="1", transformers="2", torch="3")
@@ -201,7 +201,7 @@ def test_what_methods_cost_is_predicted_as_they_run(subject: Model) -> None:
 
 
 def test_methods_before_the_decoder_spare_the_tower() -> None:
-    config = limits.SHAPES[3].made()
+    config = limits.SHAPES[4].made()
     model, prompt = CostModel.from_config(config), Load.of_config(config, tokens=1024)
     whole = model.cost(prompt)
     costs = {
@@ -215,7 +215,7 @@ def test_methods_before_the_decoder_spare_the_tower() -> None:
 
 
 def test_a_load_says_what_it_needs() -> None:
-    llava, qwen = (limits.SHAPES[index].made() for index in (1, 3))
+    llava, qwen = (limits.SHAPES[index].made() for index in (1, 4))
     assert Load.of_config(llava, tiles=5) == Load((576,) * 5, 2880, 64)
     assert Load.of_config(qwen, tokens=100, text=0) == Load((400,), 100, 0)
     for config, wrong in ((llava, {"tokens": 9}), (qwen, {"tiles": 2}), (qwen, {"tokens": 0}), (llava, {"text": -1})):
@@ -229,8 +229,8 @@ def test_the_page_has_the_table_that_the_script_makes() -> None:
     assert limits.table() in page
     share = {row["model"].split(",")[0]: round(100 * row["tower"]) for row in limits.rows()}
     assert share == {
-        "LLaVA-1.5-7B": 5, "LLaVA-NeXT-7B": 5, "InternVL3-8B": 17, "Qwen2.5-VL-7B": 28, "Qwen3-VL-8B": 27,
-        "Qwen2.5-VL-3B": 47, "Gemma3-4B": 72, "SmolVLM-500M": 80,
+        "LLaVA-1.5-7B": 5, "LLaVA-NeXT-7B": 5, "InternVL3-8B": 17, "InternVL3-2B": 48, "Qwen2.5-VL-7B": 28,
+        "Qwen3-VL-8B": 27, "Qwen2.5-VL-3B": 47, "Gemma3-4B": 72, "SmolVLM-500M": 80,
     }  # fmt: skip
 
 

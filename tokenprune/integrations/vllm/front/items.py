@@ -20,6 +20,7 @@ from tokenprune.integrations.vllm.setting.configuration import family_of
 from tokenprune.integrations.vllm.setting.plan import Plan, Run, runs_of
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.setting.tower_items import check_tiles, crops
+from tokenprune.sites.encoder import TowerMethod
 
 
 @dataclass
@@ -126,7 +127,9 @@ class _AfterTower:
 class _Dropping(_AfterTower):
     def budgets(self, item: PromptItem) -> int:
         count = sum(number for _, embed, number in item.text if embed)
-        return towers.tiles_of(self.setting.acting, item.model.config, count)
+        method = self.setting.acting
+        assert isinstance(method, TowerMethod)
+        return towers.tiles_of(method, item.model.config, count)
 
 
 class _Merging(_Dropping):

@@ -19,7 +19,7 @@ from tokenprune.integrations.shared.squares import Squares
 from tokenprune.integrations.shared.tower_scores import block_index, read_block, without_tower
 from tokenprune.shapes.fingerprint import Fingerprint
 from tokenprune.sites import encoder
-from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.sites.encoder import EncoderMethod, TowerMethod
 from tokenprune.sites.units import UnitDropper
 
 
@@ -125,9 +125,9 @@ class ServedTower(encoder.Tower):
         return self.claimed
 
 
-def served_tower(method: Method, config: Any) -> ServedTower:
+def served_tower(method: TowerMethod, config: Any) -> ServedTower:
     """Return the facts about a model's tower that `method` may read, from the model's config."""
-    vision, claimed = config.vision_config, getattr(method, "calibrated_for", None)
+    vision, claimed = config.vision_config, method.calibrated_for
     depth = depth_of(vision)
     if packs(config):
         return ServedTower(1, 0, depth, depth, claimed=claimed)  # how many units, only the image shows
@@ -144,7 +144,7 @@ def units_of(config: Any) -> Squares | None:
     return Squares(side, row_of(config).class_tokens) if side > 1 else None
 
 
-def tiles_of(method: Method, config: Any, count: int) -> int:
+def tiles_of(method: TowerMethod, config: Any, count: int) -> int:
     """Return how many budgets an image of `count` visual tokens has: one for each row of the tower, where rows are not
     cropped; else one."""
     if (row := family_of_config(config)).units or row.patches == "packed":
