@@ -146,7 +146,9 @@ def in_child(copy: Path, arguments: list[str], *plugins: object) -> tuple[int, s
             ours = {str(ROOT / name) for name in (".", "dev", "bench", "demo")}
             sys.path[:] = paths + [path for path in sys.path if path not in ours]
             os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-            os._exit(pytest.main(arguments, list(plugins)))
+            ended = pytest.main(arguments, list(plugins))
+            sys.stdout.flush()  # what is buffered would be lost
+            os._exit(ended)
         _, status = os.waitpid(child, 0)
         output.seek(0)
         return status, output.read()
