@@ -300,7 +300,7 @@ def test_towerdrop_leaves_what_the_hugging_face_side_leaves(
 def test_towerdrop_leaves_as_much_of_each_tile(
     score: str, engine: Engine, reference: Any, checkpoint: Checkpoint
 ) -> None:
-    """What the Hugging Face side leaves, of images in tiles and not, and beside others."""
+    """The worker leaves what the Hugging Face side does, of images in tiles and not, and beside others."""
     if checkpoint.name not in ROWS:
         pytest.skip("its images are no rows of its tower with a budget each")
     drop = {"method": "towerdrop", "keep": 0.4, "score": score, "layer": 1}

@@ -8,7 +8,7 @@ What a cache holds has log s alone, which stays on the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,15 +37,13 @@ class Terms:
     """Terms that are added to the attention logits of a call.
 
     first, later: float32 `[B, W]`, logarithms of sizes, in the first layer and in the others. rows: bool
-    `[B, 1, 1, 1]`, which lost tokens. distance: float32 `[B or 1, 1, W, W]`, log(2 - D), once it is known. masks: what
-    was made, by what it was made of.
+    `[B, 1, 1, 1]`, which lost tokens. distance: float32 `[B or 1, 1, W, W]`, log(2 - D), once it is known.
     """
 
     first: Tensor
     later: Tensor
     rows: Tensor
     distance: Tensor | None = None
-    masks: dict[tuple[int, bool], tuple[Any, Tensor]] = field(default_factory=dict)
 
 
 class Weighing(Part):
@@ -58,6 +56,8 @@ class Weighing(Part):
         super().__init__()
         self.adapter, self.step, self.name = adapter, step, step.method.name
         self._calls: PerCall[Terms] = PerCall()
+        # By what a mask was made of, which is kept beside it: an id is only unique while its object lives.
+        self._masks: PerCall[dict[Any, tuple[Any, Tensor | None]]] = PerCall()
         if (attention := adapter.attention) not in ("sdpa", "eager"):
             self._refuse(f'attention {attention!r}: load the model with attn_implementation="sdpa"')
         if sliding_layers(adapter.text_config):
@@ -120,9 +120,14 @@ class Weighing(Part):
         call = self.current()
         if call is None:
             return None
+        made, of = self._masks.setdefault(call, {}), (id(seen.mask), first, seen.query.device)
+        if (known := made.get(of)) is None:  # layers of a device share a mask
+            known = made[of] = seen.mask, self._made(call, first, seen)
+        return known[1]
+
+    def _made(self, call: Call, first: bool, seen: Observation) -> Tensor | None:
+        """Return the mask of an attention call with all that is added to its logits; None where nothing is."""
         weights, (batch, _, queries, _), keys = self._calls.get(call), seen.query.shape, seen.key.shape[2]
-        if weights is not None and (known := weights.masks.get((id(seen.mask), first))) is not None:
-            return known[1]
         own = None if weights is None else weights.first if first else weights.later
         width = 0 if own is None else own.shape[1]
         before = _on_cache(call, keys - width, batch)
@@ -134,10 +139,7 @@ class Weighing(Part):
         if weights is not None and weights.distance is not None:
             bias = bias + weights.distance.to(bias.device)
             bias = bias * weights.rows.to(bias.device)
-        mask = _with(seen, bias.expand(-1, -1, queries, -1), self.adapter.attention)
-        if weights is not None:
-            weights.masks[id(seen.mask), first] = (seen.mask, mask)  # an id is only unique while its object lives
-        return mask
+        return _with(seen, bias.expand(-1, -1, queries, -1), self.adapter.attention)
 
 
 def _on_cache(call: Call, held: int, batch: int) -> Tensor | None:

@@ -51,7 +51,7 @@ def hooked(handles: Sequence[Any]) -> Iterator[None]:
 
 
 def seen_of(model: Any, inputs: Any) -> list[tuple[Tensor, dict[str, Any]]]:
-    """What enters each block of the unpatched tower: patches in its own order, and the other arguments."""
+    """Return what enters each block of the unpatched tower: patches in its own order, and the other arguments."""
     seen: list[tuple[Tensor, dict[str, Any]]] = []
 
     def note(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ def restored(y: dict[int, Tensor], h: Tensor, guides: dict[int, list[int]]) -> T
 def naive(
     model: Any, inputs: Any, grids: Tensor, layer: int, stabilise: int, neighbours: int
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """What leaves each block from `layer` on, brought back, patch by patch; and the units of each image that stay."""
+    """Return what leaves each block from `layer` on, brought back, patch by patch; and the units that stay."""
     seen, items = seen_of(model, inputs), items_of(model, grids)
     h = seen[layer][0]
     kept = chosen(items, seen[layer - 1][0], h)

@@ -54,7 +54,7 @@ class Places:
     def check(self) -> None:
         """Raise UnsupportedSetupError where another module stands in the place of one."""
         for siblings, name, module, path in self._places:
-            now: Any = siblings[name]
+            now: Any = siblings.get(name)
             if now is not module and not any(getattr(now, one, None) is module for one in _AROUND):
                 raise UnsupportedSetupError(
                     f"{path} was replaced since the model was patched, as an adapter or a quantizer does: it is a "

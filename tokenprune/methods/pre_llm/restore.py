@@ -41,8 +41,8 @@ class Restore(Pruner):
 
     Differs from the paper: positions of what stays are the original ones with and without it, so that its gain is
     smaller here; `calibrate` is off by default, since flash attention, static caches and vLLM have no place for it; at
-    least one token is the chooser's; D is taken of the rotary tables that the model has, along each
-    token's own axis with M-RoPE, and in float32.
+    least one token is the chooser's; D is taken of the rotary tables that the model has, along each token's own axis
+    with M-RoPE, and in float32.
     """
 
     fallback_options: ClassVar[Mapping[str, Any]] = {"calibrate": False}
