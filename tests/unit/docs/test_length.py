@@ -30,8 +30,8 @@ def test_the_path_is_read_in_an_hour_and_each_page_in_five_minutes() -> None:
     assert not {name: WORDS[name] for name in count.PATH if WORDS[name] > FIVE_MINUTES}
 
 
-def test_the_pages_stay_below_84_thousand_words() -> None:
-    assert sum(WORDS.values()) <= 83_500
+def test_the_pages_stay_below_85_thousand_words() -> None:
+    assert sum(WORDS.values()) <= 85_000
 
 
 def test_the_navigation_begins_with_the_path() -> None:
