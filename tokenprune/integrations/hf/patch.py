@@ -20,6 +20,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.hf.checks import check_abilities, check_steps
 from tokenprune.integrations.hf.decoder.engine import Engine
+from tokenprune.integrations.hf.decoder.packed_calls import PackedCalls
 from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.integrations.hf.forward.part import Part
@@ -154,7 +155,7 @@ def _parts(
         apart = not any(isinstance(part, InTower) for part in parts)
         parts.append(add_on("reuse.part").FeatureReuse(adapter, feature_cache, apart))
     if removes:
-        parts.append(CallCheck(adapter, cutting))
+        parts += [CallCheck(adapter, cutting), PackedCalls(adapter)]
         parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
     if not all(budget.is_identity() for budget in budgets):
         parts.append(ChunkedPrefillCheck(adapter))

@@ -23,6 +23,7 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import needs_masks_alone
 from tokenprune.integrations.hf.checks import Places, check_call
 from tokenprune.integrations.hf.decoder.entry import cut_entry, prepare
+from tokenprune.integrations.hf.decoder.packed_calls import PackedCalls
 from tokenprune.integrations.hf.decoder.planner import Planner
 from tokenprune.integrations.hf.decoder.pruning import apply, choose
 from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
@@ -34,6 +35,7 @@ from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.sequence.packing import TELLING
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
 from tokenprune.integrations.hf.statistics import stats_after
 from tokenprune.integrations.hf.tower.feature_hook import MODALITIES, EncoderHook
@@ -72,6 +74,7 @@ class Engine(Attachable):
         self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
         self._stats, self._places = Stats(), Places()
         self._static = self.part(StaticSteps)
+        self._packed = next((part for part in self.parts if isinstance(part, PackedCalls)), None)
         self._reads_text = adapter.family.runs_of_tiles or any(part.reads_text for part in self.parts)
         self._before_decoder = acting(part.before_decoder for part in self.parts)
         self._before_cut = acting(part.before_cut for part in self.parts)
@@ -133,33 +136,41 @@ class Engine(Attachable):
         calls = _thread.calls
         return calls[self][-1] if self in calls else None
 
-    def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         arguments = dict(zip(self._parameters, args, strict=False)) | kwargs if args else kwargs
         if not needs_masks_alone(arguments):
-            eager.run_eagerly(self._begin_call, arguments)
-        elif self._static.ahead:  # the cache is of an earlier patch
+            return eager.run_eagerly(self._begin_call, arguments)
+        if self._static.ahead:  # the cache is of an earlier patch
             eager.run_eagerly(self._static.watch)
+        return None
 
-    def _begin_call(self, arguments: dict[str, Any]) -> None:
+    def _begin_call(self, arguments: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Note a call; return its arguments where they change: rows of several samples become rows of one."""
         call = Call(self.adapter.arguments(arguments))
         _thread.calls.setdefault(self, []).append(call)
         self._under_way.append(call)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
         images = encoded or [name for name in given if name.startswith("pixel_values")]
+        split = None
         if images:
             self._places.check()
+            if self._packed is not None and (given & TELLING or self.owner.training):
+                split = self._packed.split(call, arguments)
+        if split is not None:
+            call.arguments = self.adapter.arguments(split)
         if images and given & {"input_ids", "inputs_embeds"}:
             # Before the tower is launched: whoever asks the device now finds it idle.
             self._read_to_host(call)
         for modality in MODALITIES:
             if encoded.get(modality) is not None:
                 self._match_features(call, modality, encoded[modality])
+        return None if split is None else ((), split)
 
     def _read_to_host(self, call: Call) -> None:
         call.read_to_host(self.adapter.visual_mask(call.arguments), self._reads_text)
 
-    def _leave_base(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def _leave_base(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         calls = _thread.calls[self]
         calls.remove(call)
         if not calls:
@@ -167,6 +178,7 @@ class Engine(Attachable):
         self._under_way.remove(call)
         if call in self._meeting:
             self._meeting.remove(call)
+        return None if self._packed is None else self._packed.join(call, output)
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:
         call.outputs[modality] = output

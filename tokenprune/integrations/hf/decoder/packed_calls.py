@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Take apart calls whose rows hold several samples: inside the model each sample is a row, in the output none is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf import compat
+from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.part import Part, PerCall
+from tokenprune.integrations.hf.sequence.packing import PackedRows, samples_of
+
+
+class PackedCalls(Part):
+    """Stands where methods may remove tokens."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self._rows: PerCall[PackedRows] = PerCall()
+
+    def split(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments of the base model's forward, with images, so that each sample is a row of its own; None
+        where it is. Raises UnsupportedSetupError for what rows of several samples do not have."""
+        base, tokens = self.adapter.base, arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+        images = [arguments[name] for name in arguments if name.startswith(("pixel_values", "mm_encoder"))]
+        if tokens is None or all(one is None for one in images):  # those of Q-Formers were merged before
+            return None
+        mrope = hasattr(base, "get_rope_index")
+        sample = samples_of(arguments, (tokens.shape[0], tokens.shape[1]), mrope, base.training)
+        if sample is None:
+            return None
+        # A base that is the head as well would make logits of the last tokens of each sample.
+        few = base.get_output_embeddings() is not None and arguments.get("logits_to_keep")
+        shown = arguments.get("output_attentions", self.adapter.text_config.output_attentions)
+        unmet = {compat.CACHE: compat.cache_in(arguments), "output_attentions": shown, "logits_to_keep": few}
+        for name in (name for name, given in unmet.items() if given is not None and given is not False):
+            raise UnsupportedSetupError(
+                f"rows that hold several samples take no {name} under pruning: leave it out, or give each sample a row "
+                "of its own with padding"
+            )
+        rows = self._rows[call] = PackedRows.of(sample, tokens.device)
+        taken = set(self.adapter.placeholders.values())
+        return rows.split(arguments, next(number for number in range(len(taken) + 1) if number not in taken))
+
+    def join(self, call: Call, output: Any) -> Any:
+        """Return the output of a call in the rows that it came in; None where these are as they came."""
+        rows = self._rows.pop(call, None)
+        return None if rows is None or output is None else rows.join(output)
