@@ -27,6 +27,7 @@ import recover_page  # noqa: E402
 import restore_page  # noqa: E402
 import rows  # noqa: E402
 import serving_page  # noqa: E402
+import shared_budget_page  # noqa: E402
 import tower_page  # noqa: E402
 import trust_page  # noqa: E402
 import which_method  # noqa: E402
@@ -246,6 +247,7 @@ PAGES = {
     "docs/methods/earlytom.md": {"video-tower": video_tower},
     "docs/methods/pixelprune.md": {"documents": documents},
     "docs/methods/restore.md": {"restore-gain": restore_page.gain},
+    "docs/guide/budgets.md": {"shared-budget": shared_budget_page.shares},
     "docs/methods/towerdrop.md": {"tower-blocks": tower_page.blocks},
     "docs/profile.md": {"first-token": tower_page.first_token, "processor": tower_page.processor},
     "docs/sessions.md": {"attend": attend},

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated part of docs/guide/budgets.md on prompts of several images: equal shares beside others."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "experiments/results/shared_budget.jsonl"
+WAYS = {"compete": '`per="prompt"`', "entropy": "by entropy", "detail": "by detail"}
+DRAWS = 2000
+
+
+def shares() -> str:
+    """Return the table: answers right with equal shares, and the points that other shares add."""
+    header, *rows = (json.loads(line) for line in FILE.read_text().splitlines())
+    titles = ["equal, % right", *WAYS.values(), f"on documents, {WAYS['compete']}", "by entropy"]
+    lines = [f"| images, keep | {' | '.join(titles)} |", "|---" + "|---:" * len(titles) + "|"]
+    for number, keep in sorted({(one["images"], one["keep"]) for one in rows}, key=lambda at: (at[0], -at[1])):
+        found = [one for one in rows if (one["images"], one["keep"]) == (number, keep)]
+        equal = _right(found, "equal")
+        cells = [f"{100 * sum(map(sum, equal)) / sum(map(len, equal)):.1f}", *(_gain(found, way) for way in WAYS)]
+        cells += [_gain(found, way, "document") for way in ("compete", "entropy")]
+        lines.append(f"| {number}, {keep:g} | {' | '.join(cells)} |")
+    about = (
+        f"{header['model'].partition(' ')[0]} and `divprune`: {4 * header['images']} images, photographs, other scenes "
+        "and documents, dealt into prompts; each question about its image alone, at the tokens that the image gets. "
+        "Points beside equal shares, of the same questions; bold where an interval of 95 % (prompts drawn anew) leaves "
+        "out 0. By `python experiments/shared_budget.py`; "
+        "[raw data](../../experiments/results/shared_budget.jsonl)."
+    )
+    return "\n".join([about, "", *lines])
+
+
+def _right(rows: Sequence[dict[str, Any]], way: str, kind: str = "") -> list[list[int]]:
+    """Return for each prompt a 1 or 0 for each question, of images of one kind or of all."""
+    return [
+        [int(one) for of, said in zip(row["kinds"], row["right"][way], strict=True) if kind in ("", of) for one in said]
+        for row in rows
+    ]
+
+
+def _gain(rows: Sequence[dict[str, Any]], way: str, kind: str = "") -> str:
+    pairs = [
+        (sum(after) - sum(before), len(before))
+        for before, after in zip(_right(rows, "equal", kind), _right(rows, way, kind), strict=True)
+    ]
+    rng = random.Random(0)
+    drawn = sorted(_share(rng.choices(pairs, k=len(pairs))) for _ in range(DRAWS))
+    low, high = drawn[int(0.025 * DRAWS)], drawn[int(0.975 * DRAWS)]
+    return f"**{_share(pairs):+.1f}**" if low > 0 or high < 0 else f"{_share(pairs):+.1f}"
+
+
+def _share(pairs: Sequence[tuple[int, int]]) -> float:
+    return 100 * sum(gain for gain, _ in pairs) / max(1, sum(number for _, number in pairs))
