@@ -26,9 +26,12 @@ _METHOD = "divprune"  # reads no question, so that a longer prompt leaves its ch
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """The result of `check_model`. visual_tokens, kept: of the whole batch. oracle, step: the largest difference of logits,
-    as a share of the largest logit. oracle is None where a layer carries a state, which no mask takes back; step where
-    the unpatched model itself writes another token than it reads, as with a prefix that sees both ways."""
+    """The result of `check_model`: the visual tokens of all rows, those kept, and the largest differences of logits.
+
+    Differences are shares of the largest logit. oracle: from the masked model; None where a layer carries a state, which
+    no mask takes back. step: of a step on the pruned cache from the longer prompt; None where the unpatched model itself
+    writes another token than it reads, as with a prefix that sees both ways.
+    """
 
     visual_tokens: int
     kept: int
