@@ -28,9 +28,9 @@ _METHOD = "divprune"  # reads no question, so that a longer prompt leaves its ch
 class ModelCheck:
     """The result of `check_model`: the visual tokens of all rows, those kept, and the largest differences of logits.
 
-    Differences are shares of the largest logit. oracle: from the masked model; None where a layer carries a state, which
-    no mask takes back. step: of a step on the pruned cache from the longer prompt; None where the unpatched model itself
-    writes another token than it reads, as with a prefix that sees both ways.
+    Differences are shares of the largest logit. oracle: from the masked model; None where a layer carries a state,
+    which no mask takes back. step: of a step on the pruned cache from the longer prompt; None where the unpatched model
+    itself writes another token than it reads, as with a prefix that sees both ways.
     """
 
     visual_tokens: int
