@@ -32,4 +32,5 @@ def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
     if x.shape[batch] > 1:
         index = index + x.shape[dim] * torch.arange(len(index), device=index.device)[:, None]
     # Rows laid end to end: taking whole tokens is much faster than gathering their elements.
-    return x.flatten(batch, dim).index_select(batch, index.flatten()).unflatten(batch, index.shape)
+    found = x.flatten(batch, dim).index_select(batch, index.flatten())
+    return found.view(*x.shape[:batch], *index.shape, *x.shape[dim + 1 :])
