@@ -212,6 +212,6 @@ class LayerInputs:
         batch, count = self.columns.shape
         length = self.past + self.layout.length if self.capacity is None else self.capacity
         # Empty slots are written to a scratch entry at the end.
-        target = torch.where(self.columns < 0, length, self.columns)
+        target = self.columns.masked_fill(self.columns < 0, length)
         slots = torch.arange(count, device=target.device).expand_as(target)
         return target.new_full((batch, length + 1), -1).scatter_(1, target, slots)[:, :-1]
