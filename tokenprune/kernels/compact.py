@@ -30,6 +30,7 @@ def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
     dim = dim % x.ndim
     batch = dim - 1
     if x.shape[batch] > 1:
-        index = index + x.shape[dim] * torch.arange(len(index), device=index.device)[:, None]
+        index = index.add(torch.arange(len(index), device=index.device)[:, None], alpha=x.shape[dim])
     # Rows laid end to end: taking whole tokens is much faster than gathering their elements.
-    return x.flatten(batch, dim).index_select(batch, index.flatten()).unflatten(batch, index.shape)
+    found = x.flatten(batch, dim).index_select(batch, index.flatten())
+    return found.view(*x.shape[:batch], *index.shape, *x.shape[dim + 1 :])

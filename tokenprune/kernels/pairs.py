@@ -28,7 +28,7 @@ _TINY = 1e-12
 
 def finite(x: Tensor) -> Tensor:
     """Return bool, True where all of the last axis is finite."""
-    return x.abs().amax(-1) < torch.inf
+    return torch.linalg.vector_norm(x, torch.inf, dim=-1) < torch.inf
 
 
 def unit(x: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -60,12 +60,12 @@ class Merge:
         if self.drops:
             real = places if self._padding is None else places.masked_fill(self._padding, -1)
             return self.keep.new_full((rows, self.count), -1).scatter(1, self.keep, real)
-        place = self.keep.new_zeros(rows, self.count).scatter(1, self.keep, places)
         source, target = self._moves
         # One entry more than asked for takes what goes nowhere: no boolean indexing, so no device sync.
-        place = torch.cat([place.flatten(), place.new_zeros(1)])
-        source = torch.where(target < rows * width, source, rows * self.count)
-        return place.index_copy(0, source, target % width)[:-1].view(rows, self.count)
+        place = self.keep.new_zeros(rows * self.count + 1).index_copy_(0, self._stays, places.flatten())
+        if self.gone is not None:
+            source = source.masked_fill(target == rows * width, rows * self.count)
+        return place.index_copy_(0, source, self.target.flatten())[:-1].view(rows, self.count)
 
     def sum(self, x: Tensor) -> Tensor:
         """`[B, n]` -> `[B, m]`: each token of the output is the sum of its members; padding is 0."""
@@ -73,8 +73,10 @@ class Merge:
         stays = x.gather(1, self.keep)
         if self._padding is not None:
             stays = stays.masked_fill(self._padding, 0)
-        scratch = torch.cat([stays.flatten(), stays.new_zeros(1)])
-        return scratch.index_add(0, target, x.flatten()[source])[:-1].view_as(stays)
+        total = stays.flatten()
+        if self.gone is not None:
+            total = torch.cat([total, total.new_zeros(1)])
+        return total.index_add(0, target, x.flatten()[source])[: stays.numel()].view_as(stays)
 
     def mean(self, x: Tensor, size: Tensor | None) -> Tensor:
         """`[B, n, D]` -> `[B, m, D]`: means weighted by `size` `[B, n]`, in float32; what nothing joins is copied.
@@ -116,7 +118,7 @@ class Merge:
 def _end_to_end(index: Tensor, count: int) -> Tensor:
     """long `[B, k]` of places in rows of `count` -> long `[B * k]`."""
     if len(index) > 1:
-        index = index + count * torch.arange(len(index), device=index.device)[:, None]
+        index = index.add(torch.arange(len(index), device=index.device)[:, None], alpha=count)
     return index.flatten()
 
 

@@ -153,7 +153,9 @@ class AttentionToTokens(Observable):
         raise NotImplementedError(f"{type(self).__name__} does not implement columns()")
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        columns = self.columns(source)[segments.row_index.squeeze(1)]
+        columns = self.columns(source)
+        if segments.row != list(range(len(columns))):
+            columns = columns[segments.row_index.squeeze(1)]
         slots = source.slots(segments.position, segments)
         return columns.gather(2, slots[:, None, :].expand(-1, columns.shape[1], -1))
 
@@ -215,12 +217,12 @@ class AttentionOfText(Observable):
         """
         seen, device = self.observed(source), position.device
         batch, heads, width, most = seen.query.shape[0], seen.query.shape[1], source.width, max(segments.ordinal) + 1
-        row, place = to_device(segments.row, device), to_device(segments.ordinal, device)
-        firsts = to_device([place for place, ordinal in enumerate(segments.ordinal) if ordinal == 0], device)
-        asked = source.slots(position, segments)
-        asked = asked.new_zeros(batch, asked.shape[1]).index_copy(0, row[firsts], asked[firsts])
-        columns = source.slots(to, segments)
-        columns = columns.new_zeros(batch, most, columns.shape[1]).index_put((row, place), columns).flatten(1)
+        asked, columns = source.slots(position, segments), source.slots(to, segments)
+        if not (alone := segments.row == list(range(batch))):  # else each row has one image
+            row, place = to_device(segments.row, device), to_device(segments.ordinal, device)
+            firsts = to_device([place for place, ordinal in enumerate(segments.ordinal) if ordinal == 0], device)
+            asked = asked.new_zeros(batch, asked.shape[1]).index_copy(0, row[firsts], asked[firsts])
+            columns = columns.new_zeros(batch, most, columns.shape[1]).index_put((row, place), columns).flatten(1)
         step = max(1, _ELEMENTS // max(1, batch * heads * max(width, columns.shape[1])))
         for start in range(0, asked.shape[1], step):
             part = slice(start, start + step)
@@ -230,7 +232,7 @@ class AttentionOfText(Observable):
                 if step >= asked.shape[1]:
                     source.text_rows[self.name] = rows
             found = rows.gather(3, columns[:, None, None].expand(*rows.shape[:3], -1))
-            yield found.unflatten(3, (most, -1))[row, :, :, place], part
+            yield found if alone else found.unflatten(3, (most, -1))[row, :, :, place], part
 
     def _rows(self, source: TokenSource, segments: Segments, position: Tensor) -> Iterator[tuple[Tensor, slice]]:
         """Yield `[S, H, R, W]`, the attention of R of the tokens at `position` to all slots, and which R they are."""

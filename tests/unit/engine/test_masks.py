@@ -19,6 +19,7 @@ import tokenprune
 from each import each
 from families import FAMILIES
 from oracle import close, reduced
+from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
 from zoo import FIRST_TEXT_ID, VOCAB
@@ -144,6 +145,26 @@ def test_a_visual_token_that_the_caller_masks_stays_masked(build) -> None:
     with reduced(family, model, cuts, inputs["input_ids"].shape[1]):
         want = model(**inputs).logits
     close(got[:, -4:], want[:, -4:])
+
+
+@torch.no_grad()
+def test_prompts_of_one_shape_share_what_masks_are_made_of(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once, and a mask that the caller changes in place afterwards leaves it as it was."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(only=0)
+    visual = family.visual_mask(model, inputs)[0].nonzero()[:, 0]
+    mask = inputs.pop("attention_mask").bool()
+    mask[0, visual[1::2]] = False  # one that a cut leaves: what is real stays a part of the mask
+    made, original = [], compat.masks_for_generate
+    monkeypatch.setattr(compat, "masks_for_generate", lambda *given: made.append(1) or original(*given))
+    with tokenprune.patched(model, "fastv", keep=len(visual) - 1, guard="off"):
+        again = mask.clone()
+        want = model(**inputs, attention_mask=mask).logits
+        mask.fill_(True)
+        got = model(**inputs, attention_mask=again).logits
+        other = model(**inputs, attention_mask=mask).logits
+    assert torch.equal(got, want) and not torch.equal(other, want)
+    assert len(made) == 1  # without padding no mask is needed
 
 
 @torch.no_grad()

@@ -23,9 +23,9 @@ def first_of_group(owner: Tensor, groups: int) -> Tensor:
     (dropped)."""
     places = torch.arange(owner.shape[1], device=owner.device).expand_as(owner)
     # One group more than there are takes what is in none.
-    group = torch.where(owner < 0, groups, owner)
+    group = owner.masked_fill(out := owner < 0, groups)
     first = owner.new_full((owner.shape[0], groups + 1), owner.shape[1])
-    return first.scatter_reduce(1, group, places, "amin").gather(1, group).masked_fill(owner < 0, -1)
+    return first.scatter_reduce(1, group, places, "amin").gather(1, group).masked_fill(out, -1)
 
 
 def take_packed() -> PackedFeatures | None:

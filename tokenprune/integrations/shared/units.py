@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenprune.kernels.compact import gather_tokens
 from tokenprune.ops.merging import Merge
 from tokenprune.ops.transfer import to_device
 
@@ -127,10 +128,10 @@ class Units:
         rows = x.view(1, self.left[0], -1) if self.patches else x
         if self.drops:  # of which -1 is the last
             rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))
-        owner = to_device(self.owner, x.device)
+        owner = self.owner.to(x.device)
         if self.patches:
             return rows[0, owner[0]].view(-1, *x.shape[1:])
-        return rows[torch.arange(len(rows), device=x.device)[:, None], owner]
+        return gather_tokens(rows, owner % rows.shape[1] if self.drops else owner, 1)
 
     def bias(self, proportional: bool, dtype: torch.dtype) -> Tensor | None:
         """Return what is added to attention logits, `[B, 1, 1, n]`, or, packed, `[1, 1, 1, n * patches]`; None for

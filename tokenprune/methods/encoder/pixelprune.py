@@ -89,7 +89,7 @@ class PixelPrune(UnitDropper):
         found = Distances.of(pixels, self.metric, spatial=self.neighbours == "all")
         low = self.threshold
         best = self._predict(pixels, found, low)
-        if int(best.keep.sum()) <= most:
+        if most >= best.keep.numel() or int(best.keep.sum()) <= most:
             return best.keep
         # No two colours are further apart than the high end, where the first unit alone stays.
         high = float(pixels.amax() - pixels.amin())

@@ -52,22 +52,23 @@ def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
 @dataclass(frozen=True)
 class Distances:
     """The distance of each unit to its neighbours, float32 `[T, H, W]` each: to the one on its left, above, and one
-    temporal patch before; inf where there is none."""
+    temporal patch before (None of a single frame); inf where there is none."""
 
     left: Tensor
     above: Tensor
-    before: Tensor
+    before: Tensor | None
 
     @staticmethod
     def of(pixels: Tensor, metric: str, spatial: bool = True) -> Distances:
         """pixels: `[T, H, W, P]`. Frame by frame, so that no second copy of a video is made. spatial: units of the same
         frame are neighbours too."""
-        left, above, before = (pixels.new_full(pixels.shape[:3], torch.inf) for _ in range(3))
+        left, above = (pixels.new_full(pixels.shape[:3], torch.inf) for _ in range(2))
+        before = torch.full_like(left, torch.inf) if len(pixels) > 1 else None
         for t, frame in enumerate(pixels):
             if spatial:
                 left[t, :, 1:] = distance(frame[:, 1:], frame[:, :-1], metric)
                 above[t, 1:] = distance(frame[1:], frame[:-1], metric)
-            if t:
+            if before is not None and t:
                 before[t] = distance(frame, pixels[t - 1], metric)
         return Distances(left, above, before)
 
@@ -78,11 +79,11 @@ def from_neighbours(found: Distances, threshold: float) -> Prediction:
     limit = threshold * _ROUNDING
     left, above = found.left <= limit, found.above <= limit
     # Of X: C is similar to A if the unit on the left is similar to the one above it; C to B likewise.
-    take_above = torch.zeros_like(left)
-    take_above[:, 1:, 0] = True
-    take_above[:, 1:, 1:] = above[:, 1:, :-1] & ~left[:, :-1, 1:]
-    spatial = torch.where(take_above, found.above, found.left)
-    error = torch.minimum(spatial, found.before)
+    take_above = above[:, 1:, :-1] > left[:, :-1, 1:]
+    spatial = found.left.clone()
+    spatial[:, 1:, 0] = found.above[:, 1:, 0]
+    spatial[:, 1:, 1:] = torch.where(take_above, found.above[:, 1:, 1:], found.left[:, 1:, 1:])
+    error = spatial if found.before is None else torch.minimum(spatial, found.before)
     return Prediction(~(error <= limit), error)
 
 

@@ -80,10 +80,9 @@ class SparseVLM(SeveralCuts):
         centres = peaks(x, mask, numbers, most, neighbours=most)
         into = nearest(x, mask, centres, most)
         index = torch.arange(score.shape[1], device=score.device)
-        target = torch.where(mask, place.gather(1, into.clamp(min=0)), -1)
         # Other entries of `place` are dropped tokens, which are assigned to nothing.
-        assign = torch.where(picks, index, -1).scatter(1, place, torch.where(mask, target, -1))
-        assign = torch.where(picks, index, assign)
+        target = place.gather(1, into.clamp(min=0)).masked_fill(~mask, -1)
+        assign = torch.where(picks, index, torch.full_like(picks, -1, dtype=torch.long).scatter_(1, place, target))
         keep = picks | (recycled & (assign == index))
         return Selection(keep, assign, counts=tokens.keep)
 

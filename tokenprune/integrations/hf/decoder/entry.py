@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
+from tokenprune.ops.transfer import to_device
 
 
 def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[DecoderInputs, MaskFunctions | None]:
@@ -40,13 +42,21 @@ def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> Mask
     embeds, mask = inputs.embeds, inputs.mask
     if call.cached.capacity is not None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return None
-    shape, dtype, device = embeds.shape, embeds.dtype, embeds.device
+    shape, dtype, device, config = embeds.shape[:2], embeds.dtype, embeds.device, adapter.text_config
 
-    def make(config: Any) -> Any:
-        # Of embeddings masks take no more than their number and their type.
-        return adapter.masks(torch.empty((), dtype=dtype, device=device).expand(*shape[:2], 1), mask, None, config)
+    def functions(mask: Tensor | None) -> MaskFunctions:
+        def make(config: Any) -> Any:
+            # Of embeddings masks take no more than their number and their type.
+            return adapter.masks(torch.empty((), dtype=dtype, device=device).expand(*shape, 1), mask, None, config)
 
-    return MaskFunctions(make, adapter.text_config, call.past + shape[1], call.host.real_after_cut)
+        return MaskFunctions(make, config, call.past + shape[1], call.host.real_after_cut)
+
+    if call.past or not call.host.masks or adapter.stateful or not (mask is None or mask.shape == shape):
+        return functions(mask)
+    # The same for all prompts of this shape. The caller's mask may change in place, what the host knows does not.
+    real = partial(to_device, call.host.real, device)
+    key = ("masks", dtype, mask is None, config._attn_implementation)
+    return call.held.segments.recent.get(key, lambda: functions(None if mask is None else real()))
 
 
 def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Adapter) -> DecoderInputs:

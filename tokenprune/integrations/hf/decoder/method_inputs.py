@@ -108,8 +108,9 @@ class Sources(TokenSource):
         return torch.where(mask, order, segments.position[:, :1]), mask
 
     def last_slot(self) -> Tensor:
-        layout = self.call.held.layout
-        last = to_device(self.call.host.last, layout.index.device)[:, None]
+        layout, segments = self.call.held.layout, self.call.held.segments
+        device = layout.index.device
+        last = segments.recent.get("last", lambda: to_device(self.call.host.last, device)[:, None])
         return last if layout.whole else layout.inverse.gather(1, last)
 
 

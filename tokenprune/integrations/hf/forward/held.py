@@ -46,10 +46,9 @@ class HeldTokens:
 
     def to(self, device: torch.device) -> HeldTokens:
         """Return it with segments and layout on `device`: a model may be spread over several."""
-        segments, layout = self.segments.to(device), self.layout.to(device)
-        if segments is self.segments and layout is self.layout:
+        if self.layout.index.device == device:
             return self
-        return HeldTokens(segments, layout, self.extras, self.carries)
+        return HeldTokens(self.segments.to(device), self.layout.to(device), self.extras, self.carries)
 
     def places(self) -> Tensor:
         """long `[S, N]`: places of the visual tokens in the flattened `[B * W]`."""

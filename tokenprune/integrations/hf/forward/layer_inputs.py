@@ -161,10 +161,11 @@ class LayerInputs:
     def _made_mask(self, mask: Any, keys: KeySpan, adapter: LayerFacts, dtype: torch.dtype) -> Tensor | None:
         columns = self.visible_keys(keys)
         if isinstance(mask, MaskFunction):
-            # True if it is known that a layer sees keys of its queries alone, none of which is empty or padding.
+            # True if it is known that a layer sees keys of its queries alone, none of which is padding.
             known = self.functions is not None and self.functions.real_after_cut
-            whole = known and not self.past and not self.ragged and not self.layout.whole
-            return mask.mask(self.layout.index + self.past, columns, whole)
+            real = known and not self.past and not self.layout.whole
+            queries = self.layout.index + self.past if self.past else self.layout.index
+            return mask.mask(queries, columns, real and not self.ragged, real)
         if mask is not None:
             columns = self._arrival_columns(columns)
             if self.capacity is None:
@@ -211,6 +212,6 @@ class LayerInputs:
         batch, count = self.columns.shape
         length = self.past + self.layout.length if self.capacity is None else self.capacity
         # Empty slots are written to a scratch entry at the end.
-        target = torch.where(self.columns < 0, length, self.columns)
+        target = self.columns.masked_fill(self.columns < 0, length)
         slots = torch.arange(count, device=target.device).expand_as(target)
         return target.new_full((batch, length + 1), -1).scatter_(1, target, slots)[:, :-1]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,17 +108,16 @@ def _row(call: Call, observed: Observed, query: Tensor, length: int) -> Tensor:
     with torch.no_grad():
         row = seen.rows(query.to(seen.query.device))[:, :, 0]
     columns = call.groups[-1].columns.to(row.device)[:, -row.shape[2] :]  # a sliding layer sees the last ones
-    target = torch.where(columns < 0, length, columns)[:, None].expand_as(row)
+    target = columns.masked_fill(columns < 0, length)[:, None].expand_as(row)
     return row.new_zeros(*row.shape[:2], length + 1).scatter_add_(2, target, row)[..., :length]
 
 
 def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, record: bool) -> DecodeState:
     """Return the state after the prefill's cut. before: the visual tokens that reached it."""
-    visual = to_device(call.host.visual, before.mask.device)
+    visual = call.host.visual
     batch = len(visual)
-    position, kept = _places(before, call.held.segments, visual)
-    text = torch.where(visual.cumsum(1) > 0, int(TokenType.INS), int(TokenType.SYS))
-    types = torch.where(visual, int(TokenType.IMG), text)
+    types = before.recent.get("types", partial(_types, visual, before.mask.device))
+    position, kept = _places(before, call.held.segments, *visual.shape)
     available, previous = kept, _state(call)
     if call.past:
         # All that came before belongs to the prompt now; images of earlier turns compete with the new ones.
@@ -160,15 +160,25 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     )
 
 
-def _places(before: Segments, after: Segments, visual: Tensor) -> tuple[Tensor, Tensor]:
+def _types(visual: Tensor, device: torch.device) -> Tensor:
+    """Return long `[B, L]`, the type of each of the prompt's tokens. visual: bool `[B, L]`, on the host."""
+    text = torch.where(visual.cumsum(1) > 0, int(TokenType.INS), int(TokenType.SYS))
+    return to_device(torch.where(visual, int(TokenType.IMG), text), device)
+
+
+def _positions(segments: Segments, batch: int) -> Tensor:
+    """Return long `[B, N]`, the positions of each row's visual tokens, -1 = none."""
+    rows: list[list[Tensor]] = [[segments.position.new_zeros(0)] for _ in range(batch)]
+    for segment, row in enumerate(segments.row):
+        rows[row].append(segments.position[segment, : segments.counts[segment]])
+    return torch.nn.utils.rnn.pad_sequence([torch.cat(row) for row in rows], True, -1)
+
+
+def _places(before: Segments, after: Segments, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """Return the positions of each row's tokens before a cut (long `[B, N]`, -1 = none), and which of them are there
-    after it. visual: bool `[B, L]`."""
-    rows: list[list[Tensor]] = [[before.position.new_zeros(0)] for _ in visual]
-    for segment, row in enumerate(before.row):
-        rows[row].append(before.position[segment, : before.counts[segment]])
-    position = torch.nn.utils.rnn.pad_sequence([torch.cat(row) for row in rows], True, -1)
-    length = visual.shape[1]
-    alive = torch.zeros(len(visual), length + 1, dtype=torch.bool, device=visual.device)
+    after it, in rows of `length` tokens."""
+    position = before.recent.get("positions", partial(_positions, before, batch))
+    alive = torch.zeros(batch, length + 1, dtype=torch.bool, device=position.device)
     # Padding is written to a scratch entry at the end.
     alive.index_put_((after.row_index, torch.where(after.mask, after.position, length)), alive.new_ones(()))
     return position, alive.gather(1, position.clamp(min=0)) & (position >= 0)

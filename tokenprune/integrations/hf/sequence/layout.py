@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from tokenprune.kernels import compact
-from tokenprune.ops.transfer import to_device
+from tokenprune.ops.transfer import Recent, to_device
+
+_RIGHT_ENDS = Recent()
 
 
 def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
@@ -71,6 +73,11 @@ class Layout:
         slots = self.slot_of
         return slots.masked_fill((slots >= 0) & ~self.valid.gather(1, slots.clamp(min=0)), -1)
 
+    @cached_property
+    def empty(self) -> Tensor:
+        """bool `[B, W]`: the slots that are not valid."""
+        return self.index < 0 if self.valid is None else ~self.valid
+
     def cut(self, gone: Tensor, kept_per_row: list[int]) -> tuple[Layout, Tensor]:
         """Return the layout after a cut, and the slots (long `[B, W']`) of this layout that make it up.
 
@@ -81,16 +88,23 @@ class Layout:
         slots = compact.partition(gone)[:, -width:]
         valid = None
         if min(kept_per_row) < width:  # they stand at the right end
-            first = torch.tensor([width - kept for kept in kept_per_row], device="cpu")
-            valid = to_device(torch.arange(width, device="cpu") >= first[:, None], gone.device)
+            device = gone.device
+            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            valid = _RIGHT_ENDS.get((device, stream, *kept_per_row), lambda: _right_ends(kept_per_row, device))
         return Layout(slots if self.whole else self.index.gather(1, slots), valid, self.length, kept_per_row), slots
 
     def scatter_back(self, x: Tensor) -> Tensor:
         """`[B, W, D]` -> `[B, length, D]`, zeros where tokens are gone."""
         if self.valid is not None:
-            x = x.masked_fill(~self.valid.unsqueeze(-1), 0)
+            x = x.masked_fill(self.empty.unsqueeze(-1), 0)
         return x.new_zeros(x.shape[0], self.length, x.shape[2]).scatter(1, self.index.unsqueeze(-1).expand_as(x), x)
 
     def positions(self) -> Tensor:
         """long `[B, W]`: like `index`, but -1 for slots that are not valid."""
-        return self.index if self.valid is None else self.index.masked_fill(~self.valid, -1)
+        return self.index if self.valid is None else self.index.masked_fill(self.empty, -1)
+
+
+def _right_ends(counts: list[int], device: torch.device) -> Tensor:
+    """Return bool `[B, W]`, True at as many slots as `counts` says, the last of each row; W is the most, at least 1."""
+    first = torch.tensor([max(1, *counts) - count for count in counts], device="cpu")
+    return to_device(torch.arange(max(1, *counts), device="cpu") >= first[:, None], device)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.sequence.masks import additive
@@ -30,7 +30,8 @@ class MaskFunction:
 
     sees: of (row, head, query, key), places in the full sequence. window: how far a query sees at most, None = all.
     real: bool `[B, length]`, which places are no padding, None = all. length: of the full sequence. write: what writes
-    a mask in the form that the layers take, and the arguments of it that places do not change.
+    a mask in the form that the layers take, and the arguments of it that places do not change. form: what brings a mask
+    of bool into it, where `sees` takes tensors of places; None where it takes one place at a time.
     """
 
     sees: Callable[..., Tensor]
@@ -38,25 +39,34 @@ class MaskFunction:
     real: Tensor | None
     length: int
     write: Callable[..., Tensor | None]
+    form: Callable[[Tensor], Tensor] | None
 
-    def mask(self, queries: Tensor, keys: Tensor, whole: bool) -> Tensor | None:
+    def mask(self, queries: Tensor, keys: Tensor, whole: bool, known_real: bool = False) -> Tensor | None:
         """Return `[B, 1, Q, K]`, bool (True = may attend) or additive float; None where the attention function needs
         none to be causal.
 
         queries: long `[B, Q]`, keys: long `[B, K]`, their places; -1 = an empty slot, hidden from all. whole: whether
-        it is known that the keys are the queries, and none is empty or padding.
+        it is known that the keys are the queries, and none is empty or padding; known_real: that none is padding.
         """
-        queries, real = queries.to(keys.device), None
+        queries, real, causal = queries.to(keys.device), None, self.sees is causal_mask_function
+        padding = None if whole or known_real else self.real
         if not whole:
-            real, keys = keys >= 0, keys.clamp(min=0)
-            if self.real is not None:
-                real &= self.real.to(keys.device).gather(1, keys)
+            real = keys >= 0
+            if padding is not None or not causal:  # causality alone asks nothing of an empty slot
+                keys = keys.clamp(min=0)
+            if padding is not None:
+                real &= padding.to(keys.device).gather(1, keys)
+        # Nothing is asked of `real` then: the host would have to wait for the device.
+        plain = whole and (self.window is None or self.length < self.window)
+        if self.form is not None and not plain:
+            row: Any = None if causal else torch.arange(len(keys), device=keys.device)[:, None, None, None]
+            seen = self.sees(row, row if row is None else row[:1], queries[:, None, :, None], keys[:, None, None, :])
+            seen = seen if real is None else seen & real[:, None, None, :]
+            return self.form(seen.expand(len(keys), 1, queries.shape[1], keys.shape[1]))
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return self.sees(row, head, queries[row, query], keys[row, key])
 
-        # Nothing is asked of `real` then: the host would have to wait for the device.
-        plain = whole and (self.window is None or self.length < self.window)
         return self.write(
             batch_size=len(keys),
             q_length=queries.shape[1],
@@ -91,6 +101,11 @@ class MaskFunctions:
         return name if name in _ATTENTION else None
 
     @cached_property
+    def kinds(self) -> list[str] | None:
+        """The kind of each layer, None where there is but one."""
+        return getattr(self.config, "layer_types", None)
+
+    @cached_property
     def made(self) -> Any:
         """The result of `make`, with a `MaskFunction` in the place of each mask of pairs."""
         AttentionMaskInterface.register(_NAME, _function)
@@ -104,9 +119,9 @@ class MaskFunctions:
         `mask` itself where the decoder added something of its own to it, or attention takes no masks of pairs."""
         if self.attention is None:
             return mask
-        found, kinds = self.made, getattr(self.config, "layer_types", None)
+        found = self.made
         if isinstance(found, dict):
-            found = None if kinds is None else found.get(kinds[layer])
+            found = None if self.kinds is None else found.get(self.kinds[layer])
         whole = isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == 1
         own = whole and (mask.dtype == torch.bool) == (self.attention == "sdpa")
         return found if own and isinstance(found, MaskFunction) else mask
@@ -132,6 +147,9 @@ def _function(
     original, length = config.tokenprune_original
     eager = original._attn_implementation == "eager"
 
+    def form(mask: Tensor) -> Tensor:
+        return additive(mask, dtype) if eager else mask
+
     def write(plain: bool, **places: Any) -> Tensor | None:
         skips = dict(
             allow_is_causal_skip=plain and allow_is_causal_skip and not eager,
@@ -139,7 +157,8 @@ def _function(
         )
         # transformers makes eager attention's of this one too, but waits for the device to copy a zero.
         mask = compat.write_mask(config=original, dtype=dtype, **skips, **rest | places)
-        return additive(mask, dtype) if eager and mask is not None else mask
+        return mask if mask is None else form(mask)
 
     real = None if attention_mask is None else attention_mask.to(torch.bool)
-    return MaskFunction(mask_function, local_size, real, length, write)
+    by_tensors = not rest.get("use_vmap", True)
+    return MaskFunction(mask_function, local_size, real, length, write, form if by_tensors else None)

@@ -39,6 +39,8 @@ def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor
         counts = [each] * len(owners)
     if any(not 0 <= owners.shape[1] - count <= protected for count in counts):
         return None
+    if len({*counts}) == 1:
+        return list(first_of_group(owners[:, owners.shape[1] - counts[0] :], owners.shape[1]))
     pairs = zip(owners, counts, strict=True)
     return [first_of_group(row[None, len(row) - count :], len(row))[0] for row, count in pairs]
 
@@ -55,11 +57,10 @@ def keep_one_per_group(
     batch, length = next(iter(masks.values())).shape
     first = torch.arange(length, device=device).repeat(batch, 1)  # the position of the first token of its group
     for modality, images in groups.items():
-        flat, start = [], 0
-        for image in images:
-            flat.append(torch.where(image < 0, -1, image + start).to(device))
-            start += len(image)
-        mask, group = masks[modality], torch.cat(flat)
+        mask, sizes = masks[modality], torch.tensor([len(image) for image in images], device="cpu")
+        starts = to_device((sizes.cumsum(0) - sizes).repeat_interleave(sizes), device)
+        group = torch.cat([image.to(device) for image in images])
+        group = torch.where(group < 0, group, group + starts)
         numbers = placeholder_to_feature(modality, mask, len(group))
         columns = torch.empty(len(group), dtype=torch.long, device="cpu")
         columns[numbers[mask]] = mask.nonzero()[:, 1]  # copies of a row have their features in the same columns
