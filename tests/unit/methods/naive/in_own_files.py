@@ -25,6 +25,7 @@ ROWS = {
     "restore": Row(
         refused=({"merged": 1.0}, {"merged": "0"}, {"rival": "other"}, {"calibrate": 1}, {"chooser": "fastv"}),
     ),
+    "saint": Row(refused=({"layer": -1}, {"threshold": -2.0}, {"threshold": "0"}, {"partners": 0}, {"partners": 1.5})),
     "tome": Row(refused=[{"r": r} for r in (-1, 1.5, "8", [1, -1], (1, 2), (8,), (8, 2.0), True, [[1]])]),
     "towerdrop": Row(
         refused=({"layer": -1}, {"layer": 1.5}, {"score": "keys"}, {"seed": "0"}, {"score": "change", "layer": 0}),
