@@ -10,7 +10,15 @@ ROWS = {
         refused=({"cuts": 0}, {"cuts": 1.5}, {"slope": -1}, {"gamma": "x"}, {"layers": (3, 2)}),
     ),
     "d2pruner": Row(refused=({"pivots": 0.0}, {"alpha": 2}, {"radius": 0}, {"layer": 0}, {"prior": 3})),
-    "docprune": Row(refused=({"threshold": 1.5}, {"tolerance": 0.0}, {"tolerance": "1"})),
+    "docprune": Row(
+        refused=(
+            {"threshold": 1.5},
+            {"tolerance": 0.0},
+            {"tolerance": "1"},
+            {"relevance": "x"},
+            {"least_relevance": "1"},
+        )
+    ),
     "ipcv": Row(refused=({"layer": 0}, {"stabilise": -1}, {"neighbours": 0}, {"neighbours": "10"})),
     "pixelprune": Row(
         refused=(
