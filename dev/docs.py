@@ -172,7 +172,7 @@ def families() -> str:
         "",
         "## What leaves the tower",
         "",
-        'Units, by `towerdrop`, and by pixels (`pixelprune`, `docprune`, `score="detail"`):',
+        'Units, by `towerdrop`, and by pixels (`pixelprune`, `docprune`, `score="detail"`); by keys, `saint`:',
         "",
         *leaving(),
     ]
@@ -182,13 +182,16 @@ def families() -> str:
 def leaving() -> list[str]:
     """Return the table of the families whose towers units may leave, by what chooses them."""
     drop: Any = tokenprune.method_info("towerdrop").cls
-    by_pixels, by_states = drop(score="detail"), drop()
-    lines = ["| engine | by pixels or hidden states | by hidden states alone |", "|---|---|---|"]
+    by_pixels, by_states, by_keys = drop(score="detail"), drop(), tokenprune.method("saint")
+    lines = ["| engine | by pixels or hidden states | by hidden states alone | by keys |", "|---|---|---|---|"]
     for engine, backend, rows in (("transformers", Backend.HF, SUPPORTED), ("vLLM", Backend.VLLM, SERVED)):
         left = sorted(one.name for one in rows.values() if not obstacle(by_states, one, backend))
         pixels = [name for name in left if not obstacle(by_pixels, name, backend)]
-        both = (pixels, [name for name in left if name not in pixels])
-        lines.append(f"| {engine} | {' | '.join(', '.join(f'`{name}`' for name in names) for names in both)} |")
+        keys = {one.name for one in rows.values() if not obstacle(by_keys, one, backend)}
+        found = (pixels, set(left) - set(pixels), keys - set(left), set(left) - keys)
+        first, second, more, less = (", ".join(f"`{name}`" for name in sorted(names)) for names in found)
+        others = f"these, and {more}" + (f", without {less}" if less else "")
+        lines.append(f"| {engine} | {first} | {second} | {others} |")
     return lines
 
 

@@ -255,6 +255,24 @@ def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Ch
     assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.modules())
 
 
+def test_saint_drops_what_the_hugging_face_side_drops(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """Between attention and MLP, of several images, of tiles that are cropped, of a video, and beside others."""
+    drop = {"method": "saint", "keep": 0.6}
+    cases = [(2, drop), (3, drop | {"layer": 1, "keep": 0.7}), (1, {"off": True})]
+    asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one, []) for n, one in cases]
+    if checkpoint.name in PACKED:
+        asked.append((checkpoint.prompt(1, video=True), checkpoint.images(1), drop, [checkpoint.clip()]))
+    engine.forget()
+    if not SUPPORTED[checkpoint.name].merges:
+        with pytest.raises(UnsupportedSetupError, match="vLLM has to know before"):
+            engine.generate([engine.request(*asked[0])])
+        return
+    for one, output in zip(asked, engine.generate([engine.request(*one) for one in asked]), strict=True):
+        check(reference(checkpoint.name), output, *one)
+    with pytest.raises(OptionError, match="threshold lets the content decide"):
+        engine.generate([engine.request(*asked[0][:2], drop | {"threshold": 0.7})])
+
+
 def test_units_leave_at_a_block_of_the_tower(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     """By a third party's score of the hidden states there: as many of each image, of a video, and beside others."""
     if checkpoint.name not in PACKED:

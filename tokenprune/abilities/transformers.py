@@ -104,7 +104,7 @@ def _by_row(method: Method, row: Family, acts: bool, config: Any) -> Iterator[Ob
             "SigLIP tower, as in LLaVA-OneVision and LLaVA-NeXT-Video; use a method that merges them after the tower, "
             "such as holitom or fastvid"
         )
-    if isinstance(method, EncoderMethod) and not row.merges:
+    if isinstance(method, EncoderMethod) and not (row.merges or (method.drops and row.units)):
         yield Obstacle(f"{name} cannot act in the tower of {family!r}: it is not known what becomes of its patches")
     if isinstance(method, ResizeMethod) and row.resizing is None:
         yield Obstacle(

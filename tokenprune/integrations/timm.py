@@ -49,6 +49,11 @@ def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Bu
     if "attn_mask" not in inspect.signature(vit.Block.forward).parameters:
         raise UnsupportedModelError("this version of timm has blocks without attn_mask: upgrade timm")
     (method,) = (one for one in methods[:1] if isinstance(one, EncoderMethod))
+    if method.drops and model.global_pool != "token":
+        raise UnsupportedModelError(
+            f"{method.name} drops patches, and this model pools them all: only one that reads its class token fits it "
+            '(global_pool="token"); use tome'
+        )
     method.is_identity(budgets[0])  # raises for options that contradict the budget
     return TimmPatch(model, method, budgets[0])
 

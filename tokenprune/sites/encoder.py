@@ -70,7 +70,7 @@ class TowerMethod(Method):
 
     site: ClassVar[Site] = Site.IN_ENCODER
     # Not annotated: these are no options, unless a subclass makes them fields; see `EncoderMethod`.
-    proportional, ragged, reads = False, False, ""
+    proportional, ragged, reads, drops = False, False, "", False
 
     @property
     def calibrated_for(self) -> Fingerprint | None:
@@ -99,7 +99,7 @@ class EncoderMethod(TowerMethod):
     an attention that can mask padding.
     reads: name of an observable of a tower's block that matchers get in the place of keys, float32 `[B, C, patches]`,
     for methods that drop by it. Only towers whose images have rows of their own, of patches that each become a visual
-    token, show one.
+    token, show one. drops: True in a subclass whose matchers drop by keys.
     vtu: virtual unmerging of the merged tokens in the decoder, one of `VTU_FORMS`; make it a field to offer the choice.
     """
 

@@ -55,7 +55,7 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
             same = again is not None and torch.equal(merge.keep, again.keep)
             require(same, f"block {block} merges other tokens the second time")
             rows = [merge.keep.shape[1]] * len(keys) if merge.left is None else merge.left
-            require(method.ragged or merge.left is None, "rows merge different numbers of tokens: set ragged = True")
+            require(method.ragged or len(set(rows)) == 1, "rows merge different numbers of tokens: set ragged = True")
             for row, (now, before) in enumerate(zip(rows, left, strict=True)):
                 stay = merge.keep[row, :now].tolist()
                 require(

@@ -18,7 +18,7 @@ from tokenprune import OptionError, Site, TokenPruneError, abilities
 from tokenprune.cli import app
 from tokenprune.families import FAMILIES, REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.tower.unit_dropping import _tower_of
+from tokenprune.integrations.hf.tower.packed import tower_of
 from tokenprune.setting import Setting
 from tokenprune.view.observable import Backend
 
@@ -103,7 +103,7 @@ def test_a_model_is_what_its_row_says(name: str, build) -> None:
     assert not different
     assert facts.patches == row.layout(adapter.config)
     if row.units:
-        tower = _tower_of(adapter)
+        tower = tower_of(adapter)
         assert all(hasattr(tower, part) for part in ("blocks", "merger", "spatial_merge_size"))
 
 

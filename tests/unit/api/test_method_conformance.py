@@ -64,6 +64,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "vitcop": [{"clusters": 1.0}],
     "transprune": [{"alpha": 1.0}],
     "d2pruner": [{"alpha": 0.5, "pivots": 0.2}, {"threshold": -1.0, "pivots": 0.1}],
+    "saint": [{"threshold": 0.2, "partners": 1}],
     "tome": [{"r": 3}, {"r": (4, -1.0)}],
     "dynres": [{"text_guard": False}],
     "dyrate": [{"rate": "schedule", "schedule": (0.2, 0.5)}, {"mode": "mask", "monotone": False}],

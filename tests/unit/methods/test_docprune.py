@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -12,8 +13,11 @@ from torch import Tensor
 import tokenprune
 from each import each
 from families import FAMILIES
+from tests.unit.tower.test_unit_dropping import encode
 from tokenprune import OptionError
 from tokenprune.abilities import unserved
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.methods.encoder.docprune import relevance_map
 from tokenprune.testing import check_method
 
 SIDE = 4  # pixels of a patch
@@ -79,3 +83,123 @@ def test_conforms_is_served_and_takes_colours(build) -> None:
             tokenprune.method("docprune", **options)
     with pytest.raises(OptionError, match="pass processor="):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), "docprune")
+
+
+class Colours:
+    """Stands for a processor."""
+
+    image_mean, image_std = [0.5] * 3, [0.5] * 3
+
+
+# -- the second stage --------------------------------------------------------------------------------------------------
+
+
+def laid_over(found: Tensor, height: int, width: int) -> list[list[float]]:
+    """The relevance of each unit, worked out a patch at a time: bilinear, smoothed, the best of four patches."""
+    rows, columns = 2 * height, 2 * width
+    values = found.double().tolist()
+
+    def near(place: int, size: int, count: int) -> tuple[int, int, float]:
+        at = max(0.0, (place + 0.5) * count / size - 0.5)
+        low = min(int(at), count - 1)
+        return low, min(low + 1, count - 1), at - low
+
+    def value(r: int, c: int) -> float:
+        top, bottom, down = near(r, rows, len(values))
+        left, right, along = near(c, columns, len(values[0]))
+        first = values[top][left] * (1 - along) + values[top][right] * along
+        return first * (1 - down) + (values[bottom][left] * (1 - along) + values[bottom][right] * along) * down
+
+    grid = [[value(r, c) for c in range(columns)] for r in range(rows)]
+    steps = range(-3, 4)
+    weight = {(a, b): math.exp(-(a * a + b * b) / 2) for a in steps for b in steps}
+    whole = sum(weight.values())
+
+    def smooth(r: int, c: int) -> float:
+        return sum(
+            w * grid[min(max(r + a, 0), rows - 1)][min(max(c + b, 0), columns - 1)] for (a, b), w in weight.items()
+        ) / whole  # fmt: skip
+
+    return [
+        [max(smooth(2 * r + a, 2 * c + b) for a in (0, 1) for b in (0, 1)) for c in range(width)] for r in range(height)
+    ]
+
+
+def asked(x: Tensor, found: Tensor, least: float | None, threshold: float, most: int) -> Tensor:
+    """Return the units that stay by both stages."""
+    frames, height, width, _ = x.shape
+    foreground = naive(x, threshold, 1.0, 10**6).flatten()
+    foreground = foreground if foreground.sum() > 1 else torch.zeros_like(foreground)  # of a blank page one stays
+    score = [value for _ in range(frames) for row in laid_over(found, height, width) for value in row]
+    stay = [u for u in range(len(score)) if foreground[u] and (least is None or score[u] >= least)]
+    best = sorted(stay or range(len(score)), key=lambda u: -score[u])[: min(most, len(stay)) if stay else 1]
+    keep = torch.zeros(len(score), dtype=torch.bool)
+    keep[best] = True
+    return keep.view(frames, height, width)
+
+
+@each("least", [None, -0.1, 0.4, 9.0])
+@each("threshold", [0.9, 1.0])
+def test_relevant_units_that_stay_are_those_of_the_loop(least: float | None, threshold: float) -> None:
+    g, numbers = torch.Generator().manual_seed(1), set()
+    for x in (page(), page(frames=2), page(5, 7, seed=1), torch.full((1, 3, 3, 192), 0.5)):
+        for size in ((4, 4), (32, 32), (3, 9)):
+            found = torch.randn(size, generator=g).cumsum(0) / 2
+            method = tokenprune.method("docprune", threshold=threshold, relevance=found, least_relevance=least)
+            for most in (1, 4, 10**6):
+                got = method.keep_units(x, most)
+                assert torch.equal(got, asked(x, found, least, threshold, most))
+                numbers.add(int(got.sum()))
+    assert len(numbers) > 3 or least == 9.0
+
+
+def test_a_map_is_made_of_a_retrievers_vectors() -> None:
+    g = torch.Generator().manual_seed(0)
+    documents, questions = torch.randn(12, 5, generator=g), torch.randn(4, 5, generator=g)
+    documents[3] = 0
+    want = [
+        sum(float(d @ q / (d.norm() * q.norm())) if d.any() else 0.0 for q in questions) for d in documents
+    ]  # fmt: skip
+    got = relevance_map(documents, questions, 3)
+    torch.testing.assert_close(got, torch.tensor(want).view(3, 4))
+    torch.testing.assert_close(relevance_map(documents, questions.flip(0), 3), got)
+    torch.testing.assert_close(relevance_map(documents, torch.cat([questions, torch.zeros(2, 5)]), 3), got)
+    assert relevance_map(documents[:9], questions).shape == (3, 3) and got[0, 3] == 0
+
+
+@torch.no_grad()
+def test_each_image_has_its_map(build) -> None:
+    """Of a function, which is asked once for each, in their order; and pages alone are as pages together."""
+    model, inputs = build(FAMILIES["qwen2_vl"]), FAMILIES["qwen2_vl"].make_inputs(images=(2, 1))
+    grids, g = inputs["image_grid_thw"], torch.Generator().manual_seed(0)
+    maps = [torch.randn(4, 4, generator=g) for _ in grids]
+    left, shapes = iter(maps), []
+
+    def relevance(pixels: Tensor) -> Tensor:
+        shapes.append(pixels.shape[:3])
+        return next(left)
+
+    def kept(**options: object) -> list[Tensor]:
+        with tokenprune.patched(model, "docprune", processor=Colours(), threshold=1.0, keep=0.4, **options):
+            return list(record_of(encode(model, inputs)["image"]).kept)
+
+    got = kept(relevance=relevance)
+    assert [tuple(shape) for shape in shapes] == [(t, h // 2, w // 2) for t, h, w in grids.tolist()]
+    assert [int(one.sum()) for one in got] == [max(1, round(0.4 * len(one))) for one in got]
+    for number, found in enumerate(maps):
+        assert torch.equal(kept(relevance=found)[number], got[number])
+
+
+def test_a_map_is_checked_and_not_served(build) -> None:
+    check_method(tokenprune.method("docprune", relevance=torch.rand(8, 8), least_relevance=0.4))
+    assert tokenprune.method("docprune", relevance=torch.rand(8, 8)).query_aware
+    why = unserved(tokenprune.method("docprune", relevance=torch.rand(8, 8)))
+    assert "it reads the question" in why and "docprune does without with relevance=null, least_relevance=null" in why
+    for options in ({"relevance": torch.rand(8)}, {"relevance": "map"}, {"least_relevance": "0.3"}):
+        with pytest.raises(OptionError):
+            tokenprune.method("docprune", **options)
+    with pytest.raises(OptionError, match="must return a tensor"):
+        tokenprune.method("docprune", relevance=lambda pixels: 1.0).keep_units(page(), 4)
+    with pytest.raises(OptionError, match="here chosen by a question"):
+        options = {"processor": Colours(), "relevance": torch.rand(8, 8), "feature_cache": 10**6}
+        tokenprune.patch(build(FAMILIES["qwen2_vl"]), "docprune", **options)

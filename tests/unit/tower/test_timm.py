@@ -148,3 +148,18 @@ def test_refused() -> None:
     model.set_grad_checkpointing()
     with tokenprune.patched(model, "tome"), pytest.raises(UnsupportedSetupError, match="set_grad_checkpointing"):
         model(images())
+
+
+@torch.no_grad()
+def test_dropping_is_for_models_that_read_their_class_token() -> None:
+    """As on the patches that are left alone: with a threshold, of each image as many as it has alone."""
+    model, x = build("class token"), images()
+    for options in ({"layer": 1}, {"layer": 1, "threshold": 0.5, "partners": 1}):
+        with tokenprune.patched(model, "saint", keep=0.4, **options):
+            got, counts = model(x), tokenprune.stats(model).encoder_tokens_per_layer
+            alone = torch.cat([model(one[None]) for one in x])
+        assert counts[0] == counts[1] > counts[2] == counts[3]
+        torch.testing.assert_close(got, alone)
+        assert not torch.allclose(got, model(x))
+    with pytest.raises(UnsupportedModelError, match="pools them all"):
+        tokenprune.patch(build("average with class token"), "saint", keep=0.4)

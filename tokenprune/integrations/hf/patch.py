@@ -133,17 +133,18 @@ def _parts(
         for method in cutting
         if isinstance(method, Pruner) and observables_of(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
     ]
+    inside = [part.method for part in parts if isinstance(part, InTower)]
     if readers:
-        if merging := [part.method for part in parts if isinstance(part, InTower)]:
-            ahead = "ahead of it" if isinstance(merging[0], UnitDropper) else "on the way"
-            what = "merges them on the way" if merging[0].merges else f"drops some of them {ahead}"
+        if inside:
+            ahead = "ahead of it" if isinstance(inside[0], UnitDropper) else "on the way"
+            what = "merges them on the way" if inside[0].merges else f"drops some of them {ahead}"
             raise OptionError(
-                f"{readers[0].name} reads the attention of the vision tower's patches, and {merging[0].name} {what}: "
+                f"{readers[0].name} reads the attention of the vision tower's patches, and {inside[0].name} {what}: "
                 "use one of the two"
             )
         parts.append(BlockReader(adapter, readers))
     if any(compares_frames(step) for step in steps):
-        merges = [part.method.name for part in parts if isinstance(part, InTower) and part.method.removes]
+        merges = [method.name for method in inside if method.removes]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
     weighed = [step for step in steps if step.acts and isinstance(step.method, Pruner) and step.method.weighs]
     parts += [add_on("attention.weighing").Weighing(adapter, step) for step in weighed]
@@ -151,9 +152,10 @@ def _parts(
     if guard is not None:
         parts += add_on("guard.part").guard_for(adapter, guard, methods, budgets, processor)
     if feature_cache is not None:
+        if any(method.query_aware for method in inside):
+            raise OptionError("feature_cache= keeps what left the tower, here chosen by a question: leave it out")
         # What happens to tokens inside the tower is counted for a whole call.
-        apart = not any(isinstance(part, InTower) for part in parts)
-        parts.append(add_on("reuse.part").FeatureReuse(adapter, feature_cache, apart))
+        parts.append(add_on("reuse.part").FeatureReuse(adapter, feature_cache, not inside))
     if removes:
         parts += [CallCheck(adapter, cutting), PackedCalls(adapter)]
         parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,10 +122,10 @@ class PackedMerger(Merger):
     patches: int
 
     def begin(self, grids: Sequence[Sequence[int]], order: Tensor | None, device: torch.device) -> TowerRun:
-        """Return the state of a forward; for `order` see `TowerRun`. grids: (frames, height, width) in patches of each
+        """Return the state of a forward; for `order` see `TowerRun`. grids: (frames, height, width) in units of each
         image or video."""
-        sizes = [frames * height * width // self.patches for frames, height, width in grids]
-        parts = frames_apart(grids, self.patches, self.keep, self._plan_of_frame)
+        sizes = [math.prod(grid) for grid in grids]
+        parts = frames_apart(grids, self.keep, self._plan_of_frame)
         units = Units.packed(sum(sizes), self.patches, device)
         return TowerRun(units, parts.plan(len(self.blocks)), sizes=sizes, order=order)
 

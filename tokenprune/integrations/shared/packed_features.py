@@ -71,17 +71,17 @@ class PackedFeatures:
         self.images, self.tokens = images, tokens
 
     def follow(self, groups: Tensor, packed: Tensor) -> Tensor:
-        """Return long `[features]`, the first feature of each feature's group in an image as it was packed.
+        """Return long `[features]`, the first feature of each feature's group in an image as it was packed; -1 stays.
 
         groups: long `[tiles, tokens]`, first of each feature's group in its tile. packed: the image's numbers.
         """
         ids = to_device(self.numbers(packed), groups.device)
         tile, token = ids // self.tokens, ids % self.tokens
         places = torch.arange(len(ids), dtype=torch.long, device=ids.device)
+        own = groups[tile.clamp(min=0), token]
         # Newlines: each for itself.
-        group = torch.where(ids < 0, groups.numel() + places, tile * self.tokens + groups[tile.clamp(min=0), token])
-        first = torch.full((groups.numel() + len(ids),), len(ids), dtype=torch.long, device=ids.device)
-        return first.scatter_reduce(0, group, places, "amin")[group]
+        group = torch.where(ids < 0, groups.numel() + places, torch.where(own < 0, -1, tile * self.tokens + own))
+        return first_of_group(group[None], groups.numel() + len(ids))[0]
 
     @staticmethod
     def numbers(packed: Tensor) -> Tensor:

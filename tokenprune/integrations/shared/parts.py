@@ -57,8 +57,8 @@ class PartMatcher:
         rows, width = keys.shape[:2]
         keys, device, before = keys.flatten(0, 1), keys.device, list(self.left)
         starts, order = list(accumulate(before, initial=0)), self._order(device)
-        # For each unit the one that it joins (itself: it stays); what is written for padding goes to the last entry.
-        into = torch.arange(len(keys) + 1, device=device)
+        # For each unit the one that it joins (itself: it stays), or -1; what is for padding goes to the last entry.
+        into, drops = torch.arange(len(keys) + 1, device=device), False
         for parts, plan in self.kinds:
             if (matcher := plan[index]) is None:
                 continue
@@ -74,7 +74,9 @@ class PartMatcher:
             merge = matcher(keys[places.clamp(max=len(keys) - 1)], sizes if ragged else None)
             if merge is None:
                 continue
-            target = places.gather(1, merge.keep.gather(1, merge.assign))
+            drops = merge.drops
+            target = places.gather(1, merge.keep.gather(1, merge.assign.clamp(min=0) if drops else merge.assign))
+            target = target.masked_fill(merge.assign < 0, -1) if drops else target
             if ragged:
                 real = torch.arange(max(sizes), device=device) < to_device(sizes, device)[:, None]
                 places = torch.where(real, places, len(keys))
@@ -83,9 +85,8 @@ class PartMatcher:
                 self.left[part] = left - self.protected
         if self.left == before:
             return None
-        merge = joining(
-            into[:-1].view(rows, width) % width, self._of_rows(before, rows), self._of_rows(self.left, rows)
-        )
+        into, rest = into[:-1].view(rows, width), self._of_rows(self.left, rows)
+        merge = Merge.dropping(into >= 0, rest) if drops else joining(into % width, self._of_rows(before, rows), rest)
         if self.place is not None:
             self.place = self.place.gather(1, merge.keep)
             if merge.left and min(merge.left) < self.place.shape[1]:
@@ -126,14 +127,14 @@ def joining(into: Tensor, before: list[int], left: list[int]) -> Merge:
 
 
 def frames_apart(
-    grids: Sequence[Sequence[int]], patches: int, keep: float | int, plan_of: Callable[[int, float | int], Plan]
+    grids: Sequence[Sequence[int]], keep: float | int, plan_of: Callable[[int, float | int], Plan]
 ) -> PartMatcher:
-    """Return what merges the frames of images and videos apart, of which (frames, height, width) in patches are known,
-    so many patches in a unit. plan_of: what finds the merges in a frame of so many units that keeps so much."""
+    """Return what merges the frames of images and videos apart, of which (frames, height, width) in units are known.
+    plan_of: what finds the merges in a frame of so many units that keeps so much."""
     counts: list[int] = []
     goals: list[float | int] = []
     for frames, height, width in grids:
-        counts += [height * width // patches] * frames
+        counts += [height * width] * frames
         if isinstance(keep, int):  # for all frames of a video together
             share, over = divmod(max(keep, frames), frames)
             goals += [share + (frame < over) for frame in range(frames)]

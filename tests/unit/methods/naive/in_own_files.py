@@ -10,7 +10,15 @@ ROWS = {
         refused=({"cuts": 0}, {"cuts": 1.5}, {"slope": -1}, {"gamma": "x"}, {"layers": (3, 2)}),
     ),
     "d2pruner": Row(refused=({"pivots": 0.0}, {"alpha": 2}, {"radius": 0}, {"layer": 0}, {"prior": 3})),
-    "docprune": Row(refused=({"threshold": 1.5}, {"tolerance": 0.0}, {"tolerance": "1"})),
+    "docprune": Row(
+        refused=(
+            {"threshold": 1.5},
+            {"tolerance": 0.0},
+            {"tolerance": "1"},
+            {"relevance": "x"},
+            {"least_relevance": "1"},
+        )
+    ),
     "ipcv": Row(refused=({"layer": 0}, {"stabilise": -1}, {"neighbours": 0}, {"neighbours": "10"})),
     "pixelprune": Row(
         refused=(
@@ -25,6 +33,7 @@ ROWS = {
     "restore": Row(
         refused=({"merged": 1.0}, {"merged": "0"}, {"rival": "other"}, {"calibrate": 1}, {"chooser": "fastv"}),
     ),
+    "saint": Row(refused=({"layer": -1}, {"threshold": -2.0}, {"threshold": "0"}, {"partners": 0}, {"partners": 1.5})),
     "tome": Row(refused=[{"r": r} for r in (-1, 1.5, "8", [1, -1], (1, 2), (8,), (8, 2.0), True, [[1]])]),
     "towerdrop": Row(
         refused=({"layer": -1}, {"layer": 1.5}, {"score": "keys"}, {"seed": "0"}, {"score": "change", "layer": 0}),

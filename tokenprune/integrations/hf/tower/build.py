@@ -6,15 +6,13 @@ from __future__ import annotations
 from tokenprune.budget import Budget
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.tower.merging import EncoderPatch
-from tokenprune.integrations.hf.tower.packed import BLOCKS, PackedTowerPatch
+from tokenprune.integrations.hf.tower.packed import PackedTowerPatch
 from tokenprune.integrations.hf.tower.tile_merging import TilePatch
 from tokenprune.sites.encoder import EncoderMethod
 
 
 def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> EncoderPatch | PackedTowerPatch:
     """Return the patch for the kind of tower that `adapter`'s model has; see the classes for what they raise."""
-    blocks = getattr(getattr(adapter.base, "visual", None), "blocks", None)
-    if blocks and type(blocks[0]).__name__ in BLOCKS:
+    if adapter.family.units:
         return PackedTowerPatch(adapter, method, budget)
-    tiles = hasattr(adapter.base, "pack_image_features")
-    return (TilePatch if tiles else EncoderPatch)(adapter, method, budget)
+    return (TilePatch if hasattr(adapter.base, "pack_image_features") else EncoderPatch)(adapter, method, budget)

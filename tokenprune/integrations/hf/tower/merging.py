@@ -79,7 +79,7 @@ class EncoderPatch(RowMerger, TowerPatch):
             shape = Tower(squares.count(tokens), 0, len(layers), read, self.tower, squares.size)
         super().__init__(method, budget, blocks, shape, squares)
         self.belong(adapter, method, budget)
-        self.merges = not method.reads
+        self.merges = not (method.reads or method.drops)
         self.observers = [
             Observer(attention_of(layer), partial(self._observe, index)) for index, layer in enumerate(layers)
         ]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Towers of transformers that pack the patches of all images into one sequence, made to run on the units that are left
-(see `integrations.shared.reducer`), and merging inside those of Qwen2-VL to Qwen3.5."""
+(see `integrations.shared.reducer`), and merging inside those of Qwen2-VL to Qwen3.5, or dropping by keys inside any."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,17 +17,22 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.tower.base import GroupedTokens, TowerPatch
+from tokenprune.integrations.hf.forward.part import Encode, Encoding
+from tokenprune.integrations.hf.tower.base import GroupedTokens, ThreadKey, TowerPatch
 from tokenprune.integrations.shared.attachable import hidden_states, states
 from tokenprune.integrations.shared.merging import PackedMerger, firsts
 from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun, packed_blocks
+from tokenprune.integrations.shared.unit_dropping import Grids
 from tokenprune.integrations.shared.units import mean_of_groups
 from tokenprune.sites.encoder import EncoderMethod, Tower
 
-BLOCKS = frozenset(
-    f"{name}VisionBlock" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
-)
 Order = Callable[[], Tensor | None]
+
+
+def tower_of(adapter: Adapter) -> Any:
+    """Return the tower of packed patches, which families with `units` have."""
+    towers = (getattr(adapter.base, name, None) for name in ("visual", "vision_model"))
+    return next(tower for tower in towers if hasattr(tower, "merger"))
 
 
 class PackedTower(TowerReducer, GroupedTokens):
@@ -39,6 +45,16 @@ class PackedTower(TowerReducer, GroupedTokens):
     patches: int
     fills = False
 
+    def find_tower(self, adapter: Adapter) -> None:
+        """Note the tower of a model."""
+        self.tower, self.key = tower_of(adapter), ThreadKey()  # of grids
+        self.patches = self.tower.spatial_merge_size**2
+
+    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
+        # GLM's towers are handed each frame of a video as an image of its own.
+        states()[self.key] = self.adapter.grids(encoding.modality, encoding.on_host)
+        return encode(encoding)
+
     def _attach(self) -> None:
         super()._attach()
         self.hook(self.tower.register_forward_pre_hook, self._enter_tower, with_kwargs=True)
@@ -49,9 +65,9 @@ class PackedTower(TowerReducer, GroupedTokens):
             else:
                 self.hook(merger.register_forward_hook, self._leave_merger)
 
-    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> TowerRun:
+    def start(self, pixels: Tensor, grids: Grids, order: Order, device: torch.device) -> TowerRun:
         """Return the state of a forward that begins. pixels: `[patches, P]` of all images or videos; grids: (frames,
-        height, width) in patches of each; order: returns that of `TowerRun`; device: of the units."""
+        height, width) in units of each; order: returns that of `TowerRun`; device: of the units."""
         raise NotImplementedError
 
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -59,7 +75,11 @@ class PackedTower(TowerReducer, GroupedTokens):
         order = partial(self._order, grids, kwargs.get("window_index"))
         pixels, weight = hidden_states(args, kwargs), next(self.tower.merger.parameters())
         device = pixels.device if weight.is_meta else weight.device  # that of offloaded weights is not known yet
-        states()[self] = self.start(pixels, torch.as_tensor(grids, device="cpu").tolist(), order, device)
+        known = states().pop(self.key, None)
+        if known is None or sum(map(math.prod, known)) * self.patches != len(pixels):
+            side = self.tower.spatial_merge_size
+            known = [(t, h // side, w // side) for t, h, w in torch.as_tensor(grids, device="cpu").tolist()]
+        states()[self] = self.start(pixels, known, order, device)
 
     def _order(self, grids: Tensor, known: Tensor | None) -> Tensor | None:
         if known is not None or not hasattr(self.tower, "window_size"):
@@ -84,7 +104,7 @@ class PackedTower(TowerReducer, GroupedTokens):
             output.last_hidden_state = run.units.full(output.last_hidden_state)
             run.restore_states(output)
         features = getattr(output, "deepstack_features", None)
-        if owners and features:  # of blocks at which not all members of a group were one yet
+        if owners and features and self.merges:  # of blocks at which not all members of a group were one yet
             output.deepstack_features = [mean_of_groups(x, torch.cat(owners)) for x in features]
         return output
 
@@ -99,7 +119,7 @@ class PackedTowerPatch(PackedMerger, PackedTower, TowerPatch):
     fills = True  # the model's features then are those of a full grid, to the bit
 
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
-        self.tower, self.patches = adapter.base.visual, adapter.base.visual.spatial_merge_size**2
+        self.find_tower(adapter)
         blocks = packed_blocks(self.tower)
         # How many units an image has, only the image tells: 1 stands for that.
         super().__init__(method, budget, blocks, Tower(1, 0, len(blocks), len(blocks), self.tower))
@@ -107,6 +127,7 @@ class PackedTowerPatch(PackedMerger, PackedTower, TowerPatch):
         if method.proportional:
             self.observers = [Observer(block.attn, self._bias) for block in self.tower.blocks]
         self.belong(adapter, method, budget)
+        self.merges = not method.drops
         self._check_attention()
 
     def _check_attention(self) -> None:
@@ -117,9 +138,13 @@ class PackedTowerPatch(PackedMerger, PackedTower, TowerPatch):
         for observer in self.observers:
             self.attach_part(observer)
         for index, block in enumerate(self.tower.blocks):
-            self.hook(block.attn.qkv.register_forward_hook, partial(self._note_qkv, index))
+            shown = getattr(block.attn, "qkv", None) or block.attn.k
+            self.hook(shown.register_forward_hook, partial(self._note_keys, index))
 
-    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> TowerRun:
+    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
+        return TowerPatch.around_encode(self, partial(PackedTower.around_encode, self, encode), encoding)
+
+    def start(self, pixels: Tensor, grids: Grids, order: Order, device: torch.device) -> TowerRun:
         self._check_attention()  # it may have been changed after the patch
         return self.begin(grids, order(), device)
 
@@ -131,12 +156,15 @@ class PackedTowerPatch(PackedMerger, PackedTower, TowerPatch):
 
     # -- hooks of the blocks
 
-    def _note_qkv(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
+    def _note_keys(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
         """Keep the keys before the rotary embedding, so that units are compared by content and not by place."""
         run = states().get(self)
         if run is not None and run.plan[index] is not None:
-            heads = self.tower.blocks[index].attn.num_heads
-            run.keys = output.view(len(output), 3, heads, -1)[:, 1].float().mean(1)
+            attention = self.tower.blocks[index].attn
+            heads, first = output.view(len(output), -1, attention.head_dim), attention.num_heads
+            # Keys, which may have fewer heads, stand between queries and values, or have a projection of their own.
+            keys = heads[:, first : (first + heads.shape[1]) // 2] if hasattr(attention, "qkv") else heads
+            run.keys = keys.float().mean(1)
 
     def _bias(self, observation: Any) -> Tensor | None:
         """Return the logarithm of the units' weights, for the next piece that attends to itself."""

@@ -17,12 +17,10 @@ from tokenprune.errors import BudgetError, OptionError
 from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.forward.part import Encode, Encoding
-from tokenprune.integrations.hf.tower.base import GroupedTokens, ThreadKey
+from tokenprune.integrations.hf.tower.base import GroupedTokens
 from tokenprune.integrations.hf.tower.packed import Order, PackedTower
-from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun, packed_blocks
-from tokenprune.integrations.shared.unit_dropping import choose_units, choosing_packed, come_back, dropping
+from tokenprune.integrations.shared.unit_dropping import Grids, choose_units, choosing_packed, come_back, dropping
 from tokenprune.integrations.shared.units import Units
 from tokenprune.ops.transfer import to_device
 from tokenprune.shapes.decoder import DecoderShape
@@ -69,8 +67,7 @@ class UnitDrop(KeptUnits, PackedTower):
     """
 
     def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget, processor: Any) -> None:
-        self.tower, self.key = _tower_of(adapter), ThreadKey()  # of grids
-        self.patches = self.tower.spatial_merge_size**2
+        self.find_tower(adapter)
         super().__init__(adapter, method, budget, packed_blocks(self.tower))
         self.inside = method.sees != "pixels"
         self.middle = self.fills = not method.removes
@@ -82,27 +79,18 @@ class UnitDrop(KeptUnits, PackedTower):
 
     # -- inside the tower
 
-    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
-        # GLM's towers are handed each frame of a video as an image of its own.
-        states()[self.key] = self.adapter.grids(encoding.modality, encoding.on_host)
-        return encode(encoding)
-
-    def start(self, pixels: Tensor, grids: list[list[int]], order: Order, device: torch.device) -> TowerRun:
-        known = states().pop(self.key, None)
-        if known is None or sum(map(math.prod, known)) * self.patches != len(pixels):
-            side = self.tower.spatial_merge_size
-            known = [(t, h // side, w // side) for t, h, w in grids]
+    def start(self, pixels: Tensor, grids: Grids, order: Order, device: torch.device) -> TowerRun:
         if not self.method.removes:
-            known = [(1, h, w) for t, h, w in known for _ in range(t)]
-        sizes = [math.prod(grid) for grid in known]
+            grids = [(1, h, w) for t, h, w in grids for _ in range(t)]
+        sizes = [math.prod(grid) for grid in grids]
         most = [self.budget.resolve([size], layer=0, shape=self.shape, text_tokens=0)[0] for size in sizes]
         run = TowerRun(Units.packed(sum(sizes), self.patches, device), [None] * len(self.blocks), sizes=sizes)
         if self.inside:
             run.order = order()
-            run.drops = choosing_packed(run, self.method, known, most, self.patches)
+            run.drops = choosing_packed(run, self.method, grids, most, self.patches)
         else:
             with torch.no_grad():
-                stays = choose_units(self.method, self._coloured(pixels.float()), known, most, self.patches)
+                stays = choose_units(self.method, self._coloured(pixels.float()), grids, most, self.patches)
             run.kept, run.acts = list(stays.split(sizes)), not bool(stays.all())
             if run.acts:
                 run.order = order()
@@ -117,12 +105,6 @@ class UnitDrop(KeptUnits, PackedTower):
             return pixels
         mean, std = (to_device(of, pixels.device) for of in self.colours)
         return torch.addcmul(mean[:, None], pixels.view(len(pixels), len(std), -1), std[:, None]).flatten(1)
-
-
-def _tower_of(adapter: Adapter) -> Any:
-    """Return the tower of packed patches, which families with `units` have."""
-    towers = (getattr(adapter.base, name, None) for name in ("visual", "vision_model"))
-    return next(tower for tower in towers if hasattr(tower, "merger"))
 
 
 def _colours(processor: Any) -> tuple[Tensor, Tensor] | None:

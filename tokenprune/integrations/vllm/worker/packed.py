@@ -20,7 +20,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.merging import PackedMerger, firsts
 from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun, packed_blocks
-from tokenprune.integrations.shared.unit_dropping import choosing_packed, dropping
+from tokenprune.integrations.shared.unit_dropping import Grids, choosing_packed, dropping
 from tokenprune.integrations.shared.units import Units, mean_of_groups
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.towers import served_tower
@@ -63,8 +63,8 @@ class WrappedTower(Wrapping):
         for merger in (self.tower.merger, *getattr(self.tower, "deepstack_merger_list", ())):
             self.around(merger, None, self._leave_merger)
 
-    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> TowerRun:
-        """Return the state of a forward that begins. grids: (frames, height, width) in patches of each image or video;
+    def start(self, grids: Grids, order: Tensor | None, device: torch.device) -> TowerRun:
+        """Return the state of a forward that begins. grids: (frames, height, width) in units of each image or video;
         order: see `TowerRun`; device: of the units."""
         raise NotImplementedError
 
@@ -83,8 +83,9 @@ class WrappedTower(Wrapping):
                 "start with --mm-encoder-attn-backend FLASH_ATTN, or use a method after the tower, such as divprune"
             )
         order = known.get("window_index")  # Qwen2.5-VL: units stand window by window
-        device = known["rotary_pos_emb_cos"].device
-        states()[self] = self.start(torch.as_tensor(grid_thw, device="cpu").tolist(), order, device)
+        device, side = known["rotary_pos_emb_cos"].device, self.tower.spatial_merge_size
+        grids = [(t, h // side, w // side) for t, h, w in torch.as_tensor(grid_thw, device="cpu").tolist()]
+        states()[self] = self.start(grids, order, device)
         return known
 
     def _leave_merger(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
@@ -106,15 +107,14 @@ class UnitDropping(WrappedTower):
         self.tower, self.plans, self.blocks = tower, plans, packed_blocks(tower)
         self._ran: TowerRun | None = None
 
-    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> TowerRun:
+    def start(self, grids: Grids, order: Tensor | None, device: torch.device) -> TowerRun:
         side, depth, method = self.tower.spatial_merge_size, len(self.blocks), self.plans[0].setting.acting
         assert isinstance(method, UnitDropper)  # see `dropping_plan`
         sizes = [sum(plan.counts) for plan in self.plans]
         self._ran = run = TowerRun(Units.packed(sum(sizes), side**2, device), [None] * depth, sizes=sizes, order=order)
         if self.plans[0].kept is None:
-            units = [(frames, height // side, width // side) for frames, height, width in grids]
             most = [sum(plan.keep) for plan in self.plans]
-            run.drops = choosing_packed(run, method, units, most, side**2)
+            run.drops = choosing_packed(run, method, grids, most, side**2)
         else:
             run.kept = [plan.mask for plan in self.plans]
             stays = torch.cat(run.kept)
@@ -154,7 +154,7 @@ class PackedTowerMerger(PackedMerger, WrappedTower):
             self.wrap(attention, "forward", partial(partial, self._attend, attention))
         self.around(self.tower, None, self._leave_tower)
 
-    def start(self, grids: list[list[int]], order: Tensor | None, device: torch.device) -> TowerRun:
+    def start(self, grids: Grids, order: Tensor | None, device: torch.device) -> TowerRun:
         return self.begin(grids, order, device)
 
     def _note_keys(self, index: int, module: nn.Module, args: tuple, output: Any) -> None:
@@ -193,7 +193,7 @@ class PackedTowerMerger(PackedMerger, WrappedTower):
         self.kept = torch.cat([first == torch.arange(len(first), device=first.device) for first in firsts(owners)])
         width = output.shape[1] // (1 + len(getattr(self.tower, "deepstack_merger_list", ())))
         main, deeper = output[:, :width], output[:, width:]
-        if not deeper.shape[1]:
+        if not deeper.shape[1] or self.method.drops:
             return output
         return torch.cat([main, mean_of_groups(deeper, torch.cat(owners))], dim=1)
 

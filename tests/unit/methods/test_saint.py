@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`saint` against loops over pairs that are written from the description of its authors' code, and in masked towers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from each import each
+from families import FAMILIES as MORE
+from merging_models import image_arguments, layers_of
+from merging_models import tower_of as rows_of
+from oracle import close, reduced, survivors
+from tests.unit.methods.test_towerdrop import noise
+from tests.unit.tower import test_tile_dropping as tiles
+from tests.unit.tower.test_encoder import with_features
+from tests.unit.tower.test_packed_units import in_rows
+from tests.unit.tower.test_unit_dropping import DIFFERENT, MODALITIES, NAMES, UNIT, encode, masked, tensors_of, tower_of
+from tokenprune import Budget, OptionError, Site, UnsupportedSetupError
+from tokenprune.abilities import unserved
+from tokenprune.extend import Tower
+from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.ops.merging import Merge
+from tokenprune.testing import check_method
+from zoo import FAMILIES
+
+KEEP = 0.4
+G = 10
+
+
+def cosines(keys: Tensor) -> list[list[float]]:
+    rows = keys.double().tolist()
+    norm = [math.hypot(*x) or 1.0 for x in rows]
+    return [
+        [sum(p * q for p, q in zip(x, y, strict=True)) / (a * b) for y, b in zip(rows, norm, strict=True)]
+        for x, a in zip(rows, norm, strict=True)
+    ]
+
+
+def full_graph(keys: Tensor, left: int, stays: list[int] | None = None) -> list[int]:
+    """The tokens of `[n, D]` that stay, of all pairs, round by round."""
+    alike = cosines(keys)
+    stays = list(range(len(keys))) if stays is None else stays
+    while len(stays) > left:
+        score = {i: round(sum(alike[i][j] for j in stays), 9) for i in stays}  # of two alone both are alike
+        leave = min(len(stays) - left, max(1, len(stays) // 16))
+        gone = sorted(stays, key=lambda i: -score[i])[:leave]
+        stays = [i for i in stays if i not in gone]
+    return stays
+
+
+def bipartite(keys: Tensor, t: float, partners: int) -> list[int]:
+    """The tokens that stay where the content decides."""
+    alike, odd = cosines(keys), range(1, len(keys), 2)
+    score, candidates = {}, 0
+    for i in range(0, len(keys), 2):
+        valid = [alike[i][j] for j in odd if alike[i][j] >= t]
+        candidates += len(valid) >= partners
+        if valid:
+            score[i] = len(valid) * math.exp(G * (sum(valid) / len(valid) - t))
+        else:
+            score[i] = sum(alike[i][j] for j in odd) / max(1, len(odd))
+    gone = sorted(score, key=lambda i: -score[i])[:candidates]
+    return [i for i in range(len(keys)) if i not in gone]
+
+
+def match(keys: Tensor, keep: float | int, protected: int = 0, **options: Any) -> list[list[int]]:
+    """The tokens that stay of each row `[B, n, D]`, by the method."""
+    count = keys.shape[1]
+    plan = tokenprune.method("saint", layer=1, **options).plan(Budget.of(keep), Tower(count, protected, 3, 3))
+    assert plan[0] is None and plan[2] is None
+    merge: Merge | None = None if plan[1] is None else plan[1](keys, None)
+    if merge is None:
+        return [list(range(count))] * len(keys)
+    assert merge.drops
+    left = merge.left or [merge.keep.shape[1]] * len(keys)
+    return [row[:number] for row, number in zip(merge.keep.tolist(), left, strict=True)]
+
+
+@each("protected", [0, 1])
+@each("count", [1, 2, 7, 40, 97])
+def test_what_stays_is_what_the_pairwise_loop_leaves(count: int, protected: int) -> None:
+    keys = noise(3, count + protected, 6, seed=count)
+    for keep in (2, 0.01, 0.1, 0.4, 0.9, 10**6):
+        left = min(count, keep) if isinstance(keep, int) else max(1, round(keep * count))
+        for got, row in zip(match(keys, keep, protected), keys, strict=True):
+            want = full_graph(row[protected:], left)
+            assert got == list(range(protected)) + [protected + one for one in want] and len(want) == left
+
+
+@each("partners", [1, 3, 5])
+@each("threshold", [-1.0, 0.0, 0.3, 0.7])
+def test_with_a_threshold_the_content_decides(threshold: float, partners: int) -> None:
+    numbers = set()
+    for count in (1, 2, 9, 64):
+        keys = noise(4, count + 1, 4, seed=count) + torch.tensor([0, 1, 2, 4]).view(4, 1, 1)
+        rows = match(keys, 10**6, 1, threshold=threshold, partners=partners)
+        bounded = match(keys, 0.3, 1, threshold=threshold, partners=partners)
+        for got, less, row in zip(rows, bounded, keys, strict=True):
+            want, most = bipartite(row[1:], threshold, partners), max(1, round(0.3 * count))
+            assert got == [0] + [1 + one for one in want]
+            assert less == [0] + [1 + one for one in full_graph(row[1:], most, want)]
+            numbers.add(len(got) / count)
+    assert len(numbers) > 3
+
+
+def test_the_rules_of_its_description() -> None:
+    keys = noise(2, 40, 6)
+    everything = [list(range(40))] * 2
+    assert match(keys, 10**6) == match(keys, 10**6, threshold=1.1) == everything
+    same = torch.ones(2, 40, 6)
+    assert [len(row) for row in match(same, 7)] == [7, 7]
+    assert match(same, 7) == match(torch.zeros(2, 40, 6), 7) == [list(range(33, 40))] * 2  # of equals the first go
+    alone = torch.cat([keys[..., :5].abs(), torch.zeros(2, 40, 1)], 2)
+    alone[:, 11] = torch.eye(6)[5]
+    assert all(11 in row for row in match(alone, 2))  # orthogonal to all others
+    broken = keys.clone()
+    broken[0, 3, 2] = torch.nan
+    assert match(broken, 10)[1] == match(keys, 10)[1] and len(match(broken, 10)[0]) == 10
+    assert match(keys.bfloat16().float() * 3, 10) == match(keys.bfloat16().float(), 10)  # by directions alone
+
+
+def of_units(output: Tensor, attention: Any) -> Tensor:
+    """The keys of a projection's output, `[patches, heads, Dh]`."""
+    heads = output.view(len(output), -1, attention.head_dim)
+    if not hasattr(attention, "qkv"):
+        return heads
+    queries = attention.num_heads
+    return heads[:, queries : queries + (heads.shape[1] - queries) // 2]
+
+
+def kept_of(model: Any, inputs: Any, modality: str, layer: int) -> tuple[list[Tensor], Tensor]:
+    """Which units of each image or video stay, by the unpatched tower, frame by frame."""
+    tower, grids, seen = tower_of(model), inputs[f"{modality}_grid_thw"], []
+    attention = tower.blocks[layer].attn
+    projection = attention.qkv if hasattr(attention, "qkv") else attention.k
+    handle = projection.register_forward_hook(lambda m, args, output: seen.append(output))
+    encode(model, {name: inputs[name] for name in (MODALITIES[modality], f"{modality}_grid_thw")})
+    handle.remove()
+    keys = of_units(torch.cat(seen), attention).mean(1).view(len(seen[0]) // UNIT, -1)[in_rows(tower, grids)]
+    kept, start = [], 0
+    for t, h, w in grids.tolist():
+        units, frames = h * w // UNIT, []
+        for _ in range(t):
+            stays = torch.zeros(units, dtype=torch.bool)
+            stays[full_graph(keys[start : start + units], max(1, round(KEEP * units)))] = True
+            frames.append(stays)
+            start += units
+        kept.append(torch.cat(frames))
+    return kept, grids
+
+
+def groups(output: Any) -> Tensor:
+    return torch.cat(list(record_of(output).groups)) >= 0
+
+
+@pytest.mark.parametrize("modality", MODALITIES)
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_packed_tower_equals_the_one_masked_after_the_block(name: str, modality: str, build) -> None:
+    """From the next block on nothing sees what left; and in the block itself no MLP runs on it."""
+    family = MORE[name]
+    if modality == "video" and not family.video:
+        pytest.skip("no videos")
+    model = build(family)
+    inputs = family.make_inputs(**({"images": (2, 1)} if modality == "image" else {"images": (0, 0), "video": True}))
+    blocks = tower_of(model).blocks
+    for layer in range(len(blocks)) if name in DIFFERENT else (0,):
+        kept, grids = kept_of(model, inputs, modality, layer)
+        whole, left, rows = UNIT * sum(map(len, kept)), UNIT * int(torch.cat(kept).sum()), []
+        handle = blocks[layer].mlp.register_forward_hook(lambda m, args, out, rows=rows: rows.append(len(args[0])))
+        with tokenprune.patched(model, "saint", keep=KEEP, **({} if layer == 0 else {"layer": layer})):
+            got = encode(model, inputs)[modality]
+        handle.remove()
+        assert torch.equal(groups(got), torch.cat(kept)) and left < whole and rows == [left]
+        assert record_of(got).block_tokens == [whole] * (layer + 1) + [left] * (len(blocks) - layer - 1)
+        with masked(tower_of(model), grids, kept, layer + 1):
+            want = encode(model, inputs)[modality]
+        for mine, theirs in zip(tensors_of(got), tensors_of(want), strict=True):
+            close(mine[torch.cat(kept)], theirs[torch.cat(kept)])
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_a_number_is_of_a_whole_video(name: str, build) -> None:
+    """Also where the tower is handed its frames one by one (GLM)."""
+    model, inputs = build(MORE[name]), MORE[name].make_inputs(images=(0, 0), video=True)
+    units = [h * w // UNIT for t, h, w in inputs["video_grid_thw"].tolist() for _ in range(t)]
+    number = sum(units) // 2
+    with tokenprune.patched(model, "saint", keep=number):
+        kept = groups(encode(model, inputs)["video"])
+    assert int(kept.sum()) == number * len(inputs["video_grid_thw"])
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@torch.no_grad()
+def test_an_image_is_encoded_as_if_alone(name: str, build) -> None:
+    family, start = MORE[name], 0
+    model, inputs = build(family), family.make_inputs(images=(2, 1), sizes=((8, 12), (2, 2), (6, 10)))
+    for options in ({}, {"threshold": 0.1, "partners": 1}):
+        with tokenprune.patched(model, "saint", keep=KEEP, **options):
+            batch, pieces, start = encode(model, inputs)["image"], [], 0
+            for grid in inputs["image_grid_thw"]:
+                pixels = inputs["pixel_values"][start : start + grid.prod()]
+                pieces.append(encode(model, {"pixel_values": pixels, "image_grid_thw": grid[None]})["image"])
+                start += int(grid.prod())
+        kept = groups(batch)
+        assert torch.equal(kept, torch.cat([groups(piece) for piece in pieces])) and not kept.all()
+        for mine, alone in zip(tensors_of(batch), zip(*map(tensors_of, pieces), strict=True), strict=True):
+            close(mine[kept], torch.cat(alone)[kept], 1e-6)
+
+
+@pytest.mark.parametrize("name", tiles.NAMES)
+@torch.no_grad()
+def test_tower_of_tiles_equals_the_one_masked_after_the_block(name: str, build) -> None:
+    family, seen = tiles.family_of(name), []
+    model = build(family)
+    inputs, blocks = family.make_inputs(images=(2, 1)), layers_of(rows_of(model))
+    read = len(blocks) - (name == "llava")  # of which nobody reads the last block
+    for layer in range(read):
+        seen.clear()
+        attention = getattr(blocks[layer], "self_attn", None) or blocks[layer].attention
+        last = attention.k_norm if hasattr(attention, "k_norm") else attention.k_proj
+        handle = last.register_forward_hook(lambda m, args, output: seen.append(output))
+        tiles.encode(model, inputs)
+        handle.remove()
+        (keys,) = seen
+        ahead = keys.shape[1] % 2
+        keys = keys.unflatten(2, (-1, attention.head_dim)).mean(2)[:, ahead:]
+        units = tiles.squares(model, keys.shape[1])
+        kept = torch.zeros(len(keys), len(units), dtype=torch.bool)
+        for row, own in zip(kept, keys[:, units].flatten(2), strict=True):
+            row[full_graph(own, round(KEEP * len(units)))] = True
+        with tokenprune.patched(model, "saint", keep=KEEP, layer=layer, guard="off"):
+            got = tiles.encode(model, inputs)
+        assert torch.equal(torch.cat([g[-len(units) :] for g in record_of(got).groups]).view_as(kept) >= 0, kept)
+        columns = torch.zeros(len(kept), keys.shape[1], dtype=torch.bool)
+        columns[:, torch.tensor(units).flatten()] = kept.repeat_interleave(len(units[0]), dim=1)
+        with tiles.masked(model, torch.cat([columns.new_ones(len(kept), ahead), columns], dim=1), layer + 1):
+            want = tiles.encode(model, inputs)
+        mine, theirs = (torch.cat(list(one.pooler_output)).flatten(0, -2).view(*kept.shape, -1) for one in (got, want))
+        close(mine[kept], theirs[kept])
+
+
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.2, "partners": 1}], ids=["exact", "threshold"])
+@pytest.mark.parametrize("name", [*tiles.NAMES, "llava_next", "llava_onevision", "qwen2_5_vl", "qwen3_vl"])
+@torch.no_grad()
+def test_decoder_equals_the_masked_one(name: str, options: dict[str, Any], build) -> None:
+    family = tiles.family_of(name)
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    with tokenprune.patched(model, "saint", keep=KEEP, layer=0, record=True, guard="off", **options):
+        got, stats = model(**inputs).logits, tokenprune.stats(model)
+        arguments = image_arguments(inputs) | {k: inputs[k] for k in ("image_grid_thw",) if k in inputs}
+        output = model.model.get_image_features(**arguments)
+    (cut,) = stats.cuts
+    assert (cut.site, cut.method, cut.sources) == (Site.IN_ENCODER, "saint", None)
+    assert stats.visual_tokens_out < stats.visual_tokens_in
+    if not options and name not in ("internvl", "smolvlm"):  # of which an image is several tiles
+        assert stats.visual_tokens_out == sum(round(KEEP * count) for row in inputs.counts for count in row)
+    length = inputs["input_ids"].shape[1]
+    alive = survivors(cut, length)
+    with with_features(model, output), reduced(family, model, stats.cuts, length):
+        close(got[alive], model(**inputs).logits[alive])
+
+
+@pytest.mark.parametrize("name", ["llava", "internvl", "llava_next", "qwen2_5_vl"])
+@torch.no_grad()
+def test_keeping_all_changes_no_bit(name: str, build) -> None:
+    family = tiles.family_of(name)
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    want = model(**inputs).logits
+    for options in ({"keep": 1.0}, {"keep": 10**4}, {"keep": 10**4, "threshold": 1.1}):
+        with tokenprune.patched(model, "saint", guard="off", **options):
+            assert torch.equal(model(**inputs).logits, want)
+
+
+def test_conforms_is_served_and_refuses(build) -> None:
+    for options in ({}, {"threshold": 0.2, "partners": 1}):
+        check_method(tokenprune.method("saint", **options))
+    assert unserved(tokenprune.method("saint")) is None
+    assert "threshold lets the content decide" in unserved(tokenprune.method("saint", threshold=0.7))
+    with pytest.raises(OptionError, match="reads 2 blocks of its vision tower, no block 2"):  # not the last one
+        tokenprune.patch(build(FAMILIES["llava"]), "saint", layer=2)
+    with pytest.raises(UnsupportedSetupError, match="it is not known what becomes of its patches"):
+        tokenprune.patch(build(MORE["lfm2_vl"]), "saint")
+    plan = tokenprune.method("saint").plan(Budget.of(0.5), Tower(1024, 0, 32, 32))
+    assert [index for index, one in enumerate(plan) if one] == [4]
