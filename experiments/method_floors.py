@@ -182,6 +182,8 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
     "eadp": _asked,
     "feather": _at_cuts(_next_layer),
     "fitprune": _at_cuts(lambda s, before, behind: [s.attention(before + s.text, before + 2 * s.text)]),
+    # The first layer's queries of the text and keys of the image.
+    "hawk": lambda s: [s.product(s.text + s.visual, s.width), s.product(s.visual, s.heads)],
     "idselection": lambda s: [_pairs(s), s.steps(s.kept, s.visual)],
     "ivc_prune": lambda s: [s.attention(s.text + s.visual // 100, s.visual + s.text)],
     "mmtok": _asked,
