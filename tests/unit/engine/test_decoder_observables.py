@@ -182,6 +182,9 @@ def check(saw: Any, family: Family, model: Any, inputs: Any, want: Any) -> None:
             angles = theirs.expand(len(real), -1, -1)[row]
             close(mine[s, :count], angles[own])
             close(of_text[s, here], angles[behind])
+        same = torch.einsum("nhd,ngd->nhg", *(saw.query_heads[s, :count].float(),) * 2)  # whatever the rotation
+        query = want.projected[0][row][:, own].transpose(0, 1)
+        close(same, torch.einsum("nhd,ngd->nhg", query, query))
         values = want.value_heads[row].repeat_interleave(before.shape[0] // want.value_heads.shape[2], 1)
         close(saw.last_row_output[s], torch.einsum("hk,khd->hd", before[:, last[row]], values))
         close(saw.transitions[s, :count], want.transitions[row, own])

@@ -13,6 +13,7 @@ ROWS = {
     ),
     "d2pruner": Row(refused=({"pivots": 0.0}, {"alpha": 2}, {"radius": 0}, {"layer": 0}, {"prior": 3})),
     "docprune": Row(refused=({"threshold": 1.5}, {"tolerance": 0.0}, {"tolerance": "1"})),
+    "entropyprune": Row(refused=({"layer": 0}, {"states": "hidden"}, {"normalise": 1})),
     "hawk": Row(refused=({"weights": [-1.0]}, {"weights": [0.0, 0.0]}, {"weights": [math.inf]}, {"norm": "l1"})),
     "ipcv": Row(refused=({"layer": 0}, {"stabilise": -1}, {"neighbours": 0}, {"neighbours": "10"})),
     "pixelprune": Row(
