@@ -203,6 +203,7 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
     "prumerge_plus": lambda s: [s.means(s.visual, s.kept)],
     "prunesid": lambda s: [_pairs(s), s.spectrum(s.visual, vectors=True)],
     "pyramiddrop": _at_cuts(_next_layer),
+    "resprune": lambda s: [s.product(s.visual, s.text), *_determinant(s)],
     "restore": lambda s: [_pairs(s), _pairs(s), s.means(s.visual, s.kept)],
     "scope": _covering,
     "sinkpruner": lambda s: [_pairs(s), *_at_cuts(_words)(s)],
