@@ -180,8 +180,11 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
     # Each pair is multiplied once.
     "divprune": lambda s: [s.product(s.visual, s.visual // 2), s.steps(s.kept, s.visual)],
     "eadp": _asked,
+    "entropyprune": _nothing,  # small tables, whose eigenvalues are no arithmetic of tokens
     "feather": _at_cuts(_next_layer),
     "fitprune": _at_cuts(lambda s, before, behind: [s.attention(before + s.text, before + 2 * s.text)]),
+    # The first layer's queries of the text and keys of the image.
+    "hawk": lambda s: [s.product(s.text + s.visual, s.width), s.product(s.visual, s.heads)],
     "idselection": lambda s: [_pairs(s), s.steps(s.kept, s.visual)],
     "ivc_prune": lambda s: [s.attention(s.text + s.visual // 100, s.visual + s.text)],
     "mmtok": _asked,
@@ -200,6 +203,7 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
     "prumerge_plus": lambda s: [s.means(s.visual, s.kept)],
     "prunesid": lambda s: [_pairs(s), s.spectrum(s.visual, vectors=True)],
     "pyramiddrop": _at_cuts(_next_layer),
+    "resprune": lambda s: [s.product(s.visual, s.text), *_determinant(s)],
     "restore": lambda s: [_pairs(s), _pairs(s), s.means(s.visual, s.kept)],
     "scope": _covering,
     "sinkpruner": lambda s: [_pairs(s), *_at_cuts(_words)(s)],

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -84,6 +85,13 @@ class MadeUp(TokenSource):
 
     def entered(self, position: torch.Tensor, segments: Segments) -> torch.Tensor:
         return self.at(self.hidden, position, segments)
+
+    @property
+    def first_layer(self) -> Any:
+        width = self.hidden.shape[-1]
+        project = torch.nn.Linear(width, width).to(self.hidden)
+        attention = SimpleNamespace(q_proj=project, k_proj=project, head_dim=width // HEADS)
+        return SimpleNamespace(input_layernorm=self.final_norm, self_attn=attention)
 
     def recorded(self, name: str) -> list[Any]:
         return [self.hidden[..., :2].float().abs()] * 2

@@ -80,22 +80,34 @@ class Keys(PerToken):
         return source.before.keys(source.width)
 
 
-@register_observable("key_heads")
-class KeyHeads(PerToken):
-    """`[S, N, Hkv, Dh]`: keys of the layer before the cut, after rotary embedding, head by head; those of `keys`
-    otherwise."""
+class ByHead(PerToken):
+    """Base of what each token has one of for each head of the layer before the cut."""
 
     where = ObservedAt.LAYER_BEFORE
     axes = "SNHD"
-
-    def values(self, source: TokenSource) -> Tensor:
-        return source.before.keys(source.width).unflatten(-1, (-1, source.before.key.shape[-1]))
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return normal(sizes.segments, sizes.tokens, sizes.heads, sizes.width // sizes.heads, generator=generator)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return normal(sizes.segments, sizes.text, sizes.heads, sizes.width // sizes.heads, generator=generator)
+
+
+@register_observable("query_heads")
+class QueryHeads(ByHead):
+    """`[S, N, H, Dh]`: queries of the layer before the cut, after rotary embedding, head by head."""
+
+    def values(self, source: TokenSource) -> Tensor:
+        return source.before.query_heads(source.width)
+
+
+@register_observable("key_heads")
+class KeyHeads(ByHead):
+    """`[S, N, Hkv, Dh]`: keys of the layer before the cut, after rotary embedding, head by head; those of `keys`
+    otherwise."""
+
+    def values(self, source: TokenSource) -> Tensor:
+        return source.before.keys(source.width).unflatten(-1, (-1, source.before.key.shape[-1]))
 
 
 @register_observable("values")
@@ -110,20 +122,11 @@ class Values(PerToken):
 
 
 @register_observable("value_heads")
-class ValueHeads(PerToken):
+class ValueHeads(ByHead):
     """`[S, N, Hkv, Dv]`: values of the layer before the cut, head by head; those of `values` otherwise."""
-
-    where = ObservedAt.LAYER_BEFORE
-    axes = "SNHD"
 
     def values(self, source: TokenSource) -> Tensor:
         return source.before.value_heads(source.width)
-
-    def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return normal(sizes.segments, sizes.tokens, sizes.heads, sizes.width // sizes.heads, generator=generator)
-
-    def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
-        return normal(sizes.segments, sizes.text, sizes.heads, sizes.width // sizes.heads, generator=generator)
 
 
 @register_observable("rotation")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -107,3 +107,37 @@ class TextSumAndMax(AttentionOfText):
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> None:
         return None
+
+
+@register_observable("first_layer_scores")
+class FirstLayerScores(Observable):
+    """float32 `[S, H, N]`: products of the mean query of the text after each image and the key of each visual token in
+    the decoder's first layer, over the root of a head's width, without rotation and softmax; 0 where no text is after.
+    Its norms and projections are applied to what enters the decoder; the layer is not run."""
+
+    where = ObservedAt.ENTRY
+    axes = "SHN"
+    whole = True
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        position, mask = source.text_after(segments)
+        query = projected(source.first_layer, "q", source.entered(position, segments))
+        key = projected(source.first_layer, "k", source.entered(segments.position, segments))
+        mean = query.masked_fill(~mask[..., None, None], 0).sum(1) / mask.sum(1).clamp(min=1)[:, None, None]
+        found = torch.einsum("skgd,snkd->skgn", mean.unflatten(1, (key.shape[2], -1)), key) * key.shape[3] ** -0.5
+        return found.flatten(1, 2).masked_fill(~segments.mask[:, None], 0)
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return uniform(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
+
+
+def projected(layer: Any, which: str, hidden: Tensor) -> Tensor:
+    """float32 `[S, M, heads, Dh]`: queries ("q") or keys ("k") that a decoder layer makes of `hidden`, `[S, M, D]`,
+    before rotary embedding."""
+    attention = layer.self_attn
+    made = getattr(attention, f"{which}_proj")(layer.input_layernorm(hidden))
+    norm, heads = getattr(attention, f"{which}_norm", None), (-1, attention.head_dim)
+    if norm is not None and norm.weight.shape[-1] == made.shape[-1]:  # of all heads together
+        made, norm = norm(made), None
+    made = made.unflatten(-1, heads)
+    return (made if norm is None else norm(made)).float()

@@ -168,6 +168,9 @@ class SeenAttention(Protocol):
     starts: Tensor | None
     scaling: float
 
+    def query_heads(self, queries: int) -> Tensor:
+        """Return `[B, queries, H, Dh]`, the last `queries` queries, head by head."""
+
     def keys(self, queries: int) -> Tensor:
         """Return `[B, queries, Hkv * Dh]`, keys of the last `queries` tokens, heads flattened."""
 

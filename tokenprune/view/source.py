@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from tokenprune.errors import TokenPruneError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from tokenprune.view.segments import LayerInput, Patches, SeenAttention, Segments, TextView, VisualView
 
@@ -158,6 +158,11 @@ class TokenSource:
     def recorded(self, name: str) -> list[Any]:
         """Return what the observable `name` recorded at a place of its own, a value of each module that it watches."""
         raise _refused(f"what {name} records")
+
+    @property
+    def first_layer(self) -> nn.Module:
+        """The decoder's first layer."""
+        raise _refused("the decoder's first layer")
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
         """Return `[S, N, D]`, what entered the decoder of the tokens at `position`, long `[S, N]`."""

@@ -99,14 +99,8 @@ def inside(family: Family, model: Any, inputs: Any) -> SimpleNamespace:
         handle.remove()
     inputs_of = {i: args[0] if args else kwargs["hidden_states"] for i, (args, kwargs) in calls.items()}
     rotation = {i: kwargs["position_embeddings"] for i, (_, kwargs) in calls.items()}
-    # A layer's attention once more, with angles of 0.
-    _, kwargs = calls[LAYER - 1]
-    cos, sin = kwargs["position_embeddings"]
-    layer, still = decoder.layers[LAYER - 1], (torch.ones_like(cos), torch.zeros_like(sin))
-    normed = layer.input_layernorm(inputs_of[LAYER - 1])
-    more = {name: value for name, value in kwargs.items() if name not in (*compat.CACHE_NAMES, "position_embeddings")}
-    with asked(layer.self_attn) as projected:
-        _, unrotated = layer.self_attn(normed, position_embeddings=still, **{compat.CACHE: None}, **more)
+    unrotated, projected = not_turned(decoder.layers[LAYER - 1], inputs_of[LAYER - 1], calls[LAYER - 1][1])
+    _, first = not_turned(decoder.layers[0], inputs_of[0], calls[0][1])
     transitions = []
     for args, kwargs, output in made.values():
         given = args[0] if args else kwargs["hidden_states"]
@@ -116,11 +110,23 @@ def inside(family: Family, model: Any, inputs: Any) -> SimpleNamespace:
     cache = out.past_key_values.layers
     return SimpleNamespace(
         attention=out.attentions, inputs=inputs_of, rotation=rotation, unrotated=unrotated, projected=projected,
+        first=first,
         keys=[one.keys.transpose(1, 2).flatten(2) for one in cache],
         values=[one.values.transpose(1, 2).flatten(2) for one in cache],
         transitions=torch.stack(transitions, 2),
         value_heads=cache[LAYER - 1].values.transpose(1, 2), key_heads=cache[LAYER - 1].keys.transpose(1, 2),
     )  # fmt: skip
+
+
+def not_turned(layer: Any, entered: Tensor, kwargs: Any) -> tuple[Tensor, list[Any]]:
+    """A layer's attention once more, with angles of 0, and what it is made of."""
+    cos, sin = kwargs["position_embeddings"]
+    still = torch.ones_like(cos), torch.zeros_like(sin)
+    more = {name: value for name, value in kwargs.items() if name not in (*compat.CACHE_NAMES, "position_embeddings")}
+    normed = layer.input_layernorm(entered)
+    with asked(layer.self_attn) as projected:
+        _, unrotated = layer.self_attn(normed, position_embeddings=still, **{compat.CACHE: None}, **more)
+    return unrotated, projected
 
 
 @contextmanager
@@ -176,6 +182,9 @@ def check(saw: Any, family: Family, model: Any, inputs: Any, want: Any) -> None:
             angles = theirs.expand(len(real), -1, -1)[row]
             close(mine[s, :count], angles[own])
             close(of_text[s, here], angles[behind])
+        same = torch.einsum("nhd,ngd->nhg", *(saw.query_heads[s, :count].float(),) * 2)  # whatever the rotation
+        query = want.projected[0][row][:, own].transpose(0, 1)
+        close(same, torch.einsum("nhd,ngd->nhg", query, query))
         values = want.value_heads[row].repeat_interleave(before.shape[0] // want.value_heads.shape[2], 1)
         close(saw.last_row_output[s], torch.einsum("hk,khd->hd", before[:, last[row]], values))
         close(saw.transitions[s, :count], want.transitions[row, own])
@@ -191,6 +200,10 @@ def check(saw: Any, family: Family, model: Any, inputs: Any, want: Any) -> None:
         among = [i for i in real[row].nonzero().flatten().tolist() if i <= own[-1]]
         close(saw.mean_query_attention[s, :, :count], mean_query(want.projected, row, among, own))
         assert not saw.mean_query_attention[s, :, count:].any()
+        query, key = (one[row] for one in want.first[:2])
+        scores = torch.einsum("htd,hvd->htv", query[:, behind], key[:, own]).mean(1) * key.shape[-1] ** -0.5
+        close(saw.first_layer_scores[s, :, :count], scores)
+        assert not saw.first_layer_scores[s, :, count:].any()
         for mine, text_mine, maps in (
             (saw.text_attention, saw.text["attention"], before),
             (saw.next_text_attention, saw.text["next_attention"], after),
@@ -281,7 +294,7 @@ def test_what_is_there_at_the_entry(family: Family, build) -> None:
         model(**inputs)
     embeddings, hidden, of_text, text_hidden = seen[0]
     assert torch.equal(embeddings, hidden) and torch.equal(of_text, text_hidden)
-    for need in set(DECODER) - {"embeddings"}:
+    for need in set(DECODER) - {"embeddings", "first_layer_scores"}:
         reader((need,), "PRE_LLM")
         with pytest.raises(OptionError, match=f"PRE_LLM method cannot need .*{need}"):
             tokenprune.patch(model, "reader", keep=0.5)

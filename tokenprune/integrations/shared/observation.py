@@ -45,6 +45,10 @@ class Observation:
         """`[B, Q, Hkv * Dv]`: values of the last `queries` tokens, heads flattened."""
         return self.value_heads(queries).flatten(2)
 
+    def query_heads(self, queries: int) -> Tensor:
+        """`[B, Q, H, Dh]`: the last `queries` queries, no copy."""
+        return self._of_all(self.query[:, :, -queries:]).transpose(1, 2)
+
     def value_heads(self, queries: int) -> Tensor:
         """`[B, Q, Hkv, Dv]`: values of the last `queries` tokens, no copy."""
         if self.value is None:

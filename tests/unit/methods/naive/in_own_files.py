@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 from method_rows import Row
 
 ROWS = {
@@ -19,6 +21,8 @@ ROWS = {
             {"least_relevance": "1"},
         )
     ),
+    "entropyprune": Row(refused=({"layer": 0}, {"states": "hidden"}, {"normalise": 1})),
+    "hawk": Row(refused=({"weights": [-1.0]}, {"weights": [0.0, 0.0]}, {"weights": [math.inf]}, {"norm": "l1"})),
     "ipcv": Row(refused=({"layer": 0}, {"stabilise": -1}, {"neighbours": 0}, {"neighbours": "10"})),
     "pixelprune": Row(
         refused=(

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.families import Adapter
@@ -71,6 +71,10 @@ class Sources(TokenSource):
     def recorded(self, name: str) -> list[Any]:
         found = self.observed.recorded.get(name, [None])
         return super().recorded(name) if any(one is None for one in found) else found
+
+    @property
+    def first_layer(self) -> nn.Module:
+        return self.adapter.decoder.layers[0]
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
         entry = self.observed.entry

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""entropyprune against a loop written from its description, on made-up tokens and in models."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from each import each
+from several_cuts import COUNTS, SHARES, best, counts_of, rows, view, wanted
+from tokenprune import Budget
+from tokenprune.methods.in_llm import entropyprune
+from tokenprune.methods.in_llm.entropyprune import entropies
+
+OBSERVED = {"queries": "query_heads", "keys": "key_heads", "values": "value_heads"}
+
+
+def naive(heads: Tensor, normalise: bool = False) -> float:
+    """By singular values. heads: `[H, Dh]` of one token."""
+    number = len(heads)
+    centred = heads.double() - sum(heads.double()) / number
+    values = [max(1e-10, float(one) ** 2 / number) for one in torch.linalg.svdvals(centred)]
+    if normalise:
+        values = [one / sum(values) for one in values]
+    return -sum(one * math.log(one) for one in values) / math.log(number)
+
+
+@each("states", list(OBSERVED))
+@each("normalise", [False, True])
+def test_equals_the_loop(states: Any, normalise: bool) -> None:
+    method = tokenprune.method("entropyprune", states=states, normalise=normalise)
+    for seed, counts in enumerate(COUNTS):
+        for share in SHARES:
+            keep = wanted(counts, share)
+            tokens = view(counts, keep, method.needs, seed=seed)
+            heads = getattr(tokens, OBSERVED[states])
+            want = [
+                best([naive(one, normalise) for one in heads[row, :n]], k)
+                for row, (n, k) in enumerate(zip(counts, keep, strict=True))
+            ]
+            assert rows(method.select(tokens).keep) == want
+
+
+def test_what_changes_an_entropy() -> None:
+    """Not the order of heads, nor a turn of all of them; their length does, unless it is taken away."""
+    x = torch.randn(20, 6, 16, generator=torch.Generator().manual_seed(0))
+    turn = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(1)))[0]
+    want = entropies(x)
+    for same in (x.flip(1), x @ turn, x + 5 * x[:, :1]):
+        torch.testing.assert_close(entropies(same), want, atol=1e-4, rtol=0)
+    assert not torch.allclose(entropies(3 * x), want)
+    torch.testing.assert_close(entropies(3 * x, True), entropies(x, True))
+    assert bool((entropies(x, True) >= 0).all() & (entropies(x, True) <= 1).all())
+
+
+def test_heads_that_are_equal_are_least_and_none_is_nan() -> None:
+    """All eigenvalues are the least one; more heads than channels, one head, and a token that is not finite."""
+    x = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0)) / 8
+    x[1] = x[1, :1]
+    assert entropies(x).argmin() == 1
+    assert entropies(x)[1] == pytest.approx(6e-10 * math.log(1e10) / math.log(6))
+    wide = x.transpose(1, 2)
+    want = torch.tensor([naive(one) for one in wide], dtype=torch.float64)
+    torch.testing.assert_close(entropies(wide), want)
+    assert entropies(x[:, :1]).isfinite().all()
+    x[2] = torch.inf
+    assert entropies(x).isnan().tolist() == [False, False, True, False]
+
+
+def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = view([30, 31], [9, 9], ("query_heads",))
+    want = tokenprune.method("entropyprune").score(tokens)
+    monkeypatch.setattr(entropyprune, "_ELEMENTS", 100)
+    assert torch.equal(tokenprune.method("entropyprune").score(tokens), want)
+
+
+@each(("average", "count"), [(192, 166), (128, 98), (64, 29)])
+def test_the_counts_of_the_authors(average: int, count: int) -> None:
+    """int((L a - K N) / (L - K)) of 576 tokens, in 32 layers."""
+    ((layer, got),) = counts_of(tokenprune.method("entropyprune"), 32, 576, Budget(average_tokens=average))
+    assert layer == 2 and 0 <= got - count <= 1

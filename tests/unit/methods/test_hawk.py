@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hawk against a loop written from its description, on made-up scores and in models."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tokenprune
+from each import each
+from several_cuts import COUNTS, SHARES, best, rows, view, wanted
+from tokenprune import OptionError
+from tokenprune.api import is_patched
+from zoo import FAMILIES
+
+WEIGHTS = (0.5, 0.0, 2.0)
+
+
+def naive(scores: Tensor, keep: int, weights: Any = None, norm: str = "l2") -> list[int]:
+    """scores: `[H, n]` of one image."""
+    total = [0.0] * scores.shape[1]
+    for head, weight in zip(scores.double().tolist(), weights or [1.0] * len(scores), strict=True):
+        own = [one if math.isfinite(one) else 0.0 for one in head]
+        if norm == "l2":
+            length = math.sqrt(sum(one * one for one in own))
+            own = [one / length if length else 0.0 for one in own]
+        elif norm == "softmax":
+            own = [math.exp(one) / sum(map(math.exp, own)) for one in own]
+        else:
+            span = max(own) - min(own)
+            own = [(one - min(own)) / span if span else 1.0 for one in own]
+        total = [a + weight * b for a, b in zip(total, own, strict=True)]
+    return best([round(one, 6) for one in total], keep)
+
+
+@each("norm", ["l2", "softmax", "minmax"])
+@each("weights", [None, WEIGHTS])
+def test_equals_the_loop(norm: Any, weights: Any) -> None:
+    method = tokenprune.method("hawk", norm=norm, weights=weights)
+    for seed, counts in enumerate(COUNTS):
+        for share in SHARES:
+            keep = wanted(counts, share)
+            tokens = view(counts, keep, method.needs, seed=seed)
+            both = zip(tokens.first_layer_scores, counts, keep, strict=True)
+            assert rows(method.select(tokens).keep) == [naive(one[:, :n], k, weights, norm) for one, n, k in both]
+
+
+def chosen(scores: Tensor, **options: Any) -> list[int]:
+    tokens = view([len(scores[0])], [5], ("first_layer_scores",), first_layer_scores=scores[None])
+    return rows(tokenprune.method("hawk", **options).select(tokens).keep)[0]
+
+
+def test_weights_and_heads() -> None:
+    """A common factor, one head alone, the length of a head, and heads that are not finite or all 0."""
+    scores = torch.randn(3, 30, generator=torch.Generator().manual_seed(0))
+    plain = chosen(scores, weights=WEIGHTS)
+    assert chosen(scores, weights=[7 * one for one in WEIGHTS]) == plain != chosen(scores)
+    assert chosen(scores, weights=[0, 1, 0]) == best(scores[1].tolist(), 5)
+    assert chosen(scores * torch.tensor([[2.0], [1], [1]]), weights=WEIGHTS) == plain
+    broken = scores.clone()
+    broken[2] = torch.nan
+    for norm in ("l2", "softmax", "minmax"):
+        assert chosen(broken, weights=WEIGHTS, norm=norm) == best(scores[0].tolist(), 5)
+        assert chosen(0 * scores, norm=norm) == [0, 1, 2, 3, 4]
+
+
+@torch.no_grad()
+def test_the_order_of_words_says_nothing(family: Any, build: Any) -> None:
+    """Queries of the first layer are of embeddings alone, and not rotated."""
+    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    turned = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    turned["input_ids"][:, -4:] = inputs["input_ids"][:, -4:].flip(1)
+    assert not torch.equal(turned["input_ids"], inputs["input_ids"])
+    kept = []
+    for given in (inputs, turned):
+        with tokenprune.patched(model, "hawk", keep=0.3, record=True):
+            model(**given)
+            kept.append(tokenprune.stats(model).cuts[0].kept)
+    assert kept[0] == kept[1]
+
+
+def test_what_a_decoder_lacks(build: Any) -> None:
+    """A number of weights that is not the heads', and a layer that has no such projections."""
+    model = build(FAMILIES["llava"])
+    with pytest.raises(OptionError, match="hawk: weights are of 3 heads"):
+        tokenprune.patch(model, "hawk", keep=0.5, weights=WEIGHTS)
+    decoder = nn.Module()
+    decoder.layers = nn.ModuleList([nn.Identity()])
+    with pytest.raises(OptionError, match="hawk reads the queries and keys"):
+        tokenprune.method("hawk").check_model(decoder)
+    assert not is_patched(model)
