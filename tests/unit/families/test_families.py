@@ -7,6 +7,7 @@ The families of zoo.py, on which the rest of the suite runs every method, are pa
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from each import each
 from families import FAMILIES, REFUSED, STATEFUL
 from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
-from tokenprune import TokenPruneError, UnsupportedModelError, families
+from tokenprune import Pruner, Selection, Site, TokenPruneError, UnsupportedModelError, VisualTokens, families
 from tokenprune.abilities import obstacle
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import adapter_for
@@ -38,6 +39,18 @@ READ_THE_TOWER = [
     if observables_of(tokenprune.method_info(name).needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
 ]
 STEPS = 2
+
+
+@dataclass(frozen=True)
+class TakesAll(Pruner):
+    """Keep all tokens, whatever it is asked for."""
+
+    name, site, by_content_count = "takes_all", Site.PRE_LLM, True
+
+    def select(self, tokens: VisualTokens) -> Selection:
+        return Selection(tokens.mask)
+
+
 VIDEOS = {"images": (0, 0), "video": (True, 5)}
 
 
@@ -76,6 +89,16 @@ def test_keep_all_is_bit_equal(family: Family, model, methods: list[str]) -> Non
             assert torch.equal(again, generated) and torch.equal(same, tokens), method
     # Unpatched it is the model that it was; conftest.py compares hooks and attributes.
     assert torch.equal(model(**inputs).logits, logits)
+
+
+@torch.no_grad()
+def test_a_count_that_turns_out_to_be_all_is_bit_equal(family: Family, model) -> None:
+    """Of a method that finds the count itself this is known after the cut is planned. Batches without padding: that
+    leaves with any cut."""
+    inputs = family.make_inputs(only=0)
+    logits = model(**inputs).logits
+    with tokenprune.patched(model, TakesAll(), keep=0.5):
+        assert torch.equal(model(**inputs).logits, logits) and tokenprune.stats(model).keep_ratio == 1
 
 
 @each("method", METHODS)

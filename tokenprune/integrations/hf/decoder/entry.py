@@ -74,6 +74,8 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     functions, group = call.groups[0].functions, call.group(0) if made else None
     call.groups.clear()
     call.groups.append(call.group(0, functions))
+    if layout.whole and not call.maskless:  # a method that finds the count itself kept all: the decoder makes its masks
+        return DecoderInputs(embeds, inputs.mask, inputs.positions, inputs.cache, inputs.extras, inputs.given)
     extras = dict(inputs.extras)
     for name, dim in adapter.family.entry_tokens.items():
         if extras.get(name) is not None:
