@@ -51,6 +51,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "kitoke": [{"sample": False}],
     "llava_scissor": [{"exact": False}],
     "prunevid": [{"inner": False}],
+    "sttm": [{"exact": False}, {"temporal": 0.0}],
     "dymu": [{"thresholds": THRESHOLDS}, {"thresholds": THRESHOLDS, "exact": True}],
     "mustdrop": [{"protected": 0.0}, {"thresholds": (0.01, 0.1)}],
     "pyramiddrop": [{"ratios": (0.9, 0.2)}],

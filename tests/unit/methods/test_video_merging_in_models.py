@@ -27,6 +27,7 @@ BOTH = [
     for name, inner in METHODS.items()
     for number, options in enumerate([inner, {"inner": False}] if inner else [{}])
 ]
+BOTH.append(pytest.param(tokenprune.method("sttm", layer=1), id="sttm"))
 
 
 @pytest.fixture(params=MODELS)
@@ -65,7 +66,7 @@ def test_generate_with_an_image_beside(method: tokenprune.Method, family: Family
     assert 0 < alive[0, places[:video]].sum() < video
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, "sttm"])
 @torch.no_grad()
 def test_what_keeps_all_changes_nothing(name: str, family: Family, build: Callable[..., Any]) -> None:
     model, inputs = build(family), family.make_inputs(images=(0,), video=3)
