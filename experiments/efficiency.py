@@ -58,6 +58,7 @@ from rich.table import Table
 
 import tokenprune
 from tokenprune import BudgetError, Site
+from tokenprune.integrations.shared.tower_scores import read_of_pixels
 from tokenprune.sites.encoder import EncoderMethod
 from tokenprune.view.registry import compares_frames
 from tokenprune_bench.calibration import calibrate
@@ -79,7 +80,10 @@ def _drops(name: str) -> bool:
     info = tokenprune.method_info(name)
     if info.site == Site.IN_ENCODER:
         return issubclass(info.cls, EncoderMethod)  # units of packed patches are dropped in other towers than this one
-    return info.site in (Site.PRE_LLM, Site.IN_LLM, Site.DECODE) and not compares_frames(tokenprune.method(name))
+    method = tokenprune.method(name)
+    if read_of_pixels(method):  # of packed patches, and those are in other towers, too
+        return False
+    return info.site in (Site.PRE_LLM, Site.IN_LLM, Site.DECODE) and not compares_frames(method)
 
 
 class Case:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tokenprune.families import Family
-from tokenprune.view.observable import Backend, TowerBlock, TowerOutput, TowerScores
+from tokenprune.ops.drawn import uniform
+from tokenprune.view.observable import Backend, TowerBlock, TowerInput, TowerOutput, TowerScores
 from tokenprune.view.registry import register_observable
-from tokenprune.view.segments import SeenAttention, Sizes
+from tokenprune.view.segments import SeenAttention, Segments, Sizes
+from tokenprune.view.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,3 +145,28 @@ class EncoderFlow(TowerScores):
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return super().example(replace(sizes, heads=3), generator)
+
+
+@register_observable("patch_entropy")
+class PatchEntropy(TowerInput):
+    """float32 `[S, N]`: entropy of the greys of each token's pixels, in nats, from 0 (flat) to ln 256; of towers that
+    pack patches, and with `processor=`.
+
+    Colours are rounded to 0..255, and greys, 0.299 R + 0.587 G + 0.114 B in float32, truncated; 1e-10 is added to the
+    share of each of the 256. A token of a video holds the pixels of all frames that it joins.
+    """
+
+    axes = "SN"
+
+    def of_colours(self, colours: Tensor) -> Tensor:
+        red, green, blue = colours.mul(255).round().clamp(0, 255).unbind(2)
+        grey = (0.299 * red + 0.587 * green + 0.114 * blue).long().flatten(1)
+        count = colours.new_zeros(len(grey), 256).scatter_add_(1, grey, torch.ones_like(grey, dtype=colours.dtype))
+        share = count / grey.shape[1] + 1e-10
+        return -(share * share.log()).sum(1, keepdim=True)
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        return super().of_visual(source, segments).squeeze(-1)
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return uniform(sizes.segments, sizes.tokens, generator=generator) * 5

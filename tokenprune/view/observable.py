@@ -288,6 +288,24 @@ class TowerOutput(Observable):
         return source.of_tower((self.name,), segments)
 
 
+class TowerInput(Observable):
+    """Base of what is made of the colours of each token's pixels, in towers that pack the patches of all images; it
+    takes the model's processor, which knows the colours."""
+
+    where = ObservedAt.TOWER
+
+    def obstacle(self, row: Family) -> str | None:
+        return None if row.units and row.patches == "runs" else "pixels that are packed token by token"
+
+    def of_colours(self, colours: Tensor) -> Tensor:
+        """Return float32 `[tokens, C]`. colours: float32 `[tokens, patches, channels, P]`, from 0 to 1."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement of_colours()")
+
+    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        """float32 `[S, N, C]`, 0 for padding."""
+        return source.of_tower((self.name,), segments)
+
+
 class TowerScores(TowerBlock):
     """Base of scores of patches by head: `[S, H, N]`."""
 

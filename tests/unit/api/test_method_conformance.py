@@ -54,6 +54,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "sttm": [{"exact": False}, {"temporal": 0.0}],
     "dymu": [{"thresholds": THRESHOLDS}, {"thresholds": THRESHOLDS, "exact": True}],
     "mustdrop": [{"protected": 0.0}, {"thresholds": (0.01, 0.1)}],
+    "erase": [{"entropy": (), "retain": (0.4,)}],
     "pyramiddrop": [{"ratios": (0.9, 0.2)}],
     "sparsevlm": [{"version": "+", "heads": 1}, {"recycle": 1.0}, {"exact": False}],
     "v2drop": [{"last": "withdraw"}],

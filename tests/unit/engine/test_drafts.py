@@ -29,11 +29,11 @@ NAMES = ["llava", "qwen2_5_vl", "gemma3"]
 # Those that act on pixels change what the processor makes of a prompt: nothing of them is in the model.
 ACTING = [name for name in METHODS if tokenprune.method_info(name).site is not Site.PRE_ENCODER]
 # What cannot act: averages of a grid of patches after the tower, grids that are not known, families without video or
-# without a thumbnail, towers of two blocks. `docprune` wants a processor, for colours.
+# without a thumbnail, towers of two blocks. `docprune` and `erase` want a processor, for colours.
 REFUSED = {
-    "llava": ["docprune", "earlytom", "ipcv", "pevlm", "pixelprune", "towerdrop", *VIDEO_METHODS],
-    "qwen2_5_vl": ["docprune", "earlytom", *TILE_METHODS],
-    "gemma3": ["docprune", "dymu", "earlytom", "ipcv", "pevlm", "pixelprune", "tome", *VIDEO_METHODS],
+    "llava": ["docprune", "earlytom", "erase", "ipcv", "pevlm", "pixelprune", "towerdrop", *VIDEO_METHODS],
+    "qwen2_5_vl": ["docprune", "earlytom", "erase", *TILE_METHODS],
+    "gemma3": ["docprune", "dymu", "earlytom", "erase", "ipcv", "pevlm", "pixelprune", "tome", *VIDEO_METHODS],
     "gemma4": ["pixelprune", "tome", "vscan"],
     "exaone4_5": ["tome", "vscan"],
 }

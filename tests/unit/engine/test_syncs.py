@@ -58,7 +58,7 @@ TOWER_BLOCKS = 4
 # all images, or of each with its groups; inside a tower, how many patches are left of each image, and which.
 ASKING = {"prunevid": 1, "kitoke": 2, "llava_scissor": math.inf, "pixelprune": math.inf, "vispruner": 1}
 ASKING |= {"autoprune": 1, "vitcop": 1, "visipruner": 1, "dtd": 1, "agilepruner": 1, "prunesid": 6, "flowcut": 5}
-ASKING |= {"pact": math.inf, "sttm": math.inf, "entropyprune": 2}
+ASKING |= {"pact": math.inf, "sttm": math.inf, "entropyprune": 2, "erase": 1}
 
 
 def allowed(family: Family, name: str) -> int:

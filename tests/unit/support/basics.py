@@ -12,6 +12,7 @@ import tokenprune
 from tokenprune import Budget, Method, Site
 from tokenprune.abilities.obstacle import not_on
 from tokenprune.families import SUPPORTED
+from tokenprune.integrations.shared.tower_scores import read_of_pixels
 from tokenprune.view.observable import ObservedAt
 from tokenprune.view.registry import observables_of
 from zoo import IMAGE, VIDEO, Family
@@ -28,10 +29,13 @@ _COMPARING = [name for name in METHODS if observables_of(tokenprune.method_info(
 VIDEO_METHODS = [name for name in _COMPARING if tokenprune.method_info(name).site not in _ELSEWHERE]
 # What reads something that not every family has: see test_tile_methods.py.
 TILE_METHODS = [name for name in METHODS if not_on(tokenprune.method(name), SUPPORTED["qwen2_vl"])]
+# What reads the colours of pixels needs a processor, too: see test_erase.py.
+COLOUR_METHODS = [name for name in METHODS if read_of_pixels(tokenprune.method(name))]
 MODEL_METHODS = [
     name
     for name in METHODS
-    if tokenprune.method_info(name).site not in _ELSEWHERE and name not in (*VIDEO_METHODS, *TILE_METHODS)
+    if tokenprune.method_info(name).site not in _ELSEWHERE
+    and name not in (*VIDEO_METHODS, *TILE_METHODS, *COLOUR_METHODS)
 ]
 # Methods that cut once and keep what they are asked for; the others spread their budget over several cuts, or layers.
 SINGLE_CUT = [

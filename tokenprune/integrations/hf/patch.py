@@ -38,6 +38,7 @@ from tokenprune.integrations.hf.tower.frame_merging import FrameMerging
 from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.hf.tower.tile_dropping import GridDrop, TileDrop
 from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
+from tokenprune.integrations.shared.tower_scores import read_of_pixels
 from tokenprune.sites import check_places, composition_key
 from tokenprune.sites.attention import AttentionPattern
 from tokenprune.sites.decode import DecodeMethod
@@ -122,7 +123,8 @@ def _parts(
                 parts.append(add_on("attention.blockwise").BlockAttention(adapter, method, budget))
             case Pruner():
                 steps.append(step)
-    unread = processor is not None and not pixels and not any(isinstance(part, UnitDrop) for part in parts)
+    read = pixels or any(isinstance(part, UnitDrop) for part in parts) or any(map(read_of_pixels, acting))
+    unread = processor is not None and not read
     if guard is not None and unread:
         add_on("guard.part").check_processor(processor, methods)
     check_steps(steps, adapter)
@@ -142,7 +144,7 @@ def _parts(
                 f"{readers[0].name} reads the attention of the vision tower's patches, and {inside[0].name} {what}: "
                 "use one of the two"
             )
-        parts.append(BlockReader(adapter, readers))
+        parts.append(BlockReader(adapter, readers, processor))
     if any(compares_frames(step) for step in steps):
         merges = [method.name for method in inside if method.removes]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tokenprune.base import Pruner
+from tokenprune.base import Method, Pruner
 from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.patch_grid import Placed
-from tokenprune.view.observable import ObservedAt, TowerBlock, TowerOutput
+from tokenprune.view.observable import ObservedAt, TowerBlock, TowerInput, TowerOutput
 from tokenprune.view.registry import find_observable, observables_of
 from tokenprune.view.segments import Patches
 
@@ -74,6 +74,11 @@ def blocks_read(method: Pruner, depth: int, config: Any) -> Blocks:
     outputs = [one for one in observables_of(method.needs, ObservedAt.TOWER) if isinstance(one, TowerOutput)]
     found |= {(one.name,): OUTPUT for one in outputs}
     return found or {("patches",): read_block(config, depth)}
+
+
+def read_of_pixels(method: Method) -> list[TowerInput]:
+    """Return the observables of a token's pixels that a method needs."""
+    return [one for one in observables_of(method.needs, ObservedAt.TOWER) if isinstance(one, TowerInput)]
 
 
 def without_tower(method: Pruner, spell: Callable[[Any], str] = repr) -> str:

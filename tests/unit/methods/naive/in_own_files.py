@@ -22,6 +22,16 @@ ROWS = {
         )
     ),
     "entropyprune": Row(refused=({"layer": 0}, {"states": "hidden"}, {"normalise": 1})),
+    "erase": Row(
+        refused=(
+            {"entropy": (1.0, 2.0, 0.5)},
+            {"retain": (0.5,)},
+            {"retain": (0.8, 0.7, 0.5, 0.0)},
+            {"layers": (3,)},
+            {"layers": (3, 3)},
+            {"layers": (-1, 3)},
+        )
+    ),
     "hawk": Row(refused=({"weights": [-1.0]}, {"weights": [0.0, 0.0]}, {"weights": [math.inf]}, {"norm": "l1"})),
     "ipcv": Row(refused=({"layer": 0}, {"stabilise": -1}, {"neighbours": 0}, {"neighbours": "10"})),
     "pixelprune": Row(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.base import Pruner
-from tokenprune.errors import UnsupportedSetupError
+from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.families import TOWERS
 from tokenprune.integrations.hf.attention.observer import Observer
 from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
@@ -27,6 +27,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
 from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.hf.tower.blocks import attention_of, find_blocks
+from tokenprune.integrations.hf.tower.unit_dropping import coloured, colours_of
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.observation import Observation
 from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
@@ -39,18 +40,20 @@ from tokenprune.integrations.shared.tower_scores import (
     as_patches,
     blocks_read,
     empty,
+    read_of_pixels,
     take_patches,
     tower_features,
     without_tower,
 )
 from tokenprune.ops.transfer import to_device
-from tokenprune.view.observable import TowerOutput
+from tokenprune.view.observable import TowerInput, TowerOutput
 from tokenprune.view.registry import find_observable
 from tokenprune.view.segments import Patches, Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
 
+_TOKENS = 1024  # whose pixels are read in one go
 # The blocks that are known, and how many class tokens stand before the patches.
 _CLASS_TOKENS = {tower.block: tower.class_tokens for tower in TOWERS.values()}
 
@@ -59,10 +62,10 @@ class BlockReader(Part):
     """Reads what `methods` need of the vision tower, in the blocks that they name in their `encoder_layers`.
 
     Raises UnsupportedSetupError for towers that are not known and families whose tokens cannot be traced to patches,
-    OptionError for blocks that there are not.
+    OptionError for blocks that there are not, and where pixels are read and no processor tells their colours.
     """
 
-    def __init__(self, adapter: Adapter, methods: Sequence[Pruner]) -> None:
+    def __init__(self, adapter: Adapter, methods: Sequence[Pruner], processor: Any = None) -> None:
         super().__init__()
         self.adapter, self.name = adapter, ", ".join(method.name for method in methods)
         knows = f"{self.name} looks into the vision tower, and knows the towers CLIP, SigLIP (and its like in Idefics3 "
@@ -75,6 +78,10 @@ class BlockReader(Part):
             self.blocks |= blocks_read(method, len(blocks), adapter.config)
         for index in set(self.blocks.values()) - {OUTPUT}:
             Observer(self.attentions[index], partial(self._record, index))  # raises what cannot be observed
+        self.of_pixels = {one for method in methods for one in read_of_pixels(method)}
+        self.colours = colours_of(processor)
+        if self.of_pixels and self.colours is None:
+            raise OptionError(f"{self.name} reads colours, and the model gets normalised ones: pass processor=")
 
     # -- inside the tower
 
@@ -139,7 +146,21 @@ class BlockReader(Part):
         placed = place(
             self.adapter, encoding.modality, encoding.on_host, feature_total(output), torch.cat(layers, dim=-1), packed
         )
-        open_record(output).encoded = Encoded.of(placed, self.blocks, state, [x.shape[-1] for x in layers])
+        encoded = Encoded.of(placed, self.blocks, state, [x.shape[-1] for x in layers])
+        if self.of_pixels:
+            pixels = encoding.arguments["pixel_values_videos" if encoding.modality == "video" else "pixel_values"]
+            units = pixels.float().unflatten(0, (len(placed.cells), -1)).split(_TOKENS)
+            encoded.values.update(
+                {(one.name,): torch.cat([self._read(one, x) for x in units]) for one in self.of_pixels}
+            )
+        open_record(output).encoded = encoded
+
+    @torch.no_grad()
+    def _read(self, observable: TowerInput, pixels: Tensor) -> Tensor:
+        """Return what an observable makes of pixels, `[tokens, patches, channels * P]`."""
+        assert self.colours is not None  # else refused
+        shown = coloured(pixels.flatten(0, 1), self.colours)
+        return observable.of_colours(shown.view(*pixels.shape[:2], len(self.colours[0]), -1))
 
 
 @dataclass(frozen=True)

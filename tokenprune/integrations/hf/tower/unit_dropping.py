@@ -71,7 +71,7 @@ class UnitDrop(KeptUnits, PackedTower):
         super().__init__(adapter, method, budget, packed_blocks(self.tower))
         self.inside = method.sees != "pixels"
         self.middle = self.fills = not method.removes
-        self.colours = None if self.inside else _colours(processor)
+        self.colours = None if self.inside else colours_of(processor)
         if self.colours is None and (why := method.reads_colours):
             raise OptionError(
                 f"{method.name}: {why}, and the model gets normalised ones: pass processor=, or leave it out"
@@ -90,7 +90,7 @@ class UnitDrop(KeptUnits, PackedTower):
             run.drops = choosing_packed(run, self.method, grids, most, self.patches)
         else:
             with torch.no_grad():
-                stays = choose_units(self.method, self._coloured(pixels.float()), grids, most, self.patches)
+                stays = choose_units(self.method, coloured(pixels.float(), self.colours), grids, most, self.patches)
             run.kept, run.acts = list(stays.split(sizes)), not bool(stays.all())
             if run.acts:
                 run.order = order()
@@ -99,15 +99,19 @@ class UnitDrop(KeptUnits, PackedTower):
             come_back(run, self.method, self.block, len(self.blocks), [size * self.patches for size in sizes])
         return run
 
-    def _coloured(self, pixels: Tensor) -> Tensor:
-        """Return pixels as the method wants them, with colours from 0 to 1 where the processor tells these."""
-        if self.colours is None:
-            return pixels
-        mean, std = (to_device(of, pixels.device) for of in self.colours)
-        return torch.addcmul(mean[:, None], pixels.view(len(pixels), len(std), -1), std[:, None]).flatten(1)
+
+Colours = tuple[Tensor, Tensor]  # mean and standard deviation of each channel
 
 
-def _colours(processor: Any) -> tuple[Tensor, Tensor] | None:
+def coloured(pixels: Tensor, colours: Colours | None) -> Tensor:
+    """Return `pixels`, `[patches, channels * P]`, with colours from 0 to 1; as they are, where nothing tells these."""
+    if colours is None:
+        return pixels
+    mean, std = (to_device(of, pixels.device) for of in colours)
+    return torch.addcmul(mean[:, None], pixels.view(len(pixels), len(std), -1), std[:, None]).flatten(1)
+
+
+def colours_of(processor: Any) -> Colours | None:
     """Return mean and standard deviation of each channel by which a processor normalises colours from 0 to 1; None
     where nothing tells."""
     for one in (processor, *(getattr(processor, name, None) for name in ("image_processor", "video_processor"))):
