@@ -181,6 +181,7 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
     "divprune": lambda s: [s.product(s.visual, s.visual // 2), s.steps(s.kept, s.visual)],
     "eadp": _asked,
     "entropyprune": _nothing,  # small tables, whose eigenvalues are no arithmetic of tokens
+    "f3a": lambda s: [_pairs(s), s.steps(s.kept, s.visual)],
     "feather": _at_cuts(_next_layer),
     "fitprune": _at_cuts(lambda s, before, behind: [s.attention(before + s.text, before + 2 * s.text)]),
     # The first layer's queries of the text and keys of the image.

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""f3a: what its loop in naive/f3a.py does not say."""
+
+from __future__ import annotations
+
+import torch
+
+import tokenprune
+from greedy import alone, image_tokens, picked
+from tests.unit.methods.naive.f3a import Cells, naive_anchors, naive_first_choice, naive_scores, spread_out
+from tokenprune.methods.pre_llm.f3a import matrices, sparse
+
+GRID = [(1, 7, 9)]
+METHOD = tokenprune.method("f3a")
+# Of `sparse(2, 6, 3, seed=42)`, row by row as they are drawn.
+PINNED = ((0, 0, 0.230341), (0, 3, -0.613506), (0, 2, 1.077018), (1, 0, 0.469989), (1, 2, 0.277914), (1, 1, 0.305967))
+
+
+def test_the_stream_of_random_numbers() -> None:
+    """By rows, places before numbers, on the host: other devices get a copy."""
+    matrix = sparse(2, 6, 3, seed=42)
+    wanted = torch.zeros(2, 6)
+    for row, place, value in PINNED:
+        wanted[row, place] = value
+    assert torch.allclose(matrix, wanted, atol=1e-6)
+    drawn = matrices(40, 24, 42, torch.device("cpu"))
+    assert [tuple(one.shape) for one in drawn] == [(128, 40), (128, 24), (16, 128), (96, 40), (96, 24)]
+    assert [int((one != 0).sum(1).max()) for one in drawn] == [32, 8, 16, 24, 24]
+    assert torch.equal(drawn.cue, sparse(128, 24, 8, 43)) and torch.equal(drawn.cue_aligned, sparse(96, 24, 24, 46))
+    assert matrices(40, 24, 42, torch.device("cpu")) is drawn
+
+
+def test_the_question_and_the_seed_count_and_a_common_shift_does_not() -> None:
+    tokens = image_tokens([63], [16], grids=GRID)
+    (want,) = picked(METHOD, tokens)
+    for text in (tokens.text.hidden.flip(1), tokens.text.hidden[:, torch.randperm(9)]):
+        assert picked(METHOD, image_tokens([63], [16], grids=GRID, text={"hidden": text})) == [want]
+    assert picked(METHOD, image_tokens([63], [16], grids=GRID, hidden=tokens.hidden + 3)) == [want]
+    other = {"hidden": -tokens.text.hidden}
+    assert picked(METHOD, image_tokens([63], [16], grids=GRID, text=other)) != [want]
+    assert picked(tokenprune.method("f3a", seed=1), tokens) != [want]
+    assert picked(METHOD, image_tokens([63], [16])) != [want]  # without a grid
+    assert METHOD.query_aware and not METHOD.prefix_cache_safe
+
+
+def test_fixed_tokens_stay_while_they_fit() -> None:
+    for keep in (1, 2, 5, 16, 40):
+        tokens = image_tokens([63], [keep], grids=GRID)
+        seen, at, anchors = alone(tokens, 0), Cells(7, 9), naive_anchors(63, keep)
+        scores = naive_scores(spread_out(seen["x"]), seen["t"], anchors, at, 42)
+        fixed, _ = naive_first_choice(scores, anchors, keep, at)
+        (got,) = picked(METHOD, tokens)
+        assert set(got) >= fixed if len(fixed) <= keep else got == sorted(fixed)[:keep]
+
+
+def test_without_text_and_with_what_is_not_finite() -> None:
+    tokens = image_tokens([63], [16], grids=GRID)
+    want = picked(METHOD, image_tokens([63], [16], grids=GRID, text={"hidden": torch.zeros(1, 1, 32)}))
+    for words in (0, 3):
+        silent = {"hidden": torch.full((1, words, 32), torch.nan), "mask": torch.zeros(1, words, dtype=torch.bool)}
+        assert picked(METHOD, image_tokens([63], [16], grids=GRID, text=silent)) == want
+    for value in (torch.nan, torch.inf):
+        x = tokens.hidden.clone()
+        x[0, 5, 3] = value
+        zeros = x.clone()
+        zeros[0, 5] = 0
+        got = picked(METHOD, image_tokens([63], [16], grids=GRID, hidden=x))
+        assert got == picked(METHOD, image_tokens([63], [16], grids=GRID, hidden=zeros))
+    for all_alike in (torch.ones_like(x), x * torch.nan, x.nan_to_num(nan=0.0) * 1e30):
+        picked(METHOD, image_tokens([63], [16], grids=GRID, hidden=all_alike))
+
+
+def test_rows_of_a_batch_are_rows_alone() -> None:
+    grids = [(1, 7, 9), (1, 5, 5)]
+    tokens = image_tokens([63, 25], [16, 3], grids=grids)
+    both = picked(METHOD, tokens)
+    for row, (count, keep) in enumerate([(63, 16), (25, 3)]):
+        words = tokens.text.hidden[row : row + 1, tokens.text.mask[row]]
+        one = {"hidden": tokens.hidden[row : row + 1, :count], "text": {"hidden": words}, "grids": [grids[row]]}
+        assert picked(METHOD, image_tokens([count], [keep], **one)) == [both[row]]
+
+
+def test_frames_of_a_video_are_rows_and_a_grid_that_does_not_fit_is_none() -> None:
+    x = image_tokens([63], [9]).hidden
+    rows = picked(METHOD, image_tokens([63], [9], hidden=x, grids=[(1, 21, 3)]))
+    assert picked(METHOD, image_tokens([63], [9], hidden=x, grids=[(3, 7, 3)])) == rows
+    assert picked(METHOD, image_tokens([63], [9], hidden=x, grids=[(1, 8, 8)])) == picked(
+        METHOD, image_tokens([63], [9], hidden=x)
+    )
