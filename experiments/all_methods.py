@@ -110,7 +110,9 @@ def ask(
     methods: Annotated[str, typer.Option(help="Comma-separated; default: all that act on images.")] = "",
     questions: Annotated[int, typer.Option(min=0, help="Held-out images with their questions; 0: all.")] = 0,
     every: Annotated[int, typer.Option(min=1, help="Of these images, take each n-th one.")] = 1,
-    targets: Annotated[str, typer.Option(help="Shares of the visual tokens, comma-separated.")] = "0.5,0.33,0.25,0.11,0.05",
+    targets: Annotated[
+        str, typer.Option(help="Shares of the visual tokens, comma-separated.")
+    ] = "0.5,0.33,0.25,0.11,0.05",
     out: Annotated[Path | None, typer.Option(help="Default: experiments/results/all_methods-MODEL.jsonl.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     device: Annotated[str | None, typer.Option()] = None,

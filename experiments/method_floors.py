@@ -163,6 +163,7 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
             "hired",
             "holov",
             "random",
+            "saint",
             "tome",
             "uniform",
             "vtw",

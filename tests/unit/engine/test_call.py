@@ -138,7 +138,8 @@ def test_nobody_holds_a_call_that_is_over(method: str, options: dict[str, Any], 
         gc.collect()
         parts = attachment_of(model).engine.parts
         kept = [one for part in parts for one in vars(part).values() if isinstance(one, PerCall)]
-        assert bool(kept) == (method != "divprune") and not any(kept)
+        # One of them is that of packed rows, which every patch has.
+        assert (len(kept) > 1) == (method != "divprune") and not any(kept)
         assert not [one for one in gc.get_objects() if type(one) is Call]
 
 

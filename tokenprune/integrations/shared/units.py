@@ -128,7 +128,7 @@ class Units:
         rows = x.view(1, self.left[0], -1) if self.patches else x
         if self.drops:  # of which -1 is the last
             rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))
-        owner = self.owner.to(x.device)
+        owner = to_device(self.owner, x.device)
         if self.patches:
             return rows[0, owner[0]].view(-1, *x.shape[1:])
         return gather_tokens(rows, owner % rows.shape[1] if self.drops else owner, 1)

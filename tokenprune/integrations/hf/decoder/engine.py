@@ -178,7 +178,8 @@ class Engine(Attachable):
         self._under_way.remove(call)
         if call in self._meeting:
             self._meeting.remove(call)
-        return None if self._packed is None else self._packed.join(call, output)
+        rows = None if self._packed is None else self._packed.rows.pop(call, None)
+        return None if rows is None or output is None else rows.join(output)
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:
         call.outputs[modality] = output

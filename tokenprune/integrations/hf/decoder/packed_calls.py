@@ -15,12 +15,12 @@ from tokenprune.integrations.hf.sequence.packing import PackedRows, samples_of
 
 
 class PackedCalls(Part):
-    """Stands where methods may remove tokens."""
+    """Stands where methods may remove tokens. rows: of calls that were taken apart."""
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()
         self.adapter = adapter
-        self._rows: PerCall[PackedRows] = PerCall()
+        self.rows: PerCall[PackedRows] = PerCall()
 
     def split(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of the base model's forward, with images, so that each sample is a row of its own; None
@@ -43,11 +43,6 @@ class PackedCalls(Part):
                 f"rows that hold several samples take no {name} under pruning: leave it out, or give each sample a row "
                 "of its own with padding"
             )
-        rows = self._rows[call] = PackedRows.of(sample, tokens.device)
+        rows = self.rows[call] = PackedRows.of(sample, tokens.device)
         taken = set(self.adapter.placeholders.values())
         return rows.split(arguments, next(number for number in range(len(taken) + 1) if number not in taken))
-
-    def join(self, call: Call, output: Any) -> Any:
-        """Return the output of a call in the rows that it came in; None where these are as they came."""
-        rows = self._rows.pop(call, None)
-        return None if rows is None or output is None else rows.join(output)
