@@ -7,8 +7,6 @@ from functools import lru_cache, partial
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch.nn.functional import avg_pool2d, max_pool2d, normalize
-from torch.nn.utils.rnn import pad_sequence
 
 from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.compact import partition
@@ -63,7 +61,7 @@ class F3A(Pruner):
             frames, height, width = shape if shape is not None and math.prod(shape) == count else (1, 1, count)
             grid = Grid(frames * height, width, x.device)
             found.append(pool_of(x[image, :count], cues[image], number, grid, drawn))
-        pools = [pad_sequence(list(each), batch_first=True) for each in zip(*found, strict=True)]
+        pools = [torch.nn.utils.rnn.pad_sequence(list(each), batch_first=True) for each in zip(*found, strict=True)]
         choose = partial(spread, max(tokens.keep))
         return Selection(by_rows(choose, tokens.mask.shape[1] ** 2, tokens.budget, *pools), counts=tokens.keep)
 
@@ -134,11 +132,11 @@ class Grid:
 
     def mean_around(self, score: torch.Tensor) -> torch.Tensor:
         """`[N]`: mean of 3 x 3 tokens, of which those outside count as 0."""
-        return avg_pool2d(score.view(1, self.height, self.width), 3, 1, 1).flatten()
+        return torch.nn.functional.avg_pool2d(score.view(1, self.height, self.width), 3, 1, 1).flatten()
 
     def most_around(self, score: torch.Tensor) -> torch.Tensor:
         """`[N]`: the highest of 3 x 3 tokens."""
-        return max_pool2d(score.view(1, self.height, self.width), 3, 1, 1).flatten()
+        return torch.nn.functional.max_pool2d(score.view(1, self.height, self.width), 3, 1, 1).flatten()
 
     def longest(self, chosen: torch.Tensor) -> torch.Tensor:
         """float32 scalar: the greatest distance between two of the tokens `chosen`, bool `[N]`: from an end of a row to
@@ -216,7 +214,9 @@ def anchors_of(count: int, number: int, device: torch.device) -> torch.Tensor:
 def scores_of(x: torch.Tensor, cue: torch.Tensor, anchors: torch.Tensor, grid: Grid, drawn: Drawn) -> Scores:
     """Return the scores of tokens `[N, D]` for a cue `[D]`, both standardised."""
     task = in_open_heads(x, cue, drawn)
-    aligned = normalize(x @ drawn.tokens_aligned.T, dim=1) @ normalize(drawn.cue_aligned @ cue, dim=0)
+    aligned = torch.nn.functional.normalize(x @ drawn.tokens_aligned.T, dim=1) @ torch.nn.functional.normalize(
+        drawn.cue_aligned @ cue, dim=0
+    )
     found = 0.65 * ranged(task) + 0.35 * ranged((aligned.clamp(-1, 1) + 1) / 2)
     coarse, fine = (like_places(found, basis) for basis in bases(grid.place))
     found = ranged(found + 0.18 * coarse)
@@ -233,9 +233,9 @@ def scores_of(x: torch.Tensor, cue: torch.Tensor, anchors: torch.Tensor, grid: G
 
 def in_open_heads(x: torch.Tensor, cue: torch.Tensor, drawn: Drawn) -> torch.Tensor:
     """float32 `[N]`: how much of each token is in the heads that the cue opens."""
-    heads = normalize(drawn.heads, dim=1)
-    share = ((normalize(x @ drawn.tokens.T, dim=1) @ heads.T) / 0.7).softmax(1)
-    energy = (heads @ normalize(drawn.cue @ cue, dim=0) + 1) / 2
+    heads = torch.nn.functional.normalize(drawn.heads, dim=1)
+    share = ((torch.nn.functional.normalize(x @ drawn.tokens.T, dim=1) @ heads.T) / 0.7).softmax(1)
+    energy = (heads @ torch.nn.functional.normalize(drawn.cue @ cue, dim=0) + 1) / 2
     opened = energy.argsort(descending=True, stable=True)[:_OPEN]
     return share[:, opened] @ (energy[opened] / 0.5).softmax(0)
 
@@ -254,15 +254,15 @@ def bases(place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def like_places(score: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """float32 `[N]`, 0 to 1: how alike the place of each token is to the mean place, weighed by `score`."""
-    basis = normalize(basis, dim=1)
+    basis = torch.nn.functional.normalize(basis, dim=1)
     weight = score + (score.sum() <= _TINY)
-    prototype = normalize(basis.T @ (weight / weight.sum()), dim=0)
+    prototype = torch.nn.functional.normalize(basis.T @ (weight / weight.sum()), dim=0)
     return ((basis @ prototype).clamp(-1, 1) + 1) / 2
 
 
 def detail_of(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """float32 `[N]`, 0 to 1: how much tokens differ from their four neighbours, around each."""
-    cells = normalize(x, dim=1).view(grid.height, grid.width, -1)
+    cells = torch.nn.functional.normalize(x, dim=1).view(grid.height, grid.width, -1)
     differs = torch.zeros(grid.height, grid.width, dtype=torch.float32, device=x.device)
     across, down = cells.diff(dim=1).square().mean(2), cells.diff(dim=0).square().mean(2)
     differs[:, 1:] += across
@@ -287,7 +287,7 @@ def foraged(scores: Scores, anchors: torch.Tensor, number: int, grid: Grid) -> t
     strength = torch.where(two[:, 1] > -torch.inf, two.mean(1), two[:, 0]) + 0.20 * grid.share(anchors)
     active_number = max(2, min(round(number / max(1.15 * len(smell) / windows, 1)), windows, number))
     active = best(strength, active_number, torch.ones_like(strength, dtype=torch.bool))
-    around = max_pool2d(active.float().view(1, *grid.windows), 3, 1, 1).flatten() > 0
+    around = torch.nn.functional.max_pool2d(active.float().view(1, *grid.windows), 3, 1, 1).flatten() > 0
     candidate = (around | (grid.share(anchors) > 0))[grid.window]
 
     scaffold = grid.in_windows(0.55 * smell + 0.45 * lock).argmax(1)
