@@ -145,7 +145,9 @@ def _unserved(method: Method) -> str | None:
         back = (
             "its tokens come back at the end of the tower, which is done in transformers alone: use towerdrop or tome"
         )
-        return _asking(method) if method.removes else back
+        if not method.removes:
+            return back
+        return _asking(method) if method.query_aware else None
     if isinstance(method, EncoderMethod):
         if method.vtu != "off":
             return f"vtu={method.vtu} changes attention inside the language model; leave it out"
@@ -170,13 +172,11 @@ def _unserved(method: Method) -> str | None:
         less = method.fallback_hint(missing, json.dumps)
         instead = f"; {method.name} does without with {less}" if less else ""
         return f"it needs {', '.join(missing)}, and vLLM's fused layers give no such thing{instead}"
-    return _asking(method)
+    return _asking(method) if method.query_aware else None
 
 
-def _asking(method: Method) -> str | None:
-    """Return why vLLM cannot serve a method that reads the question; None for one that does not."""
-    if not method.query_aware:
-        return None
+def _asking(method: Method) -> str:
+    """Return why vLLM cannot serve a method that reads the question."""
     options = _written(method.query_free)
     instead = f"; {method.name} does without with {options}" if options else ""
     return f"it reads the question, but an image's features are shared by all prompts that hold it{instead}"
