@@ -51,7 +51,8 @@ UNFIT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 OUR_OWN = "tokenprune.methods."
 LEFT_OUT = {
-    "ivc_prune": "counts what stays at its cut; the layers before it keep all, and only its authors' code evicts them"
+    "ivc_prune": "counts what stays at its cut; the layers before it keep all, and only its authors' code evicts them",
+    "erase": "reads the pixels of towers that pack patches, and decides by them at which layer it cuts",
 }
 LEFT_OUT |= {
     name: reasons[0]
