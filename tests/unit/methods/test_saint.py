@@ -135,7 +135,7 @@ def of_units(output: Tensor, attention: Any) -> Tensor:
 
 
 def kept_of(model: Any, inputs: Any, modality: str, layer: int) -> tuple[list[Tensor], Tensor]:
-    """Which units of each image or video stay, by the unpatched tower, frame by frame."""
+    """Return the units of each image or video that stay, by the unpatched tower, frame by frame."""
     tower, grids, seen = tower_of(model), inputs[f"{modality}_grid_thw"], []
     attention = tower.blocks[layer].attn
     projection = attention.qkv if hasattr(attention, "qkv") else attention.k

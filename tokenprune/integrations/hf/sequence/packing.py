@@ -134,12 +134,15 @@ class PackedRows:
     """The samples of a call's rows, each as a row of its own, padded on the left.
 
     shape: rows and tokens of a row in the call. index: long `[S, L]`, for each sample the number of its tokens among
-    the call's, 0 at padding; real: bool `[S, L]`.
+    the call's, 0 at padding; real: bool `[S, L]`. slots, places: long `[T]`, of each token of a sample where it stands
+    in `[S, L]`, and where in the call, both laid end to end.
     """
 
     shape: tuple[int, int]
     index: Tensor
     real: Tensor
+    slots: Tensor
+    places: Tensor
 
     @staticmethod
     def of(sample: Tensor, device: torch.device) -> PackedRows:
@@ -151,8 +154,8 @@ class PackedRows:
         real = slots >= 0
         first = counts.cumsum(0) - counts
         index = places[(first[:, None] + slots).clamp(min=0)] * real
-        on_device = to_device(torch.stack([index, real.long()]), device)
-        return PackedRows((sample.shape[0], sample.shape[1]), on_device[0], on_device[1].bool())
+        taken = (to_device(one, device) for one in (index, real, real.flatten().nonzero()[:, 0], places))
+        return PackedRows((sample.shape[0], sample.shape[1]), *taken)
 
     def split(self, arguments: Mapping[str, Any], ordinary: int) -> dict[str, Any]:
         """Return the arguments of a forward in which each sample is a row. ordinary: an id of text, for padding."""
@@ -176,7 +179,8 @@ class PackedRows:
             if value.shape[:2] != self.real.shape:
                 return value
             flat = value.new_zeros(self.shape[0] * self.shape[1], *value.shape[2:])
-            return flat.index_copy(0, self.index[self.real], value[self.real]).view(*self.shape, *value.shape[2:])
+            joined = flat.index_copy(0, self.places, value.flatten(0, 1)[self.slots])
+            return joined.view(*self.shape, *value.shape[2:])
         if isinstance(value, tuple):
             return tuple(map(self.join, value))
         if isinstance(value, dict):
