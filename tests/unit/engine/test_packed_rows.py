@@ -228,6 +228,9 @@ def test_no_gradient_reaches_another_sample(name: str, method: str, build) -> No
 WRONG = {
     "differ": lambda inputs: {"cu_seq_lens_k": inputs["cu_seq_lens_k"] + 1},
     "end early": lambda inputs: {name: inputs[name][:-1] for name in ("cu_seq_lens_q", "cu_seq_lens_k")},
+    "fall": lambda inputs: {
+        name: inputs[name].new_tensor([0, 1000, int(inputs[name][-1])]) for name in ("cu_seq_lens_q", "cu_seq_lens_k")
+    },
     "other samples": lambda inputs: {name: inputs[name][[0, -1]] for name in ("cu_seq_lens_q", "cu_seq_lens_k")},
     "past_key_values": lambda inputs: {"past_key_values": DynamicCache()},
     "output_attentions": lambda inputs: {"output_attentions": True},
@@ -239,13 +242,30 @@ WRONG = {
 def test_what_is_wrong_with_packed_rows_is_said(how: str, build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), given(family, "cu_seq_lens")
-    said = {"differ": "must be the same", "end early": "must be the same"}.get(how, how)
+    said = dict.fromkeys(("differ", "end early", "fall"), "must be the same, and rise from 0").get(how, how)
     with tokenprune.patched(model, "divprune", keep=0.5):
         with pytest.raises(UnsupportedSetupError, match=said):
             model(**inputs | WRONG[how](inputs))
         want = model(**inputs).logits  # the model is as it was
         ones = torch.ones_like(inputs["input_ids"])
         assert torch.equal(model(**inputs, attention_mask=ones).logits, want)
+
+
+@torch.no_grad()
+def test_lengths_filled_up_and_a_head_that_keeps_all_logits() -> None:
+    """Collators of one size of batch repeat the last end; 0 logits to keep are all of them."""
+    family = families.FAMILIES["llama4"]
+    model, batch = family.build(), family.make_inputs(images=(1, 1))
+    real = batch["attention_mask"].bool()
+    ends = torch.tensor([0, int(real[0].sum()), int(real.sum())]).int()
+    row = {"input_ids": batch["input_ids"][real][None], "pixel_values": batch["pixel_values"]}
+    with tokenprune.patched(model, "divprune", keep=0.5):
+        want = model(**batch).logits[real]
+        for one in (ends, torch.cat([ends, ends[-1:], ends[-1:]])):
+            got = model(**row, cu_seq_lens_q=one, cu_seq_lens_k=one, logits_to_keep=0).logits[0]
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        with pytest.raises(UnsupportedSetupError, match="logits_to_keep"):
+            model(**row, cu_seq_lens_q=ends, cu_seq_lens_k=ends, logits_to_keep=1)
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import Adapter
@@ -34,11 +36,14 @@ class PackedCalls(Part):
         sample = samples_of(arguments, (tokens.shape[0], tokens.shape[1]), mrope, base.training)
         if sample is None:
             return None
-        # A base that is the head as well would make logits of the last tokens of each sample.
-        few = base.get_output_embeddings() is not None and arguments.get("logits_to_keep")
-        shown = arguments.get("output_attentions", self.adapter.text_config.output_attentions)
-        unmet = {compat.CACHE: compat.cache_in(arguments), "output_attentions": shown, "logits_to_keep": few}
-        for name in (name for name, given in unmet.items() if given is not None and given is not False):
+        few = arguments.get("logits_to_keep")
+        unmet = {
+            compat.CACHE: compat.cache_in(arguments) is not None,
+            "output_attentions": arguments.get("output_attentions", self.adapter.text_config.output_attentions),
+            # A base that is the head as well would make logits of the last tokens of each sample.
+            "logits_to_keep": base.get_output_embeddings() is not None and (isinstance(few, Tensor) or bool(few)),
+        }
+        for name in (name for name, given in unmet.items() if given):
             raise UnsupportedSetupError(
                 f"rows that hold several samples take no {name} under pruning: leave it out, or give each sample a row "
                 "of its own with padding"

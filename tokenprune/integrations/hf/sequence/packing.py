@@ -89,11 +89,12 @@ def samples_of(arguments: Mapping[str, Any], shape: tuple[int, int], mrope: bool
     begins[:, 0] = True
     if lengths := [given[name] for name in _LENGTHS if name in given]:
         ends = lengths[0].long()
-        if any(not torch.equal(one, lengths[0]) for one in lengths) or int(ends[-1]) != begins.numel():
+        rising = bool((ends.diff() >= 0).all()) and (int(ends[0]), int(ends[-1])) == (0, begins.numel())
+        if not rising or any(not torch.equal(one, lengths[0]) for one in lengths):
             raise UnsupportedSetupError(
-                f"{' and '.join(_LENGTHS)} must be the same, and end at the {begins.numel()} tokens of the call"
+                f"{' and '.join(_LENGTHS)} must be the same, and rise from 0 to the {begins.numel()} tokens of the call"
             )
-        begins.view(-1)[ends[:-1]] = True
+        begins.view(-1)[ends[ends < begins.numel()]] = True
     elif "seq_idx" in given:
         begins[:, 1:] = given["seq_idx"].diff(dim=-1) != 0
     elif numbers is not None and numbered:
@@ -117,10 +118,7 @@ def _check_pairs(mask: Any, sample: Tensor) -> None:
     """Raise UnsupportedSetupError unless a mask of pairs lets each token of a sample see those before it, no more."""
     if isinstance(mask, Tensor) and mask.ndim == 4:
         sees = mask.cpu() if mask.dtype == torch.bool else mask.cpu() == 0
-        length = sample.shape[1]
-        wanted = (sample[:, :, None] == sample[:, None]) & torch.ones(
-            length, length, dtype=torch.bool, device="cpu"
-        ).tril()
+        wanted = (sample[:, :, None] == sample[:, None]).tril()
         if sees.shape[-2:] == wanted.shape[-2:] and bool((sees == wanted[:, None]).all()):
             return
     raise UnsupportedSetupError(
