@@ -64,7 +64,8 @@ def lines() -> list[Line]:
         Line("a step of decoding, 2880 to 320, batch 32, as a graph", *steps),
         Line("requests of 2880 to 320 tokens that fit into memory", *batches, "", True),
     ]
-    for engine, model in (("llava7b.eager", "LLaVA-1.5-7B, 576 tokens"), ("qwen7b.eager", "Qwen2.5-VL-7B, 2,116")):
+    engines = {"llava7b.default": "LLaVA-1.5-7B, 576 tokens", "qwen7b.eager": "eager, Qwen2.5-VL-7B, 2,116"}
+    for engine, model in engines.items():
         whole, less = (_row("h_vllm_times", engine=engine, setting=one) for one in ("off", SERVED))
         made += [
             Line(f"vLLM, {model}, keep 0.25: first token, alone", whole["first_ms"], less["first_ms"]),
@@ -90,29 +91,31 @@ def _answers() -> list[Line]:
 
 def table() -> str:
     """Return the table of docs/guide/gpu.md."""
-    header, _ = rows.read(FOLDER / "f_llava15.jsonl")
+    header, found = rows.read(FOLDER / "i_graphs.jsonl")
+    static = next(row["static_ms"] for row in found if row["method"] == "none" and "static_ms" in row)
     shown = ["| | all tokens | `divprune` | gain |", "|---|---:|---:|---:|"]
     for line in lines():
         values = (_number(one) + line.unit for one in (line.unpatched, line.pruned))
         shown.append(f"| {line.what} | {' | '.join(values)} | {line.gain:.1f}x |")
     note = (
-        f"{header['device']}, {header['date']}, torch {header['torch']}, vLLM 0.32 (eager), bfloat16, random weights "
-        "of LLaVA-1.5-7B's and LLaVA-NeXT-7B's decoder where no more is said. Eager times at batch 1 differ by up to "
-        "twice between runs: the host decides. [All tables](../performance.md#on-a-gpu); raw data: "
-        "`experiments/results/nvidia-h200`."
+        f"{header['device']}, {header['date']}, torch {header['torch']}, vLLM 0.32 (compiled, as by default, where not "
+        "called eager), bfloat16, random weights of LLaVA-1.5-7B's and LLaVA-NeXT-7B's decoder where no more is said. "
+        "Eager times at batch 1 differ by up to twice between runs: the host decides. With a static cache, whose steps "
+        f"transformers compiles, the unpatched answer takes {static:.0f} ms. "
+        "[All tables](../performance.md#on-a-gpu); raw data: `experiments/results/nvidia-h200`."
     )
     return "\n".join(shown) + f"\n\n{note}"
 
 
 def sentence(up: str = "") -> str:
     """Return what a GPU saves, in two sentences. up: from the page to the root of the repository."""
-    one, graphed, _, long, _, _, many, step, memory, first, rate, *_ = (f"{line.gain:.1f}x" for line in lines())
+    one, graphed, _, _, long, _, many, step, memory, first, rate, *_ = (f"{line.gain:.1f}x" for line in lines())
     device = rows.read(FOLDER / "f_llava15.jsonl")[0]["device"].removeprefix("NVIDIA ")
     return (
-        f"On an {device} with 7 B shapes `{METHOD}` makes a prefill of 2,880 tokens {long} as fast at batch 1, of 576 "
-        f"tokens {many} at batch 8, and a step of decoding {step} at batch 32; {memory} the requests fit into memory, "
-        f"and vLLM answers {rate} as many. At batch 1 a short prompt saves nothing unless launches go ({one}; "
-        f"{graphed} in graphs; vLLM's first token {first}): [what to expect on a GPU]({up}docs/guide/gpu.md)."
+        f"On an {device} with 7 B shapes, `{METHOD}` with `graphs=True` makes a prefill of 2,880 tokens {long} as fast "
+        f"at batch 1 and one of 576 tokens {graphed} ({one} without: launches are all that is left); at batch 8 it is "
+        f"{many}, and a step of decoding {step} at batch 32. {memory} the requests fit into memory, and vLLM answers "
+        f"{rate} as many, each alone no sooner ({first}): [what to expect on a GPU]({up}docs/guide/gpu.md)."
     )
 
 

@@ -18,7 +18,7 @@ GPU_TABLES = (
     "a_correctness", "b_llava_next", "c_memory", "d_video", "e_kernels", "f_llava15", "g_decode", "h_vllm_answers",
     "h_vllm_times", "i_graphs",
 )  # fmt: skip
-IN_PEERS = ("b_llava_next", "f_llava15")  # shown by experiments/peers.py
+ELSEWHERE = ("b_llava_next", "f_llava15", "e_kernels")  # shown by experiments/peers.py, and by kernel_page.py
 FLOOR = 0.95  # of efficiency
 OF_LIMIT = 0.97  # of what a method's own arithmetic allows, where that is less
 SHARE = 0.02  # of the unpatched prefill that choosing may take
@@ -221,13 +221,13 @@ def _cell(point: dict[str, Any] | None, key: str, unit: float) -> str:
 
 
 def gpu() -> str:
-    if not (text := sheets.pages(tuple(name for name in GPU_TABLES if name not in IN_PEERS))):
+    if not (text := sheets.pages(tuple(name for name in GPU_TABLES if name not in ELSEWHERE))):
         return ""
     absent = ", ".join(f"`{name}`" for name in GPU_TABLES if not sheets.found(name))
     missing = f"Not run yet: {absent}. " if absent else ""
     note = (
         "`none` is the unpatched model. Where a row is bound by launches the GPU waits for the host, *as a graph* says "
         "how long it computes, and times differ by up to twice between runs. Prefills stand [beside the papers' speed]"
-        "(peers.md)."
+        "(peers.md), kernels [beside their references](kernels.md#measured-on-an-h200)."
     )
     return f"## On a GPU\n\n{missing}{note}\n\n{text}"

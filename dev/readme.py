@@ -265,8 +265,7 @@ PAGES = {
     },
     "docs/kernels.md": {
         "compiled": kernel_page.compiled,
-        "costs": kernel_page.costs,
-        "checked": kernel_page.checked,
+        "kernels-measured": kernel_page.measured,
     },
     "docs/trust.md": {"trust-kinds": trust_page.kinds, "trust-order": trust_page.order},
     "docs/benchmark.md": {

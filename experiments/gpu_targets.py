@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPUs that kernels are compiled for, with the limits that a program must keep; their peaks are those of
-tokenprune/cost/gpus.py.
+"""The GPUs that kernels are compiled for, with the limits that a program must keep.
 
 Limits per block and per multiprocessor: table "Technical Specifications per Compute Capability" of the CUDA C++
 Programming Guide; for the MI300X the "AMD Instinct MI300" CDNA3 instruction set guide.
@@ -16,13 +15,12 @@ from tokenprune.cost import gpus
 
 @dataclass(frozen=True)
 class GPU:
-    """What a GPU has. Memory in bytes, speeds per second.
+    """What a GPU has. Memory in bytes.
 
     name: as on its data sheet. backend, arch: what Triton calls it. warp: threads of a warp (of a wavefront).
     shared_block, shared_unit: shared memory (LDS) that a block may have, and that a multiprocessor has. registers: of
     a multiprocessor (NVIDIA) or of a lane of one SIMD unit (AMD). warps, blocks: at once on a multiprocessor. units:
-    multiprocessors. bandwidth: of memory. flops: of matrix products by dtype; "float32" is that of plain arithmetic,
-    which exact float32 products take.
+    multiprocessors.
     """
 
     name: str
@@ -35,8 +33,6 @@ class GPU:
     warps: int
     blocks: int
     units: int
-    bandwidth: float
-    flops: dict[str, float]
 
     @property
     def target(self) -> str:
@@ -58,17 +54,17 @@ class GPU:
         return min(blocks, self.shared_unit // taken) * warps / self.warps
 
 
-def _peaks(sheet: gpus.GPU) -> tuple[float, dict[str, float]]:
-    return sheet.bandwidth, {dtype: sheet.flops(dtype) for dtype in ("bfloat16", "float16", "float32")}
-
-
 def _nvidia(name: str, arch: int, shared_kib: int, units: int) -> GPU:
-    sheet, shared = gpus.GPUS[name], shared_kib * 1024
-    return GPU(sheet.name, "cuda", arch, 32, shared, shared + 1024, 65536, 64, 32, units, *_peaks(sheet))
+    shared = shared_kib * 1024
+    return GPU(gpus.GPUS[name].name, "cuda", arch, 32, shared, shared + 1024, 65536, 64, 32, units)
 
 
-A100 = _nvidia("A100", 80, 163, 108)
-H100 = _nvidia("H100", 90, 227, 132)
-B200 = _nvidia("B200", 100, 227, 148)
-MI300X = GPU("MI300X", "hip", "gfx942", 64, 65536, 65536, 512, 32, 32, 304, *_peaks(gpus.GPUS["MI300X"]))
-GPUS = {gpu.target: gpu for gpu in (A100, H100, B200, MI300X)}
+GPUS = {
+    gpu.target: gpu
+    for gpu in (
+        _nvidia("A100", 80, 163, 108),
+        _nvidia("H100", 90, 227, 132),
+        _nvidia("B200", 100, 227, 148),
+        GPU("MI300X", "hip", "gfx942", 64, 65536, 65536, 512, 32, 32, 304),
+    )
+}

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 from kit import ROOT, Sheet  # isort: skip
@@ -41,6 +42,9 @@ COLUMNS = {
     "of_same": "of same values",
     "waits": "waits", "ms": "ms", "bound": "bound by",
 }  # fmt: skip
+TOWER = {"depth": BLOCKS, "num_heads": 2, "hidden_size": 32, "intermediate_size": 64, "patch_size": 4,
+         "window_size": 16, "fullatt_block_indexes": [BLOCKS - 1]}  # fmt: skip
+PROCESSOR = SimpleNamespace(image_processor=SimpleNamespace(image_mean=[0.5] * 3, image_std=[0.5] * 3))  # for colours
 MARKED = ("engine/test_syncs", "engine/test_offloaded_cache", "kernels/test_kernels_attention",
           "kernels/test_kernels_compact", "kernels/test_kernels_similarity")  # fmt: skip
 
@@ -67,7 +71,7 @@ class Place:
 
     @cached_property
     def video(self) -> tuple[Any, dict[str, Any]]:
-        model = copy.deepcopy(qwen("tiny", CPU, torch.float32))
+        model = copy.deepcopy(qwen("tiny", CPU, torch.float32, TOWER))
         given = videos.inputs(model, GRID, CPU)
         model = model.to(self.device, self.dtype)
         made = {name: one.to(self.device) for name, one in given.items()}
@@ -98,8 +102,9 @@ class Place:
         return x * (1 + (2 * sign - 1) * torch.finfo(x.dtype).eps)
 
     def patched(self, name: str, keep: float) -> Any:
-        options = {"thresholds": self.thresholds} if name == "dymu" else {}
-        return tokenprune.patched(self.prompt(name)[0], name, keep=keep, guard="off", record=True, **options)
+        options: dict[str, Any] = {"thresholds": self.thresholds} if name == "dymu" else {}
+        options |= {"keep": keep, "guard": "off", "record": True, "processor": PROCESSOR}
+        return tokenprune.patched(self.prompt(name)[0], name, **options)
 
     @cached_property
     def thresholds(self) -> Any:

@@ -2,11 +2,11 @@
 """Each kernel beside its reference, the compiled reference, FlashAttention at the same shape, and what the GPU allows.
 
 "floor": the bytes that must be moved, or the FLOPs, at the speeds of a large copy and a large product here, whichever
-takes longer. "of the floor": floor / kernel, 1 is perfect. "of 3.0 TB/s": the bytes over the kernel's time. "flash":
-PyTorch's FlashAttention on queries and keys of the same shape, with keys for values, which does more. A buffer larger
-than the cache is written between two runs, so that inputs come from memory. difference, other_choices (raw data):
-between kernel and reference, the largest of numbers, and the share of chosen tokens. Compiled references come last:
-compiling takes long. Without a GPU, kernels run in Triton's interpreter: such times mean nothing.
+takes longer. "of the floor": floor / kernel, 1 is perfect. "flash": PyTorch's FlashAttention on queries and keys of the
+same shape, with keys for values, which does more. A buffer larger than the cache is written between two runs, so that
+inputs come from memory. difference, other_choices (raw data): between kernel and reference, the largest of numbers, and
+the share of chosen tokens. Compiled references come last: compiling takes long. Without a GPU, kernels run in Triton's
+interpreter: such times mean nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tokenprune.kernels.dispatch import Operation, has_triton, operations
 from tokenprune_bench.profiling.timing import quantiles
 
 COMPILING = 20.0  # seconds that a case may take for it
-SECONDS, PEAK = 0.2, 3.0e12  # for each thing that is timed; bytes a second that a copy on an H100 was seen to reach
+SECONDS = 0.2  # for each thing that is timed
 COLUMNS = {
     "operation": "operation", "case": "case", "floor_ms": "floor ms", "triton_ms": "kernel ms",
-    "floor_share": "of the floor", "peak_share": "of 3.0 TB/s", "reference_ms": "reference ms",
-    "compiled_ms": "compiled ms", "flash_ms": "flash ms", "triton_bytes": "kernel MiB", "bound": "bound by",
+    "floor_share": "of the floor", "reference_ms": "reference ms", "compiled_ms": "compiled ms",
+    "flash_ms": "flash ms", "bound": "bound by",
 }  # fmt: skip
 
 
@@ -90,7 +90,6 @@ def measure(meter: Meter, operation: Operation, case: Case) -> dict[str, Any]:
         plain = 1e3 * min(clocks.clock(kernel)[0] for _ in range(3))
         row["bound"] = bound(plain, row["device_ms"], *floors)
         row["floor_share"] = row["floor_ms"] / row["triton_ms"]["p50"]
-        row["peak_share"] = 1e3 * case.bytes / PEAK / row["triton_ms"]["p50"]
     row["reference_ms"], row["reference_bytes"] = (
         meter.time(call(operation.reference)),
         meter.memory(call(operation.reference)),

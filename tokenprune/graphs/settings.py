@@ -22,9 +22,8 @@ class Graphs:
     most: the longest length, in tokens, that is graphed; longer prompts keep the GPU busy without. number, bytes: how
     many graphs are kept, and how much memory they may take together; the one that was used last longest ago goes first,
     and none that takes more by itself is kept.
-    static: whether the prefill of a static cache is graphed on a GPU, too. It is equal on a CPU; its first measurement
-    on a GPU, beside steps that transformers compiled, ended in an error of the device, and what explains that is mended
-    but not measured again.
+    static: whether the prefill of a static cache is graphed on a GPU, too. It is equal on an H200, also beside steps
+    that transformers compiled; what it saves is not measured.
 
     Raises OptionError for bounds that are no whole numbers from 1 on, and where `most` is below `step`.
     """
