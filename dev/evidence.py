@@ -78,9 +78,10 @@ def accuracy() -> Iterator[Entry]:
                 error = SURE * stdev(beyond) / sqrt(len(beyond))
                 low, high = fmean(beyond) - error, fmean(beyond) + error
                 keep = record["stats"]["keep_ratio"]
+                share = f" ({_share(record):.0%} averaged over layers)" if abs(_share(record) - keep) > 0.005 else ""
                 text = (
-                    f"{100 * fmean(ours):.1f} % of {len(places)} drawn questions right at keep {keep:.2g} "
-                    f"({_share(record):.0%} of the tokens averaged over layers), unpatched {100 * fmean(full):.1f}, "
+                    f"{100 * fmean(ours):.1f} % of {len(places)} drawn questions right at keep {keep:.2g}{share}, "
+                    f"unpatched {100 * fmean(full):.1f}, "
                     f"{fmean(beyond):+.1f} [{low:.1f}, {high:.1f}] over random; {record['environment']['model']}"
                 )
                 yield entry(

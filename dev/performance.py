@@ -82,8 +82,8 @@ def _efficiency(header: dict[str, Any], records: list[dict[str, Any]], device: s
             f"**{visual} -> {keep} visual tokens**, unpatched {whole:.0f} ms, a step of decoding {step:.1f} ms; "
             "choosing and steps as shares of these:",
             "",
-            "| method | tokens a layer | speed-up | efficiency (p20-p80) | limit | of it | choosing | decode step |",
-            "|---" * 8 + "|",
+            "| method | tokens a layer | speed-up | efficiency (p20-p80) | limit | choosing | decode step |",
+            "|---" * 7 + "|",
             *map(_efficiency_row, own),
         ]
         parts.append("\n".join(lines))
@@ -94,10 +94,9 @@ def _efficiency_row(one: dict[str, Any]) -> str:
     """▼: what misses its floor; an efficiency does not where it is all but what the method's arithmetic allows."""
     reached, share = one["efficiency"], one["overhead_share"]["p50"]
     low = reached["p50"] < FLOOR and one["of_limit"]["p50"] < OF_LIMIT
-    limit, of_it = f"{one['limit']['p50']:.3f}", f"{one['of_limit']['p50']:.3f}"
     return (
         f"| `{one['method']}` | {sum(one['layers']) / len(one['layers']):.0f} | {one['speedup']['p50']:.2f} "
-        f"| {reached['p50']:.3f} ({reached['p20']:.3f}-{reached['p80']:.3f}){' ▼' if low else ''} | {limit} | {of_it} "
+        f"| {reached['p50']:.3f} ({reached['p20']:.3f}-{reached['p80']:.3f}){' ▼' if low else ''} | {one['limit']['p50']:.3f} "
         f"| {100 * share:.1f} %{' ▼' if share > SHARE else ''} | {one['step_ratio']['p50']:.2f} |"
     )
 

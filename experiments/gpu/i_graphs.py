@@ -4,7 +4,7 @@
 
 Prefill: LLaVA-1.5-7B's decoder, 576 visual tokens to 64 and 192, and as in LLaVA-NeXT 2880 to 320; images are encoded
 before. Eager and graphs take turns; the bounds are the defaults, so that what is longer than 1024 tokens is not
-replayed, and the table says why. "first replay": the call that captures, after one that learns. Rows have a "gap", too:
+replayed, and the raw data say why. "first replay": the call that captures, after one that learns. Rows have a "gap", too:
 between the logits of the two ways, as a share of their length. "GPU busy": kernels of the eager run, by the profiler.
 64 tokens: `generate` from pixels on, with the cache that grows, with `cache_implementation="static"`, whose steps
 transformers compiles by itself on a GPU, with graphs, and with both. `none` is the unpatched model, in graphs by
@@ -38,8 +38,7 @@ ANSWER, ROUNDS = 64, 3  # tokens; runs of each turn
 COLUMNS = {
     "method": "method", "what": "what", "batch": "batch", "visual": "visual", "keep": "kept", "eager_ms": "eager ms",
     "graphs_ms": "graphs ms", "static_ms": "static cache ms", "both_ms": "static cache, graphs ms",
-    "times": "times as fast", "device_ms": "GPU busy ms", "why_not": "misses", "first_ms": "first replay ms",
-    "graphs_bytes": "graphs MiB",
+    "times": "times as fast", "device_ms": "GPU busy ms", "first_ms": "first replay ms", "graphs_bytes": "graphs MiB",
 }  # fmt: skip
 
 
