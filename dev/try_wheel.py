@@ -7,7 +7,7 @@ python dev/try_wheel.py --out dist --tag v0.2.0      # ends with 1 where the whe
 
 With the core alone it tries the version, `methods`, what commands of the other packages say, and a package of
 `new-method` with its test; with all three `recommend`, `demo`, `show` and `bench`; then, with --extras app, whether
-`app` answers and compares. It needs hatchling, and an index.
+`app` answers and compares. It needs hatchling, and an index; with twine it checks what the index would show.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def build(out: Path) -> list[Path]:
         run([*PIP, "wheel", "--no-deps", "-w", out, sdist], out)
         (wheel,) = {*out.iterdir()} - before - {sdist}
         wheels.append(wheel)
+    if importlib.util.find_spec("twine"):
+        run([sys.executable, "-m", "twine", "check", "--strict", *sorted(out.iterdir())], out)
     require(wheels[0].stat().st_size < MOST, f"{wheels[0].name} has {MOST} bytes or more")
     require(len({version_of(wheel) for wheel in wheels}) == 1, "the three wheels have several versions")
     return wheels

@@ -76,8 +76,13 @@ def read_lines(path: Path) -> list[tuple[dict[str, Any], int]]:
 
 
 def write_whole(path: Path, records: Iterable[dict[str, Any]], indent: int | None = None) -> None:
-    """Write a file such that it is there either as it was or as it shall be."""
+    """Write a file of records such that it is there either as it was or as it shall be."""
     text = "".join(json.dumps(record, ensure_ascii=False, indent=indent) + "\n" for record in records)
+    write_whole_text(path, text)
+
+
+def write_whole_text(path: Path, text: str) -> None:
+    """Write a file such that it is there either as it was or as it shall be. Raises RunError where it cannot."""
     draft = path.with_name(path.name + ".new")
     try:
         draft.write_text(text, encoding="utf-8")

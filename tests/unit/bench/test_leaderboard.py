@@ -6,19 +6,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import tokenprune
 from each import each
 from report_runs import QUESTIONS, header, result, timing
 from tests.unit.docs.test_docs import generator
+from tokenprune import registry
 from tokenprune.cli import app
+from tokenprune.cli.scaffold import new_method
 from tokenprune_bench.errors import DataError
-from tokenprune_bench.leaderboard import checks, entry
+from tokenprune_bench.leaderboard import checks, entry, submit
 from tokenprune_bench.leaderboard.checks import as_plain, check_entry, file_name, read_entry
 from tokenprune_bench.leaderboard.run import read_run
 from tokenprune_bench.run_folder import SCHEMA
@@ -297,3 +302,59 @@ def test_the_script_is_ours_and_knows_its_columns(script: Any) -> None:
     text = script.PAGE.read_text()
     assert f'<div id="board" data-filters="{",".join(script.FILTERS)}"></div>' in text
     assert 'getElementById("board")' in code and not re.search(r"^#+ board$", text, re.IGNORECASE | re.MULTILINE)
+
+
+# -- a method of another package -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("site", ["pre-llm", "in-llm"])
+def test_a_method_of_another_package_is_checked_measured_and_written(
+    site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One command, from the package's folder: its page gets a table, and the entry is one that the page reads."""
+    monkeypatch.setattr(checks, "LEAST_QUESTIONS", 2)
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    monkeypatch.syspath_prepend(folder := new_method("of_others", site, tmp_path / "made"))
+    monkeypatch.chdir(folder)
+    point = EntryPoint("of_others", "tokenprune_of_others", registry.ENTRY_POINT_GROUP)
+    point.load()
+    asked = load_heldout(kinds=("colour", "word"), limit=1)
+    rows = [{"image": str(one.path), "question": one.question, "answer": one.answer} for one in asked]
+    Path("mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = "leaderboard submit of_others --keep 0.6 --data mine.jsonl --by me".split()
+    try:
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+        (path,) = folder.glob("demo-vlm*.json")
+        methods = [line.method for line in read_entry(path).lines]
+        assert {"of_others", "random", "divprune", "uniform"} <= set(methods)
+        page = Path("README.md").read_text()
+        assert page.count("## Measured") == 1 and "| `of_others` | 0.6 |" in page
+        path.unlink()
+        monkeypatch.setattr(submit, "table", lambda entry: "another")
+        assert CliRunner().invoke(app, command).exit_code == 0
+        assert page.partition("<!--")[0] + "<!--" in Path("README.md").read_text()
+        assert "another" in Path("README.md").read_text() and "of_others` | 0.6" not in Path("README.md").read_text()
+    finally:
+        sys.modules.pop("tokenprune_of_others", None)
+
+
+def test_a_method_that_breaks_a_rule_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("README.md").write_text("# Mine\n")
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+
+    @registry.register("breaks_it", site=tokenprune.Site.PRE_LLM, paper="none")
+    @dataclasses.dataclass(frozen=True)
+    class Breaks(tokenprune.Pruner):
+        """Reads what it did not declare."""
+
+        def score(self, tokens: Any) -> Any:
+            return tokens.keys.norm(dim=-1)
+
+    fixed = ["leaderboard", "submit", "breaks_it", "--by", "me"]
+    done = CliRunner().invoke(app, fixed)
+    assert done.exit_code == 2 and "breaks_it" in done.output and not Path("runs").exists()
+    assert "name one method" in CliRunner().invoke(app, [*fixed[:2], "divprune,dart", *fixed[3:]]).output
+    assert "there is no page" in CliRunner().invoke(app, [*fixed, "--page", "none.md"]).output
+    assert Path("README.md").read_text() == "# Mine\n"
