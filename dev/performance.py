@@ -96,8 +96,8 @@ def _efficiency_row(one: dict[str, Any]) -> str:
     low = reached["p50"] < FLOOR and one["of_limit"]["p50"] < OF_LIMIT
     return (
         f"| `{one['method']}` | {sum(one['layers']) / len(one['layers']):.0f} | {one['speedup']['p50']:.2f} "
-        f"| {reached['p50']:.3f} ({reached['p20']:.3f}-{reached['p80']:.3f}){' ▼' if low else ''} | {one['limit']['p50']:.3f} "
-        f"| {100 * share:.1f} %{' ▼' if share > SHARE else ''} | {one['step_ratio']['p50']:.2f} |"
+        f"| {reached['p50']:.3f} ({reached['p20']:.3f}-{reached['p80']:.3f}){' ▼' if low else ''} "
+        f"| {one['limit']['p50']:.3f} | {100 * share:.1f} %{' ▼' if share > SHARE else ''} | {one['step_ratio']['p50']:.2f} |"
     )
 
 
