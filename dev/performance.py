@@ -97,7 +97,8 @@ def _efficiency_row(one: dict[str, Any]) -> str:
     return (
         f"| `{one['method']}` | {sum(one['layers']) / len(one['layers']):.0f} | {one['speedup']['p50']:.2f} "
         f"| {reached['p50']:.3f} ({reached['p20']:.3f}-{reached['p80']:.3f}){' ▼' if low else ''} "
-        f"| {one['limit']['p50']:.3f} | {100 * share:.1f} %{' ▼' if share > SHARE else ''} | {one['step_ratio']['p50']:.2f} |"
+        f"| {one['limit']['p50']:.3f} | {100 * share:.1f} %{' ▼' if share > SHARE else ''} "
+        f"| {one['step_ratio']['p50']:.2f} |"
     )
 
 

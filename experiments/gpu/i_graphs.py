@@ -4,7 +4,7 @@
 
 Prefill: LLaVA-1.5-7B's decoder, 576 visual tokens to 64 and 192, and as in LLaVA-NeXT 2880 to 320; images are encoded
 before. Eager and graphs take turns; the bounds are the defaults, so that what is longer than 1024 tokens is not
-replayed, and the raw data say why. "first replay": the call that captures, after one that learns. Rows have a "gap", too:
+replayed, as the raw data say. "first replay": the call that captures, after one that learns. Rows have a "gap", too:
 between the logits of the two ways, as a share of their length. "GPU busy": kernels of the eager run, by the profiler.
 64 tokens: `generate` from pixels on, with the cache that grows, with `cache_implementation="static"`, whose steps
 transformers compiles by itself on a GPU, with graphs, and with both. `none` is the unpatched model, in graphs by

@@ -46,7 +46,7 @@ def submit(
     method: Annotated[str, typer.Argument(help="Your method, of an installed package; with options as bench takes.")],
     by: Annotated[str, typer.Option(help="Who ran it, as the page shall name them.")],
     model: ModelOption = None,
-    keep: Annotated[str, typer.Option(help="Comma-separated shares, averaged over the decoder's layers.")] = "0.25,0.11",
+    keep: Annotated[str, typer.Option(help="Shares averaged over the decoder's layers, with commas.")] = "0.25,0.11",
     data: Annotated[Path | None, typer.Option(help="Your own questions, as `bench` takes them; default ours.")] = None,
     page: Annotated[Path, typer.Option(help="The method's page, which gets the table.")] = Path("README.md"),
     run: Annotated[
