@@ -11,6 +11,8 @@ _REASONS = {
     "its decoder reads its images by cross-attention": (
         "florence2 t5gemma2 udop pix2struct pp_formulanet vision-encoder-decoder"
     ),
+    "its decoder itself encodes its images and writes them into the embeddings of the prompt, without features between "
+    "that could leave": "phi4_multimodal",
     "it puts its images before the text inside its own layers, without placeholders in the prompt": "git",
     "its decoder takes images by places of its own and counts positions itself, and generate() calls it past the "
     "model's own forward": "kosmos-2 kosmos-2.5",
@@ -23,8 +25,6 @@ _REASONS = {
     "its cache keeps as many keys as the prompt had tokens, and a window of the others: after a cut it would take the "
     "first of the answer for the prompt": "unlimited_ocr",
     "it writes blocks of text by diffusion, and does not keep what it read of the prompt": "diffusion_gemma",
-    "no test covers it yet: its features are added to the embeddings of placeholders that its config names in its own "
-    "way": "molmo2",
     "no test covers it yet: a router decides how many tokens each of its tiles has, and features of several depths are "
     "added inside its decoder": "granite_docling",
     "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
