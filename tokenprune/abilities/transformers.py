@@ -10,7 +10,7 @@ from typing import Any
 from tokenprune.abilities.obstacle import AFTER_THE_TOWER, ON_IMAGES_TOO, Obstacle, in_joined_layers, in_reading
 from tokenprune.base import Method, Pruner, Site
 from tokenprune.errors import OptionError, UnsupportedModelError
-from tokenprune.families import REFUSED, Family, family_of
+from tokenprune.families import FAMILIES, REFUSED, UNCUT, Family, family_of
 from tokenprune.registry import without_base
 from tokenprune.sites.encoder import VTU_FORMS, EncoderMethod
 from tokenprune.sites.frames import FrameMerger
@@ -62,7 +62,8 @@ def in_transformers(method: Method, family: Family | str | None, acts: bool, con
     if family is None:
         return
     row = family if isinstance(family, Family) else family_of(family)
-    if family in REFUSED:  # by its name: an adapter of the user's may serve it
+    uncut = row.name in UNCUT and row.name not in FAMILIES  # an adapter of the user's may bring a row, and serve it
+    if (acts and method.site is not Site.PRE_ENCODER) if uncut else family in REFUSED:
         yield Obstacle(f"model type {row.name!r} is not supported: {REFUSED[row.name]}", UnsupportedModelError)
     elif not row.in_transformers:
         yield Obstacle(f"model type {row.name!r} is not one of transformers: vLLM alone has it", UnsupportedModelError)

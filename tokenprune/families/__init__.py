@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tokenprune.families.refused import REFUSED, REFUSED_IN_VLLM
+from tokenprune.families.refused import REFUSED, REFUSED_IN_VLLM, UNCUT
 from tokenprune.families.row import OLDEST, Family, Vllm
 from tokenprune.families.table import FAMILIES, ROPE_DECODERS
 from tokenprune.families.towers import TOWERS, TowerRow, tower_kind, tower_of
@@ -20,6 +20,7 @@ __all__ = [
     "SERVED",
     "SUPPORTED",
     "TOWERS",
+    "UNCUT",
     "Family",
     "TowerRow",
     "Vllm",

@@ -3,28 +3,32 @@
 
 from __future__ import annotations
 
+# Model types whose decoders choose keys themselves: what is a token of the prompt stays. Methods on pixels, which make
+# the prompt shorter, may act.
+_REASONS_OF_CUTS = {
+    "some layers choose which blocks of keys they look at, by slots of the cache: with tokens gone the blocks would "
+    "hold others; methods on pixels may act": "minimax_m3_vl qwen4_exp glm5_next",
+    "an indexer chooses which keys its layers look at, by keys held beside the others, which a cut would not reach; "
+    "methods on pixels may act": "mistral_large4 dots3_note",
+}
+
 # Model types of transformers. Cutting would be without meaning, or silently wrong.
-_REASONS = {
+_REASONS = _REASONS_OF_CUTS | {
     "its images enter through cross-attention, not through the sequence: no other layer would get faster": (
         "mllama idefics evolla blip"
     ),
     "its decoder reads its images by cross-attention": (
         "florence2 t5gemma2 udop pix2struct pp_formulanet vision-encoder-decoder"
     ),
+    "its decoder itself encodes its images and writes them into the embeddings of the prompt, without features between "
+    "that could leave": "phi4_multimodal",
     "it puts its images before the text inside its own layers, without placeholders in the prompt": "git",
     "its decoder takes images by places of its own and counts positions itself, and generate() calls it past the "
     "model's own forward": "kosmos-2 kosmos-2.5",
-    "some layers choose which blocks of keys they look at, by slots of the cache: with tokens gone the blocks would "
-    "hold others": "minimax_m3_vl qwen4_exp glm5_next",
     "its attention measures distances between slots, and every layer convolves neighbours": "inkling_mm_model inkling2",
-    "an indexer chooses which keys its layers look at, by keys held beside the others, which a cut would not reach": (
-        "mistral_large4 dots3_note"
-    ),
     "its cache keeps as many keys as the prompt had tokens, and a window of the others: after a cut it would take the "
     "first of the answer for the prompt": "unlimited_ocr",
     "it writes blocks of text by diffusion, and does not keep what it read of the prompt": "diffusion_gemma",
-    "no test covers it yet: its features are added to the embeddings of placeholders that its config names in its own "
-    "way": "molmo2",
     "no test covers it yet: a router decides how many tokens each of its tiles has, and features of several depths are "
     "added inside its decoder": "granite_docling",
     "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
@@ -60,4 +64,5 @@ def _by_name(reasons: dict[str, str]) -> dict[str, str]:
 
 
 REFUSED = _by_name(_REASONS)
+UNCUT = frozenset(_by_name(_REASONS_OF_CUTS))
 REFUSED_IN_VLLM = _by_name(_REASONS_IN_VLLM)

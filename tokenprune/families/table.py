@@ -196,6 +196,7 @@ _PLAIN = (
         patches="sized",
         vllm=Vllm("Mistral3ForConditionalGeneration", "Mistral 3", in_llm=True),
     ),
+    Family("molmo2", f"the whole view and its crops are one image: no grid; {_FRAMES}", since="5.24", videos="whole"),
     Family("ovis2", "each tile counts as an image; indicator ids are text and stay", square="always"),
     Family("paddleocr_vl", videos="whole"),
     Family(

@@ -85,6 +85,7 @@ SLOW = {
     "engine/test_static_cache.py::test_decode_steps_compile",
     "engine/test_syncs.py",
     "engine/test_tensor_parallel.py",
+    "engine/test_trl.py",
     "engine/test_vtu.py",
     "engine/test_withdrawal.py",
     "families/test_zoo.py",

@@ -21,11 +21,12 @@ from transformers import (
     ViTConfig,
 )
 
-# In no mapping of models that answer.
-_RETRIEVAL = {
+# In no mapping of models that answer about images.
+_BY_CLASS = {
     "colmodernvbert": "ColModernVBertForRetrieval",
     "colpali": "ColPaliForRetrieval",
     "colqwen2": "ColQwen2ForRetrieval",
+    "phi4_multimodal": "Phi4MultimodalForCausalLM",
 }
 
 
@@ -43,14 +44,14 @@ class Refused:
             if self.kind == "vision-encoder-decoder":
                 parts = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(), GPT2Config())
                 return VisionEncoderDecoderModel(parts)
-            if self.kind in _RETRIEVAL:
-                return getattr(transformers, _RETRIEVAL[self.kind])(CONFIG_MAPPING[self.kind]())
+            if self.kind in _BY_CLASS:
+                return getattr(transformers, _BY_CLASS[self.kind])(CONFIG_MAPPING[self.kind]())
             return AutoModelForImageTextToText.from_config(CONFIG_MAPPING[self.kind](**copy.deepcopy(self.config)))
 
 
 _ALL_REFUSED = [
-    Refused("blip"), *map(Refused, _RETRIEVAL), Refused("dots3_note"), Refused("granite_docling"), Refused("inkling2"),
-    Refused("mistral_large4"), Refused("molmo2"),
+    Refused("blip"), *map(Refused, _BY_CLASS), Refused("dots3_note"), Refused("granite_docling"), Refused("inkling2"),
+    Refused("mistral_large4"),
     Refused("unlimited_ocr"),
     Refused("diffusion_gemma", dict(text_config=dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
                                      vision_config=dict(model_type="gemma4_vision"))),

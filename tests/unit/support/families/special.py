@@ -28,6 +28,9 @@ from families.special_inputs import (
     minicpm_collate,
     minicpm_image,
     minicpm_ocr_image,
+    molmo_collate,
+    molmo_image,
+    molmo_video,
     nemotron_image,
     stamped_video,
     step_image,
@@ -330,6 +333,13 @@ def _families() -> list[Family]:
             patch_size=4, mlp_ratio=2.0,
         ),
     )  # fmt: skip
+    narrow = dict(num_attention_heads=2, num_key_value_heads=2, head_dim=16, hidden_size=VISION, intermediate_size=64)
+    molmo = dict(
+        text_config={**TEXT, "head_dim": HEAD_DIM, "additional_vocab_size": 0},
+        vision_config={**narrow, "num_hidden_layers": 3, "image_size": [16, 16], "patch_size": 4},
+        adapter_config={**narrow, "vision_feature_layer": [-1, -2], "text_hidden_size": HIDDEN},
+        image_patch_id=IMAGE,
+    )
     emu = dict(
         text_config=TEXT,
         vq_config=dict(
@@ -383,6 +393,8 @@ def _families() -> list[Family]:
         Family("minicpm_ocr", minicpm, minicpm_ocr_image, ((8, 8),), collate=minicpm_collate, settle=calm_states),
         Family("muse_spark", spark, qwen_image, GRIDS, video=qwen_video),
         Family("lfm3_vl", lfm3, qwen_image, GRIDS, video=qwen_video),
+        Family("molmo2", molmo, molmo_image, (2, 1), video=molmo_video, collate=molmo_collate,
+               types="mm_token_type_ids", mixes=False),
         Family("step3p7", step, step_image, (2, 0, 3)),
         Family("emu3", emu, emu_image, ((16, 24), (24, 16), (16, 16)), decoder="model.text_model"),
         Family("chameleon", chameleon, chameleon_image, (16,), decoder="model"),

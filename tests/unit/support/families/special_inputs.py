@@ -10,12 +10,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from zoo import (
     ANYRES,
+    BREAK,
     END,
+    FIRST_TEXT_ID,
     IMAGE,
     START,
     TILE,
     VIDEO,
     InputImage,
+    join,
     noise,
     qwen_video,
 )
@@ -146,3 +149,52 @@ def edge_video(g: torch.Generator, frames: int | None) -> InputImage:
     t, h, w = (3, 6, 8) if frames is None else (frames, 4, 4)
     pixels = {"pixel_values_videos": noise(t * h * w, 3 * 4**2, g=g), "video_grid_thw": torch.tensor([[t, h, w]])}
     return InputImage([token for _ in range(t) for token in [START, *[VIDEO] * (h * w // 4), END]], pixels)
+
+
+class MolmoImage(InputImage):
+    """What opens, closes and breaks rows is of the type of images, too."""
+
+    @property
+    def types(self) -> list[int]:
+        return [int(token in (IMAGE, START, END, BREAK)) for token in self.ids]
+
+
+def molmo_pooling(rows: int, columns: int, first: int = 0) -> torch.Tensor:
+    """For each token the 2 x 2 patches that it is made of, of a view that begins with patch `first`."""
+    patches = first + torch.arange(4 * rows * columns).view(rows, 2, columns, 2)
+    return patches.transpose(1, 2).reshape(-1, 4)
+
+
+def molmo_rows(rows: int, columns: int) -> list[int]:
+    return [START, *[*[IMAGE] * columns, BREAK] * rows, END]
+
+
+def molmo_image(columns: int, g: torch.Generator, _: int) -> InputImage:
+    """The whole view, then a crop of two rows of tokens; crops of 4 x 4 patches are padded on the right."""
+    pixels = {
+        "pixel_values": noise(2, 16, 48, g=g),
+        "image_token_pooling": torch.cat([molmo_pooling(2, 2), molmo_pooling(2, columns, 16)]),
+        "image_grids": torch.tensor([[2, 2, 2, columns]]),
+    }
+    return MolmoImage([*molmo_rows(2, 2), *molmo_rows(2, columns)], pixels)
+
+
+def molmo_video(g: torch.Generator, frames: int | None) -> InputImage:
+    frames = frames or 3
+    pixels = {
+        "pixel_values_videos": noise(frames, 16, 48, g=g),
+        "video_token_pooling": torch.cat([molmo_pooling(2, 2, 16 * frame) for frame in range(frames)]),
+        "video_grids": torch.tensor([[frames, 2, 2]]),
+    }
+    ids = [token for frame in range(frames) for token in (FIRST_TEXT_ID + frame, *molmo_rows(2, 2))]
+    return MolmoImage(ids, pixels, video=True)
+
+
+def molmo_collate(rows: list[list[InputImage]]) -> dict[str, torch.Tensor]:
+    """Patches are counted through the batch."""
+    past = 0
+    for image in (image for row in rows for image in row):
+        pooling = image.pixels["video_token_pooling" if image.video else "image_token_pooling"]
+        pooling += past
+        past += 16 * len(image.pixels["pixel_values_videos" if image.video else "pixel_values"])
+    return join(rows)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tokenprune.errors import UnsupportedModelError
-from tokenprune.families import FAMILIES, SUPPORTED, Family, family_of_config
+from tokenprune.families import FAMILIES, SUPPORTED, UNCUT, Family, family_of, family_of_config
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import keys_of
 from tokenprune.integrations.hf.forward.part import Part
@@ -60,7 +60,8 @@ class Adapter(PatchSource):
         self.base, self.decoder = self._find(self.model)
         self.text_config = self.decoder.config
         kinds = getattr(self.text_config, "layer_types", None) or ()
-        if unknown := set(kinds) - _ATTENDING - STATEFUL - _POINTWISE:
+        unknown = set(kinds) - _ATTENDING - STATEFUL - _POINTWISE
+        if unknown and self.family.name not in UNCUT:
             raise UnsupportedModelError(
                 f"model type {self.config.model_type!r} has decoder layers of kind {', '.join(sorted(unknown))}: it is "
                 f"not known what they do with tokens that are gone. {how_to_add()}"
@@ -82,7 +83,7 @@ class Adapter(PatchSource):
 
     def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
         """Return the module that merges images into text, and the decoder inside it."""
-        names, norm = self.family.decoder_names, self.family.norm_name
+        names, norm, uncut = self.family.decoder_names, self.family.norm_name, self.family.name in UNCUT
         # Top down, so that wrappers (a causal LM head, an adapter library) are passed through.
         for base in model.modules():
             for name in names:
@@ -90,7 +91,7 @@ class Adapter(PatchSource):
                     decoder = attrgetter(name)(base)
                 except AttributeError:
                     continue
-                if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, norm):
+                if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and (uncut or hasattr(decoder, norm)):
                     return base, decoder
         raise UnsupportedModelError(
             f"{type(model).__name__} has no {' or '.join(names)} with layers and {norm} where it is expected. "
@@ -300,8 +301,9 @@ def register_adapter(*families: str | Family) -> Callable[[type[_A]], type[_A]]:
     """
 
     def register(cls: type[_A]) -> type[_A]:
-        FAMILIES.update((row.name, row) for row in families if isinstance(row, Family))
-        ADAPTERS.update((one.name if isinstance(one, Family) else one, cls) for one in families)
+        rows = [one if isinstance(one, Family) else family_of(one) for one in families]
+        FAMILIES.update((row.name, row) for row in rows)
+        ADAPTERS.update((row.name, cls) for row in rows)
         return cls
 
     return register

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import nn
 
 from tokenprune.errors import UnsupportedModelError
-from tokenprune.families import REFUSED, SUPPORTED
+from tokenprune.families import REFUSED, SUPPORTED, UNCUT
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, how_to_add
 from tokenprune.integrations.shared.versions import check_tested
@@ -36,6 +36,6 @@ def adapter_for(model: nn.Module) -> Adapter:
             f"model type {kind!r} can be pruned from transformers {SUPPORTED[kind].since} on, and this is transformers "
             f"{compat.VERSION}: pip install 'transformers>={SUPPORTED[kind].since}'"
         )
-    if kind in REFUSED and kind not in ADAPTERS:
+    if kind in REFUSED and kind not in UNCUT and kind not in ADAPTERS:
         raise UnsupportedModelError(f"model type {kind!r} is not supported: {REFUSED[kind]}. {how_to_add()}")
     return ADAPTERS.get(kind, Adapter)(model)

@@ -50,16 +50,18 @@ class Idefics3Adapter(Adapter):
         return images + [1] * tiles
 
 
-@register_adapter("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga")
-class GlmAdapter(Adapter):
-    """GLM-4.1V and its kin mark the frames of a video with the id of images. A batch holds the one or the other."""
+@register_adapter("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga", "molmo2")
+class FramesAsImages(Adapter):
+    """GLM-4.1V and its kin, and Molmo 2, mark the frames of a video with the id of images. A batch holds the one or the
+    other."""
 
     def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
         mask = super().visual_mask(call)
+        images, others = mask["image"], mask["video"] & ~mask["image"]  # the two ids of Molmo 2 are one
         encoded = call.get("mm_encoder_outputs") or {}
         if encoded.get("video") is None and call.get("pixel_values_videos") is None:
-            return mask
-        return {"image": mask["video"], "video": mask["image"]}
+            return {"image": images, "video": others}
+        return {"image": others, "video": images}
 
 
 @register_adapter("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "cosmos3_omni", "cohere_compass")

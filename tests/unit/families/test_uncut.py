@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders that choose keys themselves: methods on pixels act, and whatever would leave the prompt is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+import tokenprune
+from basics import snapshot
+from families import REFUSED
+from processors import LIMITS, photo
+from tokenprune import UnsupportedModelError, abilities, families
+from tokenprune.families import Family
+from tokenprune.integrations.hf.families import Adapter, adapter_for, base, register_adapter
+from zoo import BOS, EOS, HEAD_DIM, HIDDEN, IMAGE, PAD, TEXT, VIDEO, VISION, wake
+
+LEAVING = ["divprune", "fastv", "dyrate", "tome", "pixelprune", "towerdrop"]
+MINIMAX = dict(
+    text_config={
+        **TEXT, "head_dim": HEAD_DIM, "rotary_dim": 8, "dense_intermediate_size": 96, "shared_intermediate_size": 32,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "index_n_heads": 2, "index_head_dim": 16,
+        "index_block_size": 8, "index_topk_blocks": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"],
+    },
+    vision_config=dict(
+        hidden_size=VISION, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=64,
+        patch_size=4,
+    ),
+    image_token_index=IMAGE, video_token_index=VIDEO, projector_hidden_size=HIDDEN,
+)  # fmt: skip
+
+
+@pytest.fixture
+def processor() -> Any:
+    return Qwen2VLImageProcessor(**LIMITS)
+
+
+def minimax() -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING["minimax_m3_vl"](**MINIMAX))
+    wake(model)
+    model.generation_config.update(eos_token_id=None, pad_token_id=PAD, do_sample=False)
+    return model.float().eval()
+
+
+def asked(processor: Any) -> dict[str, Any]:
+    made = processor(photo(64, 48), return_tensors="pt")
+    ids = torch.tensor([[BOS, 20, *[IMAGE] * (int(made["image_grid_thw"].prod()) // 4), 30, 31, 32, EOS]])
+    return {**made, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@torch.no_grad()
+def test_a_method_on_pixels_acts(processor: Any) -> None:
+    """The answer is the unpatched model's to the smaller image."""
+    model, whole = minimax(), asked(processor)
+    with tokenprune.patched(model, "downsample", keep=0.25, processor=processor):
+        inputs = asked(processor)
+        logits, answer = model(**inputs).logits, model.generate(**inputs, max_new_tokens=4)
+    assert [int((one["input_ids"] == IMAGE).sum()) for one in (whole, inputs)] == [48, 12]
+    assert torch.equal(model(**inputs).logits, logits)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=4), answer)
+
+
+@pytest.mark.parametrize("name", sorted(families.UNCUT & REFUSED.keys()))
+def test_what_leaves_the_prompt_is_refused(name: str, processor: Any) -> None:
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
+    model = REFUSED[name].build()
+    before = snapshot(model)
+    for method in LEAVING:
+        with pytest.raises(UnsupportedModelError, match=re.escape(families.REFUSED[name])):
+            tokenprune.patch(model, method, keep=0.3, processor=processor)
+        assert snapshot(model) == before
+    with tokenprune.patched(model, "downsample", keep=0.3, processor=processor):
+        assert tokenprune.is_patched(model)
+    assert snapshot(model) == before
+
+
+def test_an_adapter_of_ones_own_may_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "ADAPTERS", dict(base.ADAPTERS))
+    for family in ("minimax_m3_vl", Family("minimax_m3_vl")):
+        for row in families.FAMILIES.keys() & families.UNCUT:
+            monkeypatch.delitem(families.FAMILIES, row)
+        assert abilities.obstacle(tokenprune.method("divprune"), "minimax_m3_vl") is not None
+        register_adapter(family)(Adapter)
+        assert abilities.obstacle(tokenprune.method("divprune"), adapter_for(minimax()).family) is None
+        monkeypatch.delitem(families.FAMILIES, "minimax_m3_vl")
