@@ -22,11 +22,7 @@ from transformers import (
 )
 
 # In no mapping of models that answer.
-_RETRIEVAL = {
-    "colmodernvbert": "ColModernVBertForRetrieval",
-    "colpali": "ColPaliForRetrieval",
-    "colqwen2": "ColQwen2ForRetrieval",
-}
+_RETRIEVAL = {"colmodernvbert": "ColModernVBertForRetrieval"}
 
 
 @dataclasses.dataclass(frozen=True)

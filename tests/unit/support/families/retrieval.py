@@ -49,10 +49,14 @@ class Retriever:
                 self.config(vlm_config=config.to_dict(), embedding_dim=WIDTH), attn_implementation=attn
             )
             whole = self.inner.build(attn)
-            model.vlm.load_state_dict(whole.model.state_dict())
+            model.get_submodule(self.inside(model)).load_state_dict(whole.model.state_dict())
             nn.init.normal_(model.embedding_proj_layer.weight, std=0.3)
             nn.init.normal_(model.embedding_proj_layer.bias, std=0.3)
         return model.float().eval()
+
+    def inside(self, model: PreTrainedModel) -> str:
+        """The place of what merges images into text; older versions of transformers hold a language head around it."""
+        return "vlm.model" if hasattr(model.vlm, "model") else "vlm"
 
     def pages(self, **options: Any) -> Inputs:
         """A batch of pages; see `Family.make_inputs`."""
@@ -63,11 +67,10 @@ class Retriever:
 
 
 def _retrievers() -> list[Retriever]:
-    paligemma = dataclasses.replace(plain.FAMILIES["paligemma"], types=None)
     qwen = {name: dataclasses.replace(zoo.FAMILIES[name], types=None, collate=padded)
             for name in ("qwen2_vl", "qwen2_5_vl")}  # fmt: skip
     return [
-        Retriever("colpali", ColPaliConfig, ColPaliForRetrieval, paligemma),
+        Retriever("colpali", ColPaliConfig, ColPaliForRetrieval, plain.FAMILIES["paligemma"]),
         Retriever("colqwen2", ColQwen2Config, ColQwen2ForRetrieval, qwen["qwen2_vl"]),
         Retriever("colqwen2_5", ColQwen2Config, ColQwen2ForRetrieval, qwen["qwen2_5_vl"]),
     ]
