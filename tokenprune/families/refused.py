@@ -50,6 +50,9 @@ _REASONS_IN_VLLM = {
     ),
     "the checkpoint is in Mistral's own format, with a processor of its own: take the one in Hugging Face's format, "
     "LlavaForConditionalGeneration or Mistral3ForConditionalGeneration": "PixtralForConditionalGeneration",
+    "it answers with a vector for each token, which no test covers yet: merge vectors instead (docs/retrieval.md)": (
+        "ColPaliForRetrieval ColQwen3 ColQwen3_5 OpsColQwen3Model ColModernVBertForRetrieval"
+    ),
     "its images enter by cross-attention, not as tokens of the prompt": "NemotronParseForConditionalGeneration",
 }
 

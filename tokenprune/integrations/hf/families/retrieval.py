@@ -16,18 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.statistics import Stats
-
-_CLASSES = {
-    "colpali": "ColPaliForRetrieval",
-    "colqwen2": "ColQwen2ForRetrieval",
-    "colmodernvbert": "ColModernVBertForRetrieval",
-}
 
 
 def whole_model(model: nn.Module) -> nn.Module:
@@ -42,11 +37,11 @@ def whole_model(model: nn.Module) -> nn.Module:
             "transformers' format (vidore/colpali-v1.3-hf, vidore/colqwen2-v1.0-hf) as ColPaliForRetrieval or "
             "ColQwen2ForRetrieval"
         )
-    places = {name: sys.modules.get(f"transformers.models.{name}.modeling_{name}") for name in _CLASSES}
-    classes = tuple(vars(place)[_CLASSES[name]] for name, place in places.items() if place is not None)
-    if not classes or isinstance(model, classes):  # without its class there is no such model
+    whole = getattr(type(model), "base_model_prefix", None) == "vlm"
+    if whole or not any(".modeling_col" in name for name in sys.modules):  # without its code there is no such model
         return model
-    holders = (one for one in gc.get_objects() if issubclass(type(one), classes))
+    models = (one for one in gc.get_objects() if issubclass(type(one), PreTrainedModel))
+    holders = (one for one in models if one.base_model_prefix == "vlm")
     return next((one for one in holders if any(inner is model for inner in one.modules())), model)
 
 
@@ -152,7 +147,7 @@ class Pages(Part):
         embeddings, kept = output[0] if isinstance(output, tuple) else output.embeddings, ahead.kept
         if kept is not None:
             if kept.shape != embeddings.shape[:2]:
-                raise UnsupportedSetupError("rows that hold several pages cannot be told apart: give each its own row")
+                raise UnsupportedSetupError("a row holds several pages: give each a row of its own")
             embeddings = embeddings.masked_fill(~kept.to(embeddings.device).unsqueeze(-1), 0)
         elif ahead.mask is not None:
             kept = ahead.mask.bool()
