@@ -31,6 +31,7 @@ _HOMES = {
     "tokenprune.budget": ("Budget",),
     "tokenprune.guard.settings": ("Guard",),
     "tokenprune.statistics": ("Stats",),
+    "tokenprune.integrations.hf.families.retrieval": ("vectors",),
     "tokenprune.base": ("Method", "Pruner", "Selection", "Site"),
     "tokenprune.reuse.cache": ("FeatureCache",),
     "tokenprune.view.tokens": ("VisualTokens",),
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
         UnsupportedSetupError,
     )
     from tokenprune.guard.settings import Guard
+    from tokenprune.integrations.hf.families.retrieval import vectors
     from tokenprune.processor.api import patch_processor, unpatch_processor
     from tokenprune.registry import MethodInfo, available_methods, method_info, register
     from tokenprune.reuse.cache import FeatureCache

@@ -78,6 +78,11 @@ def _by_row(method: Method, row: Family, acts: bool, config: Any) -> Iterator[Ob
             "taken from a state while decoding; use a PRE_LLM or IN_LLM method, which cuts before it is built",
             OptionError,
         )
+    if row.vectors and method.site is Site.DECODE:
+        yield Obstacle(
+            f"{name} acts while an answer is written, and {family!r} writes none: use a PRE_LLM or IN_LLM method",
+            OptionError,
+        )
     on_videos = compares_frames(method)
     if row.videos == "none" and (method.site is Site.ATTENTION or (on_videos and acts)):
         yield Obstacle(

@@ -32,9 +32,8 @@ _REASONS = _REASONS_OF_CUTS | {
     "no test covers it yet: a router decides how many tokens each of its tiles has, and features of several depths are "
     "added inside its decoder": "granite_docling",
     "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
-    "it returns a vector for each token, those of dropped ones would be 0/0, and its mask keeps them: merge vectors": (
-        "colpali colqwen2 colmodernvbert"
-    ),
+    "its encoder counts windows by slots, and would take tokens for neighbours that stood apart in the page: merge its "
+    "vectors instead (docs/retrieval.md)": "colmodernvbert",
     "it takes no images in transformers, text alone": "mistral4",
     "it is the vision tower of other models, which have a type of their own (llava, mistral3)": "pixtral",
 }
@@ -55,6 +54,9 @@ _REASONS_IN_VLLM = {
     ),
     "the checkpoint is in Mistral's own format, with a processor of its own: take the one in Hugging Face's format, "
     "LlavaForConditionalGeneration or Mistral3ForConditionalGeneration": "PixtralForConditionalGeneration",
+    "it answers with a vector for each token, which no test covers yet: merge vectors instead (docs/retrieval.md)": (
+        "ColPaliForRetrieval ColQwen3 ColQwen3_5 OpsColQwen3Model ColModernVBertForRetrieval"
+    ),
     "its images enter by cross-attention, not as tokens of the prompt": "NemotronParseForConditionalGeneration",
 }
 

@@ -77,6 +77,7 @@ class Family:
     Decoder:
     stateful:     some layers carry a state instead of keys.
     static_cache: tokens can be left out of a static cache: each layer attends to all keys that it caches itself.
+    vectors:      it returns a vector for each token, and writes no answer.
     decoder_names, norm_name: places of the decoder in the model, and of the last norm in the decoder.
     entry_tokens, layer_tokens: arguments of the decoder, and of each layer, that have an entry for each token and are
                   gathered with the embeddings (name or position -> axis of the tokens).
@@ -108,6 +109,7 @@ class Family:
     masks_by_type: bool = False  # transformers makes masks of token types, which must be as many as the keys
     stateful: bool = False
     static_cache: bool = True
+    vectors: bool = False
     decoder_names: tuple[str, ...] = ("language_model",)
     norm_name: str = "norm"
     entry_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -122,7 +124,7 @@ class Family:
             "PRE_LLM": True,
             "ATTENTION": self.every_method and self.videos == "frames",
             "IN_LLM": True,
-            "DECODE": not self.stateful,
+            "DECODE": not (self.stateful or self.vectors),
         }
         return tuple(site for site, acts in tested.items() if acts)
 

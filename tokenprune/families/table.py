@@ -62,6 +62,7 @@ _idefics = partial(
 _packs = partial(Family, units=True, videos="frames")  # a tower of the Qwen-VL make
 _qwen = partial(_packs, patches="runs", merges=True)
 _qwen_vl = partial(_qwen, sessions=True, every_method=True, apart=True)
+_retrieves = partial(Family, note="rows of dropped tokens are zeros; see retrieval.md", vectors=True)
 _mrope = partial(Vllm, budget=_OR_VIDEO, mrope=True)
 
 _stateful = partial(Family, note=_STATE, stateful=True, static_cache=False)
@@ -207,6 +208,8 @@ _PLAIN = (
         merges=True,
         vllm=Vllm("PaliGemmaForConditionalGeneration", "PaliGemma", nested=True),
     ),
+    _retrieves("colpali", square="always", patches="tiles", merges=True),
+    _retrieves("colqwen2", patches="runs", merges=True, units=True),
     Family("perception_lm", videos="frames"),
     Family("pp_chart2table", since="5.4", square="tile"),
     Family("qianfan_ocr", since="5.6", square="tile", unit_side=_shuffled, merges=True),

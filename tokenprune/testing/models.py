@@ -48,7 +48,8 @@ def check_model(model: nn.Module, inputs: Mapping[str, Any], *, keep: float = 0.
 
     Four checks. `keep=1.0` gives the same logits to the last bit. With less, logits at tokens that stay are those of
     the unpatched model in which nothing attends to the others, within rounding. A step on the pruned cache gives what
-    the longer prompt gives. Unpatched, the model is what it was.
+    the longer prompt gives. Unpatched, the model is what it was. Of ColPali and its kin vectors are compared, and no
+    step.
 
     Raises OptionError for a model in training, and what `tokenprune.patch` raises for one that it refuses.
     """
@@ -57,18 +58,18 @@ def check_model(model: nn.Module, inputs: Mapping[str, Any], *, keep: float = 0.
     if model.training:
         raise OptionError("check_model compares forwards of a model in evaluation: call model.eval()")
     adapter, oracle = adapter_for(model), None
-    whole = model(**inputs).logits
-    require(torch.equal(model(**inputs).logits, whole), "two forwards of the unpatched model differ")
+    whole = _said(model(**inputs))
+    require(torch.equal(_said(model(**inputs)), whole), "two forwards of the unpatched model differ")
     limit = _ROUNDING.get(whole.dtype, _HALF)
-    steps = _step(model, inputs) <= limit
+    steps = not adapter.family.vectors and _step(model, inputs) <= limit
     with patched(model, _METHOD, keep=1.0):
-        require(torch.equal(model(**inputs).logits, whole), "keep=1.0 changes logits")
+        require(torch.equal(_said(model(**inputs)), whole), "keep=1.0 changes logits")
     with patched(model, _METHOD, keep=keep, record=True):
-        pruned, seen = model(**inputs).logits, stats(model)
+        pruned, seen = _said(model(**inputs)), stats(model)
         require(seen.visual_tokens_in > 0, "no visual token was found: are there images among the inputs?")
         require(bool(seen.cuts), f"keep={keep} removed none of {seen.visual_tokens_in} visual tokens")
         step = _step(model, inputs) if steps else None
-    require(torch.equal(model(**inputs).logits, whole), "after unpatch the model gives other logits than before")
+    require(torch.equal(_said(model(**inputs)), whole), "after unpatch the model gives other logits than before")
     wide = _RECURRENT if adapter.stateful else 1
     require(
         step is None or step <= wide * limit,
@@ -79,7 +80,7 @@ def check_model(model: nn.Module, inputs: Mapping[str, Any], *, keep: float = 0.
         kept[row, positions] = True
     if not adapter.stateful:
         with _masked(adapter.decoder.layers, kept):
-            wanted = model(**inputs).logits
+            wanted = _said(model(**inputs))
         oracle = _apart(pruned[kept], wanted[kept])
         require(
             oracle <= limit,
@@ -87,6 +88,12 @@ def check_model(model: nn.Module, inputs: Mapping[str, Any], *, keep: float = 0.
         )
     require(not bool(pruned[kept].isnan().any()), "logits of tokens that stay are NaN")
     return ModelCheck(seen.visual_tokens_in, seen.visual_tokens_out, oracle, step)
+
+
+def _said(output: Any) -> Tensor:
+    """Return the logits of an output, or the vectors of a model that retrieves."""
+    found: Tensor = output.embeddings if hasattr(output, "embeddings") else output.logits
+    return found
 
 
 def _apart(got: Tensor, want: Tensor) -> float:
@@ -107,7 +114,7 @@ def _step(model: Any, inputs: Mapping[str, Any]) -> float:
         if isinstance(value, Tensor) and value.shape == shape:
             added = {"input_ids": first, "attention_mask": torch.ones_like(first)}.get(name, torch.zeros_like(first))
             longer[name] = torch.cat([value, added.to(value.dtype)], 1)
-    return _apart(out.logits[1], model(**longer).logits[:, -1])
+    return _apart(out.logits[1], _said(model(**longer))[:, -1])
 
 
 @contextmanager
@@ -138,4 +145,6 @@ def _mask(
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=kept.device).tril()
     gone = ~kept[:, None, None] & ~torch.eye(length, dtype=torch.bool, device=kept.device)
     hidden = mask & ~gone if mask.dtype == torch.bool else mask.masked_fill(gone, torch.finfo(mask.dtype).min)
-    return (), given | {"attention_mask": hidden}
+    if (place := names.index("attention_mask")) < len(args):
+        return (*args[:place], hidden, *args[place + 1 :]), kwargs
+    return args, kwargs | {"attention_mask": hidden}  # what is recorded of a layer is found by place

@@ -41,7 +41,7 @@ def model(build, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_adapters_override_methods_never_attributes() -> None:
-    for file in ("plain", "qformer", "special"):
+    for file in ("plain", "qformer", "retrieval", "special"):
         module = importlib.import_module(f"tokenprune.integrations.hf.families.{file}")
         for _, cls in inspect.getmembers(module, inspect.isclass):
             if issubclass(cls, Adapter) and cls is not Adapter:

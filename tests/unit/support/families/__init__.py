@@ -5,7 +5,7 @@ decoder, some in several variants. See zoo.py for what a `Family` is."""
 from __future__ import annotations
 
 import zoo
-from families import mrope, ocr, plain, qformer, refused, special
+from families import mrope, ocr, plain, qformer, refused, retrieval, special
 
 FAMILIES: dict[str, zoo.Family] = (
     zoo.FAMILIES | plain.FAMILIES | ocr.FAMILIES | mrope.FAMILIES | special.FAMILIES | qformer.FAMILIES
@@ -13,6 +13,9 @@ FAMILIES: dict[str, zoo.Family] = (
 
 # Model types that must be refused; they are tested for the error alone.
 REFUSED: dict[str, refused.Refused] = refused.REFUSED
+
+# Model types that return vectors, in place of logits: see test_retrieval.py.
+RETRIEVERS: dict[str, retrieval.Retriever] = retrieval.RETRIEVERS
 
 # Families whose oracle is only_kept.py: some of their layers carry a state.
 STATEFUL: set[str] = special.STATEFUL

@@ -22,12 +22,7 @@ from transformers import (
 )
 
 # In no mapping of models that answer about images.
-_BY_CLASS = {
-    "colmodernvbert": "ColModernVBertForRetrieval",
-    "colpali": "ColPaliForRetrieval",
-    "colqwen2": "ColQwen2ForRetrieval",
-    "phi4_multimodal": "Phi4MultimodalForCausalLM",
-}
+_BY_CLASS = {"colmodernvbert": "ColModernVBertForRetrieval", "phi4_multimodal": "Phi4MultimodalForCausalLM"}
 
 
 @dataclasses.dataclass(frozen=True)

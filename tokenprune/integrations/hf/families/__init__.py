@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from tokenprune.integrations.hf.families.find import adapter_for
 
-_FILES = ("base", "find", "plain", "qformer", "special")
+_FILES = ("base", "find", "plain", "qformer", "retrieval", "special")
 __all__ = ["Adapter", "adapter_for", "how_to_add", "register_adapter", "supported_families"]
 
 

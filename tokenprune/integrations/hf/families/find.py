@@ -9,6 +9,7 @@ from tokenprune.errors import UnsupportedModelError
 from tokenprune.families import REFUSED, SUPPORTED, UNCUT
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, how_to_add
+from tokenprune.integrations.hf.families.retrieval import whole_model
 from tokenprune.integrations.shared.versions import check_tested
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel")
@@ -20,6 +21,7 @@ def adapter_for(model: nn.Module) -> Adapter:
     Raises UnsupportedModelError with what is supported and how to add a family, and UnsupportedSetupError with a
     transformers that is newer than those tested.
     """
+    model = whole_model(model)
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind is None and type(model).__name__ in _WRAPPERS:
         raise UnsupportedModelError(

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that return a vector for each token: those of dropped ones must not pass for vectors of a page."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, ColPaliProcessor
+
+import tokenprune
+from basics import snapshot
+from each import each
+from families import FAMILIES, REFUSED
+from families.retrieval import RETRIEVERS, Retriever
+from oracle import close, reduced, survivors
+from tokenprune import OptionError, UnsupportedModelError
+from tokenprune.families import SUPPORTED
+from tokenprune.testing import check_model
+
+# Choose, merge at the entry, cut inside the decoder (by the last token, an end token here), and more than once.
+CUTTING = ("divprune", "pool", "dart", "fastv", "pyramiddrop")
+IN_TOWER = ("tome",)
+READING = ("visionzip",)
+BATCHES: dict[str, dict[str, Any]] = {
+    "left": {"images": (1, 1)}, "right": {"images": (1, 1), "padding": "right"}, "two": {"images": (2, 1)},
+    "mixed": {"images": (0, 1)},
+}  # fmt: skip
+
+_built: dict[str, Any] = {}
+
+
+@pytest.fixture(params=RETRIEVERS)
+def retriever(request: pytest.FixtureRequest) -> Retriever:
+    return RETRIEVERS[request.param]
+
+
+@pytest.fixture
+def model(retriever: Retriever) -> Any:
+    if retriever.name not in _built:
+        _built[retriever.name] = retriever.build()
+        _built[retriever.name](**retriever.pages())  # transformers hooks what it may be asked to capture
+    model = _built[retriever.name]
+    was = snapshot(model)
+    yield model
+    assert snapshot(model) == was, "a test left the model changed"
+
+
+def visual(inputs: dict[str, Any], retriever: Retriever, model: Any) -> Tensor:
+    return retriever.inner.visual_mask(model, inputs)
+
+
+@torch.no_grad()
+@each("batch", BATCHES)
+def test_keep_all_is_bit_equal(retriever: Retriever, model: Any, batch: str) -> None:
+    inputs = retriever.pages(**BATCHES[batch])
+    whole = model(**inputs).embeddings
+    for method in (*CUTTING, *IN_TOWER, *READING):
+        with tokenprune.patched(model, method, keep=1.0):
+            output = model(**inputs)
+        assert torch.equal(output.embeddings, whole) and torch.equal(output.kept, inputs["attention_mask"].bool())
+    assert "kept" not in model(**inputs)
+
+
+@torch.no_grad()
+@each("method", CUTTING)
+@each("batch", BATCHES)
+def test_equals_masking(retriever: Retriever, model: Any, method: str, batch: str) -> None:
+    """Kept rows are vectors of the masked model; all others are zeros, and `kept` says which."""
+    inputs = retriever.pages(**BATCHES[batch])
+    with tokenprune.patched(model, method, keep=0.3, record=True):
+        output = model(**inputs)
+        stats = tokenprune.stats(model)
+    length = inputs["input_ids"].shape[1]
+    assert output.embeddings.shape[:2] == output.kept.shape == (len(inputs["input_ids"]), length)
+    alive = torch.stack([survivors(cut, length) for cut in stats.cuts]).all(0)
+    real = inputs["attention_mask"].bool()
+    assert torch.equal(output.kept, alive) and torch.equal(alive & ~visual(inputs, retriever, model),
+                                                           real & ~visual(inputs, retriever, model))  # fmt: skip
+    assert stats.visual_tokens_out < stats.visual_tokens_in
+    assert f"vectors: {int(alive.sum())} of {int(real.sum())} are left, those of text among them" in stats.notes
+    assert not output.embeddings[~alive].any() and not output.embeddings.isnan().any()
+    family = dataclasses.replace(retriever.inner, decoder=f"{retriever.inside(model)}.language_model")
+    with reduced(family, model, stats.cuts, length):
+        want = model(**inputs).embeddings
+    close(output.embeddings[alive], want[alive])
+    lengths = output.embeddings[alive].norm(dim=-1)
+    torch.testing.assert_close(lengths, torch.ones_like(lengths))
+
+
+@torch.no_grad()
+@each("method", [*CUTTING, *IN_TOWER, *READING])
+def test_a_batch_gives_what_its_pages_give_alone(retriever: Retriever, model: Any, method: str) -> None:
+    # dart compares keys, and these models count padding on the left in the positions that turn keys.
+    for padding in ("right",) if method == "dart" else ("left", "right"):
+        with tokenprune.patched(model, method, keep=0.3):
+            together = tokenprune.vectors(model(**retriever.pages(images=(1, 1), padding=padding)))
+            alone = [
+                tokenprune.vectors(model(**retriever.pages(images=(1, 1), only=row, sizes=retriever.inner.sizes)))
+                for row in range(2)
+            ]
+        for row, (found,) in zip(together, alone, strict=True):
+            close(row, found)
+
+
+@torch.no_grad()
+def test_questions_are_left_as_they_are(retriever: Retriever, model: Any) -> None:
+    asked = retriever.questions()
+    whole = model(**asked).embeddings
+    with tokenprune.patched(model, "divprune", keep=0.3):
+        output = model(**asked)
+        assert tokenprune.stats(model).visual_tokens_in == 0
+    assert torch.equal(output.embeddings, whole) and torch.equal(output.kept, asked["attention_mask"].bool())
+
+
+@torch.no_grad()
+def test_lists_of_vectors_are_the_kept_rows(retriever: Retriever, model: Any) -> None:
+    """Whatever scores them: zero rows would win wherever all similarities are negative."""
+    asked = tokenprune.vectors(model(**retriever.questions()))
+    inputs = retriever.pages(images=(1, 1))
+    whole = model(**inputs)
+    found = tokenprune.vectors(whole)
+    assert [len(page) for page in found] == inputs["attention_mask"].sum(1).tolist()
+    with tokenprune.patched(model, "divprune", keep=0.3):
+        output = model(**inputs)
+    pages = tokenprune.vectors(output)
+    assert [len(page) for page in pages] == output.kept.sum(1).tolist() < [len(page) for page in found]
+    for row, page in enumerate(pages):
+        hidden = [(one @ output.embeddings[row].T).masked_fill(~output.kept[row], -torch.inf) for one in asked]
+        want = torch.stack([one.amax(1).sum() for one in hidden])
+        # One page at a time: the processor fills shorter ones with zeros.
+        torch.testing.assert_close(ColPaliProcessor.score_retrieval(None, asked, [page])[:, 0], want)
+    with pytest.raises(OptionError, match="dict has no embeddings"):
+        tokenprune.vectors({})
+
+
+@torch.no_grad()
+def test_inside_and_outside_are_the_same_patch(retriever: Retriever, model: Any) -> None:
+    inputs = retriever.pages(images=(1, 1))
+    with tokenprune.patched(model, "divprune", keep=0.3):
+        want = model(**inputs)
+        assert tokenprune.is_patched(model) and tokenprune.is_patched(model.vlm)
+    tokenprune.patch(model.vlm, "divprune", keep=0.3)
+    got = model(**inputs)
+    assert torch.equal(got.embeddings, want.embeddings) and torch.equal(got.kept, want.kept)
+    with pytest.raises(tokenprune.AlreadyPatchedError):
+        tokenprune.patch(model, "random", keep=0.3)
+    assert tokenprune.stats(model).visual_tokens_out == tokenprune.stats(model.vlm).visual_tokens_out > 0
+    tokenprune.unpatch(model)
+    assert not tokenprune.is_patched(model.vlm)
+
+
+@torch.no_grad()
+def test_ways_to_call_it(retriever: Retriever, model: Any) -> None:
+    """A tuple has zeros, too; a page without a mask, a copy of the model, and the model inside on its own."""
+    inputs = retriever.pages(images=(1, 1), padding=None)
+    with tokenprune.patched(model, "divprune", keep=0.3):
+        want = model(**inputs)
+        assert torch.equal(model(**inputs, return_dict=False)[0], want.embeddings)
+        bare = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        close(model(**bare).embeddings, want.embeddings)
+        assert torch.equal(copy.deepcopy(model)(**inputs).kept, want.kept)
+        if retriever.name == "colpali":  # the others note positions in themselves
+            hidden = model.get_submodule(retriever.inside(model))(**retriever.questions()).last_hidden_state
+            assert hidden.any(-1).all()
+
+
+def test_gradients_reach_the_kept_vectors(retriever: Retriever, model: Any) -> None:
+    with tokenprune.patched(model, "divprune", keep=0.3):
+        torch.cat(tokenprune.vectors(model(**retriever.pages(images=(1, 1))))).sum().backward()
+    felt = model.embedding_proj_layer.weight.grad
+    model.zero_grad(set_to_none=True)
+    assert felt is not None and felt.isfinite().all() and felt.any()
+
+
+def test_it_passes_the_check_of_models(retriever: Retriever, model: Any) -> None:
+    found = check_model(model, dict(retriever.pages(images=(2, 1))))
+    assert 0 < found.kept < found.visual_tokens and found.oracle is not None and found.oracle < 1e-5
+    assert found.step is None
+
+
+def test_what_is_refused(retriever: Retriever, model: Any) -> None:
+    with pytest.raises(OptionError, match=f"'{model.config.model_type}' writes none"):
+        tokenprune.patch(model, "dyrate", keep=0.3)
+    assert "DECODE" not in SUPPORTED[model.config.model_type].sites
+    kind = model.vlm.config.model_type
+    try:
+        model.vlm.config.model_type = "qwen3_vl"
+        with pytest.raises(UnsupportedModelError, match="around a model of type 'qwen3_vl' is not supported"):
+            tokenprune.patch(model, "divprune", keep=0.3)
+    finally:
+        model.vlm.config.model_type = kind
+
+
+def test_what_is_inside_is_no_way_around_a_refusal() -> None:
+    refused = REFUSED["colmodernvbert"]
+    if refused.kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {refused.kind}")
+    model: Any = refused.build()
+    for asked in (model, model.vlm, model.vlm.text_model):
+        with pytest.raises(UnsupportedModelError, match="'colmodernvbert' is not supported: its encoder counts"):
+            tokenprune.patch(asked, "divprune", keep=0.5)
+        assert not tokenprune.is_patched(model)
+
+
+def test_models_of_colpali_engine_are_refused_by_name(build) -> None:
+    """They are subclasses of the models that they are made of, and have their config."""
+    model = build(FAMILIES["qwen2_vl"])
+    for asked in (model, model.model):
+        asked.custom_text_proj = nn.Linear(1, 1)
+        with pytest.raises(UnsupportedModelError, match=f"{type(asked).__name__} makes a vector.*colqwen2-v1.0-hf"):
+            tokenprune.patch(asked, "divprune", keep=0.5)
+        del asked.custom_text_proj
+    with tokenprune.patched(model, "divprune", keep=0.5):
+        assert tokenprune.is_patched(model)
