@@ -15,6 +15,7 @@ from tokenprune.kernels.coverage import alike
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import settle
+from tokenprune.methods.scores import stretched
 from tokenprune.methods.video.merging import VideoMerger, others_joined, spots, tower_attention
 from tokenprune.ops.clusters import nearest, peaks
 from tokenprune.ops.suppress import unsuppressed
@@ -121,15 +122,6 @@ class _InnerUniPool(Pruner):
             some = text.mask.any(1, keepdim=True)
             attention = torch.where(some, tokens.text_sum_and_max[:, 1], attention)
             cosine = torch.where(some, best_match(tokens.hidden, text.hidden, text.mask)[0], cosine)
-        score = self.balance * _stretched(attention, tokens.mask)
-        score = score + (1 - self.balance) * _stretched(cosine, tokens.mask)
+        score = self.balance * stretched(attention.nan_to_num(nan=0.0), tokens.mask)
+        score = score + (1 - self.balance) * stretched(cosine, tokens.mask)
         return others_joined(Selection.top(score, tokens), tokens)
-
-
-def _stretched(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """float32 `[S, N]`: x, from 0 to 1 over each row's tokens; 0 where all are equal, and for NaN. mask: bool `[S,
-    N]`."""
-    x = x.float().nan_to_num(nan=0.0)
-    low = x.masked_fill(~mask, torch.inf).amin(1, keepdim=True)
-    high = x.masked_fill(~mask, -torch.inf).amax(1, keepdim=True)
-    return (x - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
