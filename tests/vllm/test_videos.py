@@ -19,7 +19,7 @@ from tokenprune.view.registry import compares_frames
 EVS = {"method": "evs", "keep": 0.4}
 METHODS = [name for name in servable() if compares_frames(build(name, {}))]
 # Methods with a cut inside the language model, without that one.
-FIRST_CUTS = [{"method": name, "inner": False, "keep": 0.4} for name in ("holitom", "flashvid", "prunevid")]
+FIRST_CUTS = [{"method": name, "inner": False, "keep": 0.4} for name in ("holitom", "flashvid", "prunevid", "unipool")]
 BLOCK = 32
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune_bench.calibration.attention_fitting import fit_d2pruner, fit_fitprune
+from tokenprune_bench.calibration.head_fitting import fit_hawk
 from tokenprune_bench.calibration.rate_fitting import fit_dyrate
 from tokenprune_bench.calibration.run import calibrate
 
-__all__ = ["Thresholds", "calibrate", "fit_d2pruner", "fit_dyrate", "fit_fitprune"]
+__all__ = ["Thresholds", "calibrate", "fit_d2pruner", "fit_dyrate", "fit_fitprune", "fit_hawk"]

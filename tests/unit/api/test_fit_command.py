@@ -89,7 +89,10 @@ def test_images_and_questions_of_the_user(tmp_path: Path) -> None:
 @each(
     ("arguments", "says"),
     [
-        (("nobody",), r"'nobody' is no method that is fitted: use one of d2pruner, dymu, dyrate, fitprune, theirs"),
+        (
+            ("nobody",),
+            "'nobody' is no method that is fitted: use one of d2pruner, dymu, dyrate, fitprune, hawk, theirs",
+        ),
         (("dart",), r"'dart' is no method that is fitted: use one of d2pruner"),
         (("theirs", "--powr", "2"), r"no option 'powr': its options are --power 1.0, --layers \(\), --loud False"),
         (("fitprune", "--layer", "2"), r"no option 'layer': its options are \(none\)"),
@@ -112,12 +115,12 @@ def test_refused(arguments: tuple[str, ...], says: str) -> None:
 
 def test_the_list() -> None:
     lines = dict(line.split(": ", 1) for line in call("fit").stdout.splitlines())
-    assert list(lines) == fittable() == ["d2pruner", "dymu", "dyrate", "fitprune", "theirs"]
+    assert list(lines) == fittable() == ["d2pruner", "dymu", "dyrate", "fitprune", "hawk", "theirs"]
     assert lines["d2pruner"] == "--layer 2" and "--batch-size 32" in lines["dymu"] and lines["fitprune"] == "(none)"
 
 
 def test_fit_of_a_method_is_the_public_function() -> None:
-    for name in ("dyrate", "d2pruner", "fitprune"):
+    for name in ("dyrate", "d2pruner", "fitprune", "hawk"):
         assert tokenprune.method_info(name).cls.fit is getattr(calibration, f"fit_{name}")
     assert tokenprune.Method.fit is None and list(fit_options("d2pruner")) == ["layer"]
     with pytest.raises(OptionError, match=r"calibration\.calibrate"):

@@ -52,6 +52,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "llava_scissor": [{"exact": False}],
     "prunevid": [{"inner": False}],
     "sttm": [{"exact": False}, {"temporal": 0.0}],
+    "unipool": [{"inner": False, "clusters": 0.0, "threshold": 1.5}],
     "dymu": [{"thresholds": THRESHOLDS}, {"thresholds": THRESHOLDS, "exact": True}],
     "mustdrop": [{"protected": 0.0}, {"thresholds": (0.01, 0.1)}],
     "erase": [{"entropy": (), "retain": (0.4,)}],

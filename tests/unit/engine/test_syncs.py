@@ -55,10 +55,11 @@ TOWER_BLOCKS = 4
 # Methods that ask themselves: which frames make a scene; the chances of each of two videos, drawn on the host; a search
 # of as many steps as it takes (of pixelprune, where `keep` binds); how many patches each tile has; what a prompt's own
 # schedule is made of; the sizes of clusters; at each cut, how many tokens stay; whether a decomposition went well, of
-# all images, or of each with its groups; inside a tower, how many patches are left of each image, and which.
+# all images, or of each with its groups; inside a tower, how many patches are left of each image, and which. unipool
+# asks about videos of more tokens than these have.
 ASKING = {"prunevid": 1, "kitoke": 2, "llava_scissor": math.inf, "pixelprune": math.inf, "vispruner": 1}
 ASKING |= {"autoprune": 1, "vitcop": 1, "visipruner": 1, "dtd": 1, "agilepruner": 1, "prunesid": 6, "flowcut": 5}
-ASKING |= {"pact": math.inf, "sttm": math.inf, "entropyprune": 2, "erase": 1}
+ASKING |= {"pact": math.inf, "sttm": math.inf, "entropyprune": 2, "erase": 1, "unipool": 0}
 
 
 def allowed(family: Family, name: str) -> int:
@@ -208,7 +209,7 @@ def test_who_asks_says_so() -> None:
 
 
 # What agilepruner waits for, whether its decomposition went well, torch asks by itself.
-@pytest.mark.parametrize("name", sorted({*ASKS} - {"agilepruner"}))
+@pytest.mark.parametrize("name", sorted({*ASKS} - {"agilepruner", "unipool"}))
 @torch.no_grad()
 def test_who_says_so_asks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family = FAMILIES["llava" if name == "flowcut" else "qwen2_5_vl"]

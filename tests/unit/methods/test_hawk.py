@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from torch import Tensor, nn
 import tokenprune
 from each import each
 from several_cuts import COUNTS, SHARES, best, rows, view, wanted
-from tokenprune import OptionError
+from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.api import is_patched
+from tokenprune.methods.pre_llm.hawk import HeadWeights
+from tokenprune_bench.calibration import fit_hawk
 from zoo import FAMILIES
 
 WEIGHTS = (0.5, 0.0, 2.0)
@@ -93,3 +97,55 @@ def test_what_a_decoder_lacks(build: Any) -> None:
     with pytest.raises(OptionError, match="hawk reads the queries and keys"):
         tokenprune.method("hawk").check_model(decoder)
     assert not is_patched(model)
+
+
+@torch.no_grad()
+def likelihood(model: nn.Module, sample: dict[str, Tensor], answer: Tensor) -> Tensor:
+    """Of each row's answer, in one pass."""
+    ids = torch.cat([sample["input_ids"], answer], 1)
+    mask = torch.cat([sample["attention_mask"], torch.ones_like(answer)], 1)
+    given = {**sample, "input_ids": ids, "attention_mask": mask}
+    logits = model(**given).logits[:, -answer.shape[1] - 1 : -1].log_softmax(-1)
+    return logits.gather(2, answer.unsqueeze(2)).sum((1, 2))
+
+
+@torch.no_grad()
+def test_fitting(build: Any, tmp_path: Path) -> None:
+    """What an answer loses where no layer reads what a head found, less the least of that, as shares."""
+    family = FAMILIES["llava"]
+    model, path = build(family), tmp_path / "heads.safetensors"
+    samples, done = [family.make_inputs(images=(1,), seed=seed) for seed in (0, 1)], []
+    fitted = fit_hawk(model, samples, path, max_new_tokens=4, progress=done.append)
+    attention = model.get_submodule(family.decoder).layers[0].self_attn
+    heads, size = attention.q_proj.out_features // attention.head_dim, attention.head_dim
+    drop = torch.zeros(heads)
+    for sample in samples:
+        answer = model.generate(**sample, max_new_tokens=4, do_sample=False)[:, sample["input_ids"].shape[1] :]
+        for head in range(heads):
+            other = copy.deepcopy(model)
+            for layer in other.get_submodule(family.decoder).layers:
+                layer.self_attn.o_proj.weight[:, head * size : (head + 1) * size] = 0
+            drop[head] += float(likelihood(model, sample, answer) - likelihood(other, sample, answer)) / 2
+    want = drop - drop.min()
+    torch.testing.assert_close(fitted.table, want / want.sum(), atol=1e-4, rtol=1e-3)
+    assert done == [1, 2] and not is_patched(model) and fitted.table.min() == 0
+    with tokenprune.patched(model, "hawk", keep=0.4, heads=path, record=True):
+        model(**samples[0])
+        found = tokenprune.stats(model).cuts[0].kept
+    with tokenprune.patched(model, "hawk", keep=0.4, weights=HeadWeights.load(path).table.tolist(), record=True):
+        model(**samples[0])
+        assert tokenprune.stats(model).cuts[0].kept == found
+    with pytest.raises(OptionError, match="another model"):
+        tokenprune.patch(build(FAMILIES["llava_next"]), "hawk", heads=path)
+
+
+def test_what_is_not_fitted(build: Any, tmp_path: Path) -> None:
+    model = build(FAMILIES["llava"])
+    with pytest.raises(TokenPruneError, match="no sample"):
+        fit_hawk(model, [])
+    with pytest.raises(OptionError, match="max_new_tokens=0"):
+        fit_hawk(model, [], max_new_tokens=0)
+    with tokenprune.patched(model, "fastv"), pytest.raises(AlreadyPatchedError):
+        fit_hawk(model, [])
+    with pytest.raises(OptionError, match="cannot read"):
+        tokenprune.method("hawk", heads=tmp_path / "none.safetensors")

@@ -20,7 +20,7 @@ from zoo import FAMILIES, IMAGE, VIDEO, Family
 MODELS = {name: {**OTHERS, **FAMILIES}[name] for name in ("llava_onevision", "qwen2_5_vl", "qwen3_vl")}
 METHODS: dict[str, dict[str, Any]] = {
     "holitom": {"layer": 2}, "flashvid": {"layer": 2}, "ottvid": {}, "kitoke": {}, "framefusion": {},
-    "fastvid": {}, "llava_scissor": {}, "prunevid": {"layer": 2},
+    "fastvid": {}, "llava_scissor": {}, "prunevid": {"layer": 2}, "unipool": {"inner": 0.5},
 }  # fmt: skip
 BOTH = [
     pytest.param(tokenprune.method(name, **options), id=f"{name}-{number}")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -9,8 +8,6 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from tokenprune.base import Pruner, Selection, Site
-from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.video.merging import (
     StillPlaces,
@@ -18,6 +15,7 @@ from tokenprune.methods.video.merging import (
     at,
     clusters_of_frames,
     members_of,
+    others_joined,
     spots,
     tower_attention,
 )
@@ -138,11 +136,4 @@ class _InnerHoliTom(Pruner):
     merges: ClassVar[bool] = True
 
     def select(self, tokens: VisualTokens) -> Selection:
-        selection = Selection.top(tokens.last_row_attention.mean(dim=1), tokens)
-        place = partition(selection.keep)[:, : max(tokens.keep)]
-        allowed = selection.keep.gather(1, place)
-        chosen = gather_tokens(tokens.hidden, place, 1)
-        likest = place.gather(1, best_match(tokens.hidden, chosen, allowed)[1])
-        itself = torch.arange(likest.shape[1], device=likest.device)
-        assign = torch.where(selection.keep, itself, likest).masked_fill(~tokens.mask, -1)
-        return dataclasses.replace(selection, assign=assign)
+        return others_joined(Selection.top(tokens.last_row_attention.mean(dim=1), tokens), tokens)

@@ -13,6 +13,8 @@ from annotated_types import Ge, Gt, Lt
 
 from tokenprune.base import Method, Pruner, Selection
 from tokenprune.budget import Budget
+from tokenprune.kernels.compact import gather_tokens, partition
+from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import top_mask
 from tokenprune.ops.clusters import peaks_and_members
 from tokenprune.ops.temporal import shares
@@ -94,6 +96,17 @@ class TwoCutMerger(VideoMerger):
             return [(first, budget)]
         early, late = profile(layers, ((0, 1.0), (self.layer or self.depth, self.inner_keep)), budget)
         return [(first, early.budget), (self.second_cut(late.layer), late.budget)]
+
+
+def others_joined(selection: Selection, tokens: VisualTokens) -> Selection:
+    """Return a choice that drops once each token that it drops is merged into the most similar one that stays."""
+    place = partition(selection.keep)[:, : max(tokens.keep)]
+    allowed = selection.keep.gather(1, place)
+    chosen = gather_tokens(tokens.hidden, place, 1)
+    likest = place.gather(1, best_match(tokens.hidden, chosen, allowed)[1])
+    itself = torch.arange(likest.shape[1], device=likest.device)
+    assign = torch.where(selection.keep, itself, likest).masked_fill(~tokens.mask, -1)
+    return dataclasses.replace(selection, assign=assign)
 
 
 def spots(like: torch.Tensor) -> torch.Tensor:

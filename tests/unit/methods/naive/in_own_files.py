@@ -32,7 +32,15 @@ ROWS = {
             {"layers": (-1, 3)},
         )
     ),
-    "hawk": Row(refused=({"weights": [-1.0]}, {"weights": [0.0, 0.0]}, {"weights": [math.inf]}, {"norm": "l1"})),
+    "hawk": Row(
+        refused=(
+            {"weights": [-1.0]},
+            {"weights": [0.0, 0.0]},
+            {"weights": [math.inf]},
+            {"norm": "l1"},
+            {"weights": [1.0], "heads": "x"},
+        )
+    ),
     "ipcv": Row(refused=({"layer": 0}, {"stabilise": -1}, {"neighbours": 0}, {"neighbours": "10"})),
     "pixelprune": Row(
         refused=(

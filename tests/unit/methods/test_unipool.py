@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""unipool: the invariants of its description; tests/unit/methods/naive holds the loops of its first cut."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenprune
+from each import each
+from tests.unit.methods.naive.unipool import near, pool_of
+from tokenprune import Budget, Pruner
+from tokenprune.testing import visual_tokens
+from videos import attention_of, best, cos, given, moving, select, shares_of
+
+
+def inner(**options: float) -> Pruner:
+    (_, _), (second, _) = tokenprune.method("unipool", **options).stages(Budget(keep=0.4), 28)
+    return second
+
+
+def pooled(video: Tensor, keep: int, **options: float) -> set[int]:
+    """What stays when nothing is clustered."""
+    tokens = given([video], [keep], [(1, video.shape[1])])
+    return set(select("unipool", tokens, inner=False, clusters=0.0, **options).keep[0].nonzero().flatten().tolist())
+
+
+@each("seed", range(3))
+def test_nothing_in_the_pool_is_alike(seed: int) -> None:
+    """Until it has to be filled up: then those of the walk are all in it, and of the refused the best attended."""
+    video = moving(6, 4, 4, seed=seed, noise=0.3)
+    x, attention = video.flatten(0, 1).tolist(), attention_of(video).flatten().tolist()
+    walk = pool_of(x, attention, 96, 0.7)
+    size = next(n for n in range(97) if any(near(x[walk[n]], x[j]) >= 0.7 for j in walk[:n]))
+    assert 8 < size < 90
+    for keep in (5, size):
+        assert all(near(x[i], x[j]) < 0.7 for i, j in combinations(pooled(video, keep), 2))
+    refused = [i for i in range(96) if i not in walk[:size]]
+    assert pooled(video, size + 4) == {*walk[:size], *best(refused, attention, 4)}
+
+
+def test_copies_are_pooled_once_where_they_come_first() -> None:
+    frame = torch.eye(12) + 0.1
+    video, attention = frame.repeat(4, 1, 1), attention_of(frame[None]).repeat(4, 1)
+    for keep in (5, 12):
+        tokens = given([video], [keep], [(3, 4)], attention=[attention])
+        kept = select("unipool", tokens, inner=False, clusters=0.0).keep[0].nonzero().flatten().tolist()
+        assert kept == sorted(best(range(12), attention[0].tolist(), keep))
+
+
+def test_without_a_threshold_the_best_attended_stay() -> None:
+    video = moving(5, 4, 4, seed=2)
+    attention = attention_of(video).flatten().tolist()
+    for keep in (1, 7, 40):
+        assert pooled(video, keep, threshold=1.5) == set(best(range(80), attention, keep))
+
+
+def test_without_clusters_nothing_merges_and_with_them_everything() -> None:
+    video = moving(5, 4, 4, seed=3)
+    alone = shares_of(select("unipool", given([video], [10], [(4, 4)]), inner=False, clusters=0.0), 0, 80)
+    assert all(group == {i: 1.0} for i, group in alone.items()) and len(alone) == 10
+    groups = shares_of(select("unipool", given([video], [10], [(4, 4)]), inner=False), 0, 80)
+    assert sorted(i for group in groups.values() for i in group) == [*range(80)] and len(groups) == 10
+    assert sum(len(group) == 1 for group in groups.values()) >= 7  # 3 of 10 are clusters
+    for group in groups.values():
+        assert min(group.values()) == pytest.approx(max(group.values()))
+
+
+def rows(x: Tensor, attention: Tensor, text: Tensor) -> tuple[list[float], list[float]]:
+    """Of one video, how much each token is attended to and resembles the text, each from 0 to 1."""
+
+    def stretched(one: list[float]) -> list[float]:
+        return [(value - min(one)) / (max(one) - min(one)) for value in one]
+
+    most = attention.mean(0).amax(0).tolist()
+    return stretched(most), stretched([max(cos(i, j) for j in text.tolist()) for i in x.tolist()])
+
+
+@each("balance", [0.0, 0.25, 0.5, 1.0])
+def test_the_second_cut(balance: float) -> None:
+    """By attention alone, by likeness alone, and by both; every other token joins the one it is most like, with equal
+    weights. A batch of texts of other lengths."""
+    g = torch.Generator().manual_seed(1)
+    hidden, text = torch.randn(2, 12, 6, generator=g), torch.randn(2, 4, 6, generator=g)
+    attention = torch.rand(2, 3, 4, 12, generator=g)
+    counts, lengths, keep = (12, 9), (4, 2), [5, 3]
+    mask = torch.arange(4) < torch.tensor(lengths)[:, None]
+    seen = (attention * mask[:, None, :, None]).mean(1)
+    tokens = visual_tokens(
+        hidden, counts, keep=keep, text={"hidden": text, "mask": mask},
+        text_sum_and_max=torch.stack([seen.sum(1), seen.amax(1)], 1), last_row_attention=torch.rand(2, 3, 12),
+    )  # fmt: skip
+    selection = inner(balance=balance).select(tokens)
+    assert selection.weight is None and selection.counts == keep
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        one, other = rows(hidden[row, :count], attention[row, :, :length, :count], text[row, :length])
+        score = [balance * a + (1 - balance) * b for a, b in zip(one, other, strict=True)]
+        kept, x = best(range(count), score, keep[row]), hidden[row].tolist()
+        want = [i if i in kept else max(kept, key=lambda j: (cos(x[i], x[j]), -j)) for i in range(count)]
+        assert selection.assign[row].tolist() == want + [-1] * (12 - count)
+
+
+def test_without_text_the_last_prompt_token_rates() -> None:
+    g = torch.Generator().manual_seed(2)
+    hidden, last = torch.randn(2, 8, 6, generator=g), torch.rand(2, 3, 8, generator=g)
+    text, mask = torch.randn(2, 2, 6, generator=g), torch.tensor([[True, True], [False, False]])
+    about = {"keep": [3, 3], "last_row_attention": last}
+    seen = torch.rand(2, 2, 8, generator=g) * mask[:, :1, None]
+    both = inner().select(visual_tokens(hidden, text={"hidden": text, "mask": mask}, text_sum_and_max=seen, **about))
+    nothing = inner().select(
+        visual_tokens(hidden, text={"hidden": text[:, :0]}, text_sum_and_max=torch.zeros(2, 2, 8), **about)
+    )
+    want = [sorted(best(range(8), one, 3)) for one in last.mean(1).tolist()]
+    assert both.keep[1].nonzero().flatten().tolist() == want[1]
+    assert [row.nonzero().flatten().tolist() for row in nothing.keep] == want
+    assert both.keep[0].nonzero().flatten().tolist() != want[0]
+
+
+def test_a_token_without_a_number_does_not_spread() -> None:
+    g = torch.Generator().manual_seed(3)
+    hidden, seen = torch.randn(1, 8, 6, generator=g), torch.rand(1, 2, 8, generator=g)
+    hidden[0, 2, 1], seen[0, :, 2] = torch.nan, torch.nan
+    tokens = visual_tokens(
+        hidden, keep=[3], text={"hidden": torch.randn(1, 2, 6, generator=g)}, text_sum_and_max=seen,
+        last_row_attention=torch.rand(1, 3, 8),
+    )  # fmt: skip
+    kept = inner(balance=1.0).select(tokens).keep[0].nonzero().flatten().tolist()
+    assert kept == sorted(best([i for i in range(8) if i != 2], seen[0, 1].tolist(), 3))
+
+
+def test_its_cuts_keep_what_is_asked_for_on_average() -> None:
+    for layers, where in ((28, 18), (32, 21), (4, 3)):
+        (first, early), (second, late) = tokenprune.method("unipool").stages(Budget(keep=0.2), layers)
+        assert first == tokenprune.method("unipool", inner=False) and (second.layer, early.cuts) == (where, late.cuts)
+        assert [relative for _, relative in early.cuts] == [1.0, 0.5]
+    (_, _), (second, _) = tokenprune.method("unipool", inner=0.25).stages(Budget(keep=0.2), 28)
+    assert second.layer == 7 and second.query_aware
+    assert tokenprune.method("unipool").query_aware and tokenprune.method("unipool", inner=False).prefix_cache_safe
