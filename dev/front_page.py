@@ -19,6 +19,7 @@ from tokenprune_bench.results import UNPATCHED, Results, Row, read_records, summ
 RESULTS = ROOT / "experiments/results"
 HEADLINE = RESULTS / "headline.jsonl"  # by experiments/headline.py
 ABOUT = {"demo_smol": "a LLaVA around the pretrained SmolLM2-135M, with photographs, pages, charts and drawings"}
+SHOWN = "divprune"
 COMMON = ("general", "documents", "grounding", "video", "server")  # rows of the table of advice
 
 
@@ -64,7 +65,11 @@ def headline(up: str = "") -> str:
     whole = results.baseline
     unpatched = next(one for one in read_records(HEADLINE) if one.get("method") == UNPATCHED)
     lines.append(_line("all tokens", whole, unpatched, f"{results.whole_ms():.0f} ms"))
-    lines += [_line(f"`{row.method}` {row.keep:g}", row, one, f"{row.ttft_ratio:.2f}x") for row, one in found]
+    lines += [
+        _line(f"`{row.method}` {row.keep:g}", row, one, f"{row.ttft_ratio:.2f}x")
+        for row, one in found
+        if row.method == SHOWN
+    ]
     random = [row for row in results.rows if row.method == "random"]
     chance = ", ".join(f"{100 * row.overall.value:.1f} % at {row.keep:g}" for row in random)
     name = _model(results)
@@ -73,7 +78,7 @@ def headline(up: str = "") -> str:
         f"vision tower included. `random` has {chance}. [How far to trust these numbers]({up}docs/trust.md); "
         f"[measure yours]({up}docs/bench.md). [Raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
     )
-    return "\n\n".join(["\n".join(lines), note, gpu_page.sentence(up)])
+    return "\n\n".join(["\n".join(lines), note, gpu_page.short(up)])
 
 
 def _line(title: str, row: Row, one: dict[str, Any], time: str) -> str:

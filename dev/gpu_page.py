@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the table of docs/guide/gpu.md and a sentence of README, from rows of an H200; dev/readme.py calls this."""
+"""Write the table of docs/guide/gpu.md and that of README, from rows of an H200; dev/readme.py calls this."""
 
 from __future__ import annotations
 
@@ -94,9 +94,7 @@ def table() -> str:
     header, found = rows.read(FOLDER / "i_graphs.jsonl")
     static = next(row["static_ms"] for row in found if row["method"] == "none" and "static_ms" in row)
     shown = ["| | all tokens | `divprune` | gain |", "|---|---:|---:|---:|"]
-    for line in lines():
-        values = (_number(one) + line.unit for one in (line.unpatched, line.pruned))
-        shown.append(f"| {line.what} | {' | '.join(values)} | {line.gain:.1f}x |")
+    shown += [_cells(line.what, line) for line in lines()]
     note = (
         f"{header['device']}, {header['date']}, torch {header['torch']}, vLLM 0.32 (compiled, as by default, where not "
         "called eager), bfloat16, random weights of LLaVA-1.5-7B's and LLaVA-NeXT-7B's decoder where no more is said. "
@@ -107,16 +105,29 @@ def table() -> str:
     return "\n".join(shown) + f"\n\n{note}"
 
 
-def sentence(up: str = "") -> str:
-    """Return what a GPU saves, in two sentences. up: from the page to the root of the repository."""
-    one, graphed, _, _, long, _, many, step, memory, first, rate, *_ = (f"{line.gain:.1f}x" for line in lines())
+def short(up: str = "") -> str:
+    """Return README's table of a GPU, and what to know of batch 1. up: from the page to the root of the repository."""
+    eager, graphed, _, _, long, _, many, _, memory, first, rate, *_ = lines()
+    titles = {
+        "prefill, 2,880 to 320 tokens, batch 1, `graphs=True`": long,
+        "prefill, 576 to 64 tokens, batch 1, `graphs=True`": graphed,
+        "prefill, 576 to 64 tokens, batch 8": many,
+        "vLLM under load, 576 to 144 tokens, requests a second": rate,
+        "requests of 2,880 to 320 tokens in memory": memory,
+    }
     device = rows.read(FOLDER / "f_llava15.jsonl")[0]["device"].removeprefix("NVIDIA ")
-    return (
-        f"On an {device} with 7 B shapes, `{METHOD}` with `graphs=True` makes a prefill of 2,880 tokens {long} as fast "
-        f"at batch 1 and one of 576 tokens {graphed} ({one} without: launches are all that is left); at batch 8 it is "
-        f"{many}, and a step of decoding {step} at batch 32. {memory} the requests fit into memory, and vLLM answers "
-        f"{rate} as many, each alone no sooner ({first}): [what to expect on a GPU]({up}docs/guide/gpu.md)."
+    shown = [f"| an {device}, 7 B shapes | all tokens | `{METHOD}` | gain |", "|---|---:|---:|---:|"]
+    shown += [_cells(what, line) for what, line in titles.items()]
+    note = (
+        f"At batch 1 a short prompt saves nothing unless launches go ({eager.gain:.1f}x without `graphs=True`), and "
+        f"vLLM's first token comes no sooner ({first.gain:.1f}x): [what to expect on a GPU]({up}docs/guide/gpu.md)."
     )
+    return "\n".join(shown) + f"\n\n{note}"
+
+
+def _cells(what: str, line: Line) -> str:
+    values = (_number(one) + line.unit for one in (line.unpatched, line.pruned))
+    return f"| {what} | {' | '.join(values)} | {line.gain:.1f}x |"
 
 
 def _number(value: float) -> str:
