@@ -41,7 +41,7 @@ def whole_model(model: nn.Module) -> nn.Module:
     if not any(".modeling_col" in name for name in sys.modules):
         return model
     models = (one for one in gc.get_objects() if issubclass(type(one), PreTrainedModel))
-    inside = ((one, one._modules.get("vlm")) for one in models)
+    inside = ((one, getattr(one, "_modules", {}).get("vlm")) for one in models)
     return next((one for one, vlm in inside if vlm and model in (vlm, vlm._modules.get("model"))), model)
 
 
