@@ -18,7 +18,7 @@ from each import each
 from families import FAMILIES, REFUSED
 from families.retrieval import RETRIEVERS, Retriever
 from oracle import close, reduced, survivors
-from tokenprune import OptionError, UnsupportedModelError
+from tokenprune import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.families import SUPPORTED
 from tokenprune.testing import check_model
 
@@ -144,7 +144,9 @@ def test_inside_and_outside_are_the_same_patch(retriever: Retriever, model: Any)
     with tokenprune.patched(model, "divprune", keep=0.3):
         want = model(**inputs)
         assert tokenprune.is_patched(model) and tokenprune.is_patched(model.vlm)
-    tokenprune.patch(model.vlm, "divprune", keep=0.3)
+    with pytest.raises(UnsupportedModelError):
+        tokenprune.patch(model.get_submodule(f"{retriever.inside(model)}.language_model"), "divprune", keep=0.3)
+    tokenprune.patch(model.get_submodule(retriever.inside(model)), "divprune", keep=0.3)
     got = model(**inputs)
     assert torch.equal(got.embeddings, want.embeddings) and torch.equal(got.kept, want.kept)
     with pytest.raises(tokenprune.AlreadyPatchedError):
@@ -167,6 +169,20 @@ def test_ways_to_call_it(retriever: Retriever, model: Any) -> None:
         if retriever.name == "colpali":  # the others note positions in themselves
             hidden = model.get_submodule(retriever.inside(model))(**retriever.questions()).last_hidden_state
             assert hidden.any(-1).all()
+
+
+@torch.no_grad()
+def test_a_row_of_several_pages_is_refused() -> None:
+    """The model inside takes such a row apart; which vectors are whose nobody could tell."""
+    retriever = RETRIEVERS["colpali"]
+    model, together = retriever.build(), retriever.pages(images=(1, 1))
+    rows = [retriever.pages(images=(1, 1), only=row)["input_ids"] for row in range(2)]
+    places = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
+    with (
+        tokenprune.patched(model, "divprune", keep=0.3),
+        pytest.raises(UnsupportedSetupError, match="a row holds several pages: give each a row of its own"),
+    ):
+        model(input_ids=torch.cat(rows, 1), position_ids=places, pixel_values=together["pixel_values"])
 
 
 def test_gradients_reach_the_kept_vectors(retriever: Retriever, model: Any) -> None:
@@ -201,7 +217,7 @@ def test_what_is_inside_is_no_way_around_a_refusal() -> None:
     if refused.kind not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {refused.kind}")
     model: Any = refused.build()
-    for asked in (model, model.vlm, model.vlm.text_model):
+    for asked in (model, model.vlm):
         with pytest.raises(UnsupportedModelError, match="'colmodernvbert' is not supported: its encoder counts"):
             tokenprune.patch(asked, "divprune", keep=0.5)
         assert not tokenprune.is_patched(model)

@@ -37,12 +37,12 @@ def whole_model(model: nn.Module) -> nn.Module:
             "transformers' format (vidore/colpali-v1.3-hf, vidore/colqwen2-v1.0-hf) as ColPaliForRetrieval or "
             "ColQwen2ForRetrieval"
         )
-    whole = getattr(type(model), "base_model_prefix", None) == "vlm"
-    if whole or not any(".modeling_col" in name for name in sys.modules):  # without its code there is no such model
+    # Without its code there is no such model; older versions of transformers have a language head in `vlm`.
+    if not any(".modeling_col" in name for name in sys.modules):
         return model
     models = (one for one in gc.get_objects() if issubclass(type(one), PreTrainedModel))
-    holders = (one for one in models if one.base_model_prefix == "vlm")
-    return next((one for one in holders if any(inner is model for inner in one.modules())), model)
+    inside = ((one, getattr(one, "_modules", {}).get("vlm")) for one in models)
+    return next((one for one, vlm in inside if vlm and model in (vlm, vlm._modules.get("model"))), model)
 
 
 def vectors(output: Any) -> list[Tensor]:

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""experiments/retrieval.py: questions that one document answers, how vectors merge, and that the page has the table."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    pytest.importorskip("transformers", "5.1", reason="ColQwen2 holds its model in another way")
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "experiments"))
+        yield importlib.import_module("retrieval")
+    for name in set(sys.modules) - before:
+        if name.startswith("retrieval"):
+            del sys.modules[name]
+
+
+def test_the_page_has_the_table(script: Any) -> None:
+    """`python experiments/retrieval.py --page` would change nothing."""
+    assert script.table(script.read(script.RESULTS)[1]) in script.DOCS.read_text()
+
+
+def test_a_question_has_one_right_document(script: Any) -> None:
+    """Of documents that differ in one thing, questions that leave that out have several."""
+    one, two, other = (script.Page(None, facts.split()) for facts in ("a b c d", "a b c e", "f g h i"))
+    asked = script.unique_questions([one, two, other])
+    assert [(page, text) for page, text in asked if page == 0] == [(0, "b c d"), (0, "a c d"), (0, "a b d")]
+    assert len([page for page, _ in asked if page == 2]) == 4
+
+
+def test_merged_vectors(script: Any) -> None:
+    torch.manual_seed(0)
+    ends = torch.nn.functional.normalize(torch.randn(3, script.WIDTH), dim=-1)
+    vectors = ends.repeat_interleave(4, 0)
+    for merge in (script.ward, script.row_means):
+        found = merge(vectors, 3)
+        assert found.shape == ends.shape
+        assert torch.allclose((found @ ends.T).amax(0), torch.ones(3), atol=1e-5)
+    attention = torch.rand(5, script.TOKENS)
+    assert script.docpruner(attention, 28).sum() == 5 * 28
+
+
+def test_what_a_document_shows_is_drawn_the_same_again() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "experiments"))
+        training = importlib.import_module("retrieval_training")
+    one, again = training.draw(1, 2), training.draw(1, 2)
+    assert one.facts == again.facts and len(one.facts) == 4 and one.image.tobytes() == again.image.tobytes()
+    assert training.question(one, 0) == " ".join(one.facts[1:])
+    sys.modules.pop("retrieval_training")
