@@ -12,11 +12,13 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "experiments"))
+import all_methods  # noqa: E402
 import rows  # noqa: E402
 
 RESULTS = ROOT / "experiments/results"
 BENCH = RESULTS / "bench.jsonl"
 VIDEOS = RESULTS / "bench_videos.jsonl"
+FEW = RESULTS / "bench_videos_few.jsonl"
 VIEWS = RESULTS / "bench_views.jsonl"
 SHOWN = ("Accuracy by kind of question", "Controls, which must fail")  # beside the first table of each run
 
@@ -49,6 +51,38 @@ def summary() -> str:
 def videos() -> str:
     """Accuracy on drawn videos, by kind of question."""
     return _tables(VIDEOS)
+
+
+def few() -> str:
+    """Accuracy on drawn videos where a tenth of the tokens is kept and less, the best first."""
+    results, made = results_of(FEW), {}
+    base, whole = results.baseline, results.baseline.tokens_average
+    for row in results.rows:
+        if row.site is not None:
+            made.setdefault(row.method, {})[row.keep] = row
+    keeps = sorted({keep for of in made.values() for keep in of}, reverse=True)
+    marks = {keep: all_methods.marks_at(results, [*made], keep) for keep in keeps}
+    order = sorted(made, key=lambda name: -sum(row.overall.value for row in made[name].values()) / len(made[name]))
+    lines = ["| method | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |", "|---" * (1 + len(keeps)) + "|"]
+    for name in order:
+        cells = [_with_interval(made[name].get(keep), marks[keep].get(name, ()), keep * whole) for keep in keeps]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    note = (
+        f"Percent right [95 % Wilson interval] of {base.questions} questions about {base.questions // len(base.kinds)} "
+        f"videos (unpatched {100 * base.overall.value:.1f}); @ tokens averaged over the layers, of {whole:.0f}, where "
+        f"they are not what `keep` says. ≤rnd/uni: not shown to beat `random`, `uniform` at the same keep (McNemar, "
+        f"corrected for all methods). Raw data: {link(FEW, '../')}."
+    )
+    return "\n\n".join(["\n".join(lines), note])
+
+
+def _with_interval(row: Any, marks: Any, asked: float) -> str:
+    if row is None:
+        return ""
+    share, shown = row.overall, "/".join(mark for mark in marks if mark != "down")
+    said = f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}]"
+    said += f" @{row.tokens_average:.0f}" if abs(row.tokens_average - asked) > 1 else ""
+    return f"{said} ≤{shown}" if shown else said
 
 
 def views() -> str:

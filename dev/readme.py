@@ -253,6 +253,7 @@ PAGES = {
     "docs/sessions.md": {"attend": attend},
     "docs/video-bench.md": {
         "videos": accuracy_pages.videos,
+        "few": accuracy_pages.few,
         "views": accuracy_pages.views,
     },
     "docs/performance.md": {

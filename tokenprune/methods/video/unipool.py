@@ -42,9 +42,9 @@ class UniPool(VideoMerger):
     cluster the rest; and merge again inside the decoder, by the question (Unified Spatiotemporal Token Compression).
 
     All tokens are visited by falling attention in the vision tower, and one enters the pool if no token of the pool has
-    a cosine of `threshold` to it. What is not in the pool, refused or never reached, is clustered around peaks of
-    density, and a cluster becomes its mean, at its centre. Inside the decoder those stay that the text after the video
-    attends to or resembles most, and each other token joins the most similar one of these.
+    a cosine of `threshold` or more to it. What is not in the pool, refused or never reached, is clustered around peaks
+    of density, and a cluster becomes its mean, at its centre. Inside the decoder those stay that the text after the
+    video attends to or resembles most, and each other token joins the most similar one of these.
 
     keep: tokens averaged over the decoder's layers, the second cut included.
     threshold: cosine in [-1, 2] from which on a token is refused; above 1 none is.
