@@ -243,7 +243,7 @@ PAGES = {
     "docs/recipes/long-video.md": {"video-recipe": recipe_numbers.video},
     "docs/recipes/vllm-profiles.md": {"vllm-recipe": recipe_numbers.served},
     "docs/guide/gpu.md": {"expect": gpu_page.table},
-    "docs/guide/recover.md": {"recover": recover_page.recover},
+    "docs/guide/recover.md": {"recover": recover_page.recover, "sft": recover_page.sft},
     "docs/methods/earlytom.md": {"video-tower": video_tower},
     "docs/methods/pixelprune.md": {"documents": documents},
     "docs/methods/restore.md": {"restore-gain": restore_page.gain},

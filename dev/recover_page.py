@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated part of docs/guide/recover.md, from the raw file of experiments/recover.py; dev/readme.py writes it."""
+"""The generated parts of docs/guide/recover.md, from the raw files of experiments/recover.py and recover_sft.py;
+dev/readme.py writes them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "experiments/results/recover.jsonl"
+SFT = ROOT / "experiments/results/recover_sft.jsonl"
 PRUNED, CONTROL = "pruning", "nothing"  # as in experiments/recover.py: what a model was tuned under
 
 
@@ -30,7 +32,25 @@ def recover() -> str:
         lines.append(f"| {' | '.join([name, *cells, _gain(ours, control)])} |")
     tries = [one for one in records if one["record"] == "tried"]
     kinds = _kinds(header["kinds"], results)
-    return "\n\n".join([_setting(header, tuned), "\n".join(lines), kinds, _tries(tries), _source()])
+    return "\n\n".join([_setting(header, tuned), "\n".join(lines), kinds, _tries(tries), _source(RESULTS)])
+
+
+def sft() -> str:
+    """Right answers before and after supervised fine-tuning with TRL, with intervals of the differences."""
+    header, *records = (json.loads(line) for line in SFT.read_text().splitlines())
+    (tuned,) = (one for one in records if one["record"] == "tuned")
+    results = {(one["tuned"], one["method"], one["keep"]): one for one in records if one["record"] == "result"}
+    said = (
+        f"{header['model']}, {tuned['steps']} steps of {tuned['batch']} lessons, LoRA of rank {header['rank']} on the "
+        f"decoder, learning rate {tuned['rate']:g}; percent right of {header['questions']} held-out questions:"
+    )
+    lines = ["| answered with | as shipped | after | gain |", "|---|---|---|---|"]
+    for name, method, keep in results:
+        if name is None and ("sft", method, keep) in results:
+            before, after = results[None, method, keep], results["sft", method, keep]["right"]
+            cells = [_share(before["right"]), _share(after), _gain(after, before["right"])]
+            lines.append(f"| `{method}`, keep {keep:g} ({before['tokens']:.0f} tokens) | {' | '.join(cells)} |")
+    return "\n\n".join([said, "\n".join(lines), _source(SFT)])
 
 
 def _setting(header: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> str:
@@ -87,6 +107,6 @@ def _interval(found: Any) -> str:
     return f"{100 * found.difference:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
 
 
-def _source() -> str:
-    name = RESULTS.relative_to(ROOT).as_posix()
-    return f"By `python experiments/recover.py`; raw data, with the machine's load: [{name}](../../{name})."
+def _source(path: Path) -> str:
+    name = path.relative_to(ROOT).as_posix()
+    return f"By `python experiments/{path.stem}.py`; raw data, with the machine's load: [{name}](../../{name})."

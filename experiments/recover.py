@@ -43,6 +43,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import tokenprune
+from tokenprune_bench.metrics import METRICS
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.backgrounds import load_photos
 from tokenprune_demo.heldout import load_heldout
@@ -224,8 +225,8 @@ def ask(subject: Model, examples: Sequence[Any], method: str, keep: float, batch
         for start in range(0, len(examples), batch):
             asked = examples[start : start + batch]
             inputs = subject.inputs([one.image for one in asked], [one.question for one in asked])
-            said = subject.generate(inputs)
-            right += "".join(str(int(one.is_right(a.rstrip(".")))) for one, a in zip(asked, said, strict=True))
+            scores = METRICS[subject.metric].score(subject.generate(inputs), [one.answers for one in asked])
+            right += "".join(str(int(score)) for score in scores)
             patched = tokenprune.is_patched(subject.model)
             tokens += tokenprune.stats(subject.model).visual_tokens_out if patched else subject.visual_tokens(inputs)
     return {"right": right, "tokens": round(tokens / len(examples), 1), **_spent(begin)}

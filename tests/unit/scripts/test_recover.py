@@ -12,12 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import tokenprune
 from tokenprune_bench.profiling.model import load
 from tokenprune_demo.heldout import load_heldout
 
 ROOT = Path(__file__).parents[3]
+ROW = {
+    "image": Image.new("RGB", (224, 224), "red"),
+    "prompt": [{"role": "user", "content": "what color is the circle?"}],
+    "completion": [{"role": "assistant", "content": "red"}],
+}
 pytest.importorskip("peft")
 
 
@@ -28,7 +34,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     threads = torch.get_num_threads()
     yield importlib.import_module("recover")
     torch.set_num_threads(threads)
-    for name in ("recover", "recover_page"):
+    for name in ("recover", "recover_page", "recover_sft"):
         sys.modules.pop(name, None)
 
 
@@ -96,3 +102,28 @@ def test_what_is_learned_from_is_not_what_is_asked(script: Any, monkeypatch: pyt
     made = script.lesson(subject, [one[0][0], load_heldout(limit=1, folder=subject.heldout)[0]])
     assert (made["labels"] >= 0).sum(1).tolist() == [2, 2]  # the answer and the end
     assert made["labels"].shape == made["input_ids"].shape == made["attention_mask"].shape
+
+
+def test_supervised_fine_tuning(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks before and after, each step under the next setting, and its page can be written."""
+    pytest.importorskip("trl", reason="trl is not installed")
+    recover_sft, page = importlib.import_module("recover_sft"), importlib.import_module("recover_page")
+    monkeypatch.setattr(recover_sft, "lessons", lambda size: recover_sft.Dataset.from_list(size * [ROW]))
+    patched, patch = [], tokenprune.patch
+    monkeypatch.setattr(tokenprune, "patch", lambda *args, **kw: patched.append(kw) or patch(*args, **kw))
+    path = tmp_path / "recover_sft.jsonl"
+    sizes = "--model demo_vlm --heldout 4 --steps 3 --batch 1 --rate 0.01 --whole".split()
+    monkeypatch.setattr(sys, "argv", ["recover_sft.py", *sizes, "--json", str(path)])
+    recover_sft.main()
+    assert [one["keep"] for one in patched if "replace" in one] == [0.25, 0.11, 0.25]
+    header, *records = (json.loads(line) for line in path.read_text().splitlines())
+    assert header["questions"] == len(header["kinds"]) == 4
+    (tuned,) = (one for one in records if one["record"] == "tuned")
+    assert len(tuned["losses"]) == 3 and tuned["parameters"] > 0
+    results = {(one["tuned"], one["keep"]): one for one in records if one["record"] == "result"}
+    assert results.keys() == {(name, keep) for name in (None, "sft") for keep in (0.25, 0.11, 1.0)}
+    assert results["sft", 0.25]["tokens"] == 0.25 * results[None, 1.0]["tokens"]
+
+    monkeypatch.setattr(page, "SFT", path)
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    assert page.sft().count("| `divprune`, keep") == 2 and "3 steps of 1 lessons" in page.sft()
