@@ -20,7 +20,7 @@ BENCH = RESULTS / "bench.jsonl"
 VIDEOS = RESULTS / "bench_videos.jsonl"
 FEW = RESULTS / "bench_videos_few.jsonl"
 VIEWS = RESULTS / "bench_views.jsonl"
-SHOWN = ("Accuracy by kind of question", "Controls, which must fail")  # beside the first table of each run
+KINDS, CONTROLS = "Accuracy by kind of question", "Controls, which must fail"
 
 
 def link(path: Path, up: str = "") -> str:
@@ -49,8 +49,8 @@ def summary() -> str:
 
 
 def videos() -> str:
-    """Accuracy on drawn videos, by kind of question."""
-    return _tables(VIDEOS)
+    """Accuracy on drawn videos, and what the unpatched model cannot know."""
+    return _tables(VIDEOS, CONTROLS)
 
 
 def few() -> str:
@@ -87,7 +87,7 @@ def _with_interval(row: Any, marks: Any, asked: float) -> str:
 
 def views() -> str:
     """Accuracy on prompts of several images, by kind of question."""
-    return _tables(VIEWS, costs=False)
+    return _tables(VIEWS, KINDS, CONTROLS, costs=False)
 
 
 def plot() -> bytes:
@@ -97,13 +97,13 @@ def plot() -> bytes:
     return plot_png(results_of(BENCH))
 
 
-def _tables(path: Path, costs: bool = True) -> str:
-    """Return the tables of costs (if asked for), of kinds of questions and of controls, without columns that are empty;
-    the others are one command away."""
+def _tables(path: Path, *titles: str, costs: bool = True) -> str:
+    """Return the table of costs (if asked for) and those of `titles`, without empty columns; the others are one command
+    away."""
     from tokenprune_bench.tables import tables, to_markdown
 
     first, *others = tables(results_of(path))
-    shown = [one for one in others if one.title in SHOWN]
+    shown = [one for one in others if one.title in titles]
     parts = [to_markdown(_filled_columns(one)).strip() for one in ([first] * costs + shown)]
     name = path.relative_to(ROOT).as_posix()
     left = ["costs and accuracy overall"] * (not costs) + [f"*{one.title}*" for one in others if one not in shown]

@@ -184,13 +184,13 @@ def scaling() -> str:
     return _parts("scaling", _scaling, fold="Time by the number of tokens, every method")
 
 
-LONG = (8192, 32768)  # of the counts that were measured
+LONG = (32768,)  # of the counts that were measured
 PRODUCTS = 6  # of all tokens and those that stay; what takes longer is marked
 
 
 def _scaling(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
     counts = [str(count) for count in header["counts"] if count in LONG] or [str(header["counts"][-1])]
-    lines = [f"| method | {' | '.join(counts)} | products | exponent | MiB |", "|---" * (4 + len(counts)) + "|"]
+    lines = [f"| method | {' | '.join(counts)} | products | exponent |", "|---" * (3 + len(counts)) + "|"]
     for one in records:
         key = "cpu" if "cpu_exponent" in one else "seconds"
         points = one["points"]
@@ -198,10 +198,10 @@ def _scaling(header: dict[str, Any], records: list[dict[str, Any]], device: str)
         last = ran[-1] if ran else {}
         products = last[key] / last["product"] if last.get("product") else None
         shown = "" if products is None else f"{products:.1f}{' ▼' if products > PRODUCTS else ''}"
-        slope, peak = one.get(f"{key}_exponent"), last.get("peak")
+        slope = one.get(f"{key}_exponent")
         kind = "" if one["what"] == "selection" else f", {one['what']}"
         cells = [_cell(points.get(count), key, 1e-3) for count in counts]
-        cells += [shown, "" if slope is None else f"{slope:.1f}", "" if peak is None else f"{peak / 2**20:.0f}"]
+        cells += [shown, "" if slope is None else f"{slope:.1f}"]
         lines.append(f"| `{one['method']}`{kind} | {' | '.join(cells)} |")
     ends = ""
     if header["limit"] is not None:
@@ -209,7 +209,7 @@ def _scaling(header: dict[str, Any], records: list[dict[str, Any]], device: str)
     share = f"features of width {header['width']}, one token of {header['share']} stays"
     note = (
         f"{where(header, records)}; {share}. Choosing in ms; in products of all tokens with those that stay (▼: over "
-        f"{PRODUCTS}), and the peak, both at the most tokens that were reached.{ends}"
+        f"{PRODUCTS}), at the most tokens that were reached; the raw data have the peaks.{ends}"
     )
     return "\n\n".join([note, "\n".join(lines), source("scaling", device)])
 
