@@ -47,11 +47,11 @@ def capacity(
     memory: Annotated[float, typer.Option(help="Assumed share of its memory for weights and KV cache.")] = 0.85,
     at_once: Annotated[int, typer.Option(help="Most requests that run together (vLLM: --max-num-seqs).")] = 256,
     host: Annotated[str, typer.Option(help="Assumed time of the host to a first token, beside the GPU's.")] = "30ms",
-    each: Annotated[str, typer.Option(help="Assumed time of the host for a request among many.")] = "7.5ms",
+    each: Annotated[str, typer.Option(help="Assumed time of the host for a request among many.")] = "3ms",
     launch: Annotated[str, typer.Option(help="Time of the host for a step of decoding, without CUDA graphs.")] = "0ms",
     block: Annotated[int, typer.Option(help="Tokens in a block of the KV cache (vLLM: --block-size).")] = 16,
     measured: Annotated[
-        str | None, typer.Option(help="Requests a second that you measured at two keeps: 1.0=11.4,0.25=17.7.")
+        str | None, typer.Option(help="Requests a second that you measured at two keeps: 1.0=10.7,0.25=17.7.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write numbers and assumptions as JSON.")] = None,
     model: ModelOption = None,
@@ -103,7 +103,7 @@ def _rates(text: str) -> dict[float | int, float]:
     for one in text.split(","):
         keep, _, rate = one.partition("=")
         if re.fullmatch(r"\s*\d+(\.\d+)?\s*", rate) is None or float(rate) == 0:
-            raise OptionError(f"--measured {one!r} is no rate at a keep: write 1.0=11.4,0.25=17.7")
+            raise OptionError(f"--measured {one!r} is no rate at a keep: write 1.0=10.7,0.25=17.7")
         found[read_keeps(keep)[0]] = float(rate)
     return found
 

@@ -36,7 +36,7 @@ class Assumptions:
     memory: float = 0.85
     at_once: int = 256
     host: float = 0.03
-    each: float = 0.0075
+    each: float = 0.003
     launch: float = 0.0
     block: int = 16
 
