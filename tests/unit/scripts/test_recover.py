@@ -108,7 +108,7 @@ def test_supervised_fine_tuning(script: Any, tmp_path: Path, monkeypatch: pytest
     """It asks before and after, each step under the next setting, and its page can be written."""
     pytest.importorskip("trl", reason="trl is not installed")
     recover_sft, page = importlib.import_module("recover_sft"), importlib.import_module("recover_page")
-    monkeypatch.setattr(recover_sft, "lessons", lambda size: recover_sft.Dataset.from_list(size * [ROW]))
+    monkeypatch.setattr(recover_sft, "lessons", lambda subject, size: recover_sft.Dataset.from_list(size * [ROW]))
     patched, patch = [], tokenprune.patch
     monkeypatch.setattr(tokenprune, "patch", lambda *args, **kw: patched.append(kw) or patch(*args, **kw))
     path = tmp_path / "recover_sft.jsonl"
