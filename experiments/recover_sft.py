@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 import numpy as np
 from datasets import Dataset
 from PIL import Image
@@ -92,7 +93,7 @@ def tune(subject: Model, *, steps: int, batch: int, rate: float) -> dict[str, An
         config = SFTConfig(
             output_dir=folder, max_steps=steps, per_device_train_batch_size=batch, learning_rate=rate, warmup_steps=5,
             max_length=None, gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to="none",
-            seed=SEED, bf16=False, disable_tqdm=True,
+            seed=SEED, bf16=False, disable_tqdm=True, dataloader_pin_memory=False,
         )  # fmt: skip
         trainer = SFTTrainer(
             subject.model,

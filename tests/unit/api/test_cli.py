@@ -111,7 +111,7 @@ def test_the_shell_completes_methods_and_loads_none() -> None:
     )
     assert done.stdout.split() == ["divprune+fastv", "divprune+fastvid", "False"]
     assert our_methods() == tokenprune.available_methods()
-    assert complete_methods("dart,uni") == ["dart,uniform"]
+    assert complete_methods("dart,unif") == ["dart,uniform"]
 
 
 def test_bench_report_and_their_files(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from zoo import FAMILIES, IMAGE, VIDEO, Family, Inputs
 VIDEOS = {name: family for name, family in {**OTHERS, **FAMILIES}.items() if family.video is not None}
 # Each of its frames has a number of tokens of its own, and counts as an image.
 UNEQUAL = "video_llama_3"
-KNOWN = [name for name in VIDEOS if name != UNEQUAL]
+KNOWN = [name for name in VIDEOS if name not in (UNEQUAL, "molmo2")]  # its frames are images, too
 
 
 @dataclass(frozen=True)

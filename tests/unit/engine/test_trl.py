@@ -19,7 +19,8 @@ from tokenprune_demo.heldout import load_heldout
 trl = pytest.importorskip("trl", reason="trl is not installed")
 datasets = pytest.importorskip("datasets")
 LORA = LoraConfig(r=2, target_modules=r".*language_model\..*\.(q_proj|v_proj)")
-QUIET = dict(max_steps=1, learning_rate=1e-3, save_strategy="no", report_to="none", bf16=False, disable_tqdm=True)
+QUIET = dict(max_steps=1, learning_rate=1e-3, save_strategy="no", report_to="none", bf16=False, disable_tqdm=True,
+             dataloader_pin_memory=False)  # fmt: skip # where a device is pretended, that asks it for memory
 
 
 @pytest.fixture

@@ -156,6 +156,9 @@ def test_frames_of_a_video_share_evenly(method: str, build: Any) -> None:
     assert [len(set(kept) & set(places[start : start + 4])) for start in range(0, 20, 4)] == [2] * 5
 
 
+_TILES = ("colpali", "gemma3", "llava", "paligemma", "vipllava")
+
+
 @pytest.mark.parametrize("method", TILE_METHODS)
 def test_other_families_are_refused_by_name(method: str, build: Any) -> None:
     refused = set()
@@ -169,7 +172,7 @@ def test_other_families_are_refused_by_name(method: str, build: Any) -> None:
     assert refused == {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm", "idefics3"}
     for name, row in SUPPORTED.items():
         assert (abilities.obstacle(tokenprune.method(method), name) is None) == (
-            row.patches == "packed" or (row.patches == "tiles" and name in ("llava", "gemma3", "paligemma", "vipllava"))
+            row.patches == "packed" or (row.patches == "tiles" and name in _TILES)
         ), name
 
 

@@ -90,7 +90,6 @@ SLOW = {
     "engine/test_withdrawal.py",
     "families/test_zoo.py",
     "guard/test_guard.py",
-    "kernels/test_compiled_kernels.py::test_the_cost_of_selection_is_predicted_and_measured",
     "kernels/test_compiled_kernels.py::test_the_worst_program_of_each_kernel_compiles_within_its_budget",
     "kernels/test_kernels_attention.py",
     "kernels/test_kernels_dispatch.py::test_triton_is_not_imported_before_a_kernel_runs",
