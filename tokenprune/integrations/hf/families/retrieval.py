@@ -79,9 +79,10 @@ class RetrievalAdapter(Adapter):
 
     def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         ahead = self.pages.ahead()
-        if ahead is None or ahead.encoded is None:
+        if ahead is None or ahead.ids is None or arguments.get("input_ids") is not None:
             return arguments
-        return arguments | {"input_ids": ahead.ids, "mm_encoder_outputs": {"image": ahead.encoded}}
+        encoded = {} if ahead.encoded is None else {"mm_encoder_outputs": {"image": ahead.encoded}}
+        return arguments | {"input_ids": ahead.ids} | encoded  # ColQwen2 hands on embeddings alone, of questions too
 
     def parts(self) -> list[Part]:
         return [self.pages]
