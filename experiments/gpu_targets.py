@@ -15,7 +15,7 @@ from tokenprune.cost import gpus
 
 @dataclass(frozen=True)
 class GPU:
-    """What a GPU has. Memory in bytes.
+    """Limits of a GPU. Memory in bytes.
 
     name: as on its data sheet. backend, arch: what Triton calls it. warp: threads of a warp (of a wavefront).
     shared_block, shared_unit: shared memory (LDS) that a block may have, and that a multiprocessor has. registers: of

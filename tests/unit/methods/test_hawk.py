@@ -111,7 +111,7 @@ def likelihood(model: nn.Module, sample: dict[str, Tensor], answer: Tensor) -> T
 
 @torch.no_grad()
 def test_fitting(build: Any, tmp_path: Path) -> None:
-    """What an answer loses where no layer reads what a head found, less the least of that, as shares."""
+    """Return the loss of an answer without each head in any layer, less the least loss, as shares."""
     family = FAMILIES["llava"]
     model, path = build(family), tmp_path / "heads.safetensors"
     samples, done = [family.make_inputs(images=(1,), seed=seed) for seed in (0, 1)], []

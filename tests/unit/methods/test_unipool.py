@@ -23,7 +23,7 @@ def inner(**options: float) -> Pruner:
 
 
 def pooled(video: Tensor, keep: int, **options: float) -> set[int]:
-    """What stays when nothing is clustered."""
+    """Return the tokens that stay when nothing is clustered."""
     tokens = given([video], [keep], [(1, video.shape[1])])
     return set(select("unipool", tokens, inner=False, clusters=0.0, **options).keep[0].nonzero().flatten().tolist())
 

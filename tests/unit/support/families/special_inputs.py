@@ -152,7 +152,7 @@ def edge_video(g: torch.Generator, frames: int | None) -> InputImage:
 
 
 class MolmoImage(InputImage):
-    """What opens, closes and breaks rows is of the type of images, too."""
+    """Give the tokens that open, close and break rows the type of images, too."""
 
     @property
     def types(self) -> list[int]:
