@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated part of docs/methods/restore.md: what `restore` gains over each chooser by itself."""
+"""The generated part of docs/methods/restore.md: what `restore` gains over each chooser by itself, on two models."""
 
 from __future__ import annotations
 
@@ -9,42 +9,63 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 ROOT = Path(__file__).resolve().parent.parent
-GAIN = ROOT / "experiments/results/restore_gain.jsonl"
+RESULTS = ROOT / "experiments/results"
+FILES = {"demo_qwen": "restore_gain.jsonl", "demo_smol": "restore_gain-demo_smol.jsonl"}
+WAYS = ("plain", "merged", "weighed")
+BASELINES = ("uniform", "random")  # compare no tokens
 SURE = 1.96  # standard errors of an interval of 95 %
+
+Answers = dict[tuple[str, float, str], dict[str, str]]  # of a chooser, keep and way: by set, a 1 or 0 each
 
 
 def gain() -> str:
-    """Return the table: answers right with the chooser, and the points that either form adds to them."""
-    header, *records = (json.loads(line) for line in GAIN.read_text().splitlines())
-    found = {(one["chooser"], one["keep"], one["way"]): one for one in records}
-    sets, whole, errors = header["questions"], found["", 1.0, "unpatched"], [0.0]
-    titles = [title for name in sets for title in (f"{name}: plain", "merged", "weighed")]
-    lines = [f"| chooser, keep | {' | '.join(titles)} |", "|---" + "|---:" * len(titles) + "|"]
-
-    def more(before: str, after: str) -> str:
-        points = [100 * (int(b) - int(a)) for a, b in zip(before, after, strict=True)]
-        mean = fmean(points)
-        errors.append(SURE * stdev(points) / sqrt(len(points)))
-        return f"**{mean:+.1f}**" if abs(mean) > errors[-1] else f"{mean:+.1f}"
-
-    for chooser, keep, way in found:
-        ways = [found.get((chooser, keep, one)) for one in ("plain", "merged", "weighed")]
-        if way == "plain" and all(ways):
-            plain, *others = (one or {} for one in ways)
-            cells = []
-            for name in sets:
-                cells += [_share(plain[name]), *(more(plain[name], other[name]) for other in others)]
-            lines.append(f"| `{chooser}`, {keep:g} | {' | '.join(cells)} |")
-    asked = ", ".join(
-        f"{number} about {header['images']} {name} (unpatched {_share(whole[name])} %)" for name, number in sets.items()
-    )
+    """Return the tables, one a model: % right with the chooser, and the points that either form adds to that."""
     about = (
-        f"{header['model'].partition(' ')[0]}, questions: {asked}. Plain: % right with the chooser. Merged, weighed "
-        f"(`calibrate=True`): points that `restore` adds, of the same questions, 95 %: up to ±{max(errors):.0f}; bold "
-        "where 0 is outside. By `python experiments/restore_gain.py`; "
-        "[raw data](../../experiments/results/restore_gain.jsonl)."
+        "Cells: % right with the chooser alone; points that `restore` adds; and with `calibrate=True`, of the same "
+        "questions; bold where the interval of 95 % leaves out 0. By `python experiments/restore_gain.py`."
     )
-    return "\n".join([about, "", *lines])
+    return "\n\n".join([about, *(_of(model, RESULTS / name) for model, name in FILES.items())])
+
+
+def _of(model: str, path: Path) -> str:
+    header, *records = (json.loads(line) for line in path.read_text().splitlines())
+    found: Answers = {(one["chooser"], one["keep"], one["way"]): one for one in records}
+    sets, whole = header["questions"], found["", 1.0, "unpatched"]
+    pairs = {(chooser, keep) for chooser, keep, _ in found if all((chooser, keep, way) in found for way in WAYS)}
+    choosers = list(dict.fromkeys(chooser for chooser, *_ in found if chooser))
+    keeps = sorted({keep for _, keep in pairs}, reverse=True)
+
+    def row(title: str, names: list[str], of: list[str]) -> str:
+        cells = (_cell(found, [one for one in names if (one, keep) in pairs], keep, of) for keep in keeps)
+        return f"| {title} | {' | '.join(cells)} |"
+
+    comparing = [one for one in choosers if one not in BASELINES]
+    asked = ", ".join(f"{number} about {one} (unpatched {_share(whole[one])} %)" for one, number in sets.items())
+    return "\n".join([
+        f"{model}, [questions](../../experiments/results/{path.name}): {asked}.", "",
+        f"| chooser | {' | '.join(f'{keep:g}' for keep in keeps)} |", "|---" + "|---:" * len(keeps) + "|",
+        *(row(f"`{one}`", [one], list(sets)) for one in choosers),
+        *(row(f"the {len(comparing)} that compare: {one}", comparing, [one]) for one in sets),
+    ])  # fmt: skip
+
+
+def _cell(found: Answers, choosers: list[str], keep: float, sets: list[str]) -> str:
+    """Return what a table says of some choosers together; a question's gain is the mean of theirs."""
+    if not choosers:
+        return "-"
+
+    def right(way: str) -> list[float]:
+        said = ("".join(found[one, keep, way][name] for name in sets) for one in choosers)
+        return [100 * fmean(map(int, of_question)) for of_question in zip(*said, strict=True)]
+
+    plain, *others = map(right, WAYS)
+    points = []
+    for other in others:
+        more = [after - before for before, after in zip(plain, other, strict=True)]
+        mean = fmean(more)
+        sure = abs(mean) > SURE * stdev(more) / sqrt(len(more))
+        points.append(f"**{mean:+.1f}**" if sure else f"{mean:+.1f}")
+    return f"{fmean(plain):.1f}; {'; '.join(points)}"
 
 
 def _share(right: str) -> str:
