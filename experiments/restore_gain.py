@@ -6,9 +6,9 @@
     python dev/readme.py
 
 Ways: the chooser by itself; half of the budget as anchors that what it drops is merged into; and with these the
-authors' bias on attention (`calibrate=True`). All answer the same questions, about the first of the held-out images that
-have a photograph for a background, and about drawn documents; demo_smol about charts, too. Choosers are those that
-read no attention of the tower. What draws answers with seed 0.
+authors' bias on attention (`calibrate=True`). All answer the same questions, about the first of the held-out images
+that have a photograph for a background, and about drawn documents; demo_smol about charts, too. Choosers are those
+that read no attention of the tower. What draws answers with seed 0.
 
 What was expected, from the authors' numbers and since positions are kept here in any case: one point or less at a
 quarter of the tokens, more at a twentieth, and a loss on documents, whose letters a mean blurs. Before demo_smol was
