@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,10 @@ from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, register
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.statistics import Stats
+
+
+# Models that nothing holds: the walk over all objects takes a quarter of a second, and a model is patched many times.
+_alone: WeakSet[nn.Module] = WeakSet()
 
 
 def whole_model(model: nn.Module) -> nn.Module:
@@ -38,11 +43,14 @@ def whole_model(model: nn.Module) -> nn.Module:
             "ColQwen2ForRetrieval"
         )
     # Without its code there is no such model; older versions of transformers have a language head in `vlm`.
-    if not any(".modeling_col" in name for name in sys.modules):
+    if model in _alone or not any(".modeling_col" in name for name in sys.modules):
         return model
     models = (one for one in gc.get_objects() if issubclass(type(one), PreTrainedModel))
     inside = ((one, getattr(one, "_modules", {}).get("vlm")) for one in models)
-    return next((one for one, vlm in inside if vlm and model in (vlm, vlm._modules.get("model"))), model)
+    holder = next((one for one, vlm in inside if vlm and model in (vlm, vlm._modules.get("model"))), None)
+    if holder is None:
+        _alone.add(model)
+    return holder or model
 
 
 def vectors(output: Any) -> list[Tensor]:
