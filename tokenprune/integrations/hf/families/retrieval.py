@@ -25,7 +25,6 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.statistics import Stats
 
-
 # Models that nothing holds: the walk over all objects takes a quarter of a second, and a model is patched many times.
 _alone: WeakSet[nn.Module] = WeakSet()
 
