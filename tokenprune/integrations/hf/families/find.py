@@ -12,8 +12,6 @@ from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, how_to_a
 from tokenprune.integrations.hf.families.retrieval import whole_model
 from tokenprune.integrations.shared.versions import check_tested
 
-_WRAPPERS = ("DataParallel", "DistributedDataParallel")
-
 
 def adapter_for(model: nn.Module) -> Adapter:
     """Return an adapter for `model`.
@@ -23,7 +21,7 @@ def adapter_for(model: nn.Module) -> Adapter:
     """
     model = whole_model(model)
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind is None and type(model).__name__ in _WRAPPERS:
+    if kind is None and type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
         raise UnsupportedModelError(
             f"{type(model).__name__} wraps the model: patch .module before wrapping, as in "
             f"{type(model).__name__}(tokenprune.patch(model, ...)), and ask stats and unpatch of .module too"

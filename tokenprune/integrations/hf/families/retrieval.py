@@ -46,10 +46,10 @@ def whole_model(model: nn.Module) -> nn.Module:
         return model
     models = (one for one in gc.get_objects() if issubclass(type(one), PreTrainedModel))
     inside = ((one, getattr(one, "_modules", {}).get("vlm")) for one in models)
-    holder = next((one for one, vlm in inside if vlm and model in (vlm, vlm._modules.get("model"))), None)
-    if holder is None:
+    holder = next((one for one, vlm in inside if vlm and model in (vlm, vlm._modules.get("model"))), model)
+    if holder is model and isinstance(model, nn.Module):
         _alone.add(model)
-    return holder or model
+    return holder
 
 
 def vectors(output: Any) -> list[Tensor]:
@@ -157,10 +157,8 @@ class Pages(Part):
             if kept.shape != embeddings.shape[:2]:
                 raise UnsupportedSetupError("a row holds several pages: give each a row of its own")
             embeddings = embeddings.masked_fill(~kept.to(embeddings.device).unsqueeze(-1), 0)
-        elif ahead.mask is not None:
-            kept = ahead.mask.bool()
         else:
-            kept = torch.ones(embeddings.shape[:2], dtype=torch.bool, device=embeddings.device)
+            kept = embeddings.new_ones(embeddings.shape[:2]).bool() if ahead.mask is None else ahead.mask.bool()
         if isinstance(output, tuple):
             return (embeddings, *output[1:])
         output["embeddings"], output["kept"] = embeddings, kept
