@@ -190,6 +190,7 @@ def server(folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.thorough
 def test_two_api_servers_follow_one_load(server: Server) -> None:
     """Six streams, of which one server hardly has all: whichever gets the next request, it takes the step."""
     alone = {asked(server) for _ in range(8)}

@@ -81,6 +81,7 @@ SLOW = {
     "docs/test_numbers.py::test_speed_stands_beside_accuracy_at_one_setting_of_one_model",
     "engine/test_compile.py",
     "engine/test_drafts.py",
+    "engine/test_engine_costs.py",
     "engine/test_many_images.py",
     "engine/test_static_cache.py::test_decode_steps_compile",
     "engine/test_syncs.py",
