@@ -100,8 +100,8 @@ def pages() -> list[Path]:
 
 
 def sites() -> str:
-    """Return the figure of the sites with their methods; on a phone it scrolls."""
-    return '<div class="sites" markdown>\n\n![Each method at its site](../images/sites-methods.svg)\n\n</div>'
+    """Return the figure of the sites with their methods, which is a file of the built site alone."""
+    return "![Each method at its site](../images/sites-methods.svg)"
 
 
 def index() -> str:
