@@ -16,7 +16,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import tokenprune
 from tokenprune.abilities import obstacle
 from tokenprune.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.options import in_words, option_types
+from tokenprune.registry import MethodInfo
 from tokenprune.view.observable import Backend
 from tokenprune.view.registry import find_observable
 
@@ -98,17 +99,27 @@ def pages() -> list[Path]:
     return sorted(path for path in FOLDER.glob("*.md") if path.stem != "README")
 
 
+def sites() -> str:
+    """Return the figure of the sites with their methods, which is a file of the built site alone."""
+    return "![Each method at its site](../images/sites-methods.svg)"
+
+
 def index() -> str:
-    """Return the figure and the table of methods, in the order in which data meets them, but for `comparison`."""
-    names = set(tokenprune.available_methods()) - _behind().keys()
-    return "\n".join(["![Each method at its site](../images/sites-methods.svg)", "", *_methods(names)])
+    """Return the tables of methods, one for each site in the order in which data meets them, but for `comparison`."""
+    names = sorted(set(tokenprune.available_methods()) - _behind().keys())
+    infos = [tokenprune.method_info(name) for name in names]
+    parts = []
+    for site, title in SITES.items():
+        if here := [info for info in infos if info.site == site]:
+            parts += [f"## {title[0].upper()}{title[1:]}", "", *_table("properties", here, _properties), ""]
+    return "\n".join(parts)
 
 
 def comparison() -> str:
     """Return the table of the methods that our models did not show to be better than the baselines, and what they
     showed."""
-    lines = [*_methods(_behind()), "", "| method | shown to beat |", "|---|---|"]
-    return "\n".join(lines + _grouped(_behind().items()))
+    behind = _behind()
+    return "\n".join(_table("shown to beat", map(tokenprune.method_info, sorted(behind)), lambda one: behind[one.name]))
 
 
 def _behind() -> dict[str, str]:
@@ -116,28 +127,19 @@ def _behind() -> dict[str, str]:
     return made
 
 
-def _methods(names: Iterable[str]) -> list[str]:
-    """Return the lines of a table of methods."""
-    infos = sorted(map(tokenprune.method_info, names), key=lambda info: (info.site.order, info.name))
-    titles = [
-        "method",
-        "acts",
-        "query-aware",
-        "prefix-cache-safe",
-        "merges",
-        "in a CUDA graph",
-        "what it does",
-        "source",
-    ]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+def _table(title: str, infos: Iterable[MethodInfo], last: Callable[[MethodInfo], str]) -> list[str]:
+    """Return the lines of a table of methods. last: what stands in the last column, under the title."""
+    lines = [f"| method | what it does | {title} |", "|---|---|---|"]
     for info in infos:
         summary = cell(info.summary.split(". ")[0].rstrip("."))
-        lines.append(
-            f"| [`{info.name}`]({info.name}.md) | {SITES[info.site]} | {YES[info.query_aware]} "
-            f"| {YES[info.prefix_cache_safe]} | {YES[info.merges]} | {YES[info.capturable]} | {summary} "
-            f"| {cell(info.source)} |"
-        )
+        lines.append(f"| [`{info.name}`]({info.name}.md) | {summary} | {last(info)} |")
     return lines
+
+
+def _properties(info: MethodInfo) -> str:
+    said = {"query-aware": info.query_aware, "prefix-cache-safe": info.prefix_cache_safe, "merges": info.merges,
+            "CUDA graph": info.capturable}  # fmt: skip
+    return ", ".join(name for name, holds in said.items() if holds)
 
 
 def observables() -> str:

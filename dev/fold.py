@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fold long tables of the site: ten rows in sight, the rest behind a line that opens them (dev/mkdocs_hooks.py)."""
+"""Fold long tables of the site: ten rows in sight, the rest behind a line that opens them (dev/mkdocs_hooks.py). A few
+rows more than ten are no reason to hide any."""
 
 from __future__ import annotations
 
 import re
 
-SHOWN = 10
+SHOWN, WHOLE = 10, 15  # rows in sight of a table that is folded; and of one that is not
 # A table of Markdown at the margin: head, the line below it, and its rows. Tables that a script of the page sorts stay.
-_TABLE = re.compile(rf"^(\|.*\n)(\|[ :|-]+\|\n)((?:\|.*(?:\n|\Z)){{{SHOWN + 1},}})", re.MULTILINE)
+_TABLE = re.compile(rf"^(\|.*\n)(\|[ :|-]+\|\n)((?:\|.*(?:\n|\Z)){{{WHOLE + 1},}})", re.MULTILINE)
 _SORTED = '<div id="board"'
 _FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 
 
 def folded(markdown: str) -> str:
-    """Return the page with the rows after the tenth of every table folded."""
+    """Return the page with the rows after the tenth of every long table folded."""
     fences = [match.span() for match in _FENCE.finditer(markdown)]
 
     def fold(match: re.Match[str]) -> str:

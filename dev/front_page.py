@@ -45,8 +45,8 @@ def speed_and_accuracy() -> str:
     results, ((row, one), *_) = measured()
     name, whole, ratio = _model(results), results.baseline, row.timing["ttft_ratio"]["p50"]
     return (
-        f"With `{row.method}` and {100 * row.keep:.0f} % of the tokens `{name}`, {ABOUT[name]}, gives its first token "
-        f"{1 / ratio:.2f} times as fast (on {_threads(one)}, vision tower included) and answers "
+        f"On `{name}`, {ABOUT[name].partition(',')[0]}, `{row.method}` with {100 * row.keep:.0f} % of the tokens gives "
+        f"the first token {1 / ratio:.2f} times as fast (on {_threads(one)}, vision tower included) and answers "
         f"{100 * row.overall.value:.1f} % of {whole.questions} held-out questions right, "
         f"{100 * whole.overall.value:.1f} % with all of them."
     )
@@ -60,13 +60,13 @@ def headline(up: str = "") -> str:
     """Return the table of what is saved and lost: one model, and one setting a row, whose speed and accuracy come from
     the same record. up: from the page to the root of the repository."""
     results, found = measured()
-    header = ("setting", "visual tokens", "questions right", "time to first token", "KV cache", "peak memory")
+    header = ("setting", "visual tokens", "answers right", "time to first token", "KV cache", "peak memory")
     lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
     whole = results.baseline
     unpatched = next(one for one in read_records(HEADLINE) if one.get("method") == UNPATCHED)
     lines.append(_line("all tokens", whole, unpatched, f"{results.whole_ms():.0f} ms"))
     lines += [
-        _line(f"`{row.method}` {row.keep:g}", row, one, f"{row.ttft_ratio:.2f}x")
+        _line(f"`{row.method}` {row.keep:g}", row, one, f"{1 / row.ttft_ratio:.2f}x faster")
         for row, one in found
         if row.method == SHOWN
     ]

@@ -42,7 +42,7 @@ def _prefills(visual: int, keep: int, batch: int) -> list[Line]:
     eager, graphed = (whole["eager_ms"], less["eager_ms"]), (whole["graphs_ms"], less["graphs_ms"])
     best = min(eager[0], graphed[0])
     made = [
-        Line(f"prefill, {visual} to {keep} tokens, batch {batch}", *eager),
+        Line(f"prefill, {visual:,} to {keep} tokens, batch {batch}", *eager),
         Line("... with `graphs=True`", best, graphed[1]),
     ]
     if batch == 1:
@@ -51,7 +51,7 @@ def _prefills(visual: int, keep: int, batch: int) -> list[Line]:
             _row(source, method=one, visual=visual, batch=1, keep=left)["device_ms"]
             for one, left in (("none", visual), (METHOD, keep))
         ]
-        made.append(Line("... that the GPU is busy", min(best, busy[0]), busy[1]))
+        made.append(Line("... the time that the GPU is busy", min(best, busy[0]), busy[1]))
     return made
 
 
@@ -61,8 +61,8 @@ def lines() -> list[Line]:
     steps = [_row("g_decode", method=one, what="step, static cache", batch=32)["graph_ms"] for one in ("none", METHOD)]
     made = [*_prefills(576, 64, 1), *_prefills(2880, 320, 1), _prefills(576, 64, 8)[0]]
     made += [
-        Line("a step of decoding, 2880 to 320, batch 32, as a graph", *steps),
-        Line("requests of 2880 to 320 tokens that fit into memory", *batches, "", True),
+        Line("a step of decoding, 2,880 to 320, batch 32, as a graph", *steps),
+        Line("requests of 2,880 to 320 tokens that fit into memory", *batches, "", True),
     ]
     engines = {"llava7b.default": "LLaVA-1.5-7B, 576 tokens", "qwen7b.eager": "eager, Qwen2.5-VL-7B, 2,116"}
     for engine, model in engines.items():
@@ -113,14 +113,15 @@ def short(up: str = "") -> str:
         "prefill, 576 to 64 tokens, batch 1, `graphs=True`": graphed,
         "prefill, 576 to 64 tokens, batch 8": many,
         "vLLM under load, 576 to 144 tokens, requests a second": rate,
-        "requests of 2,880 to 320 tokens in memory": memory,
+        "requests of 2,880 to 320 tokens that fit into memory": memory,
     }
     device = rows.read(FOLDER / "f_llava15.jsonl")[0]["device"].removeprefix("NVIDIA ")
-    shown = [f"| an {device}, 7 B shapes | all tokens | `{METHOD}` | gain |", "|---|---:|---:|---:|"]
+    shown = [f"| an {device}, 7B models, random weights | all tokens | `{METHOD}` | gain |", "|---|---:|---:|---:|"]
     shown += [_cells(what, line) for what, line in titles.items()]
     note = (
-        f"At batch 1 a short prompt saves nothing unless launches go ({eager.gain:.1f}x without `graphs=True`), and "
-        f"vLLM's first token comes no sooner ({first.gain:.1f}x): [what to expect on a GPU]({up}docs/guide/gpu.md)."
+        f"At batch 1 a short prompt gains nothing ({eager.gain:.1f}x) without `graphs=True`, which replays CUDA "
+        f"graphs; vLLM's first token comes no sooner ({first.gain:.1f}x): "
+        f"[what to expect on a GPU]({up}docs/guide/gpu.md)."
     )
     return "\n".join(shown) + f"\n\n{note}"
 

@@ -16,8 +16,8 @@ def landing() -> str:
     """Return what the library is, and what it gave on the pretrained model that ships."""
     return (
         "**Drop three quarters of the image tokens of a Hugging Face vision-language model in one line, without "
-        "training: faster prefill, a smaller KV cache, and a report of what it costs.** "
-        f"{front_page.speed_and_accuracy()} Raw data: {link(front_page.HEADLINE, '../')}."
+        "training: faster prefill, a smaller KV cache, and a report of what it costs.**"
+        f"\n\n{front_page.speed_and_accuracy()}"
     )
 
 

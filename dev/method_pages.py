@@ -60,9 +60,9 @@ def row(name: str) -> str:
     model, whole, rows = _images()
     if name in rows:
         cells = {title: cell for title, cell in rows[name].items() if title.startswith("at ") and cell}
-        shown = {title.partition(",")[0]: cell.partition("]")[0] + "]" for title, cell in cells.items()}
+        shown = {title: cell.partition("<br>")[0] for title, cell in cells.items()}
         titles, values = ["questions right, %", "all tokens", *shown], [f"`{name}`", whole, *shown.values()]
-        missed = {title.partition(",")[0]: _not_beaten(cell) for title, cell in cells.items()}
+        missed = {title: _not_beaten(cell) for title, cell in cells.items()}
         said = [f"Not shown to beat {', '.join(names)} {title}." for title, names in missed.items() if names]
         note = " ".join(
             [f"Measured with `{model}`, tokens averaged over layers ([all methods](../all-methods.md)).", *said]

@@ -7,8 +7,8 @@ the raw data of the benchmarks, go into the site under files/.
 
 What follows from the code is made here and is in no file: `<!-- made: NAME -->` becomes the table of that name
 (`MADE`), a method's page gets its image, its numbers and its docstring (dev/method_pages.py), and `methods/*.md` in the
-navigation becomes every such page. So two changes that each add a method touch no line in common. Tables of more than
-ten rows are folded (dev/fold.py).
+navigation becomes every such page. So two changes that each add a method touch no line in common. Long tables are
+folded (dev/fold.py).
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ PAGES = {
     "experiments/gpu/rehearsal.md": "gpu-rehearsal.md",
 }
 MADE: dict[str, Callable[[], str]] = {
+    "sites": docs.sites,
     "index": docs.index,
     "comparison": docs.comparison,
     "observables": docs.observables,

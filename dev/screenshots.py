@@ -23,12 +23,18 @@ PAGES = (
     "index.html",
     "guide/quickstart.html",
     "guide/which-method.html",
+    "guide/gpu.html",
     "serving.html",
+    "retrieval.html",
+    "methods/index.html",
     "methods/dart.html",
     "recipes/documents.html",
     "leaderboard.html",
+    "all-methods.html",
+    "submit-a-method.html",
+    "release.html",
 )
-SIZES = ((1280, 900), (400, 800))
+SIZES = ((1280, 900), (390, 800))
 SCHEMES = ("light", "dark")
 # What sticks out of the window, and is in no box that scrolls.
 LOOK = """() => {

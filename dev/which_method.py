@@ -29,11 +29,12 @@ def tables(up: str = UP) -> str:
 
 
 def _table(title: str, rows: list[Advice], up: str) -> str:
-    lines = [f"| {title} | method | keep | why | `--task` |", "|---" * 5 + "|"]
+    lines = [f"| {title} | take | why | `--task` |", "|---" * 4 + "|"]
     for one in rows:
-        call = f"[`{one.method}`]({up}docs/methods/{one.method}.md)" + (f" with `{one.more}`" if one.more else "")
+        call = f"[`{one.method}`]({up}docs/methods/{one.method}.md), `keep={one.keep!r}`"
+        call += f", `{one.more}`" if one.more else ""
         why = f"{one.reason} ([more]({up}{one.reason_page}))"
-        lines.append(f"| {one.title} | {call} | {one.keep!r} | {why} | `{one.situation}` |")
+        lines.append(f"| {one.title} | {call} | {why} | `{one.situation}` |")
     return "\n".join(lines)
 
 

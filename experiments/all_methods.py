@@ -239,12 +239,12 @@ def _table(results: Results, targets: list[float]) -> str:
     # The best mean place first; who reached fewer targets stands among those by the ones that it reached.
     marks = {at: marks_at(results, names, at) for at in targets}
     order = sorted(names, key=lambda name: (_mean([places[at][name] for at in targets if name in places[at]]), name))
-    header = ["method", *(f"at {100 * at:g} %, rank" for at in targets)]
-    header += [f"published at {PUBLISHED[at]} of 576, rank" for at in theirs]
+    header = ["method", *(f"at {100 * at:g} %" for at in targets)]
+    header += [f"published at {PUBLISHED[at]} of 576" for at in theirs]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for name in order:
         cells = [_cell(rows.get((name, at)), places[at].get(name), marks[at].get(name, ())) for at in targets]
-        cells += [f"{theirs[at][name]:.1f}, {their_places[at][name]}" if name in theirs[at] else "" for at in theirs]
+        cells += [f"{theirs[at][name]:.1f}<br>#{their_places[at][name]}" if name in theirs[at] else "" for at in theirs]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -267,8 +267,8 @@ def _cell(row: Any, place: int | None, marks: Sequence[str]) -> str:
     if row is None:
         return ""
     share, loyal = row.overall, "" if row.loyalty is None else f", {100 * row.loyalty.value:.0f} same"
-    said = f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}], {place}{loyal}"
-    return f"{said} ≤{'/'.join(marks)}" if marks else said
+    said = f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}]<br>#{place}{loyal}"
+    return f"{said}<br>≤{'/'.join(marks)}" if marks else said
 
 
 def _mean(places: list[int]) -> float:

@@ -33,9 +33,9 @@ def rows_of(text: str) -> dict[str, tuple[str, float, str]]:
     """Return method, keep and what else to pass of each situation, from a table in Markdown."""
     found = {}
     for line in text.splitlines():
-        call = r"\[`(\w+)`\]\([^)]*\)(?: with `(.*?)`)?"
-        if cells := re.match(rf"\| .*? \| {call} \| ([\d.]+) \| .* \| `([\w-]+)` \|$", line):
-            found[cells[4]] = cells[1], float(cells[3]), cells[2] or ""
+        call = r"\[`(\w+)`\]\([^)]*\), `keep=([\d.]+)`(?:, `(.*?)`)?"
+        if cells := re.match(rf"\| .*? \| {call} \| .* \| `([\w-]+)` \|$", line):
+            found[cells[4]] = cells[1], float(cells[2]), cells[3] or ""
     return found
 
 

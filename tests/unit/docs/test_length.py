@@ -57,14 +57,14 @@ def test_words_are_what_a_reader_sees() -> None:
 
 
 def test_ten_rows_are_shown_and_the_rest_is_folded() -> None:
-    table = "| a | b |\n|---|--:|\n" + "".join(f"| {row} | x |\n" for row in range(12))
+    table = "| a | b |\n|---|--:|\n" + "".join(f"| {row} | x |\n" for row in range(16))
     made = fold.folded(f"Text.\n\n{table}\nMore.\n")
     shown, rest = made.split("<details class=rest markdown>")
     assert "| 9 | x |" in shown and "| 10 | x |" not in shown and made.count("| a | b |\n|---|--:|\n") == 2
-    assert "<summary>2 more</summary>" in rest and rest.index("| 11 | x |") < rest.index("</details>") < rest.index(
+    assert "<summary>6 more</summary>" in rest and rest.index("| 15 | x |") < rest.index("</details>") < rest.index(
         "More."
     )
-    short = table.replace("| 10 | x |\n| 11 | x |\n", "")
+    short = table.replace("| 15 | x |\n", "")
     assert fold.folded(short) == short
     for whole in (f"```\n{table}```\n", f'<div id="board" data-filters="a"></div>\n\n{table}'):
         assert fold.folded(whole) == whole

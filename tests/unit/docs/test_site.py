@@ -202,6 +202,13 @@ def test_every_marker_has_its_page(hooks: Any) -> None:
     assert sorted(found) == sorted(hooks.MADE)
 
 
+def test_the_index_has_each_method_once_and_no_empty_table() -> None:
+    made = tool("docs")
+    text = f"{made.index()}\n{made.comparison()}\n"
+    assert sorted(re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE)) == tokenprune.available_methods()
+    assert not re.search(r"^\|---.*\n(?!\|)", text, re.MULTILINE)
+
+
 def test_methods_are_described_where_torch_is_not_installed() -> None:
     """As in the environment of the site: a stand-in for torch that can be imported and has nothing."""
     code = (

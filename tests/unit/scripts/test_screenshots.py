@@ -34,7 +34,7 @@ def test_what_is_wrong_with_a_page_is_said(browser: Any, tmp_path: Path) -> None
     said = {"loud16": "broken thing", "far16": "asks for https://example.org/far.png"}
     for name, what in (said | {f"cut{font}": "cut off" for font in FONTS["cut"]}).items():
         assert sum(one.startswith(f"{name}.html at ") and what in one for one in found) == 4, name
-    assert any(one.startswith("gone16.html at 400, dark: an image does not load") for one in found)
+    assert any(one.startswith("gone16.html at 390, dark: an image does not load") for one in found)
     assert not [one for one in found if one.startswith("good")]
     assert len(list((tmp_path / "out").glob("*.png"))) == 4 * len(names)
 
