@@ -233,3 +233,13 @@ def test_models_of_colpali_engine_are_refused_by_name(build) -> None:
         del asked.custom_text_proj
     with tokenprune.patched(model, "divprune", keep=0.5):
         assert tokenprune.is_patched(model)
+
+
+def test_what_holds_a_model_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk over all objects takes a quarter of a second; a benchmark patches one model hundreds of times."""
+    model, walks = FAMILIES["llava"].build(), []
+    monkeypatch.setattr("gc.get_objects", lambda: walks.append(1) or [])
+    for _ in range(3):
+        with tokenprune.patched(model, "divprune", keep=0.5):
+            pass
+    assert len(walks) == 1
