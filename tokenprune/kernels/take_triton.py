@@ -35,7 +35,7 @@ def _take(score, mask, count, taken, keys, P, N, segment, picker, token, BLOCK: 
             # The bits of floats, taken as unsigned integers, are in the order of the floats once the sign is turned
             # round. No float has 0, which is of what cannot be taken.
             bits = value.to(tl.uint32, bitcast=True)
-            bits = tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+            bits = tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
             can = inside & (tl.load(mask + s * N + at, inside, 0) != 0) & (tl.load(taken + at, inside, 1) == 0)
             tl.store(keys + at, tl.where(can, bits, 0).to(tl.int32, bitcast=True), inside)
             left += tl.sum(can.to(tl.int32), 0)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -106,11 +105,9 @@ def test_columns_are_those_of_the_past_and_then_those_that_remain():
 
 
 @pytest.fixture
-def new_objects() -> Iterator[None]:
+def new_objects() -> None:
     """Leave what is there before the test out where objects are collected and listed, which takes a second."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @torch.no_grad()

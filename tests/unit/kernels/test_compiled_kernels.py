@@ -62,6 +62,8 @@ def test_the_worst_program_of_each_kernel_compiles_within_its_budget(
     kernel the one nearest to its limits is compiled and compared with its record (all with --every-combination)."""
     table, path = ROOT / "experiments/results/kernels.jsonl", tmp_path / "kernels.jsonl"
     head, known = read(table)
+    if head["triton"] != (here := importlib.import_module("triton").__version__):
+        pytest.skip(f"the table is of triton {head['triton']}, and this is {here}, which counts other registers")
     few = [] if request.config.getoption("--every-combination") else ["--worst", "1"]
     ran("compile_kernels.py", *few, "--gpus", *head["gpus"], "--dtypes", *head["dtypes"], "--json", str(path))
     asked = read(path)[1]
