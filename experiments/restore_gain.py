@@ -2,7 +2,7 @@
 """`restore` around several choosers beside the plain chooser, at the same number of tokens.
 
     python experiments/restore_gain.py
-    python experiments/restore_gain.py --model demo_smol --images 20
+    python experiments/restore_gain.py --model demo_smol --images 10
     python dev/readme.py
 
 Ways: the chooser by itself; half of the budget as anchors that what it drops is merged into; and with these the
