@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "experiments")]
 import accuracy_pages  # noqa: E402
+import document_pages  # noqa: E402
 import front_page  # noqa: E402
 import gpu_page  # noqa: E402
 import kernel_page  # noqa: E402
@@ -238,7 +239,7 @@ PAGES = {
         "headline": landing_page.headline,
         "gallery": landing_page.gallery,
     },
-    "docs/recipes/documents.md": {"documents-recipe": recipe_numbers.documents},
+    "docs/recipes/documents.md": {"documents-recipe": recipe_numbers.documents, "pages": document_pages.pages},
     "docs/recipes/chat.md": {"chat-recipe": recipe_numbers.chat},
     "docs/recipes/long-video.md": {"video-recipe": recipe_numbers.video},
     "docs/recipes/vllm-profiles.md": {"vllm-recipe": recipe_numbers.served},

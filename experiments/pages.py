@@ -65,6 +65,12 @@ def encode(subject: Model, asked: list[DrawnExample]) -> tuple[dict[str, Any], A
     return inputs, subject.adapter.base.get_image_features(pixels[:patches], grids[:pages])
 
 
+def encode_for_all(subject: Model, asked: list[DrawnExample]) -> tuple[dict[str, Any], Any]:
+    """Return the same for every method that acts after the tower."""
+    with tokenprune.patched(subject.model, AFTER[0], guard="off"):  # which notes the grids of pages, as all of them do
+        return encode(subject, asked)
+
+
 def repeated(output: Any, times: int) -> Any:
     """Return what a patched or unpatched tower would have made of pages that stand in a batch so many times."""
     many = copy.copy(output)
@@ -95,8 +101,7 @@ def answers(subject: Model, asked: list[DrawnExample], inputs: dict[str, Any], e
 
 def run(subject: Model, asked: list[list[DrawnExample]], cases: list[tuple[str, float]], write: Callable) -> None:
     """Ask in every case; write gets the row of each."""
-    with tokenprune.patched(subject.model, AFTER[0], guard="off"):  # which notes the grids of pages, for all others
-        whole = [encode(subject, questions) for questions in asked]
+    whole = [encode_for_all(subject, questions) for questions in asked]
     for name, keep in cases:
         row: dict[str, Any] = {"record": "result", "method": name, "keep": keep}
         if name == "unpatched":

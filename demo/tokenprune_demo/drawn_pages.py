@@ -9,6 +9,7 @@ more than 40 tokens not at all.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -141,9 +142,7 @@ def _table(rng: np.random.Generator, width: int, height: int) -> _Page:
     for y in ys:
         pen.line((left, y, width - left, y), fill=ink)
     places = [
-        (x + 4, y, end - 3, after - y)
-        for y, after in zip(ys[1:-1], ys[2:], strict=True)
-        for x, end in zip(xs[:-1], xs[1:], strict=True)
+        (x + 4, y, end - 3, after - y) for y, after in itertools.pairwise(ys[1:]) for x, end in itertools.pairwise(xs)
     ]
     for x, y, end, high in places:
         _line(rng, pen, x + 4, y + high // 2, end - 4, ink)

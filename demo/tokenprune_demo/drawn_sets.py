@@ -34,7 +34,7 @@ from tokenprune_demo.drawn_views import CAMERAS, VIEW_KINDS, draw_views, view_an
 SEED = 20260102
 SETS = ("images", "videos", "small-videos", "views", "documents", "pages")
 MOST = 96  # videos, prompts or documents of a whole set
-MOST_PAGES = 75  # prompts of pages
+_MOST_PAGES = 75  # prompts of a whole set of pages
 _GROUPS = {"still": "still ground", "noisy": "noisy ground", "pan": "panning ground", "cut": "with a cut"} | {
     layout: f"{layout}s" for layout in (*LAYOUTS, *PAGE_LAYOUTS)
 }
@@ -203,16 +203,13 @@ def _documents(number: int) -> DrawnSet:
 
 
 def _pages(number: int) -> DrawnSet:
-    number = min(number, MOST_PAGES)
+    number = min(number, _MOST_PAGES)
     decks = _decks(document_answers(), number)
     questions = []
     for index in range(number):
-        layout = PAGE_LAYOUTS[index % len(PAGE_LAYOUTS)]
+        wanted, layout = {kind: deck[index] for kind, deck in decks.items()}, PAGE_LAYOUTS[index % len(PAGE_LAYOUTS)]
         sizes = PAGE_SIZES[layout]
-        wanted, size = (
-            {kind: deck[index] for kind, deck in decks.items()},
-            sizes[index // len(PAGE_LAYOUTS) % len(sizes)],
-        )
+        size = sizes[index // len(PAGE_LAYOUTS) % len(sizes)]
         made = draw_pages(np.random.default_rng((SEED, 6, index)), layout, size, answers=wanted)
         questions += [_example(index, one, images=tuple(made.images), ground=layout) for one in made.questions]
     return DrawnSet("pages", questions, DOCUMENT_KINDS)
