@@ -9,11 +9,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import rows
-from accuracy_pages import link
+from guard import LIMIT
 
+from tokenprune.guard.floors import shipped
 from tokenprune_demo.drawn_documents import TEXT_KINDS
 
-FILE = Path(__file__).resolve().parent.parent / "experiments/results/pages.jsonl"
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "experiments/results/pages.jsonl"
 SURE = 1.96  # standard errors of an interval of 95 %
 UNPATCHED = "unpatched"
 
@@ -36,7 +38,7 @@ def pages() -> str:
         cells = []
         for keep in keeps:
             right = found.get((name, keep))
-            cells.append("" if right is None else f"{_cell(right, text)}; {_beside(whole, right, size)}")
+            cells.append("" if right is None else f"{_cell(right, text)} {_beside(whole, right, size)}")
         lines.append(f"| {_named(name)} | {' | '.join(cells)} |")
     best = {
         keep: max((name for name, at in found if at == keep), key=lambda name: _share(found[name, keep]))
@@ -44,15 +46,32 @@ def pages() -> str:
     }
     layouts = sorted(set(header["layouts"]), key=header["layouts"].index)
     by_layout = ", ".join(f"{one}s {_share(whole, [of == one for of in header['layouts']]):.0f}" for one in layouts)
+    left = {one["keep"]: one.get("left", 1) for one in records if one.get("method") == "pixelprune"}
+    fewer = ", ".join(f"{100 * left[keep]:.0f} % at {keep:g}" for keep in keeps if left.get(keep, 1) < keep - 0.005)
+    lost = _below_floors(header["kinds"], whole, found)
     about = (
         f"{header['model'].partition(' ')[0]}, {header['questions']} questions about {header['prompts']} "
         "[prompts](../video-bench.md#documents) of 1,024 to 1,280 tokens; unpatched "
         f"{_cell(whole, text)} ({by_layout}). "
-        "Cells: % right; in text alone; points beside unpatched, of the same questions [95 %, prompts as units]. "
-        f"Most right: {', '.join(f'{_named(name)} at {keep:g}' for keep, name in best.items())}. By "
-        f"`python experiments/pages.py`; raw data: {link(FILE, '../../')}."
+        "Cells: % right/of text alone, points beside unpatched±95 % of prompts. "
+        f"Most right: {', '.join(f'{_named(name)} at {keep:g}' for keep, name in best.items())}"
+        f"{fewer and f'; `pixelprune` keeps {fewer}, all that does not repeat'}. "
+        f"Methods that lose more than {100 * LIMIT:.0f} points of words or digits at [the guard's floor](../guard.md) "
+        f"for text: {', '.join(lost) or 'none'}. By "
+        f"`python experiments/pages.py`; [raw data](../../{FILE.relative_to(ROOT)})."
     )
     return "\n".join([about, "", *lines])
+
+
+def _below_floors(kinds: list[str], whole: str, found: dict[tuple[str, float], str]) -> list[str]:
+    """Return the settings at a floor or above it that lose more than a floor allows of words, or of digits."""
+    lost = []
+    for (name, keep), right in found.items():
+        if keep >= shipped().of(name.partition("@")[0], "text"):
+            places = [[one == kind for one in kinds] for kind in TEXT_KINDS]
+            worst = max(_share(whole, where) - _share(right, where) for where in places)
+            lost += [f"{_named(name)} at {keep:g}"] * (worst > 100 * LIMIT)
+    return lost
 
 
 def _named(name: str) -> str:
@@ -61,7 +80,7 @@ def _named(name: str) -> str:
 
 
 def _cell(right: str, text: list[bool]) -> str:
-    return f"{_share(right):.0f}; {_share(right, text):.0f}"
+    return f"{_share(right):.0f}/{_share(right, text):.0f}"
 
 
 def _share(right: str, where: list[bool] | None = None) -> float:
@@ -74,4 +93,4 @@ def _beside(whole: str, right: str, size: int) -> str:
     starts = range(0, len(whole), size)
     gains = [_share(right[at : at + size]) - _share(whole[at : at + size]) for at in starts]
     error = SURE * stdev(gains) / sqrt(len(gains))
-    return f"{fmean(gains):+.0f} [{fmean(gains) - error:.0f}, {fmean(gains) + error:.0f}]"
+    return f"{fmean(gains):+.1f}±{error:.1f}"

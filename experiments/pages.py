@@ -23,6 +23,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import calm_threads  # noqa: F401
@@ -39,6 +40,8 @@ from tokenprune_demo.drawn_sets import DrawnExample, drawn_set
 
 FILE = Path(__file__).parent / "results/pages.jsonl"
 KEEPS = (0.5, 0.25, 0.33)
+UNPATCHED = "unpatched"
+UNIT = 16  # pixels a side of a visual token
 AFTER = ("divprune", "random", "prunesid", "pool", "uniform", "cdpruner", "resprune", "otprune", "eadp", "restore")
 # At every keep those of the first row, then the next: a run that is cut off should have these.
 METHODS = (
@@ -101,10 +104,14 @@ def answers(subject: Model, asked: list[DrawnExample], inputs: dict[str, Any], e
 
 def run(subject: Model, asked: list[list[DrawnExample]], cases: list[tuple[str, float]], write: Callable) -> None:
     """Ask in every case; write gets the row of each."""
-    whole = [encode_for_all(subject, questions) for questions in asked]
+    whole = []
+    if any(name in (UNPATCHED, *AFTER) for name, _ in cases):
+        whole = [encode_for_all(subject, questions) for questions in asked]
+    pixels = (sum(page.width * page.height for page in questions[0].images) for questions in asked)
+    sizes = [len(asked[0]) * number / UNIT**2 for number in pixels]  # tokens of all rows of a prompt
     for name, keep in cases:
         row: dict[str, Any] = {"record": "result", "method": name, "keep": keep}
-        if name == "unpatched":
+        if name == UNPATCHED:
             right = [answers(subject, questions, *known) for questions, known in zip(asked, whole, strict=True)]
             write(row | {"right": "".join(right)})
             continue
@@ -113,15 +120,16 @@ def run(subject: Model, asked: list[list[DrawnExample]], cases: list[tuple[str, 
         options: dict[str, Any] = {"processor": subject.processor} if site is Site.PRE_ENCODER else {}
         options |= {"score": "diverse", "layer": int(block or 0)} if method == "towerdrop" else {}
         try:
-            right = []
+            right, left = [], []
             with tokenprune.patched(subject.model, method, keep=keep, guard="off", **options):
-                for questions, known in zip(asked, whole, strict=True):
-                    shown = known if name in AFTER else encode(subject, questions)
+                for place, questions in enumerate(asked):
+                    shown = whole[place] if name in AFTER else encode(subject, questions)
                     right.append(answers(subject, questions, *shown))
+                    left.append(tokenprune.stats(subject.model).visual_tokens_out / sizes[place])
         except TokenPruneError as refusal:
             write({"record": "skipped", "method": name, "keep": keep, "reason": str(refusal)})
             continue
-        write(row | {"right": "".join(right)})
+        write(row | {"left": round(fmean(left), 3), "right": "".join(right)})
 
 
 def main() -> None:
@@ -145,7 +153,7 @@ def main() -> None:
         raise SystemExit("the file holds answers of another model, or to other pages: name another file")
     done = {(one["method"], one["keep"]) for one in known[1:]}
     cases = [
-        ("unpatched", 1.0),
+        (UNPATCHED, 1.0),
         *((name, keep) for row in METHODS for keep in KEEPS for name in row if name in args.methods.split(",")),
     ]
     with args.json.open("a") as file:
