@@ -180,9 +180,9 @@ def documents() -> str:
         parts.append("\n".join(lines))
     setting = (
         f"{header['model']}, {header['questions']} questions about {header['documents']} drawn documents of "
-        f"288 to 448 pixels a side ([how they are drawn](../video-bench.md#documents)); it was not trained on documents, nor "
-        "with tokens dropped. Every other method keeps of each image as many tokens as `pixelprune`; averages over images "
-        "and layers. ▼: worse than that (McNemar's exact test, one-sided, 5 %)."
+        "288 to 448 pixels a side ([how they are drawn](../video-bench.md#documents)); it was not trained on them, "
+        "nor with tokens dropped. Every other method keeps of each image as many tokens as `pixelprune`; averages over "
+        "images and layers. ▼: worse than that (McNemar's exact test, one-sided, 5 %)."
     )
     command = f"python experiments/documents.py --documents {header['documents']}"
     source = f"By `{command}`; raw data: {link(DOCUMENTS, '../../')}."
