@@ -52,8 +52,8 @@ def pages() -> str:
     about = (
         f"{header['model'].partition(' ')[0]}, {header['questions']} questions about {header['prompts']} "
         "[prompts](../video-bench.md#documents) of 1,024 to 1,280 tokens; unpatched "
-        f"{_cell(whole, text)} ({by_layout}). It was trained on 784 tokens at most, so any way to fewer of them "
-        "may help it: these gains say little of larger models. Cells: % right/of text alone, points beside "
+        f"{_cell(whole, text)} ({by_layout}). It was trained on 784 tokens at most, so any way to fewer "
+        "may help: gains say little of larger models. Cells: % right/of text alone, points beside "
         "unpatched±95 % of prompts. "
         f"Most right: {', '.join(f'{_named(name)} at {keep:g}' for keep, name in best.items())}"
         f"{fewer and f'; `pixelprune` keeps {fewer}, all that does not repeat'}. "
