@@ -36,6 +36,7 @@ RUNS = {
     "all_methods-demo_qwen.jsonl": IMAGES,
     "bench.jsonl": IMAGES,
     "bench_videos.jsonl": {"video": ()},
+    "pages.jsonl": {"reading": READING},
 }
 UNPRUNED = 576
 SMALLER = "downsample"  # what `recommend` shows beside each row
@@ -63,9 +64,7 @@ def entry(method: str, questions: str | None, keep: float | None, text: str, sou
 def accuracy() -> Iterator[Entry]:
     """Yield how many questions of each kind a method answered right in our runs, on drawn images and small models."""
     for name, tasks in RUNS.items():
-        header, records = rows.read(RESULTS / name)
-        kinds = [header["kinds"][int(one)] for one in header["kind_of_question"]]
-        records = [one for one in records if one["record"] == "result"]
+        kinds, records = _run(name)
         whole = next(one for one in records if one["method"] == "unpatched")
         chance = {one["keep"]: one for one in records if one["method"] == "random"}
         for record in records:
@@ -89,6 +88,19 @@ def accuracy() -> Iterator[Entry]:
                     kind="measured by us", asked=len(places), photographs=False, sure=low > 0,
                     size=_size(record["environment"]["model"]),
                 )  # fmt: skip
+
+
+def _run(name: str) -> tuple[list[str], list[Entry]]:
+    """Return the kind of each question of a run, and its results as the benchmark writes them."""
+    header, records = rows.read(RESULTS / name)
+    records = [one for one in records if one["record"] == "result"]
+    if "kind_of_question" in header:
+        return [header["kinds"][int(one)] for one in header["kind_of_question"]], records
+    alike = {"environment": {"model": header["model"]}}
+    for one in records:  # whose methods act ahead of the first layer
+        stats = {"keep_ratio": one["keep"], "visual_tokens_average": one["keep"], "visual_tokens_in": 1}
+        one |= alike | {"right": [one["right"]], "stats": stats}
+    return header["kinds"], records
 
 
 def _means(record: Entry, places: list[int]) -> list[float]:

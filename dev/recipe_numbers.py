@@ -12,21 +12,6 @@ from front_page import rows
 UP = "../../"
 
 
-def documents() -> str:
-    header, records = rows.read(RESULTS / "documents.jsonl")
-    found = {(one["method"], one.get("level")): one for one in records if one["record"] == "result"}
-    full, exact, half = found["unpatched", "all"], found["pixelprune", "all"], found["pixelprune", "half"]
-    photographs = found["dynres", "all"]
-    return (
-        f"On {header['documents']} clean drawn pages, screens and charts the small model that ships answers "
-        f"{_share(exact)} of {header['questions']} questions with {exact['tokens']['tower']:.0f} of "
-        f"{full['tokens']['tower']:.0f} tokens in the tower and the decoder, {_share(half)} with "
-        f"{half['tokens']['tower']:.0f}, and {_share(full)} unpatched; `dynres` {_share(photographs)} with "
-        f"{photographs['tokens']['tower']:.0f}. Two dozen documents tell differences of 15 points, not of 5 "
-        f"([all methods there](../methods/pixelprune.md#measured)). Raw data: {link(RESULTS / 'documents.jsonl', UP)}."
-    )
-
-
 def chat() -> str:
     return (
         f"{front_page.speed_and_accuracy()} From the second turn on the tower does not run (`hits` counts that). Raw "

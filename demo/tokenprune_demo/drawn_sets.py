@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The held-out sets that are drawn when they are asked: videos, prompts of six images, and documents.
+"""The held-out sets that are drawn when they are asked: videos, prompts of six images, documents, and pages.
 
 Their seeds are far from those that training draws from, they have no photographs in them, and the answers of a kind are
 evened out. Two machines draw the same pixels with the same versions of NumPy and Pillow; the digest in the header of a
@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, LAYOUTS, document_answers, draw_document
+from tokenprune_demo.drawn_pages import PAGE_LAYOUTS, PAGE_SIZES, draw_pages
 from tokenprune_demo.drawn_videos import (
     ANSWERS,
     CHANCE,
@@ -31,10 +32,11 @@ from tokenprune_demo.drawn_videos import (
 from tokenprune_demo.drawn_views import CAMERAS, VIEW_KINDS, draw_views, view_answers
 
 SEED = 20260102
-SETS = ("images", "videos", "small-videos", "views", "documents")
+SETS = ("images", "videos", "small-videos", "views", "documents", "pages")
 MOST = 96  # videos, prompts or documents of a whole set
+_MOST_PAGES = 75  # prompts of a whole set of pages
 _GROUPS = {"still": "still ground", "noisy": "noisy ground", "pan": "panning ground", "cut": "with a cut"} | {
-    layout: f"{layout}s" for layout in LAYOUTS
+    layout: f"{layout}s" for layout in (*LAYOUTS, *PAGE_LAYOUTS)
 }
 _SIZES = ((224, 224), (224, 160), (160, 224), (192, 192))  # every ground in every size, after 16 videos
 _SMALL = ((144, 144),)  # as large as any on which demo_qwen was trained, and no larger than eight questions need
@@ -130,7 +132,7 @@ def drawn_set(name: str, limit: int) -> DrawnSet:
     number = min(limit or MOST, MOST)
     if name in _VIDEOS:
         return _videos(name, number)
-    return {"views": _views, "documents": _documents}[name](number)
+    return {"views": _views, "documents": _documents, "pages": _pages}[name](number)
 
 
 def first_frame(question: DrawnExample) -> DrawnExample:
@@ -198,6 +200,19 @@ def _documents(number: int) -> DrawnSet:
         made = draw_document(np.random.default_rng((SEED, 4, index)), layout, size, answers=wanted)
         questions += [_example(index, one, images=(made.image,), ground=layout) for one in made.questions]
     return DrawnSet("documents", questions, DOCUMENT_KINDS)
+
+
+def _pages(number: int) -> DrawnSet:
+    number = min(number, _MOST_PAGES)
+    decks = _decks(document_answers(), number)
+    questions = []
+    for index in range(number):
+        wanted, layout = {kind: deck[index] for kind, deck in decks.items()}, PAGE_LAYOUTS[index % len(PAGE_LAYOUTS)]
+        sizes = PAGE_SIZES[layout]
+        size = sizes[index // len(PAGE_LAYOUTS) % len(sizes)]
+        made = draw_pages(np.random.default_rng((SEED, 6, index)), layout, size, answers=wanted)
+        questions += [_example(index, one, images=tuple(made.images), ground=layout) for one in made.questions]
+    return DrawnSet("pages", questions, DOCUMENT_KINDS)
 
 
 def _example(number: int, asked: DrawnQuestion, **shown: Any) -> DrawnExample:

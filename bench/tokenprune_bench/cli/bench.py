@@ -85,7 +85,8 @@ def bench(
         typer.Option(
             "--set",
             help="Which of our own questions: images (default), videos (eight frames, eight kinds), small-videos (144 "
-            "pixels a side; default of demo_video), views (six images a prompt), documents (pages, screens, charts).",
+            "pixels a side; default of demo_video), views (six images a prompt), documents (pages, screens, charts), "
+            "pages (a thousand tokens and more).",
         ),
     ] = None,
     evidence: Annotated[

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drawn prompts of a thousand visual tokens and more: letters, tables, receipts, and two pages at once.
+
+A word and a digit stand in a line, a cell or an entry of what cannot be read; the colour of a shape and that of a tiny
+one are asked, too. Each is there once, of two pages on one of them, so that every question has one answer. Paper is
+grey and a third of it filled: demo_qwen, which never saw a page, reads white or full ones hardly, and narrow slips of
+more than 40 tokens not at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from tokenprune_demo.drawn_documents import _SHAPES, _TEXTS, Colour, _grey, _mark, document_answers
+from tokenprune_demo.drawn_videos import DrawnQuestion
+from tokenprune_demo.scenes import TINY, Box, _font
+
+# Of each layout, (width, height) of a page in whole visual tokens of 16 pixels; a prompt has 1,024 to 1,280 of them.
+PAGE_SIZES = {
+    "letter": ((512, 512), (544, 512), (512, 544), (576, 512)),
+    "table": ((512, 512), (576, 480), (640, 512), (544, 512)),
+    "receipt": ((448, 592), (416, 640), (432, 608), (448, 608)),
+    "spread": ((384, 352), (352, 384), (320, 416), (384, 368)),
+}
+PAGE_LAYOUTS = tuple(PAGE_SIZES)
+_LEAST = 288  # pixels a side
+_LETTERS = {"word": (16, 22), "digits": (19, 26)}
+_FILLED = 0.35  # of the lines, cells and entries
+
+
+@dataclass
+class DrawnPages:
+    """The images of a prompt, which of `PAGE_LAYOUTS` it is, and a question of each of `DOCUMENT_KINDS`."""
+
+    images: list[Image.Image]
+    layout: str
+    questions: list[DrawnQuestion] = field(default_factory=list)
+
+
+@dataclass
+class _Page:
+    """A page, the places (left, top, end of the line, height) where a text can stand, and the boxes of what does."""
+
+    image: Image.Image
+    places: list[Box]
+    taken: list[Box] = field(default_factory=list)
+
+    def write(self, rng: np.random.Generator, text: str, size: int) -> Box:
+        """Write a text on a plate at one of the places; returns its box."""
+        font = _font(size)
+        left, top, right, bottom = (int(side) for side in font.getbbox(text))
+        width, height = right - left + 8, bottom - top + 8
+        fitting = []
+        for x, y, end, high in self.places:
+            at, middle = x + int(rng.integers(max(1, end - x - width))), y + (high - height) // 2
+            box = at, middle, at + width, middle + height
+            if at + width <= end and self._is_clear(box):
+                fitting.append(box)
+        box = fitting[int(rng.integers(len(fitting)))]
+        self.taken.append(box)
+        dark, light = _grey(rng, 0, 50), _grey(rng, 225, 256)
+        front, back = (dark, light) if rng.random() < 0.5 else (light, dark)
+        pen = ImageDraw.Draw(self.image)
+        pen.rectangle((box[0], box[1], box[2] - 1, box[3] - 1), fill=back, outline=front)
+        pen.text((box[0] + 4 - left, box[1] + 4 - top), text, fill=front, font=font)
+        return box
+
+    def _is_clear(self, box: Box) -> bool:
+        return all(box[2] + 6 < a or c + 6 < box[0] or box[3] + 6 < b or d + 6 < box[1] for a, b, c, d in self.taken)
+
+
+def draw_pages(
+    rng: np.random.Generator, layout: str, size: tuple[int, int], answers: Mapping[str, str] | None = None
+) -> DrawnPages:
+    """Draw the pages of one prompt: two of a "spread", one of the others.
+
+    layout: one of `PAGE_LAYOUTS`. size: (width, height) of a page in pixels, at least 288 each. answers: for each kind
+    the answer that its question shall have; others are drawn evenly. Raises ValueError for another layout or size.
+    """
+    if layout not in PAGE_LAYOUTS or min(size) < _LEAST:
+        known = ", ".join(PAGE_LAYOUTS)
+        raise ValueError(f"layout={layout!r}, size={size}: known are {known}, at least {_LEAST} pixels a side")
+    wanted = {kind: str(rng.choice(options)) for kind, options in document_answers().items()} | dict(answers or {})
+    drawers = [_letter, _table] if layout == "spread" else [_DRAWERS[layout]]
+    pages = [drawers[place](rng, *size) for place in rng.permutation(len(drawers))]
+    made, where = DrawnPages([page.image for page in pages], layout), [0] * len(wanted)
+    if len(pages) > 1:  # each holds half of what is asked
+        where = rng.permutation([0, 0, 1, 1]).tolist()
+    shapes = {"colour": (str(rng.choice(_SHAPES)), 16, 24), "small": (str(rng.choice(TINY)), 8, 11)}
+    for number, kind in zip(where, wanted, strict=True):
+        page, shape = pages[number], ""
+        if kind in _LETTERS:
+            box = page.write(rng, wanted[kind], int(rng.integers(*_LETTERS[kind])))
+        else:
+            shape, least, most = shapes[kind]
+            box = _mark(rng, page.image, shape, wanted[kind], int(rng.integers(least, most)), page.taken)
+        made.questions.append(DrawnQuestion(kind, _TEXTS[kind].format(shape), wanted[kind], (((number, box),),)))
+    return made
+
+
+def _paper(rng: np.random.Generator, width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw, int, Colour]:
+    """Return a sheet, a pen for it, its margin, and its ink."""
+    image = Image.new("RGB", (width, height), tuple(int(v) for v in rng.integers(200, 236, 3)))
+    return image, ImageDraw.Draw(image), int(rng.integers(16, 32)), _grey(rng, 120, 160)
+
+
+def _line(rng: np.random.Generator, pen: ImageDraw.ImageDraw, x: int, y: int, end: int, ink: Colour) -> None:
+    """Draw a line of words that cannot be read, or leave it out."""
+    if rng.random() < _FILLED:
+        while (after := x + int(rng.integers(10, 60))) < end:
+            pen.rectangle((x, y, after, y + 1), fill=ink)
+            x = after + 4
+
+
+def _letter(rng: np.random.Generator, width: int, height: int) -> _Page:
+    """Draw a head and paragraphs."""
+    (image, pen, left, ink), places = _paper(rng, width, height), []
+    pen.rectangle((left, left, left + int(width * rng.uniform(0.3, 0.5)), left + 8), fill=ink)
+    pen.line((left, left + 18, width - left, left + 18), fill=ink)
+    step, y = int(rng.integers(16, 21)), left + 36
+    while y + step < height - left:
+        _line(rng, pen, left, y + step // 2, width - left, ink)
+        places.append((left, y, width - left, step))
+        y += step + (int(rng.integers(8, 24)) if rng.random() < 0.2 else 0)
+    return _Page(image, places)
+
+
+def _table(rng: np.random.Generator, width: int, height: int) -> _Page:
+    """Draw a ruled grid with a head."""
+    image, pen, left, ink = _paper(rng, width, height)
+    rows, columns = (height - 2 * left) // int(rng.integers(32, 42)), (width - 2 * left) // int(rng.integers(80, 120))
+    xs = np.linspace(left, width - left, columns + 1).astype(int).tolist()
+    ys = np.linspace(left, height - left, rows + 1).astype(int).tolist()
+    pen.rectangle((left, ys[0], width - left, ys[1]), fill=_grey(rng, 170, 195))
+    for x in xs:
+        pen.line((x, left, x, height - left), fill=ink)
+    for y in ys:
+        pen.line((left, y, width - left, y), fill=ink)
+    places = [
+        (x + 4, y, end - 3, after - y) for y, after in itertools.pairwise(ys[1:]) for x, end in itertools.pairwise(xs)
+    ]
+    for x, y, end, high in places:
+        _line(rng, pen, x + 4, y + high // 2, end - 4, ink)
+    return _Page(image, places)
+
+
+def _receipt(rng: np.random.Generator, width: int, height: int) -> _Page:
+    """Draw a head in the middle, and entries with prices on their right, some above a dotted rule."""
+    (image, pen, left, ink), places = _paper(rng, width, height), []
+    for line, half in enumerate((width // 4, width // 7)):
+        pen.rectangle((width // 2 - half, left + 14 * line, width // 2 + half, left + 14 * line + 7), fill=ink)
+    step, y = int(rng.integers(22, 28)), left + 40
+    while y + step < height - left:
+        price = width - left - int(rng.integers(24, 48))
+        _line(rng, pen, left, y + step // 2, price - 12, ink)
+        pen.rectangle((price, y + step // 2, width - left, y + step // 2 + 1), fill=ink)
+        places.append((left, y, price - 4, step))
+        y += step
+        if rng.random() < 0.12:
+            for x in range(left, width - left, 8):
+                pen.line((x, y + 4, x + 4, y + 4), fill=ink)
+            y += 9
+    return _Page(image, places)
+
+
+_DRAWERS: dict[str, Callable[[np.random.Generator, int, int], _Page]] = {
+    "letter": _letter, "table": _table, "receipt": _receipt,
+}  # fmt: skip
