@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn letters, tables, receipts and two pages at once: what is asked is there, once, and can be told apart."""
+"""Drawn letters, tables, receipts and two pages at once: each question has one answer on them."""
 
 from __future__ import annotations
 
