@@ -42,10 +42,10 @@ METHODS = (
 LEVELS = {"all": 1.0, "half": 0.5}
 
 
-def documents(limit: int) -> list[list[DrawnExample]]:
-    """The questions of each document."""
+def documents(limit: int, name: str = "documents") -> list[list[DrawnExample]]:
+    """The questions of each document, or prompt, of a drawn set."""
     found: dict[int, list[DrawnExample]] = {}
-    for question in drawn_set("documents", limit).questions:
+    for question in drawn_set(name, limit).questions:
         found.setdefault(question.number, []).append(question)
     return list(found.values())
 

@@ -18,8 +18,6 @@ last in text. Methods that read the tower's attention behind `divprune`.
 from __future__ import annotations
 
 import argparse
-import copy
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,12 +26,13 @@ from typing import Any
 
 import calm_threads  # noqa: F401
 import torch
+from documents import documents
 from rich.console import Console
+from tower_blocks import repeated
 
 import tokenprune
 from tokenprune.base import Site
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.hf.encoded.record import KEY
 from tokenprune_bench.metrics import metric_named
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.drawn_sets import DrawnExample, drawn_set
@@ -43,21 +42,13 @@ KEEPS = (0.5, 0.25, 0.33)
 UNPATCHED = "unpatched"
 UNIT = 16  # pixels a side of a visual token
 AFTER = ("divprune", "random", "prunesid", "pool", "uniform", "cdpruner", "resprune", "otprune", "eadp", "restore")
-# At every keep those of the first row, then the next: a run that is cut off should have these.
+# At every keep those of the first row, then the next: a run that is cut off should have these. @0: at block 0.
 METHODS = (
     ("divprune", "random", "pixelprune", "prunesid", "pool"),
     ("downsample", "tome", "uniform", "cdpruner"),
-    ("towerdrop", "vispruner", "resprune", "otprune", "towerdrop@2", "visionzip"),
+    ("towerdrop@0", "vispruner", "resprune", "otprune", "towerdrop", "visionzip"),
     ("eadp", "restore", "scope", "hiprune", "docprune", "dynres"),
 )
-
-
-def prompts(limit: int) -> list[list[DrawnExample]]:
-    """The questions of each prompt."""
-    found: dict[int, list[DrawnExample]] = {}
-    for question in drawn_set("pages", limit).questions:
-        found.setdefault(question.number, []).append(question)
-    return list(found.values())
 
 
 def encode(subject: Model, asked: list[DrawnExample]) -> tuple[dict[str, Any], Any]:
@@ -72,27 +63,6 @@ def encode_for_all(subject: Model, asked: list[DrawnExample]) -> tuple[dict[str,
     """Return the same for every method that acts after the tower."""
     with tokenprune.patched(subject.model, AFTER[0], guard="off"):  # which notes the grids of pages, as all of them do
         return encode(subject, asked)
-
-
-def repeated(output: Any, times: int) -> Any:
-    """Return what a patched or unpatched tower would have made of pages that stand in a batch so many times."""
-    many = copy.copy(output)
-    many.pooler_output = list(output.pooler_output) * times
-    if (record := getattr(output, KEY, None)) is None:
-        return many
-    lists = {name: getattr(record, name) for name in ("grids", "owners", "kept", "groups")}
-    changed: dict[str, Any] = {name: one and one * times for name, one in lists.items()}
-    if (encoded := record.encoded) is not None:
-        placed, rounds = encoded.placed, torch.arange(times)
-        cells = placed.cells.repeat(times, 1)
-        cells[:, 0] += torch.where(cells[:, 0] < 0, 0, placed.tiles * rounds.repeat_interleave(len(placed.cells)))
-        placed = dataclasses.replace(
-            placed, scores=placed.scores.repeat(times, 1), cells=cells, tiles=placed.tiles * times, key=None
-        )
-        values = {key: one.repeat(times, *[1] * (one.dim() - 1)) for key, one in encoded.values.items()}
-        changed["encoded"] = dataclasses.replace(encoded, values=values, placed=placed)
-    many[KEY] = dataclasses.replace(record, **changed)
-    return many
 
 
 def answers(subject: Model, asked: list[DrawnExample], inputs: dict[str, Any], encoded: Any) -> str:
@@ -118,7 +88,7 @@ def run(subject: Model, asked: list[list[DrawnExample]], cases: list[tuple[str, 
         method, _, block = name.partition("@")
         site = tokenprune.method_info(method).site
         options: dict[str, Any] = {"processor": subject.processor} if site is Site.PRE_ENCODER else {}
-        options |= {"score": "diverse", "layer": int(block or 0)} if method == "towerdrop" else {}
+        options |= {"layer": int(block)} if block else {}
         try:
             right, left = [], []
             with tokenprune.patched(subject.model, method, keep=keep, guard="off", **options):
@@ -141,7 +111,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    subject, asked, console = load("demo_qwen"), prompts(args.prompts), Console()
+    subject, asked, console = load("demo_qwen"), documents(args.prompts, "pages"), Console()
     flat = [one for questions in asked for one in questions]
     header = {
         "record": "header", **subject.environment(), "prompts": len(asked), "questions": len(flat),

@@ -71,12 +71,23 @@ def packed(subject: Model) -> bool:
 
 
 def repeated(output: Any, times: int) -> Any:
-    """Return what a patched or unpatched model would have made of an image that stands in a batch so many times."""
+    """Return what a patched or unpatched tower would have made of pages that stand in a batch so many times."""
     many = copy.copy(output)
     many.pooler_output = list(output.pooler_output) * times
-    if (record := getattr(output, KEY, None)) is not None:
-        lists = {name: getattr(record, name) for name in ("grids", "kept")}
-        many[KEY] = dataclasses.replace(record, **{name: one and one * times for name, one in lists.items()})
+    if (record := getattr(output, KEY, None)) is None:
+        return many
+    lists = {name: getattr(record, name) for name in ("grids", "owners", "kept", "groups")}
+    changed: dict[str, Any] = {name: one and one * times for name, one in lists.items()}
+    if (encoded := record.encoded) is not None:
+        placed, rounds = encoded.placed, torch.arange(times)
+        cells = placed.cells.repeat(times, 1)
+        cells[:, 0] += torch.where(cells[:, 0] < 0, 0, placed.tiles * rounds.repeat_interleave(len(placed.cells)))
+        placed = dataclasses.replace(
+            placed, scores=placed.scores.repeat(times, 1), cells=cells, tiles=placed.tiles * times, key=None
+        )
+        values = {key: one.repeat(times, *[1] * (one.dim() - 1)) for key, one in encoded.values.items()}
+        changed["encoded"] = dataclasses.replace(encoded, values=values, placed=placed)
+    many[KEY] = dataclasses.replace(record, **changed)
     return many
 
 
