@@ -170,7 +170,9 @@ def _parts(
         parts += add_on("graphs.prefill").graphed_prefill(adapter, graphs, near, why_not)
     if pixels:
         parts.append(add_on("processor.resizing").FullCounts(pixels))
-    return [*pixels, Engine(adapter, steps, [*parts, *_decoder_parts(adapter, steps, record)], record)]
+    reading = [method.name for method in acting if not isinstance(method, (ResizeMethod, ImageChooser))]
+    parts += _decoder_parts(adapter, steps, record)
+    return [*pixels, Engine(adapter, steps, parts, record, reading if removes else ())]
 
 
 def _decoder_parts(adapter: Adapter, steps: Sequence[Step], record: bool) -> list[Part]:

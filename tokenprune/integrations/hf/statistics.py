@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,6 +26,29 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.plan import Step
     from tokenprune.integrations.hf.forward.report import Report
     from tokenprune.integrations.hf.sequence.layout import Layout
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.latest: MutableMapping[LatestStats, Stats] = WeakKeyDictionary()
+
+
+_thread = _Thread()
+
+
+class LatestStats:
+    """The statistics of the last call with images, per thread. A copy knows only the last call of all threads."""
+
+    def __init__(self) -> None:
+        self._of_all = Stats()
+
+    def set(self, stats: Stats) -> None:
+        """Note the statistics of a call of this thread."""
+        _thread.latest[self] = self._of_all = stats
+
+    def get(self) -> Stats:
+        """Return the statistics of this thread. A thread without a call sees the last call of all threads."""
+        return _thread.latest.get(self, self._of_all)
 
 
 def note_cut(call: Call, layout: Layout, counts: list[int], step: Step, selection: Selection, before: Segments) -> None:

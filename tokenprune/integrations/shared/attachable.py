@@ -140,6 +140,20 @@ class _Wrapped:
             delattr(self.module, self.name)
 
 
+def refuse_replica(module: nn.Module, original: nn.Module) -> None:
+    """Raise UnsupportedSetupError if `module` shares the hooks of `original`, but has other submodules.
+
+    The parts of a patch hold modules of the original, and would run its weights in place of the replica's.
+    """
+    if module._modules is not original._modules:
+        from tokenprune.errors import UnsupportedSetupError
+
+        raise UnsupportedSetupError(
+            f"This {type(module).__name__} is a replica of the patched model, as nn.DataParallel makes it for each "
+            "GPU. Use DistributedDataParallel (torchrun), or let the process see one GPU."
+        )
+
+
 def unwrap(model: nn.Module) -> None:
     """Take away all that is wrapped of the modules of `model`, a copy: it has what its original has, but no part that
     would detach it."""

@@ -10,7 +10,6 @@ longest row of what stays. Positions are those of the full prompt throughout.
 from __future__ import annotations
 
 import inspect
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import needs_masks_alone
 from tokenprune.integrations.hf.checks import Places, check_call
@@ -28,6 +28,7 @@ from tokenprune.integrations.hf.decoder.planner import Planner
 from tokenprune.integrations.hf.decoder.pruning import apply, choose
 from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.call_stack import CallStack
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.held import HeldTokens
@@ -37,24 +38,21 @@ from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.packing import TELLING
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
-from tokenprune.integrations.hf.statistics import stats_after
+from tokenprune.integrations.hf.statistics import LatestStats, stats_after
 from tokenprune.integrations.hf.tower.feature_hook import MODALITIES, EncoderHook
 from tokenprune.integrations.shared import eager
-from tokenprune.integrations.shared.attachable import Attachable, hidden_states, with_hidden_states, with_output
+from tokenprune.integrations.shared.attachable import (
+    Attachable,
+    hidden_states,
+    refuse_replica,
+    with_hidden_states,
+    with_output,
+)
+from tokenprune.ops.values import lack_values
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.statistics import Stats
 
 P = TypeVar("P", bound=Part)
-
-
-class _Thread(threading.local):
-    """The calls that a thread is in, of each engine, the innermost last."""
-
-    def __init__(self) -> None:
-        self.calls: dict[Engine, list[Call]] = {}
-
-
-_thread = _Thread()
 
 
 class Engine(Attachable):
@@ -62,17 +60,21 @@ class Engine(Attachable):
     on the cache.
 
     steps: the cuts; parts: everything else in the patch, in the order in which it is called. model: the whole model,
-    without wrappers; owner: the module in it that has the decoder.
+    without wrappers; owner: the module in it that has the decoder. reading: the names of the methods that read values
+    of the prompt or of features in a forward; empty if the patch changes nothing there.
     """
 
-    def __init__(self, adapter: Adapter, steps: Sequence[Step], parts: Sequence[Part], record: bool) -> None:
+    def __init__(
+        self, adapter: Adapter, steps: Sequence[Step], parts: Sequence[Part], record: bool, reading: Sequence[str] = ()
+    ) -> None:
         super().__init__()
         self.adapter, self.decoder, self.parts = adapter, adapter.decoder, [*parts, *adapter.parts()]
         self.model, self.owner = adapter.model, getattr(adapter.base, "_orig_mod", adapter.base)  # of torch.compile
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
         self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
-        self._stats, self._places = Stats(), Places()
+        self.reading = list(dict.fromkeys(reading))
+        self._latest, self._places = LatestStats(), Places()
         self._static = self.part(StaticSteps)
         self._packed = next((part for part in self.parts if isinstance(part, PackedCalls)), None)
         self._reads_text = adapter.family.runs_of_tiles or any(part.reads_text for part in self.parts)
@@ -87,11 +89,8 @@ class Engine(Attachable):
         self._all = frozenset(range(len(self.decoder.layers)))
         self._shares_keys = type(adapter).key_count is not Adapter.key_count
         self._takes_extras = type(adapter).take_extras is not Adapter.take_extras
-        # Calls of all threads: in a step with a reduced static cache there are none, which torch.compile can rely on.
-        # What a thread knows of its calls changes with every other patched model: a compiled step must not look there.
-        self._under_way: list[Call] = []
-        # Of them, those that may do something at a layer: without any, a graph goes on from layer to layer.
-        self._meeting: list[Call] = []
+        # In a step with a reduced static cache no call is active, which torch.compile can rely on.
+        self.calls = CallStack()
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
 
     def part(self, kind: type[P]) -> P:
@@ -100,7 +99,7 @@ class Engine(Attachable):
 
     @property
     def stats(self) -> Stats:
-        stats = self._stats.finalize()
+        stats = self._latest.get().finalize()
         for add_stats in acting(part.add_stats for part in self.parts):
             add_stats(stats)
         return stats
@@ -109,13 +108,18 @@ class Engine(Attachable):
 
     def _attach(self) -> None:
         base, decoder = self.adapter.base, self.decoder
+        self.on_detach(self.calls.clear)
         # A step with a reduced static cache stays in the graph of torch.compile that it is in: it is no call.
         hook = partial(self.hook, eager=False, with_kwargs=True)
-        in_call = partial(partial, eager.with_call, self._call)
+        in_call = partial(partial, eager.with_call, self.calls.current)
         for part in self.parts:
-            part.current = self._call
+            part.current = self.calls.current
             self.attach_part(part)
-        self.attach_part(EncoderHook(self.adapter, self.parts, self._call, self._match_features, self._places.check))
+        self.attach_part(
+            EncoderHook(
+                self.adapter, self.parts, self.calls.running, self._match_features, self._places.check, self._acts_on
+            )
+        )
         hook(base.register_forward_pre_hook, self._enter_base)
         hook(decoder.register_forward_pre_hook, in_call(self._enter_decoder))
         # The base may be the decoder itself: it is entered first, and left last.
@@ -128,27 +132,40 @@ class Engine(Attachable):
                 hook(layer.register_forward_hook, in_call(partial(self._leave_layer, index)))
         self._places.note(self.model, self.hooked)
 
-    # -- the stack of calls of this thread
-
-    def _call(self) -> Call | None:
-        if not self._under_way:
-            return None
-        calls = _thread.calls
-        return calls[self][-1] if self in calls else None
+    # -- the call of this thread
 
     def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         arguments = dict(zip(self._parameters, args, strict=False)) | kwargs if args else kwargs
         if not needs_masks_alone(arguments):
-            return eager.run_eagerly(self._begin_call, arguments)
+            return eager.run_eagerly(self._begin_call, module, arguments)
+        if self.calls.active:
+            eager.run_eagerly(self.calls.running)  # drops a call whose forward has ended
         if self._static.ahead:  # the cache is of an earlier patch
             eager.run_eagerly(self._static.watch)
         return None
 
-    def _begin_call(self, arguments: dict[str, Any]) -> tuple[tuple, dict] | None:
+    def _acts_on(self, arguments: dict[str, Any]) -> bool:
+        """Return False for a forward without values, which runs as in the unpatched model.
+
+        Raises:
+            UnsupportedSetupError: If a method would have to read the missing values.
+        """
+        if not lack_values(arguments.values()):
+            return True
+        if self.reading:
+            raise UnsupportedSetupError(
+                f"{' and '.join(self.reading)} must read values of tensors, which torch.export, fake tensors and "
+                "torch.func hide. Unpatch the model or patch it with keep=1.0; for gradients, use torch.autograd.grad."
+            )
+        return False
+
+    def _begin_call(self, module: nn.Module, arguments: dict[str, Any]) -> tuple[tuple, dict] | None:
         """Note a call; return its arguments where they change: rows of several samples become rows of one."""
+        refuse_replica(module, self.adapter.base)
+        if not self._acts_on(arguments):
+            return None
         call = Call(self.adapter.arguments(arguments))
-        _thread.calls.setdefault(self, []).append(call)
-        self._under_way.append(call)
+        self.calls.begin(call)
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
         images = encoded or [name for name in given if name.startswith("pixel_values")]
@@ -171,13 +188,9 @@ class Engine(Attachable):
         call.read_to_host(self.adapter.visual_mask(call.arguments), self._reads_text)
 
     def _leave_base(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        calls = _thread.calls[self]
-        calls.remove(call)
-        if not calls:
-            del _thread.calls[self]
-        self._under_way.remove(call)
-        if call in self._meeting:
-            self._meeting.remove(call)
+        if not self.calls.leaves(call):
+            return None  # this forward was refused before it became a call
+        self.calls.end(call)
         rows = None if self._packed is None else self._packed.rows.pop(call, None)
         return None if rows is None or output is None else rows.join(output)
 
@@ -194,13 +207,13 @@ class Engine(Attachable):
     def _enter_decoder(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict] | None:
+        if self.calls.running() is not call:
+            return None  # the decoder runs outside of the base model, and the call has ended
         arguments = self.adapter.embeds(kwargs)
         if arguments.get("inputs_embeds") is None:
             return None
         start, inputs = time.perf_counter(), DecoderInputs.of(arguments)
         call.take_cache(inputs.cache)
-        if call.cached.past == 0:
-            self._stats = Stats(notes=call.notes)
         if call.outputs and inputs.embeds.shape[1] > 1:
             self.planner.find_segments(call, inputs.embeds)
         for before_decoder in self._before_decoder:
@@ -241,13 +254,16 @@ class Engine(Attachable):
         else:
             call.busy = self._watched | call.maskless | call.starts
         if call.busy or not all(call.groups[0].passes):
-            self._meeting.append(call)
+            self.calls.at_layers.append(call)
         return inputs
 
     def _leave_decoder(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         call.save_to_cache()
-        # One assignment: other threads may run the same model.
-        self._stats = stats_after(call, call.cached.cache or getattr(output, compat.CACHE, None)) or self._stats
+        stats = stats_after(call, call.cached.cache or getattr(output, compat.CACHE, None))
+        if stats is None and call.notes and call.cached.past == 0:
+            stats = Stats(notes=call.notes)
+        if stats is not None:
+            self._latest.set(stats)
         if not call.active or call.held.layout.whole:
             return None
         return with_output(call.held.layout.scatter_back, output)
@@ -258,9 +274,9 @@ class Engine(Attachable):
         self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict] | None:
         """Enter a layer, but for one that gets its arguments as they are: in a call most do."""
-        if not self._meeting:
+        if not self.calls.at_layers:
             return None
-        call = self._call()
+        call = self.calls.current()
         # While torch.compile traces, its graph ends at each layer of a call.
         if call is None or not (torch.compiler.is_dynamo_compiling() or call.touches(index, kwargs)):
             return None

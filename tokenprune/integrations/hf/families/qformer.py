@@ -23,7 +23,7 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families.base import Adapter, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.attachable import refuse_replica, states
 
 
 @register_adapter("blip-2", "instructblip", "instructblipvideo")
@@ -136,6 +136,7 @@ class PromptsAhead(Part):
             self.wrap(self.outer, "generate", partial(WatchedGenerate, during=self.during))
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        refuse_replica(module, self.outer)
         states()[self] = PromptArguments(dict(zip(self._parameters, args, strict=False)) | kwargs)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.attachable import refuse_replica, states
 from tokenprune.statistics import Stats
 
 # Models that nothing holds: the walk over all objects takes a quarter of a second, and a model is patched many times.
@@ -126,6 +126,7 @@ class Pages(Part):
         self.hook(self.holder.register_forward_hook, self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        refuse_replica(module, self.holder)
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         states()[self] = ahead = Ahead(given.get("input_ids"), given.get("attention_mask"))
         grids, pixels = given.get("image_grid_thw"), given.get("pixel_values")

@@ -67,16 +67,19 @@ class EncoderHook(Attachable):
     """Stands at the functions by which a model encodes images: parts act around them, and outputs get a record, since
     `generate` hands them to a later forward.
 
-    parts: of the patch. current: returns the `Call` that this thread is in. receive: gets a call, a modality and the
+    parts: of the patch. current: returns the running `Call` of this thread. receive: gets a call, a modality and the
     output that belongs to them. check: raises where the model is not as it was patched; every call did so already.
+    acts_on: returns False for arguments that run as in the unpatched model.
     """
 
     def __init__(
         self, adapter: Adapter, parts: Sequence[Part], current: Callable[[], Call | None],
         receive: Callable[[Call, str, Any], None], check: Callable[[], None],
+        acts_on: Callable[[dict[str, Any]], bool],
     ) -> None:  # fmt: skip
         super().__init__()
         self.adapter, self.current, self.receive, self.check = adapter, current, receive, check
+        self.acts_on = acts_on
         self._around = acting(part.around_encode for part in parts)
 
     def _attach(self) -> None:
@@ -88,6 +91,8 @@ class EncoderHook(Attachable):
 
     def _encode(self, modality: str, arguments: dict[str, Any], encode: Encode) -> Any:
         """Return the output for `arguments`, which `encode` makes of them."""
+        if not self.acts_on(arguments):
+            return encode(Encoding(modality, arguments, arguments))
         if (call := self.current()) is None:
             self.check()
         else:
