@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Tap
-from tokenprune.integrations.hf.checks import reruns_layers
+from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.encoded.alignment import align_per_image
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from tokenprune.base import Selection
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.checks import check_arguments, reruns_layers
+from tokenprune.integrations.hf.checks import check_arguments
+from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens

@@ -18,7 +18,7 @@ from torch import Tensor
 from tokenprune.base import SIZES
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Observer
-from tokenprune.integrations.hf.checks import reruns_layers
+from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs

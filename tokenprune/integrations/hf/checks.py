@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tokenprune import abilities
 from tokenprune.base import Site
@@ -131,7 +130,7 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
     for step in steps:
         if isinstance(step.method, DecodeMethod):
             check_decoding(step.method, adapter.text_config, cache, len(kwargs["inputs_embeds"]))
-    if reruns_hooks(adapter.decoder) and any(step.layer for step in steps):
+    if compat.reruns_hooks(adapter.decoder) and any(step.layer for step in steps):
         raise UnsupportedSetupError(
             "gradient checkpointing runs decoder layers a second time here, with their hooks and without the state of "
             "the cut between them; call model.gradient_checkpointing_disable(), use a PRE_LLM method (it cuts before "
@@ -214,19 +213,3 @@ def check_decoding(method: DecodeMethod, config: Any, cache: Any, batch: int) ->
             f"{method.name}: mode='evict' takes keys out of the cache while decoding, which cannot be done with {kind} "
             "one; use mode='mask', which hides them, or a dynamic cache"
         )
-
-
-def reruns_layers(decoder: Any) -> bool:
-    """Return True if the backward pass will run the decoder's layers again (gradient checkpointing)."""
-    return decoder.training and getattr(decoder, "gradient_checkpointing", False)
-
-
-def reruns_hooks(decoder: Any) -> bool:
-    """Return True if the backward pass will run the hooks of these layers again, too.
-
-    Versions of transformers after 5.19 checkpoint a layer's `forward` and leave its hooks outside.
-    """
-    inside = "__call__" in GradientCheckpointingLayer.__dict__
-    return reruns_layers(decoder) and (
-        inside or not all(isinstance(layer, GradientCheckpointingLayer) for layer in decoder.layers)
-    )

@@ -12,6 +12,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from transformers import cache_utils, masking_utils
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 VERSION = Version(transformers.__version__)
@@ -96,6 +97,22 @@ def _about(config: Any, embeds: Tensor, mask: Tensor | None, cache: Any) -> dict
         past = 0 if cache is None else cache.get_seq_length()
         about["cache_position"] = torch.arange(past, past + embeds.shape[1], device=embeds.device)
     return about
+
+
+def reruns_layers(decoder: Any) -> bool:
+    """Return True if the backward pass runs the decoder layers again (gradient checkpointing)."""
+    return decoder.training and getattr(decoder, "gradient_checkpointing", False)
+
+
+def reruns_hooks(decoder: Any) -> bool:
+    """Return True if the backward pass also runs the hooks of the decoder layers again.
+
+    Versions of transformers after 5.19 checkpoint the `forward` of a layer, without its hooks.
+    """
+    inside = "__call__" in GradientCheckpointingLayer.__dict__
+    return reruns_layers(decoder) and (
+        inside or not all(isinstance(layer, GradientCheckpointingLayer) for layer in decoder.layers)
+    )
 
 
 def lacks(since: str) -> bool:

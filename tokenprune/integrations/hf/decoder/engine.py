@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -247,6 +248,11 @@ class Engine(Attachable):
         call.groups.append(call.group(0, functions))
         if call.cuts_at(0) or call.merged is not None:
             inputs = cut_entry(call, inputs, self.steps.get(0), self.adapter)
+        if call.held.extras is not None and not any(self.steps):
+            # Hooks at layers would run again under gradient checkpointing, without the call.
+            if returned := self.adapter.return_extras(call.held.extras):
+                inputs.extras.update(returned)
+                call.held = replace(call.held, extras=None)
         for after_cut in self._after_cut:
             after_cut(call, 0, inputs.embeds)
         if call.held.extras is not None or self._shares_keys:

@@ -232,6 +232,10 @@ class Adapter(PatchSource):
         merge: a function that merges `[B, W, D]` features like the hidden states were, or None."""
         return extras
 
+    def return_extras(self, extras: Any) -> dict[str, Any]:
+        """Return `extras` as arguments of the decoder, which adds them itself if no layer cuts; empty if it cannot."""
+        return {}
+
     def before_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
         """Return the input of a decoder layer, before a cut at it, with whatever the family adds to it."""
         return hidden

@@ -68,8 +68,8 @@ class FramesAsImages(Adapter):
 class DeepstackAdapter(Adapter):
     """Qwen3-VL and its kin add features of several tower layers to the visual tokens after the first decoder layers.
 
-    The decoder would add them by a mask of the full length; with tokens gone, this adapter does it instead, by the same
-    function of the model, after each layer.
+    The decoder adds them by a mask of its input. If tokens leave at its entry only, it gets a shorter mask and fewer
+    features. If tokens leave inside the decoder, this adapter adds the features after each layer, by the same function.
     """
 
     @property
@@ -98,6 +98,10 @@ class DeepstackAdapter(Adapter):
             dense = [merge(feature) for feature in dense]
         index = slots.unsqueeze(-1)
         return mask, [feature.gather(1, index.expand(-1, -1, feature.shape[-1])) for feature in dense]
+
+    def return_extras(self, extras: Any) -> dict[str, Any]:
+        mask, dense = extras
+        return {"visual_pos_masks": mask, "deepstack_visual_embeds": [feature[mask] for feature in dense]}
 
     def after_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
         if extras is None or layer >= len(extras[1]):

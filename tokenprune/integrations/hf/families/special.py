@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.errors import UnsupportedModelError
+from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import keys_of, values_of
 from tokenprune.integrations.hf.families.base import Adapter, register_adapter
@@ -106,6 +106,11 @@ class QueryScales(Part):
         layout = call.held.layout
         if layout.width == layout.length and layout.valid is None:
             return None
+        if compat.reruns_layers(self.adapter.decoder):
+            raise UnsupportedSetupError(
+                "Gradient checkpointing runs the layers of llama4 a second time, without the positions of the kept "
+                "tokens. Call model.gradient_checkpointing_disable()."
+            )
         counted = torch.arange(layout.width, device=output.device)
         wanted = layout.index.to(output.device)
         scales = [
@@ -164,26 +169,36 @@ class GraniteAdapter(Adapter):
         mask, features = kwargs.pop("vision_mask", None), kwargs.pop("deepstack_features", None)
         if mask is None or not features:
             return None
-        # One dense [B, W, D] tensor a layer, zeros at text: it can be cut and merged like the hidden states.
+        # One dense [B, W, D] tensor per layer, with zeros at text. It is cut and merged like the hidden states.
         dense = {}
         for layer, feature in features.items():
             full = feature.new_zeros(*mask.shape[:2], feature.shape[-1])
             dense[layer] = full.masked_scatter(mask.to(full.device), feature)
-        return dense
+        return mask, dense
 
     def cut_extras(self, extras: Any, slots: Tensor, layout: Layout, merge: Any) -> Any:
         if extras is None:
             return None
+        mask, dense = extras
+        mask = gather_tokens(mask, slots, 1)
+        if layout.valid is not None:
+            mask = mask & layout.valid.unsqueeze(-1)
         if merge is not None:
-            extras = {layer: merge(feature) for layer, feature in extras.items()}
-        return {layer: gather_tokens(feature, slots, 1) for layer, feature in extras.items()}
+            dense = {layer: merge(feature) for layer, feature in dense.items()}
+        return mask, {layer: gather_tokens(feature, slots, 1) for layer, feature in dense.items()}
+
+    def return_extras(self, extras: Any) -> dict[str, Any]:
+        mask, dense = extras
+        features = {layer: feature[mask[..., 0]] for layer, feature in dense.items()}
+        return {"vision_mask": mask, "deepstack_features": features}
 
     def seen(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
         # What makes an image's tokens at the decoder's entry are the features that come first.
-        return flat if layer or not extras else flat + extras[min(extras)]
+        return flat if layer or not extras else flat + extras[1][min(extras[1])]
 
     def before_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
-        return hidden if layer not in extras else hidden + extras[layer].to(hidden.device, hidden.dtype)
+        dense = extras[1]
+        return hidden if layer not in dense else hidden + dense[layer].to(hidden.device, hidden.dtype)
 
 
 @register_adapter("kimi_k25")
