@@ -286,7 +286,14 @@ def is_patched(model: Any) -> bool:
 
 
 def stats(model: Any) -> Stats:
-    """Return the `Stats` of the model's last forward or generate; raises NotPatchedError."""
+    """Return the `Stats` of the last forward or `generate` with images in this thread.
+
+    A call without images leaves them as they are, such as the unconditional stream of `guidance_scale`. A thread that
+    ran no call with images gets the `Stats` of the last such call in any thread.
+
+    Raises:
+        NotPatchedError: If the model is not patched.
+    """
     found: Stats = attachment_of(model).engine.stats
     return found
 

@@ -125,8 +125,8 @@ class FeatureCacheCounts:
 
 @dataclass
 class Stats:
-    """Counts over the whole batch of the last forward or generate; a text-only prompt gives zeros and ratios of 1.
-    Those of several calls can be added: the sum holds `sums()` and the ratios of these.
+    """Counts over the whole batch of the last forward or generate with images. Before the first such call the counts
+    are zeros and the ratios are 1. Those of several calls can be added: the sum holds `sums()` and the ratios of these.
 
     visual_tokens_in:        visual tokens that entered the decoder.
     visual_tokens_out:       visual tokens that its last layer saw.

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -117,10 +117,10 @@ class _Watch(Attachable):
     def _note(self, ids: torch.Tensor, kwargs: dict[str, Any], output: Any, seconds: float) -> None:
         rows, length = ids.shape
         first, kv_bytes = self._first
-        whole = unpatched(self.shape, rows, length, self._visual_tokens(ids, kwargs), kv_bytes)
-        stats = tokenprune.stats(self.model) if tokenprune.is_patched(self.model) else whole
-        if not stats.prefill_flops_full:  # a prompt of text alone, of which a patch notes nothing
-            stats = replace(stats, prefill_flops=whole.prefill_flops, prefill_flops_full=whole.prefill_flops)
+        visual = self._visual_tokens(ids, kwargs)
+        stats = unpatched(self.shape, rows, length, visual, kv_bytes)
+        if visual and tokenprune.is_patched(self.model):  # a patch counts only calls with images
+            stats = tokenprune.stats(self.model)
         self.tally.stats += stats
         self.tally.requests += rows
         self.tally.calls += 1

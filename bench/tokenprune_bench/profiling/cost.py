@@ -20,7 +20,7 @@ def spent(subject: Model, inputs: dict[str, Any], kv_bytes: int | None = None) -
     """Return what the batch that just ran spent. kv_bytes: what its cache held after prefill, if the model was not
     patched."""
     if kv_bytes is None:
-        return stats(subject.model)
+        return stats(subject.model) if subject.visual_tokens(inputs) else Stats()
     rows, length = inputs["input_ids"].shape
     return unpatched(subject.shape, rows, length, subject.visual_tokens(inputs), kv_bytes)
 

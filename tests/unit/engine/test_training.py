@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tokenprune
 from basics import snapshot
+from families import FAMILIES as ALL_FAMILIES
 from oracle import close, reduced, survivors
 from tests.unit.api.test_patch import forget_rope_deltas
 from tokenprune import UnsupportedSetupError
@@ -97,6 +98,50 @@ def test_gradient_checkpointing(name: str, method: Any, reentrant: bool) -> None
             for name, grad in grads.items():
                 close(grad, want_grads[name], 1e-4)
     assert got.past_key_values is None or not got.past_key_values.get_seq_length()  # nothing was cached
+
+
+@pytest.mark.parametrize("method", ["divprune", "pool"])
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    # Reentrant checkpointing of granite4_vision changes gradients without a patch, too.
+    [("qwen3_vl", True), ("qwen3_vl", False), ("granite4_vision", False)],
+)
+def test_gradient_checkpointing_adds_features_of_several_tower_layers(name: str, method: str, reentrant: bool) -> None:
+    """The gradients are the same with and without checkpointing, although hooks of layers may run twice."""
+    family = ALL_FAMILIES[name]
+    model, inputs = family.build(), family.make_inputs(images=(2, 1))
+    model.train()
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(0)  # of dropout
+        model(**inputs, use_cache=False).logits[:, -1].logsumexp(-1).sum().backward()
+        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+    with tokenprune.patched(model, method, keep=0.5):
+        want = gradients()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    with tokenprune.patched(model, method, keep=0.5):
+        got = gradients()
+    assert got.keys() == want.keys()
+    for parameter, grad in got.items():
+        close(grad, want[parameter], 1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_of_llama4_is_refused(reentrant: bool) -> None:
+    """Its layers scale queries by the positions of the kept tokens, which the second run does not know."""
+    family = ALL_FAMILIES["llama4"]
+    model, inputs = family.build(), family.make_inputs()
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    with (
+        tokenprune.patched(model, "divprune", keep=0.5),
+        pytest.raises(UnsupportedSetupError, match="llama4.*gradient_checkpointing_disable"),
+    ):
+        model(**inputs, use_cache=False)
 
 
 def test_peft_like_training_of_a_part(build) -> None:

@@ -24,7 +24,7 @@ def adapter_for(model: nn.Module) -> Adapter:
     if kind is None and type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
         raise UnsupportedModelError(
             f"{type(model).__name__} wraps the model: patch .module before wrapping, as in "
-            f"{type(model).__name__}(tokenprune.patch(model, ...)), and ask stats and unpatch of .module too"
+            "DistributedDataParallel(tokenprune.patch(model, ...)), and ask stats and unpatch of .module too"
         )
     if kind is None:
         raise UnsupportedModelError(
