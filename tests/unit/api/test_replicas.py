@@ -100,7 +100,9 @@ def test_parallel_wrappers_train_as_one_process(method: str, wrapper: str, order
         logits = run(**inputs).logits[:, -1]
         logits.logsumexp(-1).sum().backward()
         grads = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-        return logits, {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
+        return logits, {
+            name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()
+        }
 
     def wrap() -> Any:
         if wrapper == "ddp":

@@ -132,9 +132,7 @@ def generate(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("method", "keep"), [("divprune", 0.4), ("fastv", 0.4), ("tome", 0.4), ("divprune", 1.0)]
-)
+@pytest.mark.parametrize(("method", "keep"), [("divprune", 0.4), ("fastv", 0.4), ("tome", 0.4), ("divprune", 1.0)])
 @pytest.mark.parametrize("event", EVENTS)
 def test_next_generate_gives_the_earlier_answer(event: str, method: str, keep: float) -> None:
     model, inputs, others = LLAVA.build(), LLAVA.make_inputs(), LLAVA.make_inputs(images=(2, 1), seed=3)

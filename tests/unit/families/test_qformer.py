@@ -206,3 +206,21 @@ def test_encoders_as_language_models_are_refused(kind: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"'{kind}' with a language model of type 't5'.*OPT or Vicuna"):
         tokenprune.patch(model, "divprune", keep=0.3)
     assert snapshot(model) == was
+
+
+@torch.no_grad()
+def test_the_language_model_alone_runs_after_an_interrupted_call() -> None:
+    family = FAMILIES["blip-2"]
+    model, inputs = family.build(), family.make_inputs()
+    embeds = torch.randn(1, 4, model.language_model.config.hidden_size)
+    want = model.language_model(inputs_embeds=embeds).logits
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with tokenprune.patched(model, "divprune", keep=0.4):
+        hook = model.language_model.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(**inputs)
+        hook.remove()
+        assert torch.equal(model.language_model(inputs_embeds=embeds).logits, want)

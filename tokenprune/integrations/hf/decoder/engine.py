@@ -250,9 +250,9 @@ class Engine(Attachable):
             inputs = cut_entry(call, inputs, self.steps.get(0), self.adapter)
         if call.held.extras is not None and not any(self.steps):
             # Hooks at layers would run again under gradient checkpointing, without the call.
-            if returned := self.adapter.return_extras(call.held.extras):
-                inputs.extras.update(returned)
-                call.held = replace(call.held, extras=None)
+            returned = self.adapter.return_extras(call.held.extras)
+            inputs.extras.update(returned)
+            call.held = replace(call.held, extras=None if returned else call.held.extras)
         for after_cut in self._after_cut:
             after_cut(call, 0, inputs.embeds)
         if call.held.extras is not None or self._shares_keys:

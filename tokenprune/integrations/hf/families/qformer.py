@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families.base import Adapter, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.shared.attachable import refuse_replica, states
+from tokenprune.integrations.shared.frames import find_module_frame, is_running
 
 
 @register_adapter("blip-2", "instructblip", "instructblipvideo")
@@ -103,11 +105,12 @@ class QFormerAdapter(Adapter):
 class PromptArguments:
     """The arguments of the current call of the model's `forward` or `generate`.
 
-    features: the last output of its projection, `[images or frames, queries, D]`.
+    features: the last output of its projection, `[images or frames, queries, D]`. frame: of the call of `forward`.
     """
 
     arguments: dict[str, Any]
     features: Tensor | None = None
+    frame: FrameType | None = None
 
     def images(self, modality: str) -> Tensor:
         """`[images, tokens, D]`; the frames of a video are joined."""
@@ -126,7 +129,11 @@ class PromptsAhead(Part):
 
     def current_prompt(self) -> PromptArguments | None:
         """Return the prompt of this thread's call of the model; None outside of one."""
-        return states().get(self)
+        prompt: PromptArguments | None = states().get(self)
+        if prompt is not None and prompt.frame is not None and not is_running(prompt.frame):
+            del states()[self]  # the call was interrupted
+            return None
+        return prompt
 
     def _attach(self) -> None:
         self.hook(self.outer.register_forward_pre_hook, self._enter, with_kwargs=True)
@@ -137,7 +144,8 @@ class PromptsAhead(Part):
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         refuse_replica(module, self.outer)
-        states()[self] = PromptArguments(dict(zip(self._parameters, args, strict=False)) | kwargs)
+        arguments = dict(zip(self._parameters, args, strict=False)) | kwargs
+        states()[self] = PromptArguments(arguments, frame=find_module_frame())
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         states().pop(self, None)

@@ -12,6 +12,7 @@ import inspect
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -23,6 +24,7 @@ from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSet
 from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.shared.attachable import refuse_replica, states
+from tokenprune.integrations.shared.frames import find_module_frame, is_running
 from tokenprune.statistics import Stats
 
 # Models that nothing holds: the walk over all objects takes a quarter of a second, and a model is patched many times.
@@ -98,10 +100,11 @@ class RetrievalAdapter(Adapter):
 @dataclass
 class Ahead:
     """A call of the holder. ids: of its prompt. encoded: what `get_image_features` returned ahead of the model inside.
-    kept: bool `[B, L]`, the tokens that are left after that; None before."""
+    kept: bool `[B, L]`, the tokens that are left after that; None before. frame: of the holder's call."""
 
     ids: Tensor | None
     mask: Tensor | None
+    frame: FrameType
     encoded: Any = None
     kept: Tensor | None = None
 
@@ -117,7 +120,11 @@ class Pages(Part):
 
     def ahead(self) -> Ahead | None:
         """Return this thread's call of the holder; None outside of one."""
-        return states().get(self)
+        ahead: Ahead | None = states().get(self)
+        if ahead is not None and not is_running(ahead.frame):
+            del states()[self]  # the call was interrupted
+            return None
+        return ahead
 
     def _attach(self) -> None:
         self.hook(self.holder.register_forward_pre_hook, self._enter, with_kwargs=True)
@@ -128,7 +135,8 @@ class Pages(Part):
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         refuse_replica(module, self.holder)
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
-        states()[self] = ahead = Ahead(given.get("input_ids"), given.get("attention_mask"))
+        ahead = Ahead(given.get("input_ids"), given.get("attention_mask"), find_module_frame())
+        states()[self] = ahead
         grids, pixels = given.get("image_grid_thw"), given.get("pixel_values")
         if grids is None or pixels is None or given.get("inputs_embeds") is not None:
             return (), given

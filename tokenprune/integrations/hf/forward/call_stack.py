@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,11 @@ class CallStack:
 
     def _drop(self, entry: _Entry) -> None:
         # Other threads change these lists too: each removal is a single step.
-        for entries, item in ((entry.stack, entry), (self.active, entry), (self.at_layers, entry.call)):
-            if item in entries:
+        places: list[tuple[list[Any], Any]] = [
+            (entry.stack, entry),
+            (self.active, entry),
+            (self.at_layers, entry.call),
+        ]
+        for entries, item in places:
+            with suppress(ValueError):
                 entries.remove(item)

@@ -53,7 +53,10 @@ class PackedTower(TowerReducer, GroupedTokens):
     def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
         # GLM's towers are handed each frame of a video as an image of its own.
         states()[self.key] = self.adapter.grids(encoding.modality, encoding.on_host)
-        return encode(encoding)
+        try:
+            return encode(encoding)
+        finally:
+            states().pop(self.key, None)
 
     def _attach(self) -> None:
         super()._attach()
