@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C import _functorch, _get_dispatch_mode, _TorchDispatchModeKey
 from torch._subclasses.fake_tensor import is_fake
@@ -22,12 +21,10 @@ def lack_values(arguments: Iterable[Any]) -> bool:
     """
     if _functorch.peek_interpreter_stack() is not None:
         return True
-    if any(_get_dispatch_mode(mode) is not None for mode in _TRACING_MODES):
-        return True
-    return any(_lacks_values(value) for value in arguments if isinstance(value, Tensor))
-
-
-def _lacks_values(tensor: Tensor) -> bool:
-    if type(tensor) is torch.Tensor:  # the common case
-        return tensor.is_meta
-    return tensor.is_meta or is_fake(tensor)
+    for mode in _TRACING_MODES:
+        if _get_dispatch_mode(mode) is not None:
+            return True
+    for value in arguments:  # a loop, because every call passes here
+        if isinstance(value, Tensor) and (value.is_meta or (type(value) is not Tensor and is_fake(value))):
+            return True
+    return False

@@ -139,7 +139,7 @@ def test_gradient_checkpointing_of_llama4_is_refused(reentrant: bool) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     with (
         tokenprune.patched(model, "divprune", keep=0.5),
-        pytest.raises(UnsupportedSetupError, match="llama4.*gradient_checkpointing_disable"),
+        pytest.raises(UnsupportedSetupError, match=r"llama4.*gradient_checkpointing_disable"),
     ):
         model(**inputs, use_cache=False)
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.sequence.layout import Layout
 
 
-class _Thread(threading.local):
+class _ThreadStats(threading.local):
     def __init__(self) -> None:
         self.latest: MutableMapping[LatestStats, Stats] = WeakKeyDictionary()
 
 
-_thread = _Thread()
+_thread = _ThreadStats()
 
 
 class LatestStats:

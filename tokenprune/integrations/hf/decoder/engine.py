@@ -189,9 +189,8 @@ class Engine(Attachable):
         call.read_to_host(self.adapter.visual_mask(call.arguments), self._reads_text)
 
     def _leave_base(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        if not self.calls.leaves(call):
+        if not self.calls.end(call):
             return None  # this forward was refused before it became a call
-        self.calls.end(call)
         rows = None if self._packed is None else self._packed.rows.pop(call, None)
         return None if rows is None or output is None else rows.join(output)
 
@@ -248,11 +247,11 @@ class Engine(Attachable):
         call.groups.append(call.group(0, functions))
         if call.cuts_at(0) or call.merged is not None:
             inputs = cut_entry(call, inputs, self.steps.get(0), self.adapter)
-        if call.held.extras is not None and not any(self.steps):
+        inside = any(self.steps)
+        if call.held.extras is not None and not inside and (given := self.adapter.return_extras(call.held.extras)):
             # Hooks at layers would run again under gradient checkpointing, without the call.
-            returned = self.adapter.return_extras(call.held.extras)
-            inputs.extras.update(returned)
-            call.held = replace(call.held, extras=None if returned else call.held.extras)
+            inputs.extras.update(given)
+            call.held = replace(call.held, extras=None)
         for after_cut in self._after_cut:
             after_cut(call, 0, inputs.embeds)
         if call.held.extras is not None or self._shares_keys:

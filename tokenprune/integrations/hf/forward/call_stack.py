@@ -35,13 +35,13 @@ class _Marker:
     """An object that lives as long as a thread."""
 
 
-class _Thread(threading.local):
+class _ThreadCalls(threading.local):
     def __init__(self) -> None:
         self.stacks: dict[CallStack, list[_Entry]] = {}
         self.marker = _Marker()
 
 
-_thread = _Thread()
+_thread = _ThreadCalls()
 
 
 class CallStack:
@@ -80,27 +80,29 @@ class CallStack:
 
     def begin(self, call: Call) -> None:
         """Put `call` on the stack of this thread. Call it in a hook on the way into the base module."""
-        self.running()
-        for entry in list(self.active):
-            if entry.thread() is None:
-                self._drop(entry)
+        if self.active:
+            self.running()
+            for entry in list(self.active):
+                if entry.thread() is None:
+                    self._drop(entry)
         stack = _thread.stacks.setdefault(self, [])
         entry = _Entry(call, find_module_frame(), stack, weakref.ref(_thread.marker))
         stack.append(entry)
         self.active.append(entry)
 
-    def leaves(self, call: Call) -> bool:
-        """Return True in a hook on the way out of the base module if `call` began on the way in."""
-        frame = find_module_frame()
-        return any(entry.call is call and entry.frame is frame for entry in _thread.stacks.get(self, ()))
+    def end(self, call: Call) -> bool:
+        """Remove `call`, the innermost call of this thread, and return True.
 
-    def end(self, call: Call) -> None:
-        """Remove `call` from the stack of this thread."""
-        stack = _thread.stacks.get(self, [])
-        for entry in [entry for entry in stack if entry.call is call]:
-            self._drop(entry)
+        Call it in a hook on the way out of the base module. Return False if `call` began in another module call.
+        """
+        stack = _thread.stacks[self]
+        entry = stack[-1]
+        if entry.call is not call or entry.frame is not find_module_frame():
+            return False
+        self._drop(entry)
         if not stack:
-            _thread.stacks.pop(self, None)
+            del _thread.stacks[self]
+        return True
 
     def clear(self) -> None:
         """Remove all calls of all threads."""
