@@ -27,6 +27,7 @@ from tokenprune.integrations.hf.decoder.packed_calls import PackedCalls
 from tokenprune.integrations.hf.decoder.planner import Planner
 from tokenprune.integrations.hf.decoder.pruning import apply, choose
 from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
+from tokenprune.integrations.hf.encoded.alignment import check_rows
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
@@ -224,6 +225,7 @@ class Engine(Attachable):
         inputs.extras.pop("logits_to_keep", None)
         functions = extras = None
         if cutting:
+            check_rows(call.host.masks, call.outputs)
             check_call(self.steps.values(), self.adapter, inputs.arguments(), bool(call.maskless))
             inputs, functions = prepare(call, inputs, self.adapter)
         if call.has_images and self._takes_extras:
