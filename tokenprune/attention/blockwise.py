@@ -154,7 +154,8 @@ class BlockAttention(Part):
     def _visuals(self, call: Call, batch: int) -> list[list[Visual] | str]:
         """Return the videos and images of each row in order, or why they are not known."""
         outputs = call.outputs if self.adapter.family.features_per_image else {}
-        check_rows(call.host.masks, outputs)
+        if batch > 1:
+            check_rows(call.host.placeholders_per_row, outputs)
         segments = find_segments(call.host.masks, outputs, "image", torch.device("cpu"))
         rows: list[list[Visual] | str] = [[] for _ in range(batch)]
         if segments is None:

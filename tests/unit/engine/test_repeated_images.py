@@ -85,10 +85,6 @@ def test_models_that_repeat_rows_are_pruned_as_without_beams(name: str, sizes: i
 # -- the check alone: two images (a of two tokens, b of three) in row 0, and one (c of one token) in row 1
 
 
-def mask_of(*counts: int) -> dict[str, torch.Tensor]:
-    return {"image": torch.arange(8) < torch.tensor(counts)[:, None]}
-
-
 class Output(dict):
     def __init__(self, *features: torch.Tensor, num_encoded: int) -> None:
         super().__init__()
@@ -99,13 +95,13 @@ class Output(dict):
 def test_features_are_compared_with_rows() -> None:
     a, b, c, d = torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(1, 4), torch.zeros(2, 4)
     repeated_rows = Output(a, b, a, b, c, c, num_encoded=3)
-    check_rows(mask_of(5, 5, 1, 1), {"image": repeated_rows})
+    check_rows({"image": [5, 5, 1, 1]}, {"image": repeated_rows})
     with pytest.raises(PlaceholderMismatchError, match="row 0 has 5 placeholders"):
-        check_rows(mask_of(5, 5, 1, 1), {"image": Output(a, a, b, b, c, c, num_encoded=3)})
+        check_rows({"image": [5, 5, 1, 1]}, {"image": Output(a, a, b, b, c, c, num_encoded=3)})
     with pytest.raises(PlaceholderMismatchError, match="row 1 has 4 placeholders"):
-        check_rows(mask_of(4, 4, 1, 1), {"image": Output(a, a, d, d, c, c, num_encoded=3)})
+        check_rows({"image": [4, 4, 1, 1]}, {"image": Output(a, a, d, d, c, c, num_encoded=3)})
     # Without repetition the same images may stand in any row, also as the same tensor out of a cache.
-    check_rows(mask_of(4, 4), {"image": Output(a, a, d, d, num_encoded=4)})
+    check_rows({"image": [4, 4]}, {"image": Output(a, a, d, d, num_encoded=4)})
     # Copies that were moved to another device are different tensors.
     moved = [feature.clone() for feature in (a, d, a, d, c, c)]
-    check_rows(mask_of(4, 4, 1, 1), {"image": Output(*moved, num_encoded=3)})
+    check_rows({"image": [4, 4, 1, 1]}, {"image": Output(*moved, num_encoded=3)})

@@ -188,7 +188,7 @@ class Engine(Attachable):
             self._read_to_host(call)
         # Not for videos: older versions of LLaVA-OneVision add a newline to their features after encoding them.
         if modality == "image" and modality in call.host.masks:
-            check_placeholders(modality, call.host.placeholders[modality], output)
+            check_placeholders(modality, sum(call.host.placeholders_per_row[modality]), output)
 
     # -- the decoder
 
@@ -225,7 +225,8 @@ class Engine(Attachable):
         inputs.extras.pop("logits_to_keep", None)
         functions = extras = None
         if cutting:
-            check_rows(call.host.masks, call.outputs)
+            if batch > 1:
+                check_rows(call.host.placeholders_per_row, call.outputs)
             check_call(self.steps.values(), self.adapter, inputs.arguments(), bool(call.maskless))
             inputs, functions = prepare(call, inputs, self.adapter)
         if call.has_images and self._takes_extras:

@@ -57,14 +57,14 @@ def align_per_image(known: Sequence[T], rows: Sequence[int]) -> list[T | None]:
     return [None] * len(rows)
 
 
-def check_rows(masks: Mapping[str, Tensor], outputs: Mapping[str, Any]) -> None:
+def check_rows(placeholders: Mapping[str, Sequence[int]], outputs: Mapping[str, Any]) -> None:
     """Check that the encoder's features are in the order of the prompt's rows.
 
     Some models of transformers repeat each image, instead of each row, for beams and samples. The total number of
     features is then right, but rows with several images get features of the wrong images.
 
     Args:
-        masks: Boolean masks of the placeholders on the host, shape (batch, length), by modality.
+        placeholders: Number of placeholders in each row, by modality.
         outputs: The encoder's output by modality.
 
     Raises:
@@ -72,16 +72,18 @@ def check_rows(masks: Mapping[str, Tensor], outputs: Mapping[str, Any]) -> None:
     """
     for modality, output in outputs.items():
         features = features_per_image(output)
-        if features is None or modality not in masks:
+        if features is None or modality not in placeholders:
             continue
-        counts = masks[modality].sum(1).tolist()
+        counts = placeholders[modality]
         row_ends = list(accumulate(counts))
         image_ends = list(accumulate(math.prod(feature.shape[:-1]) for feature in features))
         if not image_ends or image_ends[-1] != row_ends[-1]:
             continue  # An older LLaVA-OneVision adds newlines to the features of videos after encoding.
-        wrong_row = _first_split_row(row_ends, image_ends)
-        if wrong_row is None:
-            wrong_row = _first_different_copy(features, record_of(output).num_encoded, row_ends, image_ends)
+        boundaries = {0, *image_ends}
+        wrong_row = next((row for row, end in enumerate(row_ends) if end not in boundaries), None)
+        copies, remainder = divmod(len(features), record_of(output).num_encoded or len(features))
+        if wrong_row is None and copies > 1 and not remainder:
+            wrong_row = _first_different_copy(features, copies, row_ends, image_ends)
         if wrong_row is not None:
             raise PlaceholderMismatchError(
                 f"The {modality} features are not in the order of the prompt's rows: row {wrong_row} has "
@@ -90,14 +92,8 @@ def check_rows(masks: Mapping[str, Tensor], outputs: Mapping[str, Any]) -> None:
             )
 
 
-def _first_split_row(row_ends: Sequence[int], image_ends: Sequence[int]) -> int | None:
-    """Return the first row that ends inside an image."""
-    boundaries = {0, *image_ends}
-    return next((row for row, end in enumerate(row_ends) if end not in boundaries), None)
-
-
 def _first_different_copy(
-    features: Sequence[Tensor], num_encoded: int | None, row_ends: Sequence[int], image_ends: Sequence[int]
+    features: Sequence[Tensor], copies: int, row_ends: Sequence[int], image_ends: Sequence[int]
 ) -> int | None:
     """Return the first row with other images than the row that it is a copy of.
 
@@ -105,8 +101,7 @@ def _first_different_copy(
     that were moved to another device since are new tensors, and tell nothing.
     """
     identities = [id(feature) for feature in features]
-    copies, remainder = divmod(len(features), num_encoded or len(features))
-    if copies < 2 or remainder or len(row_ends) % copies or len(set(identities)) > len(features) // copies:
+    if len(row_ends) % copies or len(set(identities)) > len(features) // copies:
         return None
     starts = [0, *(bisect_right(image_ends, end) for end in row_ends)]
     rows = [identities[start:end] for start, end in pairwise(starts)]
