@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,10 +22,11 @@ from tokenprune.errors import (
     OptionError,
     TokenPruneError,
     UnsupportedSetupError,
+    short,
 )
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.options import fits, in_words
-from tokenprune.registry import build
+from tokenprune.registry import build, did_you_mean
 from tokenprune.setting.budget_checks import check_scope
 from tokenprune.setting.max_visual_tokens import limited
 from tokenprune.setting.saved import read_config
@@ -86,6 +88,7 @@ def patch(
     Raises UnknownMethodError, OptionError, BudgetError, ConfigError, UnsupportedModelError, UnsupportedSetupError or
     AlreadyPatchedError; the model is then as it was before.
     """
+    _check_order(model, method)
     if not fits(feature_cache, _BYTES):
         raise OptionError(f"feature_cache={feature_cache!r} must be a number of bytes, {in_words(_BYTES)}")
     if config is not None:
@@ -122,6 +125,16 @@ def patch(
     return model
 
 
+_PATCH_ARGUMENTS = tuple(name for name in inspect.signature(patch).parameters if name not in ("model", "options"))
+
+
+def _check_order(model: Any, method: Any) -> None:
+    """Raise OptionError if the model and the method are passed in the wrong order."""
+    if isinstance(model, (str, Method)) and hasattr(method, "named_modules"):
+        name = model.name if isinstance(model, Method) else short(model)
+        raise OptionError(f"The model comes first: tokenprune.patch(model, {name}).")
+
+
 def _guard(given: Any, processor: Any) -> Guard | None:
     """Return the guard that is meant, None where it is off; raises OptionError."""
     if given == "off" or (given is None and processor is None):
@@ -135,13 +148,16 @@ def _methods(method: str | Method | Sequence[str | Method], options: dict[str, A
     if not given:
         raise OptionError("method is an empty list: name at least one method")
     if len(given) > 1 and options:
+        for option in options:
+            if hint := did_you_mean(option, _PATCH_ARGUMENTS):
+                raise OptionError(f"patch() has no argument {option!r}: {hint.strip()}")
         raise OptionError(
             f"options {', '.join(options)} are ambiguous for several methods: pass configured methods, "
             'for example method=[tokenprune.method("fastv", layer=3), "divprune"]'
         )
     if options and isinstance(given[0], Method):
         raise OptionError(f"options {', '.join(options)} are ignored by a configured method: set them when you make it")
-    return [one if isinstance(one, Method) else build(one, options) for one in given]
+    return [one if isinstance(one, Method) else build(one, options, _PATCH_ARGUMENTS) for one in given]
 
 
 def _budgets(keep: Any, methods: Sequence[Method]) -> list[Budget]:

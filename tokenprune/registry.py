@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
 
 from tokenprune.base import Method, Pruner, Site
-from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError
+from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError, short
 from tokenprune.sites.attention import AttentionPattern
 from tokenprune.sites.decode import DecodeMethod
 from tokenprune.sites.encoder import EncoderMethod
@@ -180,10 +180,24 @@ def method_class(name: str) -> type[Method]:
     """Return the class registered under `name`; raises UnknownMethodError naming close matches."""
     _load()
     if not isinstance(name, str) or name not in _METHODS:
+        if hint := _from_command_line(name):
+            raise UnknownMethodError(f"{name!r} is written for the command line. {hint}")
+        written = " ".join(short(name).split())
         raise UnknownMethodError(
-            f"unknown method {name!r}: {nearest(name, _METHODS)}`tokenprune methods` lists them all"
+            f"unknown method {written}: {nearest(name, _METHODS)}`tokenprune methods` lists them all"
         )
     return _METHODS[name]
+
+
+def _from_command_line(name: object) -> str:
+    """Return how to pass several methods, or a method with options, that are written as on a command line."""
+    stack = name.split("+") if isinstance(name, str) else []
+    names = [entry.partition(":")[0].strip() for entry in stack]
+    if not names or not all(entry in _METHODS for entry in names):
+        return ""
+    if len(names) > 1:
+        return f"Pass a list of methods: {names!r}."
+    return f'Pass options as arguments, as in tokenprune.method("{names[0]}", option=value).'
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
@@ -191,11 +205,11 @@ def nearest(name: object, known: Iterable[str]) -> str:
     if not isinstance(name, str) or not name:
         return ""
     near = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.0)
-    return f"did you mean {_or(near)}? " if _did_you_mean(name.lower(), near) else f"the nearest are {_or(near)}; "
+    return f"did you mean {_or(near)}? " if did_you_mean(name.lower(), near) else f"the nearest are {_or(near)}; "
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the start of a sentence that offers what is spelled almost like `name`, empty if nothing is."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the start of a sentence that suggests the names spelled almost like `name`, empty if there are none."""
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.75)
     return f"did you mean {_or(close)}? " if close else ""
 
@@ -226,17 +240,26 @@ def method_info(name: str) -> MethodInfo:
     )
 
 
-def build(name: str, options: dict[str, Any]) -> Method:
-    """Return the method `name` with `options`; raises OptionError for one it does not have."""
-    return configured(name, method_class(name), options)
+def build(name: str, options: dict[str, Any], other_names: Iterable[str] = ()) -> Method:
+    """Return the method `name` with `options`.
+
+    Args:
+        name: A registered name.
+        options: Options of the method.
+        other_names: Names that the caller takes beside the options, such as "keep", to suggest for a typo.
+
+    Raises:
+        UnknownMethodError: If no method has this name.
+        OptionError: If the method does not have one of the options.
+    """
+    return configured(name, method_class(name), options, other_names)
 
 
-def configured(name: str, cls: Callable[..., C], options: dict[str, Any]) -> C:
-    """Return an object of the dataclass `cls`, called `name`, with `options`; raises OptionError for one it does not
-    have."""
+def configured(name: str, cls: Callable[..., C], options: dict[str, Any], other_names: Iterable[str] = ()) -> C:
+    """Return an object of the dataclass `cls`, called `name`, with `options`; see `build`."""
     known = {f.name: f.default for f in dataclasses.fields(cast(Any, cls))}
     for option in options:
         if option not in known:
-            hint = _did_you_mean(option, known)
+            hint = did_you_mean(option, [*known, *other_names])
             raise OptionError(f"{name} has no option {option!r}: {hint}its options are {', '.join(known) or '(none)'}")
     return cls(**options)

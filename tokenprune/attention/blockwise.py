@@ -20,7 +20,7 @@ from tokenprune.budget import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention.observer import Tap
 from tokenprune.integrations.hf.compat import reruns_layers
-from tokenprune.integrations.hf.encoded.alignment import align_per_image
+from tokenprune.integrations.hf.encoded.alignment import align_per_image, check_rows
 from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
@@ -154,6 +154,8 @@ class BlockAttention(Part):
     def _visuals(self, call: Call, batch: int) -> list[list[Visual] | str]:
         """Return the videos and images of each row in order, or why they are not known."""
         outputs = call.outputs if self.adapter.family.features_per_image else {}
+        if batch > 1:
+            check_rows(call.host.placeholders_per_row, outputs)
         segments = find_segments(call.host.masks, outputs, "image", torch.device("cpu"))
         rows: list[list[Visual] | str] = [[] for _ in range(batch)]
         if segments is None:

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, cast
 
 from tokenprune.budget.by_age import Tiers, aged, checked_tiers
@@ -16,6 +17,9 @@ from tokenprune.budget.over_layers import solve
 from tokenprune.errors import BudgetError
 from tokenprune.shapes.decoder import DecoderShape
 
+logger = logging.getLogger("tokenprune")
+
+_PERCENTAGES = range(5, 100, 5)
 _SCOPES = ("image", "frame", "prompt")
 TARGETS = ("keep", "tokens", "average_tokens", "average_share", "kv_share", "flops_share", "per_second", "frames")
 AGES = ("age", "step")
@@ -154,6 +158,8 @@ class Budget:
         """Return `keep` as a Budget: a number, or a Budget already."""
         if isinstance(keep, cls):
             return keep
+        if isinstance(keep, int) and keep in _PERCENTAGES:
+            _note_percentage(keep)
         if keep is None:
             raise BudgetError("keep=None keeps nothing: use a float in (0, 1], an int >= 2 or a Budget")
         return cls(keep=keep)
@@ -225,6 +231,15 @@ class Budget:
         BudgetError where the layers before the first cut alone spend it.
         """
         return solve(self, tuple(cuts), tuple(counts), shape, text_tokens)
+
+
+@cache
+def _note_percentage(tokens: int) -> None:
+    """Log, once for each number, that a number that looks like a percentage counts tokens."""
+    logger.warning(
+        "tokenprune: keep=%d keeps %d tokens per image, not %d %%. Pass keep=%g for a share; Budget(tokens=%d) logs "
+        "nothing.", tokens, tokens, tokens, tokens / 100, tokens,
+    )  # fmt: skip
 
 
 def joint_share(budgets: Sequence[Budget], tokens: int | None = None) -> float | None:

@@ -14,6 +14,7 @@ from annotated_types import Ge, Gt, Le
 
 from tokenprune.api import attachment_of, is_patched
 from tokenprune.errors import BudgetError, ConfigError, OptionError, SessionError, UnsupportedSetupError
+from tokenprune.integrations.hf.processor_check import check_processor
 from tokenprune.options import fits, in_words
 from tokenprune.sessions import storage
 from tokenprune.sessions.anchors import why_fixed
@@ -285,6 +286,7 @@ def session(
         "a compression leaves",
         "raise memory= (or target=) until their product is at least {window}",
     )
+    check_processor(processor, adapter)
     words = None if processor is None else Words(processor)
     return Session(Stream(model, adapter, chosen, limits, seed, proxy_of(chosen, words, adapter)), words, block)
 

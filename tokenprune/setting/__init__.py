@@ -19,7 +19,7 @@ from tokenprune.budget import AGES, TARGETS, Budget
 from tokenprune.budget.of_videos import OPTIONS
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, short
 from tokenprune.files import File, reason
-from tokenprune.registry import build, method_class
+from tokenprune.registry import build, did_you_mean, method_class
 from tokenprune.setting.json_values import plain
 from tokenprune.setting.one_line import Entry, read_entries
 from tokenprune.sites import check_places
@@ -153,7 +153,7 @@ class Setting:
 
     def _build(self, entry: Entry) -> Method:
         try:
-            return build(entry.name, entry.options)
+            return build(entry.name, entry.options, SCOPE)
         except TokenPruneError:
             raise
         except Exception as error:  # a value that the method itself did not check
@@ -297,6 +297,9 @@ def _no_method(where: str, off: bool | None = None) -> str:
 
 
 def _ambiguous(where: str, options: Mapping[str, Any]) -> str:
+    for option in options:
+        if hint := did_you_mean(option, SCOPE):
+            return f"{where} has no key {option!r}: {hint.strip()}"
     return (
         f"{where}: options {', '.join(options)} are ambiguous for several methods: give them with their method, "
         f"{_LIST}, for example"

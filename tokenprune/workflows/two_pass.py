@@ -90,11 +90,14 @@ def escalate(
     Source: our decision, in the spirit of VisionThink (arXiv 2507.13348), which trains a model to ask for the larger
     image; this is training-free. The thresholds are a choice, not a calibration.
     """
+    from tokenprune.integrations.hf.families import adapter_for
+    from tokenprune.integrations.hf.processor_check import check_processor
     from tokenprune.methods.pixels.dynres import asks_for_detail
 
     if not isinstance(text, str):
         raise OptionError(f"escalate takes one prompt at a time: text must be a str, not {type(text).__name__}")
     _check(model, min_margin, max_entropy, generate_kwargs)
+    check_processor(processor, adapter_for(model))
     one = method if isinstance(method, Method) else build(method, {})
     reason = None
     if guard:

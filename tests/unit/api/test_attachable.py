@@ -19,7 +19,7 @@ import tokenprune
 from basics import snapshot
 from each import each
 from families import FAMILIES
-from processors import llava, tokenizer
+from processors import build_for, llava, tokenizer
 from tests.unit.api.test_patch import forget_rope_deltas
 from tokenprune import Budget
 from tokenprune.guard.settings import Guard
@@ -217,8 +217,9 @@ def test_a_processor_gets_its_class_back_whoever_stands_on_it() -> None:
     assert type(processor.image_processor) is found
 
 
-def test_a_patch_on_pixels_that_breaks_half_way_is_taken_back(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, processor = build(FAMILIES["llava"]), llava()
+def test_a_patch_on_pixels_that_breaks_half_way_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = llava()
+    model = build_for(FAMILIES["llava"], processor)
     was, classes = snapshot(model), (type(processor), type(processor.image_processor))
 
     def fail(*args: Any, **kwargs: Any) -> None:

@@ -16,6 +16,7 @@ from transformers.models.siglip.image_processing_siglip import SiglipImageProces
 
 import tokenprune
 from basics import METHODS
+from families import plain
 from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, state, tokenizer, written
 from tokenprune import (
     AlreadyPatchedError,
@@ -68,11 +69,11 @@ def test_errors_leave_the_model_alone(method: str, demo: Any, build: Any) -> Non
         tokenprune.patch(demo, "divprune", processor=processor.image_processor)  # the guard has nothing to read with
 
 
-def test_one_patch_on_a_processor(demo: Any, build: Any) -> None:
-    processor = llava()
+def test_one_patch_on_a_processor(demo: Any) -> None:
+    processor, other = llava(), copy.deepcopy(demo)
     tokenprune.patch(demo, "downsample", keep=0.5, processor=processor)
     with pytest.raises(AlreadyPatchedError, match=r"downsample \(.*0\.5"):
-        tokenprune.patch(build(FAMILIES["llava"]), "downsample", keep=0.5, processor=processor)
+        tokenprune.patch(other, "downsample", keep=0.5, processor=processor)
     with pytest.raises(NotPatchedError, match="together with a model"):
         unpatch_processor(processor)
     tokenprune.patch(demo, "downsample", keep=0.25, processor=processor, replace=True)
@@ -81,10 +82,11 @@ def test_one_patch_on_a_processor(demo: Any, build: Any) -> None:
     assert asked(processor, photo(90, 90))["pixel_values"].shape[-1] == 224
 
 
-def test_a_processor_that_would_undo_it_is_refused(build: Any) -> None:
-    """Not one whose tokens can be counted, but it says that it makes one size of all images."""
+def test_a_processor_that_resizes_every_image_is_refused() -> None:
+    """Its tokens cannot be counted, and its `size` says that all images get the same size."""
+    model = plain.FAMILIES["mistral3"].build()
     with pytest.raises(UnsupportedSetupError, match="save nothing"):
-        tokenprune.patch(build(FAMILIES["qwen2_vl"]), "downsample", keep=0.5, processor=SiglipImageProcessor())
+        tokenprune.patch(model, "downsample", keep=0.5, processor=SiglipImageProcessor())
 
 
 def test_settings_of_the_call_are_heard(demo: Any) -> None:

@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 
 import tokenprune
 from each import each
-from processors import COUNTED, LIMITS, demo_model, llava, photo, special_tokenizer, state, tokenizer
+from processors import COUNTED, LIMITS, build_for, demo_model, llava, photo, special_tokenizer, state, tokenizer
 from tests.unit.processor.test_view_select import CAMERAS, VIEWS
 from tokenprune import (
     AlreadyPatchedError,
@@ -31,7 +31,7 @@ from tokenprune import (
 from tokenprune.errors import PlaceholderMismatchError
 from tokenprune_bench.profiling.model import load
 from tokenprune_bench.suite import Bench, BenchPlan
-from zoo import FAMILIES, FIRST_TEXT_ID, IMAGE, START
+from zoo import FAMILIES, FIRST_TEXT_ID, START
 
 
 def qwen() -> Any:
@@ -178,10 +178,10 @@ def test_generate_equals_a_prompt_with_the_kept_views() -> None:
 
 
 @torch.no_grad()
-def test_positions_are_contiguous_in_qwen(build: Any) -> None:
+def test_positions_are_contiguous_in_qwen() -> None:
     """M-RoPE ids of a prompt with fewer views are those of a prompt that never had the others."""
-    family = FAMILIES["qwen2_vl"]
-    model, processor = build(family), qwen()
+    processor = qwen()
+    model = build_for(FAMILIES["qwen2_vl"], processor)
     grids = [[8, 8], [4, 12], [12, 8]]
     views = [photo(4 * height, 4 * width, height) for height, width in grids]
     mark = f"<|vision_start|>{processor.image_token}<|vision_end|>"
@@ -191,7 +191,7 @@ def test_positions_are_contiguous_in_qwen(build: Any) -> None:
         image = made["input_ids"] == processor.image_token_id
         start = made["input_ids"] == processor.tokenizer.convert_tokens_to_ids("<|vision_start|>")
         made["input_ids"] = made["input_ids"] % 100 + FIRST_TEXT_ID
-        made["input_ids"][image], made["input_ids"][start] = IMAGE, START
+        made["input_ids"][image], made["input_ids"][start] = processor.image_token_id, START
         return model(**made).logits
 
     want = logits(views[2:])
@@ -200,8 +200,9 @@ def test_positions_are_contiguous_in_qwen(build: Any) -> None:
     assert logits(views).shape != want.shape
 
 
-def test_what_is_refused(build: Any) -> None:
-    model, processor = build(FAMILIES["qwen2_vl"]), llava()
+def test_what_is_refused() -> None:
+    processor = qwen()
+    model = build_for(FAMILIES["qwen2_vl"], processor)
     before = state(processor)
     for arguments, error in [
         (dict(), OptionError),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -50,6 +50,11 @@ def llava() -> Any:
 def demo_model() -> Any:
     """The shipped model; tests leave it as it was."""
     return AutoModelForImageTextToText.from_pretrained(DEMO).eval()
+
+
+def build_for(family: Any, processor: Any) -> Any:
+    """Build the tiny model of a family with the placeholder of `processor`."""
+    return replace(family, config={**family.config, "image_token_id": processor.image_token_id}).build()
 
 
 # Qwen's processor with small patches, and limits that leave the images of the tests alone.

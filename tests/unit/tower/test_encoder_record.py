@@ -23,9 +23,9 @@ from tokenprune.integrations.hf.encoded.record import KEY, EncoderRecord, open_r
 
 # A method each that leaves something of its own, and the fields that a Qwen image then has.
 LEFT = {
-    "tome": {"grids", "owners", "block_tokens", "groups"},
-    "vscan": {"grids", "encoded"},
-    "divprune": {"grids"},
+    "tome": {"grids", "num_encoded", "owners", "block_tokens", "groups"},
+    "vscan": {"grids", "num_encoded", "encoded"},
+    "divprune": {"grids", "num_encoded"},
 }
 
 

@@ -31,6 +31,7 @@ from tokenprune.integrations.hf.parts.drafts import Drafts
 from tokenprune.integrations.hf.parts.kept_inputs import KeptInputs
 from tokenprune.integrations.hf.parts.layer_attention import LayerAttention
 from tokenprune.integrations.hf.parts.video_frames import VideoFrames, compares_frames
+from tokenprune.integrations.hf.processor_check import check_processor
 from tokenprune.integrations.hf.tower.attention_scores import BlockReader
 from tokenprune.integrations.hf.tower.base import InTower
 from tokenprune.integrations.hf.tower.build import tower_patch
@@ -96,6 +97,7 @@ def _parts(
     check_places(acting)
     abilities.check_together(acting)
     check_abilities(stages, adapter)
+    check_processor(processor, adapter)
 
     pixels, steps = [], []
     parts: list[Part] = []

@@ -28,6 +28,7 @@ from tokenprune.integrations.hf.decoder.packed_calls import PackedCalls
 from tokenprune.integrations.hf.decoder.planner import Planner
 from tokenprune.integrations.hf.decoder.pruning import apply, choose
 from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
+from tokenprune.integrations.hf.encoded.alignment import check_rows
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call_stack import CallStack
 from tokenprune.integrations.hf.forward.context import Call
@@ -200,7 +201,7 @@ class Engine(Attachable):
             self._read_to_host(call)
         # Not for videos: older versions of LLaVA-OneVision add a newline to their features after encoding them.
         if modality == "image" and modality in call.host.masks:
-            check_placeholders(modality, call.host.placeholders[modality], output)
+            check_placeholders(modality, sum(call.host.placeholders_per_row[modality]), output)
 
     # -- the decoder
 
@@ -237,6 +238,8 @@ class Engine(Attachable):
         inputs.extras.pop("logits_to_keep", None)
         functions = extras = None
         if cutting:
+            if batch > 1:
+                check_rows(call.host.placeholders_per_row, call.outputs)
             check_call(self.steps.values(), self.adapter, inputs.arguments(), bool(call.maskless))
             inputs, functions = prepare(call, inputs, self.adapter)
         if call.has_images and self._takes_extras:

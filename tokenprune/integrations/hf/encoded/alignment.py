@@ -7,14 +7,17 @@ follow, what travels beside them on the encoder's output does not: it tells of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
-from typing import TypeVar
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice, pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from tokenprune.errors import UnsupportedSetupError
+from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
+from tokenprune.integrations.hf.encoded.record import features_per_image, record_of
 
 T = TypeVar("T")
 
@@ -52,3 +55,54 @@ def align_per_image(known: Sequence[T], rows: Sequence[int]) -> list[T | None]:
         if len(found) == len(rows):
             return found
     return [None] * len(rows)
+
+
+def check_rows(placeholders: Mapping[str, Sequence[int]], outputs: Mapping[str, Any]) -> None:
+    """Check that the encoder's features are in the order of the prompt's rows.
+
+    Some models of transformers repeat each image, instead of each row, for beams and samples. The total number of
+    features is then right, but rows with several images get features of the wrong images.
+
+    Args:
+        placeholders: Number of placeholders in each row, by modality.
+        outputs: The encoder's output by modality.
+
+    Raises:
+        PlaceholderMismatchError: If an image spans two rows, or copies of a row have different images.
+    """
+    for modality, output in outputs.items():
+        features = features_per_image(output)
+        if features is None or modality not in placeholders:
+            continue
+        counts = placeholders[modality]
+        row_ends = list(accumulate(counts))
+        image_ends = list(accumulate(math.prod(feature.shape[:-1]) for feature in features))
+        if not image_ends or image_ends[-1] != row_ends[-1]:
+            continue  # An older LLaVA-OneVision adds newlines to the features of videos after encoding.
+        boundaries = {0, *image_ends}
+        wrong_row = next((row for row, end in enumerate(row_ends) if end not in boundaries), None)
+        copies, remainder = divmod(len(features), record_of(output).num_encoded or len(features))
+        if wrong_row is None and copies > 1 and not remainder:
+            wrong_row = _first_different_copy(features, copies, row_ends, image_ends)
+        if wrong_row is not None:
+            raise PlaceholderMismatchError(
+                f"The {modality} features are not in the order of the prompt's rows: row {wrong_row} has "
+                f"{counts[wrong_row]} placeholders for other images. With num_beams or num_return_sequences above 1 "
+                "this model repeats images instead of rows: use one image per row, or leave these options out."
+            )
+
+
+def _first_different_copy(
+    features: Sequence[Tensor], copies: int, row_ends: Sequence[int], image_ends: Sequence[int]
+) -> int | None:
+    """Return the first row with other images than the row that it is a copy of.
+
+    `generate` puts the same tensor into the list of features for each copy, so identity tells images apart. Features
+    that were moved to another device since are new tensors, and tell nothing.
+    """
+    identities = [id(feature) for feature in features]
+    if len(row_ends) % copies or len(set(identities)) > len(features) // copies:
+        return None
+    starts = [0, *(bisect_right(image_ends, end) for end in row_ends)]
+    rows = [identities[start:end] for start, end in pairwise(starts)]
+    return next((row for row, images in enumerate(rows) if images != rows[row - row % copies]), None)

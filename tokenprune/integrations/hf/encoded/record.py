@@ -30,6 +30,7 @@ class EncoderRecord:
     and `attention` are set as the vision tower ends, the others after it; counts and grids on the host.
 
     grids: (frames, height, width) in tokens of each image or video. The engine writes it; segments.py reads it.
+    num_encoded: number of images or videos that were encoded. `generate` may repeat their features later.
     frames: how many frames of each video reach the decoder. The engine, or an adapter that merges images itself, writes
         it by `start_record`; segments.py (a budget for each frame) and attention/blockwise.py read it.
     owners: the merged token that each token which entered the tower is part of: long `[T, N]` for T tiles of N tokens,
@@ -43,6 +44,7 @@ class EncoderRecord:
     """
 
     grids: list[tuple[int, int, int]] | None = None
+    num_encoded: int | None = None
     frames: list[int] | None = None
     owners: Tensor | list[Tensor] | None = None
     block_tokens: list[int] | None = None
@@ -93,4 +95,15 @@ def start_record(output: Any, grids: list[tuple[int, int, int]] | None, frames: 
     """Write what was encoded, whatever else is in the patch; see `EncoderRecord` for the fields."""
     record = open_record(output)
     record.grids, record.frames = grids, None if frames is None else list(frames)
+    features = features_per_image(output)
+    record.num_encoded = None if features is None else len(features)
     return record
+
+
+def features_per_image(output: Any) -> list[Tensor] | None:
+    """Return the features of each image as a list, or None if the encoder's output does not separate images."""
+    features = getattr(output, "pooler_output", None)
+    if features is None and (levels := getattr(output, "deepstack_features", None)):
+        # Granite 4 Vision returns only pairs of a decoder layer and the features for it.
+        features = levels[0][1] if isinstance(levels[0], tuple) else None
+    return list(features) if isinstance(features, (list, tuple)) else None

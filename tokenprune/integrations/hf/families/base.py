@@ -7,6 +7,7 @@ into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., p
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -64,7 +65,7 @@ class Adapter(PatchSource):
         if unknown and self.family.name not in UNCUT:
             raise UnsupportedModelError(
                 f"model type {self.config.model_type!r} has decoder layers of kind {', '.join(sorted(unknown))}: it is "
-                f"not known what they do with tokens that are gone. {how_to_add()}"
+                f"not known what they do with tokens that are gone. {how_to_add(self.config.model_type)}"
             )
         # Layers without keys: those that carry a state, and those that see one token at a time.
         self.stateful = frozenset(index for index, kind in enumerate(kinds) if kind not in _ATTENDING)
@@ -72,7 +73,7 @@ class Adapter(PatchSource):
         if not self.placeholders:
             raise UnsupportedModelError(
                 f"the config of {self.config.model_type!r} names no image_token_id, image_token_index or "
-                f"video_token_id. {how_to_add()}"
+                f"video_token_id. {how_to_add(self.config.model_type)}"
             )
         row = self.family
         videos: Any = "none" if "video" not in self.placeholders else "frames" if row.tells_frames else "whole"
@@ -95,7 +96,7 @@ class Adapter(PatchSource):
                     return base, decoder
         raise UnsupportedModelError(
             f"{type(model).__name__} has no {' or '.join(names)} with layers and {norm} where it is expected. "
-            f"{how_to_add()}"
+            f"{how_to_add(getattr(model.config, 'model_type', ''))}"
         )
 
     def attention_of(self, layer: int) -> nn.Module:
@@ -319,9 +320,8 @@ def supported_families() -> list[str]:
     return sorted({*SUPPORTED, *ADAPTERS})
 
 
-def how_to_add() -> str:
-    return (
-        f"Supported and tested: {', '.join(supported_families())}; other models that follow the same contract work "
-        "too. To add a family, derive from tokenprune.integrations.hf.families.Adapter and decorate the class with "
-        "@register_adapter(Family(...))"
-    )
+def how_to_add(model_type: str = "") -> str:
+    """Return a sentence that names the supported types closest to `model_type`, and the page about adding one."""
+    close = difflib.get_close_matches(model_type, supported_families(), n=3, cutoff=0.0) if model_type else []
+    nearest = f"The closest supported types are {', '.join(map(repr, close))}; " if close else ""
+    return f"{nearest}docs/families.md lists all types, and docs/add-a-family.md shows how to add a type."

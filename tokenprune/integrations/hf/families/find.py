@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
+
 from torch import nn
 
-from tokenprune.errors import UnsupportedModelError
+from tokenprune.errors import UnsupportedModelError, short
 from tokenprune.families import REFUSED, SUPPORTED, UNCUT
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, how_to_add
@@ -16,8 +18,8 @@ from tokenprune.integrations.shared.versions import check_tested
 def adapter_for(model: nn.Module) -> Adapter:
     """Return an adapter for `model`.
 
-    Raises UnsupportedModelError with what is supported and how to add a family, and UnsupportedSetupError with a
-    transformers that is newer than those tested.
+    Raises UnsupportedModelError if the model cannot be pruned, and UnsupportedSetupError if transformers is newer than
+    the tested versions.
     """
     model = whole_model(model)
     kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -26,9 +28,14 @@ def adapter_for(model: nn.Module) -> Adapter:
             f"{type(model).__name__} wraps the model: patch .module before wrapping, as in "
             "DistributedDataParallel(tokenprune.patch(model, ...)), and ask stats and unpatch of .module too"
         )
+    if isinstance(model, (str, os.PathLike)):
+        raise UnsupportedModelError(
+            f"{short(str(model))} is a name or a path, not a model. Load it first, for example with "
+            "AutoModelForImageTextToText.from_pretrained(...)."
+        )
     if kind is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is not a transformers model (it has no config.model_type). {how_to_add()}"
+            f"{type(model).__name__} is not a transformers model: it has no config.model_type. {how_to_add()}"
         )
     check_tested("transformers", str(compat.VERSION), compat.NEWEST)
     if kind in SUPPORTED and compat.lacks(SUPPORTED[kind].since):
@@ -37,5 +44,25 @@ def adapter_for(model: nn.Module) -> Adapter:
             f"{compat.VERSION}: pip install 'transformers>={SUPPORTED[kind].since}'"
         )
     if kind in REFUSED and kind not in UNCUT and kind not in ADAPTERS:
-        raise UnsupportedModelError(f"model type {kind!r} is not supported: {REFUSED[kind]}. {how_to_add()}")
-    return ADAPTERS.get(kind, Adapter)(model)
+        raise UnsupportedModelError(f"model type {kind!r} is not supported: {REFUSED[kind]}. {how_to_add(kind)}")
+    try:
+        return ADAPTERS.get(kind, Adapter)(model)
+    except UnsupportedModelError:
+        if (missing := _missing_modality(model)) is None:
+            raise
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is {missing}. Pass a whole vision-language model, such as "
+            "LlavaForConditionalGeneration."
+        ) from None
+
+
+def _missing_modality(model: nn.Module) -> str | None:
+    """Return in words which modality a model lacks, or None if it may have both images and text."""
+    modalities = getattr(model, "input_modalities", ())
+    modalities = {modalities} if isinstance(modalities, str) else set(modalities)
+    # Remote code often leaves `input_modalities` at its default, "text".
+    if modalities == {"text"} and not hasattr(model.config, "vision_config"):
+        return "a text model: it has no visual tokens"
+    if modalities and modalities <= {"image", "video"}:
+        return "a vision model: it has no language model"
+    return None

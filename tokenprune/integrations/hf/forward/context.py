@@ -52,9 +52,9 @@ class OnHost:
         return OnHost(masks, padding, found.get("ids"), found.get("positions"), numbered)
 
     @cached_property
-    def placeholders(self) -> dict[str, int]:
-        """The number of placeholders of each modality."""
-        return {modality: int(mask.sum()) for modality, mask in self.masks.items()}
+    def placeholders_per_row(self) -> dict[str, list[int]]:
+        """The number of placeholders in each row, by modality."""
+        return {modality: mask.sum(1).tolist() for modality, mask in self.masks.items()}
 
     @cached_property
     def real_after_cut(self) -> bool:

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processor of another model is refused, and every processor that may belong to the model is taken."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
+from transformers.models.gemma3.image_processing_gemma3 import Gemma3ImageProcessor
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
+from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
+from transformers.models.llama4.processing_llama4 import Llama4Processor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.siglip.image_processing_siglip import SiglipImageProcessor
+
+import tokenprune
+from basics import snapshot
+from each import each
+from families import plain, special
+from processors import COUNTED, LIMITS, build_for, photo, special_tokenizer, state
+from tokenprune import OptionError
+from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.processor_check import check_processor
+from zoo import FAMILIES
+
+ALL = FAMILIES | plain.FAMILIES | special.FAMILIES
+MATCHING = {
+    "Qwen2VLImageProcessor": "qwen2_vl",
+    "Siglip2ImageProcessor": "lfm2_vl",
+    "Lfm2VlImageProcessor": "lfm2_vl",
+    "PixtralImageProcessor": "mistral3",
+    "LlavaNextImageProcessor": "llava_next",
+    "LlavaOnevisionImageProcessor": "llava_onevision",
+    "GotOcr2ImageProcessor": "internvl",
+    "Idefics3ImageProcessor": "idefics3",
+    "SmolVLMImageProcessor": "smolvlm",
+}
+SHIPPED = ("demo_vlm", "demo_qwen", "demo_video")
+
+
+@cache
+def shipped(name: str) -> tuple[Any, Any]:
+    return tokenprune.demo_model(name, device="cpu")
+
+
+def vlm() -> tuple[Any, Any, Any]:
+    """Return the LLaVA that ships, its processor, and the processor of the Qwen2.5-VL that ships."""
+    (model, processor), (_, other) = shipped("demo_vlm"), shipped("demo_qwen")
+    return model, processor, other
+
+
+def check(processor: Any, model: Any) -> None:
+    check_processor(processor, adapter_for(model))
+
+
+# -- processors that are taken
+
+
+@each("name", SHIPPED)
+def test_shipped_models_take_their_processors(name: str) -> None:
+    model, processor = shipped(name)
+    for part in (processor, processor.tokenizer, processor.image_processor, None):
+        check(part, model)
+    for options in ({"method": "downsample"}, {"method": "divprune", "guard": "auto"}):
+        with tokenprune.patched(model, processor=processor, **options):
+            pass
+
+
+def test_each_real_processor_has_a_family() -> None:
+    assert MATCHING.keys() == COUNTED.keys()
+
+
+@each("name", COUNTED)
+def test_families_take_their_processors(name: str) -> None:
+    family = ALL[MATCHING[name]]
+    for variant in COUNTED[name].variants:
+        processor = COUNTED[name].make(**variant)
+        model = build_for(family, processor) if hasattr(processor, "image_token_id") else family.build()
+        check(processor, model)
+
+
+def gemma() -> Any:
+    tokenizer = special_tokenizer(boi_token="<b>", eoi_token="<e>", image_token="<soft>")
+    return Gemma3Processor(Gemma3ImageProcessor(), tokenizer)
+
+
+def llama() -> Any:
+    tokenizer = special_tokenizer(image_token="<|image|>", patch_token="<|patch|>")
+    return Llama4Processor(Llama4ImageProcessor(), tokenizer, chat_template="")
+
+
+def aya() -> Any:
+    tokenizer = special_tokenizer(image_token="<image>", patch_token="<|IMG_PATCH|>")
+    return AyaVisionProcessor(GotOcr2ImageProcessor(), tokenizer, chat_template="")
+
+
+def internvl() -> Any:
+    names = dict(start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>")
+    tokenizer = special_tokenizer(**names, video_token="<video>")
+    return InternVLProcessor(GotOcr2ImageProcessor(), tokenizer, InternVLVideoProcessor(), chat_template="")
+
+
+@each(
+    "name, make, placeholder",
+    [
+        ("gemma3", gemma, "<soft>"),
+        ("llama4", llama, "<|patch|>"),
+        ("aya_vision", aya, "<|IMG_PATCH|>"),
+        ("internvl", internvl, "<IMG_CONTEXT>"),
+    ],
+)
+def test_placeholders_with_other_names_are_found(name: str, make: Any, placeholder: str) -> None:
+    """In these families `image_token` is not the token that the features replace."""
+    processor, family = make(), ALL[name]
+    token_id = processor.tokenizer.convert_tokens_to_ids(placeholder)
+    key = "image_token_index" if "image_token_index" in family.config else "image_token_id"
+    check(processor, replace(family, config={**family.config, key: token_id}).build())
+    with pytest.raises(OptionError, match=f"looks for id {token_id + 10}"):
+        check(processor, replace(family, config={**family.config, key: token_id + 10}).build())
+
+
+def test_added_tokens_are_taken() -> None:
+    model, processor, _ = vlm()
+    processor = copy.deepcopy(processor)
+    processor.tokenizer.add_tokens([f"<new{index}>" for index in range(200)])
+    assert len(processor.tokenizer) > model.config.text_config.vocab_size
+    check(processor, model)
+
+
+def test_more_embeddings_than_tokens_are_taken() -> None:
+    _, processor, _ = vlm()
+    check(processor, build_for(FAMILIES["llava"], processor))  # 160 embeddings for 97 tokens
+
+
+class Wrapper:
+    """A custom processor that replaces `<image>` by the model's placeholder itself."""
+
+    image_token = "<image>"
+
+    def __init__(self, processor: Any) -> None:
+        self.tokenizer, self.image_processor = processor.tokenizer, processor.image_processor
+
+
+@each("processor", [object(), SimpleNamespace(image_processor=None), SimpleNamespace(tokenizer=None), "a folder"])
+def test_objects_that_tell_nothing_are_taken(processor: Any) -> None:
+    check(processor, vlm()[0])
+
+
+def test_custom_processors_are_taken() -> None:
+    model, processor, other = vlm()
+    check(Wrapper(processor), model)
+
+    class Custom(type(processor)):
+        pass
+
+    custom = copy.copy(processor)
+    custom.__class__ = Custom
+    check(custom, model)
+    # Its `image_token` has id 4. Which token it writes for a model that looks for id 6 is not known.
+    check(Wrapper(processor), build_for(FAMILIES["llava"], other))
+
+
+# -- processors that are refused
+
+
+def ways(tmp_path: Path) -> list[dict[str, Any]]:
+    """Return the arguments of `patch` with which a processor can be passed."""
+    file = tmp_path / "tokenprune.json"
+    file.write_text(json.dumps({"method": "divprune", "keep": 0.5, "guard": "auto"}))
+    return [
+        dict(method="downsample", keep=0.5),
+        dict(method="dynres", keep=0.5),
+        dict(method="view_select"),
+        dict(method="divprune", guard="auto"),
+        dict(method="divprune", guard="warn"),
+        dict(method="divprune", guard="off"),
+        dict(method=["downsample", "divprune"]),
+        dict(max_visual_tokens=64),
+        dict(config={"method": "downsample", "keep": 0.5}),
+        dict(config=file),
+    ]
+
+
+def test_the_processor_of_another_model_is_refused(tmp_path: Path) -> None:
+    (vlm_model, vlm_processor), (qwen, qwen_processor) = shipped("demo_vlm"), shipped("demo_qwen")
+    for model, processor, ids in ((vlm_model, qwen_processor, "6.*4"), (qwen, vlm_processor, "4.*6")):
+        before, was = state(processor), snapshot(model)
+        for arguments in ways(tmp_path):
+            for part in (processor, processor.tokenizer):
+                with pytest.raises(OptionError, match=f"not the processor of the model: .* id {ids}"):
+                    tokenprune.patch(model, processor=part, **arguments)
+            with pytest.raises(OptionError, match=r"image_grid_thw.*AutoProcessor.from_pretrained\("):
+                tokenprune.patch(model, processor=processor.image_processor, **arguments)
+        assert state(processor) == before and snapshot(model) == was
+
+
+def test_sessions_and_two_passes_refuse_it_too() -> None:
+    model, processor, other = vlm()
+    with pytest.raises(OptionError, match="not the processor of the model"):
+        tokenprune.escalate(model, other, images=[photo(64, 64)], text="<image>what?")
+    with pytest.raises(OptionError, match="not the processor of the model"):
+        tokenprune.sessions.session(model, other, memory=512)
+    tokenprune.sessions.session(model, processor, memory=512)
+
+
+def test_a_larger_vocabulary_is_refused() -> None:
+    _, _, other = vlm()
+    small = build_for(FAMILIES["qwen2_5_vl"], other)
+    with pytest.raises(OptionError, match="tokenizer has 640 tokens, and 'qwen2_5_vl' has embeddings for 160"):
+        check(other, small)
+
+
+def test_packed_patches_go_with_models_that_take_them() -> None:
+    packed, square = Qwen2VLImageProcessor(**LIMITS), SiglipImageProcessor()
+    for name, family in FAMILIES.items():
+        is_packed = name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+        model = family.build()
+        check(packed if is_packed else square, model)
+        with pytest.raises(OptionError, match="returns no image_grid_thw" if is_packed else "returns image_grid_thw"):
+            check(square if is_packed else packed, model)
