@@ -78,6 +78,7 @@ class Observable:
     whole:    whether it takes the whole prompt, with the text after an image.
     all_rows: whether it takes what all tokens attend to.
     rotary:   whether it takes rotary positions, which not every decoder has.
+    absolute: whether it depends on absolute position ids, so that positions that count left padding change it.
     """
 
     name: ClassVar[str] = ""
@@ -89,6 +90,7 @@ class Observable:
     whole: ClassVar[bool] = False
     all_rows: ClassVar[bool] = False
     rotary: ClassVar[bool] = False
+    absolute: ClassVar[bool] = False
 
     def declared(self, needs: frozenset[str]) -> bool:
         """Return whether a method of these `needs` may read it."""
