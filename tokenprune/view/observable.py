@@ -98,7 +98,7 @@ class Observable:
 
     def obstacle(self, row: Family) -> str | None:
         """Return, as a noun phrase, what a family lacks, so that this cannot be observed on it; None if it can."""
-        return None
+        return "cosines and sines of rotary positions" if self.rotary and row.complex_rotation else None
 
     def attach(self, adapter: Any, layer: int) -> Recorder:
         """Return what to record for a cut at the input of decoder layer `layer`, where `where` is OWN.
