@@ -29,12 +29,15 @@ ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "dev/sweep.json"
 sys.path[:0] = [str(ROOT / "tests/unit/support")]
 
-from families import FAMILIES  # noqa: E402
+import tokenprune  # noqa: E402
+from families import FAMILIES as TINY  # noqa: E402
+from selection import REASONS  # noqa: E402
+from tokenprune.integrations.shared.tower_scores import read_of_pixels  # noqa: E402
+from tokenprune.sites.units import UnitDropper  # noqa: E402
 from zoo import Family  # noqa: E402
 
-import tokenprune  # noqa: E402
-from tokenprune.integrations.shared.tower_scores import read_of_pixels  # noqa: E402
-
+# Some families need another version of transformers.
+FAMILIES = {name: family for name, family in TINY.items() if name not in REASONS}
 OK, AT_PATCH, IN_CALL, RAW = "ok", "refused by patch()", "refused in the call", "raw error"
 KEEP = 0.3
 INPUTS: dict[str, dict[str, Any]] = {
@@ -42,7 +45,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     "two images per row": {"images": (2, 1)},
     "videos": {"images": (0, 0), "video": (5, 5)},
 }
-# Methods that read colours ask a processor how it normalises them.
+# Methods that read colours ask the processor how it normalises them; methods that resize images need a real one.
 COLOURS = SimpleNamespace(image_processor=SimpleNamespace(image_mean=[0.5] * 3, image_std=[0.25] * 3))
 
 
@@ -84,8 +87,9 @@ def runnable_inputs(family: Family, model: Any) -> dict[str, dict[str, Any]]:
 def sweep_method(family: str, model: Any, inputs: dict[str, dict[str, Any]], name: str) -> Iterator[Outcome]:
     """Yield the outcome of `patch()` if it refuses the method, else one outcome per input."""
     method = tokenprune.method(name)
+    processor = COLOURS if read_of_pixels(method) or isinstance(method, UnitDropper) else None
     try:
-        tokenprune.patch(model, method, keep=KEEP, processor=COLOURS if read_of_pixels(method) else None, guard="off")
+        tokenprune.patch(model, method, keep=KEEP, processor=processor, guard="off")
     except Exception as error:
         yield Outcome(family, name, "", *describe(error, AT_PATCH))
         return
@@ -126,11 +130,14 @@ def record_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             refused.setdefault(outcome.method, Counter())[outcome.reason.split(":")[0]] += 1
     return {
         "transformers": transformers.__version__,
+        "not in this transformers": [name for name in TINY if name in REASONS],
         "families": len({outcome.family for outcome in outcomes}),
         "methods": len({outcome.method for outcome in outcomes}),
         "counts": {name: counts[name] for name in (OK, AT_PATCH, IN_CALL, RAW)},
         "runs by input": dict(Counter(outcome.input for outcome in outcomes if outcome.outcome == OK)),
-        "families refused by patch()": {name: dict(sorted(classes.items())) for name, classes in sorted(refused.items())},
+        "families refused by patch()": {
+            name: dict(sorted(classes.items())) for name, classes in sorted(refused.items())
+        },
         IN_CALL: [asdict(outcome) for outcome in outcomes if outcome.outcome == IN_CALL],
         RAW: [asdict(outcome) for outcome in outcomes if outcome.outcome == RAW],
     }

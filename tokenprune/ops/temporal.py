@@ -182,7 +182,7 @@ def shares(weight: Tensor, total: Tensor, most: Tensor, least: int = 0, remainde
 
 
 def shares_in_rounds(weight: Tensor, total: Tensor, most: Tensor) -> Tensor:
-    """Split a total among frames in proportion to their weights, and share what exceeds a frame's limit again (OTT-Vid).
+    """Split a total among frames in proportion to their weights, and share the surplus of full frames again (OTT-Vid).
 
     Each round splits the rest among the frames below their limit, rounded by largest fractions (ties go to the earlier
     frame), and only then applies the limits; the surplus is the rest of the next round. `shares` applies the limits

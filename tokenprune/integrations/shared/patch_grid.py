@@ -179,9 +179,7 @@ def _packed(
     return Placed(flat, torch.where(newline, _no_patch(cells), cells[ids]), tiles)
 
 
-def _runs(
-    source: PatchSource, grids: list[tuple[int, int, int]] | None, layers: Sequence[Tensor]
-) -> Placed | None:
+def _runs(source: PatchSource, grids: list[tuple[int, int, int]] | None, layers: Sequence[Tensor]) -> Placed | None:
     """layers: scores of each layer, shape (patches or visual tokens, channels)."""
     vision = source.config.vision_config
     size = vision.spatial_merge_size**2
