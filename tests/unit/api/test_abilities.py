@@ -105,6 +105,23 @@ def test_complex_rotary_positions_are_refused_by_patch(method: str, build) -> No
     assert not tokenprune.is_patched(model)
 
 
+@pytest.mark.parametrize("family", ["cohere_compass", "muse_glimmer"])
+def test_layers_without_rotary_positions_are_refused_by_patch(family: str, build) -> None:
+    """Some layers of these decoders get no rotary positions; a cut after another layer works."""
+    model, inputs = build(BUILT[family]), BUILT[family].make_inputs()
+    adapter = adapter_for(model)
+    rotated = [adapter.gets_rotation(layer) for layer in range(3)]
+    assert set(rotated) == {True, False}
+    for layer, has_rotation in enumerate(rotated):
+        if has_rotation:
+            with tokenprune.patched(model, "ivc_prune", keep=0.3, layer=layer + 1):
+                model(**inputs)
+                assert tokenprune.stats(model).keep_ratio < 0.5
+        else:
+            with pytest.raises(OptionError, match=f"decoder layer {layer}, which gets no rotary positions"):
+                tokenprune.patch(model, "ivc_prune", keep=0.3, layer=layer + 1)
+
+
 @pytest.mark.parametrize("name", BUILT)
 def test_a_model_is_what_its_row_says(name: str, build) -> None:
     """So that an answer by name is that of the loaded model."""

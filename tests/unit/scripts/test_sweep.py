@@ -51,7 +51,7 @@ def test_the_record_has_no_raw_error(sweep: ModuleType) -> None:
     assert refused.keys() == EXPECTED_IN_CALL.keys(), "a refusal that patch() could know belongs into patch()"
     assert all(EXPECTED_IN_CALL[key] in reason for key, reason in refused.items())
     assert record["counts"][sweep.IN_CALL] == len(refused)
-    assert record["families"] >= 70 and record["methods"] >= 70 and record["counts"][sweep.OK] > 8000
+    assert record["families"] >= 70 and record["methods"] >= 70 and record["counts"][sweep.OK] > 7000
 
 
 def test_every_method_on_glm4v(sweep: ModuleType) -> None:
