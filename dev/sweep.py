@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run every method on a tiny model of every family: one image, two images per row, and videos.
 
-    python dev/sweep.py                                    # everything; rewrites dev/sweep.json
+    python dev/sweep.py                                    # all, 3 minutes on one core; rewrites dev/sweep.json
     python dev/sweep.py --families glm4v --methods mmtok   # prints the outcomes and writes nothing
 
 An input that the unpatched model does not run is left out. The record counts four outcomes: "ok", "refused by patch()",
