@@ -50,7 +50,8 @@ def in_reading(
             f"become visual tokens; {AFTER_THE_TOWER}{_or_less(method, write)}{more}"
         )
     elif lacks := not_on(method, row):
-        yield Obstacle(f"{method.name} needs {lacks}, which {shown} does not have: {OTHER_OF_THE_TOWER}")
+        instead = OTHER_OF_THE_TOWER if reads_tower(method) else "use a method that does not, such as divprune"
+        yield Obstacle(f"{method.name} needs {lacks}, which {shown} does not have: {instead}")
 
 
 def in_joined_layers(method: Method, config: Any) -> Iterator[Obstacle]:

@@ -78,6 +78,7 @@ class Family:
     stateful:     some layers carry a state instead of keys.
     static_cache: tokens can be left out of a static cache: each layer attends to all keys that it caches itself.
     vectors:      it returns a vector for each token, and writes no answer.
+    complex_rotation: its layers get rotary positions as one complex tensor, and not as cosines and sines.
     decoder_names, norm_name: places of the decoder in the model, and of the last norm in the decoder.
     entry_tokens, layer_tokens: arguments of the decoder, and of each layer, that have an entry for each token and are
                   gathered with the embeddings (name or position -> axis of the tokens).
@@ -110,6 +111,7 @@ class Family:
     stateful: bool = False
     static_cache: bool = True
     vectors: bool = False
+    complex_rotation: bool = False
     decoder_names: tuple[str, ...] = ("language_model",)
     norm_name: str = "norm"
     entry_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)

@@ -257,6 +257,7 @@ _SPECIAL = (
         features_per_image=False,
         resizing=None,
         static_cache=False,
+        complex_rotation=True,
         decoder_names=("language_model.model",),
         vllm=Vllm("Llama4ForConditionalGeneration", "Llama 4", "a tile, and the whole view", per_run=True),
     ),

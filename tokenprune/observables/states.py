@@ -74,6 +74,7 @@ class Keys(PerToken):
     """`[S, N, Hkv * Dh]`: keys of the layer before the cut, after rotary embedding, heads flattened."""
 
     where = ObservedAt.LAYER_BEFORE
+    absolute = True
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
 
     def values(self, source: TokenSource) -> Tensor:
@@ -97,6 +98,8 @@ class ByHead(PerToken):
 class QueryHeads(ByHead):
     """`[S, N, H, Dh]`: queries of the layer before the cut, after rotary embedding, head by head."""
 
+    absolute = True
+
     def values(self, source: TokenSource) -> Tensor:
         return source.before.query_heads(source.width)
 
@@ -105,6 +108,8 @@ class QueryHeads(ByHead):
 class KeyHeads(ByHead):
     """`[S, N, Hkv, Dh]`: keys of the layer before the cut, after rotary embedding, head by head; those of `keys`
     otherwise."""
+
+    absolute = True
 
     def values(self, source: TokenSource) -> Tensor:
         return source.before.keys(source.width).unflatten(-1, (-1, source.before.key.shape[-1]))
@@ -135,7 +140,7 @@ class Rotation(Observable):
     the factor that some families scale them by."""
 
     where = ObservedAt.INPUT_BEFORE
-    rotary = True
+    rotary = absolute = True
 
     def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> tuple[Tensor, Tensor]:
         return self._at(source, segments.position, segments)

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 @register_observable("encoder_features")
 class EncoderFeatures(TowerOutput):
-    """float32 `[S, N, Dv]`: what the vision tower makes of each patch, before the projector; of the layer that the
-    model reads, or of several joined. A token made of several patches gets their mean; what is no patch is 0."""
+    """float32 `[S, N, Dv]`: output of the vision tower for each patch, before the projector; of the layer that the
+    model reads, or of several joined. A token made of several patches gets their mean, and in a tower that merges them
+    itself (GLM-4V) the output of the token. Tokens that are no patch get 0."""
 
     def of_features(self, features: Tensor, protected: int) -> Tensor:
         return features[:, protected:]

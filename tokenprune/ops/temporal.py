@@ -165,9 +165,7 @@ def shares(weight: Tensor, total: Tensor, most: Tensor, least: int = 0, remainde
     first = first * (first.sum(1, keepdim=True) <= total[:, None])
     room = most - first
     left = torch.minimum(total - first.sum(1), room.sum(1)).clamp(min=0)[:, None]
-    weight = weight.double().nan_to_num(nan=0.0).clamp(min=0)
-    weight = weight / weight.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    weight = weight.clamp(min=_TINY) * (room > 0)
+    weight = _relative(weight) * (room > 0)
     # Frames that are full first: those whose room is smallest beside their weight.
     ratio = torch.where(weight > 0, room / weight.clamp(min=_TINY), torch.inf)
     order = ratio.argsort(dim=1, stable=True)
@@ -178,12 +176,61 @@ def shares(weight: Tensor, total: Tensor, most: Tensor, least: int = 0, remainde
     level = level.gather(1, filled.clamp(max=room.shape[1] - 1))
     exact = torch.minimum((level * weight).nan_to_num(nan=0.0), room.double())
     exact = torch.where(order.argsort(dim=1) < filled, room.double(), exact)
-    # A whole number is not to be missed by its last bit.
-    whole = torch.where((exact - exact.round()).abs() < 1e-9, exact.round(), exact.floor()).long()
+    whole = _floor(exact)
     claim = weight if remainder == "largest" else exact - whole
-    claim = torch.where(whole < room, (claim * 1e9).round(), -torch.inf)  # nor are equal claims to differ by it
+    return first + _add_remainder(whole, claim, left, whole < room)
+
+
+def shares_in_rounds(weight: Tensor, total: Tensor, most: Tensor) -> Tensor:
+    """Split a total among frames in proportion to their weights, and share the surplus of full frames again (OTT-Vid).
+
+    Each round splits the rest among the frames below their limit, rounded by largest fractions (ties go to the earlier
+    frame), and only then applies the limits; the surplus is the rest of the next round. `shares` applies the limits
+    before it rounds, so the two can differ by a few tokens. The sum is exact unless the limits add up to less.
+
+    Args:
+        weight: Float weights, shape (S, F). NaN and negative weights count as 0.
+        total: Long totals, shape (S).
+        most: Long limit of each frame, shape (S, F); 0 for padding.
+
+    Returns:
+        Long count of each frame, shape (S, F).
+    """
+    weight = _relative(weight)
+    counts = torch.zeros_like(most)
+    rest = torch.minimum(total, most.sum(1)).clamp(min=0)[:, None]
+    # Each round but the last fills at least one frame.
+    for _ in range(most.shape[1]):
+        is_open = counts < most
+        open_weight = weight * is_open
+        exact = rest * open_weight / open_weight.sum(1, keepdim=True).clamp(min=_TINY)
+        whole = _floor(exact)
+        unlimited = counts + _add_remainder(whole, exact - whole, rest, is_open)
+        counts = torch.minimum(unlimited, most)
+        rest = (unlimited - counts).sum(1, keepdim=True)
+    return counts
+
+
+def _relative(weight: Tensor) -> Tensor:
+    """Return float64 weights divided by the largest of their row, at least `_TINY`."""
+    weight = weight.double().nan_to_num(nan=0.0).clamp(min=0)
+    weight = weight / weight.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return weight.clamp(min=_TINY)
+
+
+def _floor(exact: Tensor) -> Tensor:
+    """Round float64 values down to long; a value within 1e-9 of an integer is that integer."""
+    return torch.where((exact - exact.round()).abs() < 1e-9, exact.round(), exact.floor()).long()
+
+
+def _add_remainder(whole: Tensor, claim: Tensor, total: Tensor, is_open: Tensor) -> Tensor:
+    """Add 1 to the open entries with the largest claims until each row of `whole` adds up to `total`.
+
+    Claims that differ by less than about 1e-9 are equal; of equal claims the earlier entry is first.
+    """
+    claim = torch.where(is_open, (claim * 1e9).round(), -torch.inf)
     rank = claim.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    return first + whole + ((rank < left - whole.sum(1, keepdim=True)) & (whole < room)).long()
+    return whole + ((rank < total - whole.sum(1, keepdim=True)) & is_open).long()
 
 
 def density_peaks(x: Tensor, mask: Tensor, number: Tensor, neighbours: int, most: int, capped: bool = False) -> Tensor:

@@ -78,6 +78,7 @@ class Observable:
     whole:    whether it takes the whole prompt, with the text after an image.
     all_rows: whether it takes what all tokens attend to.
     rotary:   whether it takes rotary positions, which not every decoder has.
+    absolute: whether it depends on absolute position ids, so that positions that count left padding change it.
     """
 
     name: ClassVar[str] = ""
@@ -89,6 +90,7 @@ class Observable:
     whole: ClassVar[bool] = False
     all_rows: ClassVar[bool] = False
     rotary: ClassVar[bool] = False
+    absolute: ClassVar[bool] = False
 
     def declared(self, needs: frozenset[str]) -> bool:
         """Return whether a method of these `needs` may read it."""
@@ -96,7 +98,7 @@ class Observable:
 
     def obstacle(self, row: Family) -> str | None:
         """Return, as a noun phrase, what a family lacks, so that this cannot be observed on it; None if it can."""
-        return None
+        return "cosines and sines of rotary positions" if self.rotary and row.complex_rotation else None
 
     def attach(self, adapter: Any, layer: int) -> Recorder:
         """Return what to record for a cut at the input of decoder layer `layer`, where `where` is OWN.

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import tokenprune
 from basics import MODEL_METHODS
 from families import FAMILIES as BUILT
-from tokenprune import OptionError, Site, TokenPruneError, abilities
+from tokenprune import OptionError, Site, TokenPruneError, UnsupportedSetupError, abilities
 from tokenprune.cli import app
 from tokenprune.families import FAMILIES, REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.integrations.hf.families import adapter_for
@@ -39,6 +39,10 @@ def asked(name: str, family: str, backend: Backend = Backend.HF, cache: abilitie
         ("tome", "vipllava", "cannot act in the tower of 'vipllava': it is not known"),
         ("downsample", "gemma3", "as many tokens of a small image as of a large one"),
         ("vscan", "aria", "of 'aria' it is not known how its patches become visual tokens"),
+        ("feather", "llama4", "needs cosines and sines of rotary positions, which 'llama4' does not have"),
+        ("ivc_prune", "llama4", "needs cosines and sines of rotary positions"),
+        ("pact", "llama4", "use a method that does not, such as divprune"),
+        ("fastv", "llama4", "yes"),
         ("divprune", "mllama", "is not supported: its images enter through cross-attention"),
         ("divprune", "kimi_vl", "vLLM alone has it"),
         ("divprune", "never_seen", "yes"),
@@ -90,6 +94,32 @@ def test_with_a_static_cache() -> None:
     assert "and attention in blocks" in asked("pevlm", "qwen2_vl", cache=static)
     for family in ("gemma3n", "kimi_k25", "llama4", "lfm2_vl"):
         assert f"in the decoder of {family!r}" in asked("divprune", family, cache=static)
+
+
+@pytest.mark.parametrize("method", ["feather", "ivc_prune", "pact"])
+def test_complex_rotary_positions_are_refused_by_patch(method: str, build) -> None:
+    """Llama 4's decoder layers get one complex tensor, so the first call could only fail."""
+    model = build(BUILT["llama4"])
+    with pytest.raises(UnsupportedSetupError, match="rotary positions"):
+        tokenprune.patch(model, method, keep=0.3)
+    assert not tokenprune.is_patched(model)
+
+
+@pytest.mark.parametrize("family", ["cohere_compass", "muse_glimmer"])
+def test_layers_without_rotary_positions_are_refused_by_patch(family: str, build) -> None:
+    """Some layers of these decoders get no rotary positions; a cut after another layer works."""
+    model, inputs = build(BUILT[family]), BUILT[family].make_inputs()
+    adapter = adapter_for(model)
+    rotated = [adapter.gets_rotation(layer) for layer in range(3)]
+    assert set(rotated) == {True, False}
+    for layer, has_rotation in enumerate(rotated):
+        if has_rotation:
+            with tokenprune.patched(model, "ivc_prune", keep=0.3, layer=layer + 1):
+                model(**inputs)
+                assert tokenprune.stats(model).keep_ratio < 0.5
+        else:
+            with pytest.raises(OptionError, match=f"decoder layer {layer}, which gets no rotary positions"):
+                tokenprune.patch(model, "ivc_prune", keep=0.3, layer=layer + 1)
 
 
 @pytest.mark.parametrize("name", BUILT)

@@ -86,3 +86,49 @@ def test_without_a_cache_each_step_chooses_anew(name: str, build, caplog) -> Non
         assert (seen[1:] == seen[:1] * 3) is (method == "divprune")
         assert [("fastv" in note and "use_cache=True" in note) for note in notes] == [True] * (method == "fastv")
     assert logged(caplog) == notes
+
+
+def kept_visual(model: Any, family: Family, inputs: Any) -> list[list[int]]:
+    """The visual tokens of each row that the last cut kept, counted from the row's first visual token."""
+    rows = []
+    for visual, kept in zip(family.visual_mask(model, inputs), tokenprune.stats(model).cuts[-1].kept, strict=True):
+        first = int(visual.nonzero()[0])
+        rows.append([index - first for index in kept if visual[index]])
+    return rows
+
+
+@pytest.mark.parametrize("method", ["dart", "ivc_prune"])
+@torch.no_grad()
+def test_left_padding_without_position_ids_is_noted(method: str, build, caplog) -> None:
+    """Keys are rotated by positions, which then count the padding. `position_ids` or `generate` take it out."""
+    family = FAMILIES["llava"]
+    model, inputs = build(family), family.make_inputs(rows=3, images=1)
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with tokenprune.patched(model, method, keep=0.3, record=True):
+        unpadded = []
+        for row in range(3):
+            alone = family.make_inputs(rows=3, images=1, only=row)
+            model(**alone)
+            assert not tokenprune.stats(model).notes
+            unpadded += kept_visual(model, family, alone)
+        model(**inputs)
+        (note,) = tokenprune.stats(model).notes
+        assert note.startswith(method) and "position_ids" in note and logged(caplog) == [note]
+        assert kept_visual(model, family, inputs) != unpadded
+        model(**inputs, position_ids=positions)
+        assert not tokenprune.stats(model).notes and kept_visual(model, family, inputs) == unpadded
+        model.generate(**inputs, max_new_tokens=2)
+        assert not tokenprune.stats(model).notes and kept_visual(model, family, inputs) == unpadded
+        model(**family.make_inputs(rows=3, images=1, padding="right"))
+        assert not tokenprune.stats(model).notes
+
+
+@pytest.mark.parametrize("name, method", [("qwen2_5_vl", "dart"), ("llava", "fastv")])
+@torch.no_grad()
+def test_left_padding_is_not_noted_where_it_changes_nothing(name: str, method: str, build) -> None:
+    """Qwen's model derives positions from the mask, and `fastv` reads only attention, which is relative."""
+    family = FAMILIES[name]
+    model = build(family)
+    with tokenprune.patched(model, method, keep=0.3):
+        model(**family.make_inputs(rows=3, images=1))
+        assert not tokenprune.stats(model).notes

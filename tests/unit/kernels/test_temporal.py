@@ -22,6 +22,7 @@ from tokenprune.ops.temporal import (
     segments_at,
     segments_by_stillness,
     shares,
+    shares_in_rounds,
 )
 
 VIDEOS = [(5, 4), (1, 6), (3, 1), (2, 5)]  # frames and places of each
@@ -234,6 +235,55 @@ def test_shares_of_ties_and_of_nothing() -> None:
     assert one([5, 1, 1], 3, [9] * 3, 1) == [1, 1, 1] and one([5, 1, 1], 2, [9] * 3, 1) == [2, 0, 0]
     assert one([1, 2], 9, [3, 3]) == [3, 3] and one([1, 2], 0, [3, 3]) == [0, 0]
     assert one([1e-30, 1, 0], 5, [9, 3, 0]) == [2, 3, 0]
+
+
+def naive_shares_in_rounds(weight: list[float], total: int, most: list[int]) -> list[int]:
+    """Round first, cap afterwards, and share the surplus again among the frames with room left."""
+    counts = [0] * len(most)
+    rest = min(total, sum(most))
+    while rest:
+        open_frames = [i for i, limit in enumerate(most) if counts[i] < limit]
+        weights = {i: 0 if math.isnan(weight[i]) else Fraction(weight[i]) for i in open_frames}
+        if not any(weights.values()):
+            weights = dict.fromkeys(open_frames, 1)
+        exact = {i: rest * Fraction(weights[i]) / sum(weights.values()) for i in open_frames}
+        added = {i: math.floor(exact[i]) for i in open_frames}
+        by_fraction = sorted(open_frames, key=lambda i: (added[i] - exact[i], i))
+        for i in by_fraction[: rest - sum(added.values())]:
+            added[i] += 1
+        for i in open_frames:
+            counts[i] += added[i]
+        rest = sum(max(0, count - limit) for count, limit in zip(counts, most, strict=True))
+        counts = [min(count, limit) for count, limit in zip(counts, most, strict=True)]
+    return counts
+
+
+def test_shares_in_rounds_match_the_loop() -> None:
+    g = torch.Generator().manual_seed(0)
+    differ = 0
+    for case in range(400):
+        rows, frames = 3, 1 + case % 9
+        weight = (-torch.rand(rows, frames, generator=g, dtype=torch.float64) * (1 + case % 4)).softmax(1)
+        if case % 9 == 0:
+            weight[0, 0] = torch.nan
+        most = torch.randint(0, 8, (rows, frames), generator=g)
+        total = torch.randint(0, 40, (rows,), generator=g)
+        counts = shares_in_rounds(weight, total, most)
+        assert torch.equal(counts.sum(1), torch.minimum(total, most.sum(1)))
+        for row in range(rows):
+            want = naive_shares_in_rounds(weight[row].tolist(), int(total[row]), most[row].tolist())
+            assert counts[row].tolist() == want, (weight[row], total[row], most[row])
+            alone = shares_in_rounds(weight[row : row + 1], total[row : row + 1], most[row : row + 1])
+            assert torch.equal(alone[0], counts[row])
+        differ += not torch.equal(counts, shares(weight, total, most))
+    assert differ > 20, "the cases must reach limits where rounding first matters"
+
+
+def test_shares_in_rounds_round_before_the_limit() -> None:
+    """3.5, 2.1, 1.4 round to 4, 2, 1; the surplus of 1 goes to the larger of the weights 0.3 and 0.2."""
+    weight, total, most = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([7]), torch.full((1, 3), 3)
+    assert shares_in_rounds(weight, total, most).tolist() == [[3, 3, 1]]
+    assert shares(weight, total, most).tolist() == [[3, 2, 2]]
 
 
 # -- clusters ----------------------------------------------------------------------------------------------------------

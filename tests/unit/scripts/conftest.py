@@ -57,3 +57,11 @@ def mutations() -> Iterator[ModuleType]:
         patch.syspath_prepend(str(ROOT / "dev"))
         yield importlib.import_module("mutations")
     del sys.modules["mutations"]
+
+
+@pytest.fixture(scope="module")
+def sweep() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "dev"))
+        yield importlib.import_module("sweep")
+    del sys.modules["sweep"]

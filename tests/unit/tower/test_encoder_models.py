@@ -172,8 +172,12 @@ def test_refused_on_the_way(build) -> None:
         model(**plain | {"input_ids": plain["input_ids"].clamp(min=16)})  # text alone
     model = build(onevision)
     with tokenprune.patched(model, "tome", keep=0.5):
+        towers: list[Any] = []
+        handle = model.model.vision_tower.register_forward_pre_hook(lambda module, args: towers.append(args))
         with pytest.raises(UnsupportedSetupError, match="video features"):
-            model(**onevision.make_inputs(video=True))
+            model(**onevision.make_inputs(images=(0,), video=True))
+        handle.remove()
+        assert not towers, "the tower ran before the refusal"
         with pytest.raises(UnsupportedSetupError, match="interpolates"):
             # One tile's worth of features for two tiles.
             arguments = image_arguments(onevision.make_inputs(rows=1))

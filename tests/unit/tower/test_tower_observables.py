@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tokenprune
 from basics import snapshot
+from each import each
 from families import FAMILIES as EVERY_FAMILY
 from oracle import close
 from tests.unit.tower.test_encoder_attention import BLOCKS, CLASS_TOKEN, attentions_of, made_of, projector_of, tower_of
@@ -221,3 +222,26 @@ def test_options_that_read_less_are_named(build) -> None:
         assert (told in str(error.value)) if told else " with " not in str(error.value)
     tokenprune.patch(model, "mmtok", keep=0.5, features="projected")
     tokenprune.unpatch(model)
+
+
+@pytest.mark.parametrize("name", ["glm4v", "glm4v_moe"])
+@each("batch", [{"images": (1, 2)}, {"video": (5, 5), "images": (0, 0)}])
+@torch.no_grad()
+def test_features_of_a_tower_that_merges_patches(name: str, batch: dict[str, Any], build) -> None:
+    """The output of GLM-4V's tower has one row per visual token, the scores of its blocks one row per patch."""
+    family = EVERY_FAMILY[name]
+    model, inputs = build(family), family.make_inputs(**batch)
+    merged: list[Tensor] = []
+    merger = model.model.visual.merger
+    handle = merger.register_forward_pre_hook(lambda module, args: merged.append(args[0].flatten(0, -2)))
+    model(**inputs)
+    handle.remove()
+    features = torch.cat(merged)
+    for needs in (NEEDS, ("encoder_features",)):
+        seen = reader(needs, lambda tokens, needs=needs: {need: getattr(tokens, need) for need in needs})
+        with tokenprune.patched(model, "reader", keep=0.5):
+            model(**inputs)
+        ((segments, saw),) = seen
+        values = saw["encoder_features"]
+        rows = [values[index, :count] for index, count in enumerate(segments.counts)]
+        torch.testing.assert_close(torch.cat(rows), features)

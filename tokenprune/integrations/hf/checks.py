@@ -110,6 +110,12 @@ def check_layers(step: Step, adapter: Adapter) -> None:
             f"{method.name}: the decoder of {family!r} has no rotary positions, which {', '.join(rotary)} is made of; "
             "use a method that does not need them"
         )
+    if rotary and layer and not adapter.gets_rotation(layer - 1):
+        rotated = [index for index in range(len(adapter.decoder.layers)) if adapter.gets_rotation(index)]
+        raise OptionError(
+            f"{method.name}: layer={layer} reads {', '.join(rotary)} of decoder layer {layer - 1}, which gets no "
+            f"rotary positions in {family!r}. Choose a layer after one of {rotated}"
+        )
     if adapter.last_cut is not None and layer > adapter.last_cut[0]:
         raise OptionError(
             f"{method.name}: layer={layer} is too late in {family!r}: {adapter.last_cut[1]}; cut at layer "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,18 +74,29 @@ def place(
     modality: str,
     arguments: dict[str, Any],
     total: int | None,
-    scores: Tensor,
+    layers: Sequence[Tensor],
     packed: PackedFeatures | None,
 ) -> Placed:
-    """Bring scores of patches to the visual tokens that are made of them.
+    """Average scores of patches over the visual tokens that the patches become.
 
-    modality, arguments, total: what was encoded, what `get_image_features` (or that of videos) was given, and how many
-    features it returned. scores: `[rows of the tower, patches, C]`. packed: what `pack_image_features` did.
-    Raises UnsupportedSetupError where the two do not fit together.
+    Args:
+        modality: "image" or "video".
+        arguments: Arguments of `get_image_features` or `get_video_features`.
+        total: Number of features that this function returned.
+        layers: Scores of each layer that was read, shape (rows of the tower, patches, channels); they are joined along
+            the channels. In the layout "runs" a layer may have one score per visual token instead: the output of a
+            tower that merges patches itself, such as GLM-4V's.
+        packed: The reordering that `pack_image_features` did.
+
+    Raises:
+        UnsupportedSetupError: If the scores do not fit the visual tokens.
     """
     layout = source.family.patches
+    scores = torch.cat(list(layers), dim=-1) if len({layer.shape[:-1] for layer in layers}) == 1 else None
     if layout == "runs":
-        placed = _runs(source, source.grids(modality, arguments), scores.flatten(0, 1))
+        placed = _runs(source, source.grids(modality, arguments), [layer.flatten(0, 1) for layer in layers])
+    elif scores is None:
+        placed = None
     elif modality == "video":
         placed = _pooled(source, arguments, scores)
     elif layout == "sized":
@@ -167,16 +179,18 @@ def _packed(
     return Placed(flat, torch.where(newline, _no_patch(cells), cells[ids]), tiles)
 
 
-def _runs(source: PatchSource, grids: list[tuple[int, int, int]] | None, scores: Tensor) -> Placed | None:
+def _runs(source: PatchSource, grids: list[tuple[int, int, int]] | None, layers: Sequence[Tensor]) -> Placed | None:
+    """layers: scores of each layer, shape (patches or visual tokens, channels)."""
     vision = source.config.vision_config
     size = vision.spatial_merge_size**2
-    if grids is None or sum(map(math.prod, grids)) * size != len(scores):
+    total = 0 if grids is None else sum(map(math.prod, grids))
+    if grids is None or any(len(layer) not in (total, total * size) for layer in layers):
         return None
-    tokens = scores.view(-1, size, scores.shape[-1]).mean(1)
+    tokens = torch.cat([layer.view(total, -1, layer.shape[-1]).mean(1) for layer in layers], dim=-1)
     of_images, start = [], 0
     for frames, height, width in grids:
         # Frames of all images are numbered through.
-        of_images.append(_grid_cells(frames, height, width, size, scores.device, start))
+        of_images.append(_grid_cells(frames, height, width, size, tokens.device, start))
         start += frames
     cells = torch.cat(of_images)
     window = getattr(vision, "window_size", None)

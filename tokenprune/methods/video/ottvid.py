@@ -14,7 +14,7 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.methods.video.merging import VideoMerger, spots, tower_attention
 from tokenprune.ops.clusters import covering, roots
 from tokenprune.ops.masses import evenly, transport
-from tokenprune.ops.temporal import same_place, shares
+from tokenprune.ops.temporal import same_place, shares_in_rounds
 from tokenprune.ops.transfer import to_device
 from tokenprune.registry import register
 from tokenprune.view.videos import Videos
@@ -34,8 +34,9 @@ class OTTVid(VideoMerger):
     The picks of a frame cover it: each token is as well covered as it is similar to the nearest pick, and counts as
     much as the vision tower attends to it. The transport from a frame to the next carries more mass between picks whose
     frame could do without them; what costs least to carry merges first, and pairs of frames with little to carry give
-    up more tokens. A pick that merges goes into that of the earlier frame, or, where that is too unlike, it is dropped
-    with all that merged into it.
+    up more tokens. A pair keeps at least one pick of its later frame, and its surplus is shared again, by the same
+    weights, among the pairs with room. A pick that merges goes into that of the earlier frame, or, where that is too
+    unlike, it is dropped with all that merged into it.
 
     threshold: cost above which a pick is dropped and not merged.
 
@@ -87,8 +88,8 @@ class OTTVid(VideoMerger):
         )
 
     def _joins(self, videos: Videos, picks: _Picks, number: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which picks merge into the frame before, bool `[V, F - 1, k]`, and the spot of the one that each goes
-        into, -1 where it is dropped."""
+        """Return which picks merge into the previous frame, bool `[V, F - 1, k]`, and the index of the pick that each
+        one merges into, -1 where it is dropped."""
         cost = self._cost(videos, picks)
         there = picks.there[:, 1:] & picks.there[:, :-1]
         real = there.any(2)
@@ -100,7 +101,7 @@ class OTTVid(VideoMerger):
         few = [k - (keep >= len(of)) for k, keep, of in zip(number, videos.keep, videos.frames, strict=True)]
         room = torch.minimum(to_device(few, real.device)[:, None], picks.there[:, 1:].sum(2)) * real
         gone = picks.mask.sum((1, 2)) - videos.budget
-        merges = shares(weight, gone, room)
+        merges = shares_in_rounds(weight, gone, room)
 
         best, earlier = plan.masked_fill(~picks.there[:, :-1].unsqueeze(-1), -1).max(2)
         joins = top_mask(best.flatten(0, 1), picks.there[:, 1:].flatten(0, 1), merges.flatten(), best.shape[2])

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from method_rows import Video
-from tests.unit.kernels.test_temporal import naive_shares
+from tests.unit.kernels.test_temporal import naive_shares_in_rounds
 from tokenprune.methods.video.ottvid import picks_of_frames
 from videos import best, cos
 
@@ -70,7 +70,7 @@ def naive(
     gone = frames * k - keep
     few = k - 1 if keep >= frames else k
     weights = [float(w) for w in softmax([-w / 0.3 for w in work])] if work else []
-    shared = naive_shares(weights, gone, [few] * len(work), 0)
+    shared = naive_shares_in_rounds(weights, gone, [few] * len(work))
     goes: dict[int, int | None] = {}
     for f, number in enumerate(shared):
         entries = [(i, j) for i in range(k) for j in range(k)]

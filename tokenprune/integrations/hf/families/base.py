@@ -114,6 +114,16 @@ class Adapter(PatchSource):
                 return module
         raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no {what}")
 
+    def gets_rotation(self, layer: int) -> bool:
+        """Return whether a decoder layer gets rotary positions, as far as the config tells: some models skip layers."""
+        thetas = getattr(self.text_config, "layer_rope_theta", None)
+        if thetas is not None:
+            return bool(thetas[layer])
+        kinds, parameters = (getattr(self.text_config, name, None) for name in ("layer_types", "rope_parameters"))
+        if not kinds or not parameters or kinds[layer] not in parameters:
+            return True
+        return parameters[kinds[layer]] is not None
+
     @property
     def norm(self) -> nn.Module:
         """The decoder's last norm."""

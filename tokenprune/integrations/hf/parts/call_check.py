@@ -16,6 +16,7 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Plan
 from tokenprune.integrations.hf.sequence.packing import borders, unread
 from tokenprune.integrations.shared.attachable import states
+from tokenprune.view.registry import observables_of
 
 logger = logging.getLogger("tokenprune")
 
@@ -30,12 +31,16 @@ class CallCheck(Part):
         super().__init__()
         self.adapter = adapter
         self.reading = [method.name for method in methods if method.query_aware]
+        self.absolute = [
+            method.name for method in methods if any(seen.absolute for seen in observables_of(method.needs))
+        ]
         self.logged: set[str] = set()
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         rows, length = inputs.embeds.shape[:2]
         if call.has_images:
             self._note_step(call, (rows, length))
+            self._note_padding(call, inputs)
         elif length > 1 and not call.past and not call.outputs and call.arguments.get("input_ids") is None:
             self._note(
                 call,
@@ -74,6 +79,18 @@ class CallCheck(Part):
                 "another than with use_cache=True",
             )
         states()[self] = shape
+
+    def _note_padding(self, call: Call, inputs: DecoderInputs) -> None:
+        """Note a left-padded prompt without position ids if a method reads values that depend on the positions."""
+        if not self.absolute or inputs.positions is not None or call.past or call.host.real[:, 0].all():
+            return
+        if self.adapter.positions(inputs.mask, call.past) is None:
+            names = " and ".join(dict.fromkeys(self.absolute))
+            self._note(
+                call,
+                f"{names} reads values that depend on position ids, which count the left padding here: the choice may "
+                "differ from that of unpadded rows. Pass position_ids, or call generate()",
+            )
 
     def _note(self, call: Call, note: str) -> None:
         call.notes.append(note)

@@ -131,11 +131,11 @@ class BlockReader(Part):
         return output
 
     def _leave_observed(self, encoding: Encoding, output: Any) -> None:
-        """Leave what was read of the visual tokens of images in the record on `output`."""
+        """Write the observables of the encoded visual tokens into the record on `output`."""
         state, packed = record_of(output).take_attention(), take_packed()
         if state is None:
             return
-        # [rows of the tower, patches, C] each; where the tower lays images end to end, one row of all patches.
+        # Each (rows of the tower, patches, channels); a tower that lays images end to end has one row of all patches.
         if not all(state.values()):
             raise UnsupportedSetupError(f"{self.name}: not all blocks of the vision tower showed their attention")
         on_one_axis = self.adapter.family.patches in ("runs", "sized")
@@ -143,9 +143,7 @@ class BlockReader(Part):
             torch.cat([piece.flatten(0, 1) for piece in pieces])[None] if on_one_axis else torch.cat(pieces)
             for pieces in state.values()
         ]
-        placed = place(
-            self.adapter, encoding.modality, encoding.on_host, feature_total(output), torch.cat(layers, dim=-1), packed
-        )
+        placed = place(self.adapter, encoding.modality, encoding.on_host, feature_total(output), layers, packed)
         encoded = Encoded.of(placed, self.blocks, state, [x.shape[-1] for x in layers])
         if self.of_pixels:
             pixels = encoding.arguments["pixel_values_videos" if encoding.modality == "video" else "pixel_values"]

@@ -100,7 +100,11 @@ class TowerPatch(GroupedTokens):
 
     As the tower ends, a subclass calls `leave_tokens` with the owner of each token. After the tower, `groups_of`
     returns which features are one. Both are kept in the `EncoderRecord` of the output.
+
+    traced: modalities whose features can be traced to tokens of the tower; others are refused before the tower runs.
     """
+
+    traced: tuple[str, ...] = ("image", "video")
 
     @property
     def uneven(self) -> bool:
@@ -120,9 +124,18 @@ class TowerPatch(GroupedTokens):
         )
 
     def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
+        if encoding.modality not in self.traced:
+            raise self.not_traced(encoding.modality)
         output = encode(encoding)
         self.leave_groups(output, self.groups_of(encoding.modality, encoding.on_host, output))
         return output
+
+    def not_traced(self, modality: str) -> UnsupportedSetupError:
+        """Return the error for features that cannot be traced to tokens of the tower."""
+        return UnsupportedSetupError(
+            f"{self.method.name}: the {modality} features of {self.adapter.config.model_type!r} do not tell which "
+            "patches they were made of; leave them out of the prompt, or use a method that acts after the tower"
+        )
 
     def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor] | None:
         """Return the groups of an `EncoderRecord`, of the output of an `Encoding` with `arguments` on the host; None

@@ -188,7 +188,7 @@ class FrameMerging(TowerReducer, GroupedTokens):
         assert run.received is not None  # see `_leave_mixed`
         received = run.units.full(run.received).cpu()
         total = feature_total(output)
-        placed = place(self.adapter, encoding.modality, encoding.on_host, total, received.unsqueeze(-1), None)
+        placed = place(self.adapter, encoding.modality, encoding.on_host, total, [received.unsqueeze(-1)], None)
         size = len(placed.cells) // len(run.sizes)  # videos of one call have as many frames
         groups, pieces = [], zip(run.owners(), placed.cells.split(size), placed.scores.split(size), strict=True)
         for number, (rows, cells, scores) in enumerate(pieces):

@@ -62,6 +62,7 @@ class EncoderPatch(RowMerger, TowerPatch):
     """
 
     shows = True
+    traced = ("image",)  # frames of videos are pooled after the tower
 
     def __init__(self, adapter: Adapter, method: TowerMethod, budget: Budget) -> None:
         knows = f"{method.name} knows the vision towers CLIP, SigLIP (and its like in Idefics3 and SmolVLM), InternVL "
@@ -154,11 +155,8 @@ class EncoderPatch(RowMerger, TowerPatch):
     def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor]:
         check_layer(self.method.name, self.layer, arguments)
         owners, groups = record_of(output).owners, None
-        if modality == "image" and isinstance(owners, Tensor):
+        if isinstance(owners, Tensor):
             groups = feature_groups(owners, output.pooler_output, self.shape.protected)
         if groups is None:
-            raise UnsupportedSetupError(
-                f"{self.method.name}: the {modality} features of {self.adapter.config.model_type!r} do not tell which "
-                "patches they were made of; leave them out of the prompt, or use a method that acts after the tower"
-            )
+            raise self.not_traced(modality)
         return groups

@@ -122,7 +122,7 @@ class TowerReader:
                 raise PlaceholderMismatchError(f"{len(scores)} tiles became {counts} tokens")
             start = sum(counts[:index]) // each
             own = scores[start : start + counts[index] // each]
-        return place(self.served, modality, arguments, _rows(outputs[index]), own, packed)
+        return place(self.served, modality, arguments, _rows(outputs[index]), [own], packed)
 
     def _sequences(self, kwargs: Mapping[str, Any], modality: str) -> list[int] | None:
         """Lengths of the sequences that the tower lays end to end; None if it makes a row of each."""
