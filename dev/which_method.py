@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated parts of docs/guide/which-method.md, docs/serving.md and docs/advice-evidence.md, from the table of advice and
-its evidence. dev/readme.py writes them."""
+"""Generated parts of docs/guide/which-method.md, docs/serving.md and docs/advice-evidence.md.
+
+dev/readme.py writes them from the table of advice and its evidence."""
 
 from __future__ import annotations
 

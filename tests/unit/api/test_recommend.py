@@ -48,11 +48,13 @@ def test_the_command_the_readme_and_the_page_say_the_same() -> None:
     assert rows_of((ROOT / "docs/guide/which-method.md").read_text()) == said
     short = re.findall(r"^\| (.*?) \| \[`(\w+)`\].*?, `keep=(.*?)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     table = {one.title: (one.method, repr(one.keep)) for one in ADVICE.values()}
-    assert len(short) == 6 and all(table[title] == (method, keep) for title, method, keep in short)
+    assert len(short) == 5 and all(table[title] == (method, keep) for title, method, keep in short)
 
 
 def test_every_situation_is_there_and_its_reason_has_a_page() -> None:
-    asked = "general signs documents grounding counting video long-video long-prompts server follow-up no-attention tower"
+    asked = (
+        "general signs documents grounding counting video long-video long-prompts server follow-up no-attention tower"
+    )
     assert set(TASKS) == set(asked.split())
     for one in ADVICE.values():
         page, _, anchor = one.reason_page.partition("#")
@@ -199,7 +201,9 @@ def test_a_tower_that_is_most_of_the_work_is_told() -> None:
 
 def test_a_method_ahead_of_the_tower_is_predicted_to_shorten_it_and_gets_no_warning() -> None:
     pages, photographs = (recommend("demo_qwen", task=task) for task in ("documents", "signs"))
-    ratios = [float(re.search(r"prefill x([\d.]+) as fast", one.evidence[-1].figure)[1]) for one in (pages, photographs)]
+    ratios = [
+        float(re.search(r"prefill x([\d.]+) as fast", one.evidence[-1].figure)[1]) for one in (pages, photographs)
+    ]
     assert ratios[0] > 2 * ratios[1]
     assert not any("vision tower is" in note for note in pages.notes)
     assert any("vision tower is" in note for note in photographs.notes)

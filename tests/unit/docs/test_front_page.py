@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,35 @@ def test_the_first_code_has_eight_lines_and_prints_what_the_readme_says(
     monkeypatch.chdir(ROOT)
     exec(compile(code, "README.md", "exec"), {})
     assert f"# prints: {capsys.readouterr().out.strip()}\n```" in README
+
+
+def test_the_install_line_brings_the_packages_of_processors_and_of_device_map() -> None:
+    (line,) = re.findall(r"^pip install (.*)$", README, re.MULTILINE)
+    (extra,) = re.findall(r"'\.\[([\w,-]+)\]'", line)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = {name for part in extra.split(",") for name in project["optional-dependencies"][part]}
+    assert {"torchvision", "accelerate"} <= packages
+    # Each torchvision requires one torch: as a dependency of the core it could make pip replace the user's torch.
+    assert not any(one.startswith("torchvision") for one in project["dependencies"])
+    for page in ("docs/guide/install.md", "demo/README.md", "bench/README.md"):
+        assert f"pip install {line}" in (ROOT / page).read_text(), page
+
+
+def test_the_models_that_the_readme_names_load_with_their_processors() -> None:
+    ran = subprocess.run([sys.executable, "-c", generator("try_readme").LOAD], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [
+        "Qwen2_5_VLProcessor 196 to 49 tokens",
+        "Qwen2_5_VLProcessor 16 to 4 tokens",
+    ]
+
+
+def test_a_slower_prefill_is_called_slower() -> None:
+    gpu = generator("gpu_page")
+    said = {pruned: gpu._faster(gpu.Line("prefill", 100.0, pruned)) for pruned in (129.0, 104.0, 50.0)}
+    assert said == {129.0: "29 % slower", 104.0: "as fast as before (1.0x)", 50.0: "2.0x as fast"}
+    eager = gpu.lines()[0]
+    assert eager.gain < 0.95 and f"a short prompt is {gpu._faster(eager)} without" in README
 
 
 def test_the_method_of_the_readme_has_twelve_lines_and_works(build) -> None:
@@ -164,7 +195,9 @@ def test_the_page_of_the_server_and_the_recipe_give_the_advice_of_the_table() ->
 def test_the_choice_for_pages_is_the_best_measured_on_pages() -> None:
     _, *records = (json.loads(line) for line in (ROOT / "experiments/results/pages.jsonl").read_text().splitlines())
     row = ADVICE["documents"]
-    right = {one["method"]: one["right"].count("1") for one in records if one.get("keep") == row.keep and "right" in one}
+    right = {
+        one["method"]: one["right"].count("1") for one in records if one.get("keep") == row.keep and "right" in one
+    }
     assert len(right) > 5 and max(right, key=right.__getitem__) == row.method
 
 

@@ -34,7 +34,7 @@ class LargestNorm(Pruner):
     def score(self, tokens: VisualTokens) -> torch.Tensor:
         return torch.linalg.vector_norm(tokens.hidden, dim=-1)
 '''
-ROW = '''# SPDX-License-Identifier: Apache-2.0
+ROW = """# SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from greedy import next_pick
@@ -49,10 +49,10 @@ def naive(x, z, a, keep, kept=(), slack=0.0, t=None):
 
 
 ROWS = {"largest_norm": Picks(naive=naive, unchanged=("unit of tokens", "turn of tokens", "text"))}
-'''
+"""
 PAGE = """# largest_norm
 
-Keeps the visual tokens with the largest norm. It reads the tokens only, in one pass, and compares no token with another.
+Keeps the visual tokens with the largest norm. It reads only the tokens, once, and compares no token with another.
 
 **When to use it**: to see how a method is added. **Where it fails**: on every image whose small tokens matter.
 
@@ -62,7 +62,7 @@ tokenprune.patch(model, "largest_norm", keep=0.25)
 
 **Ours**: there is no paper. The method exists only in a test of the contributing guide.
 """
-NEWS = "- **Method `largest_norm`**: keeps the tokens with the largest norm ([page](../../docs/methods/largest_norm.md)).\n"
+NEWS = "- **Method `largest_norm`**: the largest norm ([page](../../docs/methods/largest_norm.md)).\n"
 FILES = {
     "tokenprune/methods/pre_llm/largest_norm.py": METHOD,
     "tests/unit/methods/naive/largest_norm.py": ROW,
@@ -91,9 +91,10 @@ def test_new_method_passes_every_check_without_changing_another_file(tmp_path: P
     for kind in ("json", "webp"):  # the picture of its page
         shutil.copyfile(copy / f"docs/images/kept/divprune.{kind}", copy / f"docs/images/kept/largest_norm.{kind}")
     paths = os.pathsep.join(map(str, (copy, copy / "demo", copy / "bench")))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    options = ("-q", "-p", "no:cacheprovider", "-k", CHOICE)
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/unit/{name}" for name in TESTS)]
-        + ["-k", CHOICE],
-        cwd=copy, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
+        [sys.executable, "-m", "pytest", *options, *(f"tests/unit/{name}" for name in TESTS)],
+        cwd=copy, env=environment | {"PYTHONPATH": paths}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-6000:]
