@@ -127,7 +127,7 @@ PACKAGES := -e '.[dev]' -e ./demo -e './bench[server]'
 
 .venv-newest/.setup-done: .venv-newest/.readme-done dev/setup_torchvision.py dev/_torchvision_cpu_shim.py
 	$(PIP) freeze --exclude-editable > $(@D)/constraints.txt
-	$(PIP) install --quiet -c $(@D)/constraints.txt torchvision timm accelerate peft 'av<16' pytest pytest-xdist hypothesis
+	$(PIP) install --quiet -c $(@D)/constraints.txt timm peft 'av<16' pytest pytest-xdist hypothesis
 	$(@D)/bin/python dev/setup_torchvision.py
 	@touch $@
 

@@ -28,15 +28,20 @@ import rows  # noqa: E402
 FILE = ROOT / "bench/tokenprune_bench/recommend/evidence.json"
 RESULTS, PAPERS = ROOT / "experiments/results", ROOT / "experiments/papers"
 # The kinds of our questions behind each kind of evidence; (): all of them.
-READING, PLACES = ("digits", "word", "document", "chart"), ("grounding", "position")
-IMAGES = {"general": (), "reading": READING, "places": PLACES, "counting": ("count",)}
+IMAGES = {
+    "general": (),
+    "reading": ("digits", "word"),
+    "pages": ("document", "chart"),
+    "places": ("grounding", "position"),
+    "counting": ("count",),
+}
 RUNS = {
     "headline.jsonl": IMAGES,
     "all_methods-demo_smol.jsonl": IMAGES,
     "all_methods-demo_qwen.jsonl": IMAGES,
     "bench.jsonl": IMAGES,
     "bench_videos.jsonl": {"video": ()},
-    "pages.jsonl": {"reading": READING},
+    "pages.jsonl": {"pages": ()},
 }
 UNPRUNED = 576
 SMALLER = "downsample"  # what `recommend` shows beside each row
@@ -72,6 +77,8 @@ def accuracy() -> Iterator[Entry]:
                 continue
             for task, wanted in tasks.items():
                 places = [place for place, kind in enumerate(kinds) if not wanted or kind in wanted]
+                if not places:  # the run has no questions of this kind
+                    continue
                 ours, full, by_chance = (_means(one, places) for one in (record, whole, chance[record["keep"]]))
                 beyond = [100 * (a - b) for a, b in zip(ours, by_chance, strict=True)]
                 error = SURE * stdev(beyond) / sqrt(len(beyond))

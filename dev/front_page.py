@@ -20,7 +20,7 @@ RESULTS = ROOT / "experiments/results"
 HEADLINE = RESULTS / "headline.jsonl"  # by experiments/headline.py
 ABOUT = {"demo_smol": "a LLaVA around the pretrained SmolLM2-135M, with photographs, pages, charts and drawings"}
 SHOWN = "divprune"
-COMMON = ("general", "documents", "grounding", "video", "server")  # rows of the table of advice
+COMMON = ("general", "signs", "documents", "grounding", "video")  # rows of the table of advice
 
 
 def measured() -> tuple[Results, list[tuple[Row, dict[str, Any]]]]:
@@ -89,7 +89,7 @@ def _line(title: str, row: Row, one: dict[str, Any], time: str) -> str:
 
 
 def choice() -> str:
-    """Return what to take for the five situations that most readers have, from the table of advice."""
+    """Return the advice for the five most common situations as a table."""
     lines = ["| you have | take |", "|---|---|"]
     known = advice.advice()
     for one in (known[name] for name in COMMON):

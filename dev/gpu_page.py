@@ -119,11 +119,20 @@ def short(up: str = "") -> str:
     shown = [f"| an {device}, 7B models, random weights | all tokens | `{METHOD}` | gain |", "|---|---:|---:|---:|"]
     shown += [_cells(what, line) for what, line in titles.items()]
     note = (
-        f"At batch 1 a short prompt gains nothing ({eager.gain:.1f}x) without `graphs=True`, which replays CUDA "
-        f"graphs; vLLM's first token comes no sooner ({first.gain:.1f}x): "
+        f"At batch 1 a short prompt is {_faster(eager)} without `graphs=True`, which replays CUDA graphs; "
+        f"vLLM's first token is {_faster(first)}: "
         f"[what to expect on a GPU]({up}docs/guide/gpu.md)."
     )
     return "\n".join(shown) + f"\n\n{note}"
+
+
+def _faster(line: Line) -> str:
+    """Describe the change of a time: how much faster or slower the pruned model is, within 5 % the same."""
+    if abs(line.pruned / line.unpatched - 1) <= 0.05:
+        return f"as fast as before ({line.gain:.1f}x)"
+    if line.gain < 1:
+        return f"{line.pruned / line.unpatched - 1:.0%} slower".replace("%", " %")
+    return f"{line.gain:.1f}x as fast"
 
 
 def _cells(what: str, line: Line) -> str:

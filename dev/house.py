@@ -28,16 +28,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # The package of each distribution, and the folder of the repository in which it lies.
 PACKAGES = {"tokenprune": ".", "tokenprune_bench": "bench", "tokenprune_demo": "demo"}
-# Rooms that the core loads by name, where a caller asks for one (tokenprune/addons.py), and imports nowhere: a folder
-# counts as a whole, with all that its add-on alone needs.
-ADD_ONS = ["sessions", "guard", "drafting", "graphs", "reuse", "attention", "processor", "serve"]
 # All that a forward of a patched model may run, whatever the method and the family: what takes tokens out of a decoder,
 # the parts that plug into it, the checks, and the notes on encoded images.
 ENGINE = [
     f"tokenprune/integrations/hf/{room}"
     for room in ("decoder", "forward", "sequence", "cache", "attention", "parts", "checks.py", "encoded")
 ]
-# How large the house may be; see the head of the file.
+# Limits of the trunk; see the head of the file.
 SIZES = ROOT / "dev/sizes.toml"
 Imports = set[tuple[str, str]]
 
@@ -196,16 +193,12 @@ def _entries(root: Path) -> list[str]:
 
 
 def sizes(root: Path = ROOT) -> dict[str, dict[str, int]]:
-    """Return the numbers of a checkout that dev/sizes.toml limits: lines of each room, and what is wide."""
+    """Count the lines of each integration and the width of the interfaces, which dev/sizes.toml limits."""
     lines: defaultdict[str, int] = defaultdict(int)
-    for path in files_of(packages_of(root)).values():
-        folders, length = path.relative_to(root).parent.parts, len(path.read_text().splitlines())
-        lines["/".join(folders[: 1 if folders[0] == "tokenprune" else 2])] += length
-        if folders[0] == "tokenprune" and folders[1:]:
-            # An integration is a room; elsewhere a folder of the package is.
-            lines["/".join(folders[: 3 if folders[1] == "integrations" else 2])] += length
-    lines["core without add-ons"] = lines["tokenprune"] - sum(lines[f"tokenprune/{one}"] for one in ADD_ONS)
-    core = [module for module in files_of(packages_of(root)) if module.split(".")[0] == "tokenprune"]
+    for path in files_of({"tokenprune": root}).values():
+        folders = path.relative_to(root).parent.parts
+        if folders[:2] == ("tokenprune", "integrations") and folders[2:]:
+            lines["/".join(folders[:3])] += len(path.read_text().splitlines())
     homes = next(
         node.value
         for node in ast.parse((root / "tokenprune/__init__.py").read_text()).body
@@ -213,8 +206,6 @@ def sizes(root: Path = ROOT) -> dict[str, dict[str, int]]:
     )
     forward = root / "tokenprune/integrations/hf/forward"
     width = {
-        # A method is one file of its own; all the others are what a method must not need to touch.
-        "files of the core but methods": sum(module.split(".")[1:2] != ["methods"] for module in core),
         "public names": sum(len(names.elts) for names in homes.values if isinstance(names, ast.Tuple)),
         "fields of Budget": _fields(root / "tokenprune/budget/__init__.py", "Budget"),
         "fields of Call": _fields(forward / "context.py", "Call"),

@@ -229,7 +229,7 @@ PAGES = {
     },
     "docs/guide/which-method.md": {"which": which_method.tables},
     "docs/advice-evidence.md": {"evidence": which_method.pieces, "rule": which_method.rule},
-    "docs/serving.md": {"serving": serving_page.serving},
+    "docs/serving.md": {"choice": which_method.served, "serving": serving_page.serving},
     "docs/serving-in-full.md": serving_page.IN_FULL,
     "docs/index.md": {
         "landing": landing_page.landing,

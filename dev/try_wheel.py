@@ -180,7 +180,7 @@ def try_show(env: Environment) -> None:
 
 
 def try_bench(env: Environment) -> None:
-    asked = env.run("tokenprune", "bench", "--methods", "divprune", "--keep", "0.5", "--limit", "2", "--repeats", "0")
+    asked = env.run("tokenprune", "bench", "--methods", "divprune", "--keep", "0.5", "--images", "2", "--repeats", "0")
     require("divprune" in asked, "`tokenprune bench` shows no row of divprune")
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/guide/which-method.md and docs/advice-evidence.md, from the table of advice and its
-evidence; dev/readme.py writes them."""
+"""Generated parts of docs/guide/which-method.md, docs/serving.md and docs/advice-evidence.md.
+
+dev/readme.py writes them from the table of advice and its evidence."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from tokenprune_bench.recommend.advice import Advice, Evidence
 
 UP = "../../"
 ELSEWHERE = 1  # pieces of evidence from elsewhere, of each row
-ASKED = ("general", "documents", "grounding", "counting", "video", "long-video")  # what is asked about
+ASKED = ("general", "signs", "documents", "grounding", "counting", "video", "long-video")  # rows by question
+SERVED = ("general", "signs", "documents", "video", "tower")  # rows on the page of the vLLM server
 
 
 def tables(up: str = UP) -> str:
@@ -35,6 +37,14 @@ def _table(title: str, rows: list[Advice], up: str) -> str:
         call += f", `{one.more}`" if one.more else ""
         why = f"{one.reason} ([more]({up}{one.reason_page}))"
         lines.append(f"| {one.title} | {call} | {why} | `{one.situation}` |")
+    return "\n".join(lines)
+
+
+def served() -> str:
+    """Return the advice for a vLLM server as a table."""
+    lines = ["| you serve | take |", "|---|---|"]
+    for row in (advice.advice()[name] for name in SERVED):
+        lines.append(f"| {row.title} | [`{row.method}`](methods/{row.method}.md), `keep={row.keep!r}` |")
     return "\n".join(lines)
 
 

@@ -19,7 +19,16 @@ from typing import Any
 from PIL import Image
 
 from tokenprune_bench.errors import DataError
-from tokenprune_bench.profiling.media import BadRow, Source, image_size, read_image, read_video, short, source_of
+from tokenprune_bench.profiling.media import (
+    BadRow,
+    Source,
+    image_size,
+    is_animated,
+    read_image,
+    read_video,
+    short,
+    source_of,
+)
 from tokenprune_bench.rows import read_rows
 
 COLUMNS = ("image", "images", "video", "question", "answer", "answers", "kind")
@@ -66,11 +75,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Data:
-    """Questions, the name of what they came from, and what was left out, as "line 3: why"."""
+    """Questions, the name of their file, the rows that were left out, as "line 3: why", and notes for the user."""
 
     name: str
     questions: list[Question]
     skipped: list[str]
+    notes: tuple[str, ...] = ()
 
     def about(self) -> dict[str, Any]:
         """Return what tells these questions from others, as plain values."""
@@ -113,7 +123,15 @@ def load_data(
         raise DataError(f"{path} has {count} (--skip-bad leaves them out): {_alike(bad)}")
     if not questions:
         raise _nothing_left(path, skipped)
-    return Data(path.resolve().name, questions, skipped)
+    return Data(path.resolve().name, questions, skipped, _notes(questions))
+
+
+def _notes(questions: Sequence[Question]) -> tuple[str, ...]:
+    """Say which rows hold an animated image, of which only the first frame is asked about."""
+    animated = [one.where for one in questions if any(map(is_animated, one.sources))]
+    if not animated:
+        return ()
+    return (f'{_named(animated)}: an animated image is read as its first frame. Name it "video" to read all frames.',)
 
 
 def _nothing_left(name: Path | str, skipped: Sequence[str]) -> DataError:
@@ -158,7 +176,7 @@ def left_out(data: Data, unfit: Sequence[tuple[int, str]]) -> Data:
     questions = [one for place, one in enumerate(data.questions) if place not in gone]
     if not questions:
         raise _nothing_left(data.name, skipped)
-    return Data(data.name, questions, skipped)
+    return Data(data.name, questions, skipped, _notes(questions))
 
 
 def check_questions(questions: Iterable[Question], processor: Any) -> None:
@@ -265,7 +283,12 @@ def _question(where: str, row: Any, folder: Path, columns: dict[str, str], frame
     answers = _answers(row)
     value = row[seen[0]]
     if "images" in row and not (isinstance(value, list) and value):
-        raise BadRow("images must be a list of images")
+        hint = ' (one image: write "image")' if isinstance(value, (str, dict)) else ""
+        raise BadRow(f"images must be a list of images{hint}")
+    if "image" in row and isinstance(value, list):
+        raise BadRow('image holds a list: write "images" for several images')
+    if "video" in row and isinstance(value, list):
+        raise BadRow("video holds a list: name a video file, a GIF, or a folder of frames")
     sources = tuple(source_of(one, folder) for one in (value if "images" in row else [value]))
     for text in (row["question"], kind, *answers, *(source.name for source in sources)):
         if any("\ud800" <= letter <= "\udfff" for letter in text):

@@ -53,7 +53,8 @@ class BenchPlan:
     has them in their one spelling (`methods`) and as objects (`settings`); every method of a stack gets the keep.
 
     several, videos: whether a question may have several images, or a video. images: how many held-out images (or
-    videos, prompts), each with one question of every kind; 0: all. Questions that are given are all asked. seeds:
+    videos, prompts), each with one question of every kind; 0: all. limit: the first of their questions to ask; 0: all.
+    Questions of the caller's own are all asked. seeds:
     methods that draw at random (that have an option `seed`) answer once with each. repeats: timed runs of each (method,
     keep); 0: no timing. equal_cost: each of `keeps` is a share of the unpatched model's visual tokens, averaged over
     the decoder's layers, and each method gets a setting of its own that spends it (see equal_cost.py).
@@ -62,6 +63,7 @@ class BenchPlan:
     methods: tuple[str | Setting, ...] = ()
     keeps: tuple[float | int, ...] = DEFAULT_KEEPS
     images: int = DEFAULT_IMAGES
+    limit: int = 0
     batch_size: int = 32
     seeds: tuple[int, ...] = (0, 1, 2)
     repeats: int = 7
@@ -83,7 +85,7 @@ class BenchPlan:
                 raise OptionError(
                     f"equal cost is a share of the unpatched model's visual tokens, such as 0.25, not {keep} tokens"
                 )
-        for name, low in (("images", 0), ("batch_size", 1), ("repeats", 0)):
+        for name, low in (("images", 0), ("limit", 0), ("batch_size", 1), ("repeats", 0)):
             if getattr(self, name) < low:
                 raise OptionError(f"{name} must be at least {low}, not {getattr(self, name)}")
         if not self.keeps or not self.seeds:

@@ -79,7 +79,7 @@ class Bench:
         if questions is None:
             heldout = demo("heldout")
             shipped = getattr(subject, "heldout", None) or heldout.FOLDER
-            self.examples = heldout.load_sample(plan.images, folder=shipped)
+            self.examples = heldout.load_sample(plan.images, folder=shipped)[: plan.limit or None]
             self.kinds = list(dict.fromkeys(example.kind for example in self.examples))
         elif isinstance(questions, Sequence):
             self.examples = list(questions)

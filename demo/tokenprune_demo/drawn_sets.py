@@ -114,6 +114,18 @@ class DrawnSet:
     def groups(self) -> list[str]:
         return [_GROUPS[one.ground] for one in self.questions if one.ground]
 
+    def first(self, limit: int) -> DrawnSet:
+        """Return the set with only the first `limit` questions; 0: all."""
+        if not limit:
+            return self
+        questions = self.questions[:limit]
+        kinds = tuple(kind for kind in self.kinds if any(question.kind == kind for question in questions))
+        controls = [
+            Control(one.name, one.questions[:limit], {kind: one.chance[kind] for kind in kinds if kind in one.chance})
+            for one in self.controls
+        ]
+        return replace(self, questions=questions, kinds=kinds, controls=controls)
+
     def about(self) -> dict[str, Any]:
         """Return what tells these questions from others, as plain values."""
         digest = hashlib.sha256()

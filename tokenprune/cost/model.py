@@ -14,6 +14,7 @@ from tokenprune.errors import OptionError
 from tokenprune.shapes.decoder import DecoderShape
 from tokenprune.shapes.tower import TowerShape, views_of
 from tokenprune.sites.pixels import ImageChooser
+from tokenprune.sites.units import UnitDropper
 
 TEXT = 64  # tokens of text where nobody says how many
 IN_LLM_LAYER = 2  # where methods inside the decoder usually cut
@@ -120,8 +121,9 @@ class CostModel:
     def predict(self, load: Load, methods: Sequence[Method], budgets: Sequence[Budget]) -> Cost:
         """Return what a prefill costs under methods with their budgets, composed as `patch` composes them.
 
-        What content decides is not known ahead: a method is taken to keep what its budget asks for, and a merge in the
-        tower to take the same number of tokens out of each block. Raises BudgetError as the methods would.
+        The content of an image is not known ahead. A method is assumed to keep its budget, a merge in the tower to
+        remove equally many tokens in each block, and a unit dropper to remove all of them at its block. Raises
+        BudgetError as the methods would.
         """
         pixels, merged, visual = 1.0, None, float(load.visual)
         per_layer: list[float] | None = None
@@ -136,8 +138,7 @@ class CostModel:
                 if method.site is Site.PRE_ENCODER:
                     pixels *= share
                 elif self.tower is not None:
-                    blocks = self.tower.layers
-                    merged = [1 - (1 - share) * block / blocks for block in range(blocks + 1)]
+                    merged = _tower_shares(method, share, self.tower.layers)
                 continue
             arrived = visual
             for stage, own in method.stages(budget, layers):
@@ -156,6 +157,14 @@ class CostModel:
             text_tokens=text,
             original=None if original is None else [max(1, round(original))],
         )[0]
+
+
+def _tower_shares(method: Method, share: float, blocks: int) -> list[float]:
+    """Return the share of tokens that enters each block of the tower, and the share that leaves the last block."""
+    if isinstance(method, UnitDropper):
+        first = method.block(blocks)
+        return [1.0] * first + [share] * (blocks + 1 - first)
+    return [1 - (1 - share) * block / blocks for block in range(blocks + 1)]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from tokenprune_bench.cli.common import (
     SuffixOption,
     ThreadsOption,
     print_limits,
+    print_notes,
     print_skipped,
     resumable,
     show_progress,
@@ -65,13 +66,16 @@ def bench(
             "setting of its own that spends as much, and is skipped with the reason where it has none.",
         ),
     ] = False,
-    limit: Annotated[
+    images: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Held-out images (videos, prompts, documents) with all their questions, default 24, of demo_smol 12; "
-            "with --data: rows, default all. 0: all.",
+            help="Held-out images (videos, prompts, documents) with all their questions; default 24, of demo_smol 12; "
+            "0: all.",
         ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=0, help="Ask only the first questions, so many of them; 0: all.")
     ] = None,
     data: Annotated[
         Path | None,
@@ -150,6 +154,8 @@ def bench(
     significance.wilson(1, 2)  # a missing scipy is said before the work, not after it
     set_ = set_ or ("images" if data is not None else set_of(model))
     check_set(set_, evidence, data, backend, html, plot, samples, sample)
+    if data is not None and images is not None:
+        raise OptionError("--images counts images of our own questions. With --data pass --limit, which counts rows.")
     wanted = Wanted.of(0 if evidence else samples, sample, run, here=backend == "hf")
     if metric is not None:
         metric_named(metric)
@@ -157,7 +163,9 @@ def bench(
         BenchPlan,
         methods=tuple(read_specs(methods)),
         keeps=read_keeps(keep),
-        images=sample_of(model) if limit is None else limit,
+        # Each image has at least one question.
+        images=(limit or sample_of(model)) if images is None else images,
+        limit=0 if data is not None else limit or 0,
         batch_size=batch_size,
         repeats=0 if evidence else repeats,
         equal_cost=equal_cost,
@@ -176,15 +184,15 @@ def bench(
             limit=limit or 0,
         )
     elif set_ != "images":
-        asked = demo("drawn_sets").drawn_set(set_, planned().images)
+        asked = demo("drawn_sets").drawn_set(set_, planned().images).first(limit or 0)
     questions = [] if asked is None else asked.questions
     plan = planned(
         several=set_ == "views" or any(len(one.sources) > 1 for one in questions),
         videos=any(one.is_video for one in questions),
     )
     with resumable(run), ExitStack() as stack:
-        images = max((len(one.sources) for one in asked.questions), default=1) if data is not None else 1
-        subject = engines.open(stack, images)
+        most = max((len(one.sources) for one in asked.questions), default=1) if data is not None else 1
+        subject = engines.open(stack, most)
         metric = metric or subject.metric
         subject.max_new_tokens = 1 if evidence else max_new_tokens or subject.max_new_tokens
         group = stack.enter_context(joined())
@@ -245,6 +253,7 @@ def _measure(
     if asked is not None:
         backend_of(subject).begin(asked.questions)  # before a folder is made for what cannot be asked
         if isinstance(asked, Data) and group.leads:
+            print_notes(asked)
             print_limits(subject)
         questions, about = asked.questions if isinstance(asked, Data) else asked, {"data": asked.about()}
     records = []

@@ -88,6 +88,12 @@ def print_skipped(data: Any) -> None:
         say(f"skipped: {line}", error=True)
 
 
+def print_notes(data: Any) -> None:
+    """Print the notes on the rows of a user's questions."""
+    for note in data.notes:
+        say(f"note: {note}", error=True)
+
+
 def print_limits(subject: Any) -> None:
     """Say of a shipped model that it knows nothing of a user's questions."""
     if said := getattr(subject, "limits", str)():

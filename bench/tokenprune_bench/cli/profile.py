@@ -98,10 +98,14 @@ def profile(
     from PIL import Image
 
     from tokenprune_bench.calibration.images import read_image
+    from tokenprune_bench.profiling.media import Source, is_animated
     from tokenprune_bench.profiling.profile import profile_call
     from tokenprune_bench.profiling.profile_tables import limit_table, stage_table
 
     images: list[Image.Image] = [read_image(path) for path in image or ()]
+    for path in image or ():
+        if is_animated(Source(str(path), 0, lambda path=path: path)):
+            say(f"note: {path} is animated and is read as its first frame", error=True)
     subject = load_model(model, device, threads, dtype, suffix)
     if not images:
         load_heldout = require("tokenprune_demo.heldout", "name an --image, or install held-out ones").load_heldout

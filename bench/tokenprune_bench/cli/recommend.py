@@ -11,18 +11,19 @@ import typer
 from tokenprune.cli.common import get_console
 from tokenprune.cli.completion import complete_models, complete_of
 from tokenprune.files import check_output
+from tokenprune.shapes.model_config import SHIPPED
 from tokenprune.startup import defer_torch
 from tokenprune_bench.recommend.advice import advice
 
 
 def recommend(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            help="Directory or hub id; its config is read, no weights. demo_qwen and demo_vlm ship.",
+            help=f"Directory or hub id; its config is read, no weights. Default: {SHIPPED[0]}, which ships.",
             autocompletion=complete_models,
         ),
-    ],
+    ] = None,
     task: Annotated[
         str,
         typer.Option(
@@ -39,9 +40,11 @@ def recommend(
     from tokenprune.setting.saved import Config, write_config
 
     check_output(out)
-    found = tokenprune.recommend(model, task=task)
-    console = get_console()
-    console.print(str(found), markup=False, soft_wrap=not console.is_terminal)
+    console, notes = get_console(), get_console(error=True)
+    if model is None:
+        notes.print(f"No model named: this is for {SHIPPED[0]}. Name yours: tokenprune recommend MODEL", markup=False)
+    advised = tokenprune.recommend(model or SHIPPED[0], task=task)
+    console.print(str(advised), markup=False, soft_wrap=not console.is_terminal)
     if out is not None:
-        write_config(out, Config(found.setting, guard=found.guard or None))
-        get_console(error=True).print(f"written: {out}", markup=False, soft_wrap=True)
+        write_config(out, Config(advised.setting, guard=advised.guard or None))
+        notes.print(f"written: {out}", markup=False, soft_wrap=True)

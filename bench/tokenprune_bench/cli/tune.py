@@ -30,6 +30,7 @@ from tokenprune_bench.cli.common import (
     SuffixOption,
     ThreadsOption,
     print_limits,
+    print_notes,
     print_skipped,
     resumable,
     show_progress,
@@ -74,9 +75,7 @@ def tune(
         int,
         typer.Option(min=0, help="Stacks of these methods at several sites that may be tried, too; 0: none."),
     ] = 16,
-    limit: Annotated[
-        int, typer.Option(min=0, help="Held-out images, each with 8 questions; with --data: rows. 0: all.")
-    ] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="Ask only the first questions, so many of them; 0: all.")] = 0,
     data: Annotated[
         Path | None, typer.Option(help="Your own questions, as for `bench`; default: those that ship, 8 kinds of them.")
     ] = None,
@@ -142,7 +141,7 @@ def tune(
     if data is None:
         heldout = demo("heldout")
         folder = heldout.heldout_of(model)
-        questions = heldout.load_heldout(limit=limit or None, folder=folder)
+        questions = heldout.load_heldout(folder=folder)[: limit or None]
         digest = hashlib.sha256((folder / "questions.jsonl").read_bytes()).hexdigest()[:16]
         about: dict[str, Any] = {"name": "held-out set of tokenprune", "questions": len(questions), "digest": digest}
     else:
@@ -164,6 +163,7 @@ def tune(
             check_enough(len(questions), promise)
         asked.begin(questions)  # before a folder is made for what cannot be asked
         if data is not None and group.leads:
+            print_notes(read)
             print_limits(subject)
         folder = None
         if run is not None:

@@ -78,6 +78,14 @@ def image_size(source: Source) -> tuple[int, int]:
         return image.size
 
 
+def is_animated(source: Source) -> bool:
+    """Return True if an image file holds several frames, of which `read_image` reads the first; raises BadRow."""
+    found = source.read()
+    with _reading(source.name, "image"), Image.open(_opened(found)) as image:
+        # The further images of an MPO, as phones write it, are previews of the first or its depth map.
+        return bool(getattr(image, "is_animated", False)) and image.format != "MPO"
+
+
 def read_video(source: Source, most: int) -> list[Image.Image]:
     """Return frames of a video, evenly chosen where there are more than `most`; raises BadRow, also for frames of
     several sizes."""

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tokenprune import abilities
+from tokenprune.base import Site
 from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
 from tokenprune.families import REFUSED, SERVED, SUPPORTED, family_of
@@ -103,10 +104,10 @@ class Recommendation:
 def recommend(model: Any, *, task: str = "general") -> Recommendation:
     """Return a setting to start from, with its evidence: the row of the table of advice for this task.
 
-    model: a model, its config, or the path or name of one on disk or in the hub's cache; no weights are read. task: a
-    situation of the table, as docs/guide/which-method.md has it: "general" (photographs), "documents", "grounding"
-    (where things are), "counting", "video", "long-video", "long-prompts", "server" (vLLM), "follow-up" (questions),
-    "no-attention" (weights) or "tower" (one that is most of the work).
+    model: a model, its config, or its path or name, on disk or in the hub's cache; no weights are read. task: a
+    situation of the table in docs/guide/which-method.md: "general" (photographs), "signs" (text in photographs),
+    "documents" (rendered pages), "grounding" (where things are), "counting", "video", "long-video", "long-prompts",
+    "server" (vLLM), "follow-up" (questions), "no-attention" (weights) or "tower" (a slow vision tower).
 
     Evidence is graded for the size of the model's decoder. Where the method of a row cannot act in the model's family,
     the row that this one names instead is taken, and a note says so.
@@ -137,7 +138,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         row.reason,
         (*near, _closed(row, cost, load, family)),
         tuple(elsewhere),
-        (*notes, *filter(None, [row.note, _unguarded(row)]), *_about(cost, load, task)),
+        (*notes, *filter(None, [row.note, _unguarded(row)]), *_about(cost, load, row)),
         tuple(dict.fromkeys(one.method for one in acting if one.keep < 1))[:_CANDIDATES],
         "auto" if row.guard else "",
         row.served_keep if row.guard else None,
@@ -182,8 +183,12 @@ def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
     return "; ".join([f"{lead}: {speed}", *unknown, *pieces])
 
 
-def _about(cost: CostModel, load: Load, task: str) -> list[str]:
-    if cost.tower is None or task == "tower" or (whole := cost.cost(load)).tower_share <= _MUCH:
+def _about(cost: CostModel, load: Load, row: Advice) -> list[str]:
+    """Warn that the vision tower dominates, if the method of the row acts after the tower."""
+    (method,), _ = row.setting.steps()
+    if cost.tower is None or method.site in (Site.PRE_ENCODER, Site.IN_ENCODER):
+        return []
+    if (whole := cost.cost(load)).tower_share <= _MUCH:
         return []
     return [
         f"The vision tower is {whole.tower_share:.0%} of a prefill's FLOPs here, and some {whole.tower_time:.0%} of "

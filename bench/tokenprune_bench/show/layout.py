@@ -16,6 +16,7 @@ WIDTH, ANIMATED = 1440, 960  # pixels of a sheet, and of one that moves
 GAP, FRAME_GAP = 24, 6  # between drawings, and between frames of one drawing
 PAPER, INK, PALE, EDGE = "white", "#202020", "#505050", "#909090"
 TALLEST = 1500  # pixels of a drawing
+_ROW = 64  # pixels of a row of a wide image, at least
 _PHONE, _LEAST = 800, 13  # width to which a phone scales a sheet, and the letters that can be read then
 _RATIO = 0.9  # height of a sheet to its width, where there is a choice
 _ACROSS, _FRAMES = 4, 8  # drawings and frames in a line, at most
@@ -50,6 +51,20 @@ class Panel:
         if self.draw is not None:
             return self.draw(width)
         return [self.image.resize((width, max(1, round(width * self.shape))), Image.Resampling.LANCZOS)]
+
+    def rows(self, width: int) -> int:
+        """Return the number of rows into which a wide image is cut, so that each row is high enough to be seen."""
+        height = width * self.shape
+        if self.frames > 1 or height >= _ROW:
+            return 1
+        return max(1, min(math.ceil(_ROW / height), math.isqrt(int(TALLEST / height))))
+
+    def wrapped(self, width: int, per_line: int) -> Image.Image:
+        """Return the frames as one image, `per_line` in a line, `width` pixels each; a wide image in several rows."""
+        if (rows := self.rows(width)) == 1:
+            return strip(self.drawn(width), per_line)
+        (image,) = self.drawn(width * rows)
+        return column([image.crop((row * width, 0, (row + 1) * width, image.height)) for row in range(rows)])
 
     def of_frame(self, number: int) -> Panel:
         """Return the panel with one of its frames."""
@@ -86,7 +101,7 @@ def sheet(
     cell, frame, per_line = _places(rows, width)
     parts = []
     for line in rows:
-        images = [None if one is None else strip(one.drawn(frame), per_line) for one in line]
+        images = [None if one is None else one.wrapped(frame, per_line) for one in line]
         texts = [None if one is None else caption(one, cell, size) for one in line]
         tall = max(image.height for image in images if image)
         deep = max(least, *(text.height for text in texts if text))

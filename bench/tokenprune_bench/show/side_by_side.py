@@ -48,8 +48,8 @@ class Shown:
 
     @property
     def across(self) -> int:
-        """Return the number of drawings side by side; those of several frames stand one below the other."""
-        if max(panel.frames for panel in self.panels) > 1:
+        """Return the number of drawings side by side: one for several frames, or for a wide image cut into rows."""
+        if max(panel.frames for panel in self.panels) > 1 or self.panels[0].rows(layout.WIDTH) > 1:
             return 1
         maps = any(panel.scores for panel in self.panels)  # each stands under the drawing of its method
         return layout.columns(len(self.columns), self.panels[0].shape * (1 + maps))

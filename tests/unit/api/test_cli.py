@@ -79,7 +79,19 @@ def test_families_lists_sites_and_reasons() -> None:
 def test_bench_takes_options_and_stacks(tmp_path: Path) -> None:
     named = "dart:pivot_text=0,pivot_image=8,divprune+fastv:layer=3"
     result = call(
-        "bench", "--methods", named, "--keep", "0.5", "--limit", 1, "--repeats", 0, "--device", "cpu", "--run", tmp_path
+        "bench",
+        "--methods",
+        named,
+        "--keep",
+        "0.5",
+        "--images",
+        1,
+        "--repeats",
+        0,
+        "--device",
+        "cpu",
+        "--run",
+        tmp_path,
     )
     _, *records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     spent = {one["method"]: one["stats"]["visual_tokens_per_layer"] for one in records}
@@ -118,7 +130,7 @@ def test_bench_report_and_their_files(tmp_path: Path) -> None:
     raw, page, plot = (tmp_path / name for name in ("out.jsonl", "out.html", "out.png"))
     files = ("--json", raw, "--html", page, "--plot", plot)
     result = call(
-        "bench", "--methods", "uniform", "--keep", "0.25", "--limit", 1, "--repeats", 0, "--device", "cpu", *files
+        "bench", "--methods", "uniform", "--keep", "0.25", "--images", 1, "--repeats", 0, "--device", "cpu", *files
     )
     for text in ("unpatched", "random", "downsample", "uniform", "256 → 64", "≤rnd", "Accuracy by kind", "grounding"):
         assert text in result.stdout
@@ -172,7 +184,7 @@ def test_errors_are_one_line_that_helps(tmp_path: Path) -> None:
     assert "as an image" in refused("show", text)
     assert "cannot read" in refused("report", tmp_path / "none.jsonl")
     assert "cannot load" in refused("demo", "--model", tmp_path)
-    assert "cannot write" in refused("bench", "--limit", 1, "--device", "cpu", "--json", tmp_path / "no" / "out.jsonl")
+    assert "cannot write" in refused("bench", "--images", 1, "--device", "cpu", "--json", tmp_path / "no" / "out.jsonl")
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

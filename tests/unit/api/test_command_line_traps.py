@@ -31,7 +31,7 @@ from tokenprune_bench.tuning import Promise, Trial, Tuning
 from tokenprune_bench.tuning.report import outcome, tuning_table
 
 PROFILE = ("profile", "--config-only", "--model", "demo_vlm")  # 256 visual tokens
-BENCH = ("bench", "--methods", "uniform", "--keep", "0.25", "--limit", 1, "--repeats", 0, "--device", "cpu")
+BENCH = ("bench", "--methods", "uniform", "--keep", "0.25", "--images", 1, "--repeats", 0, "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -370,7 +370,7 @@ def test_no_question_about_a_circle_and_the_shipped_model_knows_drawings_only(tm
     rows.write_text(json.dumps({"image": "photo.png", "question": "what?", "answer": "a"}))
     asked = (*BENCH[:5], "--repeats", 0, "--device", "cpu")
     assert "knows drawn scenes only" in call(*asked, "--data", rows).stderr
-    assert "knows drawn scenes only" not in call(*asked, "--limit", 1).stderr
+    assert "knows drawn scenes only" not in call(*asked, "--images", 1).stderr
 
 
 # -- the app -----------------------------------------------------------------------------------------------------------

@@ -52,7 +52,9 @@ def test_the_command_the_readme_and_the_page_say_the_same() -> None:
 
 
 def test_every_situation_is_there_and_its_reason_has_a_page() -> None:
-    asked = "general documents grounding counting video long-video long-prompts server follow-up no-attention tower"
+    asked = (
+        "general signs documents grounding counting video long-video long-prompts server follow-up no-attention tower"
+    )
     assert set(TASKS) == set(asked.split())
     for one in ADVICE.values():
         page, _, anchor = one.reason_page.partition("#")
@@ -157,14 +159,14 @@ def test_a_guard_that_the_evidence_needs_is_in_the_config_and_a_higher_keep_in_v
     plain = recommend("demo_vlm")
     assert "guard" not in plain.config and json.loads(shlex.split(plain.vllm)[1]) == {"tokenprune": plain.setting}
     # At its keep the guard has nothing to add for what a row is about.
-    for task, kind in (("documents", "text"), ("grounding", "grounding")):
+    for task, kind in (("signs", "text"), ("grounding", "grounding")):
         assert ADVICE[task].keep >= shipped().of(ADVICE[task].method, kind)
 
 
 def test_the_same_budget_by_a_smaller_image_stands_beside_it() -> None:
-    found = recommend("demo_qwen", task="documents")
+    found = recommend("demo_qwen", task="signs")
     speed, accuracy, time = re.split(r"; (?=measured)", found.smaller)
-    assert "image (`downsample` at keep 0.5, or max_pixels of the processor): prefill x3." in speed
+    assert "image (`downsample` at keep 0.5, or max_pixels of the processor): prefill x2." in speed
     ours = re.search(r"prefill (x[\d.]+) as fast", found.evidence[-1].figure)[1]
     assert speed.endswith(f"and divprune {ours}") and "questions right at keep 0.5" in accuracy
     assert "ms from the image to the first token" in time and f"\n- {found.smaller}\n" in str(found)
@@ -182,6 +184,9 @@ def test_a_method_that_cannot_act_gives_way_and_says_so() -> None:
     assert found.method == ADVICE["general"].method
     for name in ("pevlm", "vidcom2"):
         assert any(f"{name} cannot act in 'llava'" in one for one in found.notes)
+    found = recommend("demo_vlm", task="documents")
+    assert (found.method, found.setting["keep"]) == (ADVICE["signs"].method, ADVICE["signs"].keep)
+    assert any("pixelprune cannot act in 'llava': this is the row 'signs'" in note for note in found.notes)
     found = recommend(AutoConfig.for_model("fuyu"), task="tower")
     assert found.method == ADVICE["general"].method and any("tome cannot act" in one for one in found.notes)
 
@@ -192,6 +197,16 @@ def test_a_tower_that_is_most_of_the_work_is_told() -> None:
     found = recommend("demo_qwen", task="tower")
     assert tokenprune.method_info(found.method).site == "IN_ENCODER" and found.served
     assert not any("vision tower is" in note for note in found.notes)
+
+
+def test_a_method_ahead_of_the_tower_is_predicted_to_shorten_it_and_gets_no_warning() -> None:
+    pages, photographs = (recommend("demo_qwen", task=task) for task in ("documents", "signs"))
+    ratios = [
+        float(re.search(r"prefill x([\d.]+) as fast", one.evidence[-1].figure)[1]) for one in (pages, photographs)
+    ]
+    assert ratios[0] > 2 * ratios[1]
+    assert not any("vision tower is" in note for note in pages.notes)
+    assert any("vision tower is" in note for note in photographs.notes)
 
 
 def test_what_vllm_does_not_serve_says_so() -> None:
@@ -222,6 +237,13 @@ def test_the_command_prints_it_and_writes_the_setting(tmp_path: Path) -> None:
     found = recommend("demo_vlm", task="documents")
     assert done.stdout.strip() == str(found)
     assert tokenprune.read_config(out).setting == found.setting
+
+
+def test_the_command_without_a_model_advises_the_shipped_model() -> None:
+    done = CliRunner().invoke(app, ["recommend"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.strip() == str(recommend("demo_vlm"))
+    assert "No model named: this is for demo_vlm" in done.stderr
 
 
 def test_the_file_of_evidence_is_current() -> None:

@@ -86,6 +86,9 @@ def test_a_video_is_an_animation_or_a_folder_of_frames(folder: Path) -> None:
         ({**GOOD, "image": "broken.jpg"}, "cannot read broken.jpg as an image"),
         ({"images": "a.png", "question": "q", "answer": "a"}, "images must be a list"),
         ({"images": [], "question": "q", "answer": "a"}, "images must be a list"),
+        ({"images": "a.png", "question": "q", "answer": "a"}, 'one image: write "image"'),
+        ({"image": ["a.png"], "question": "q", "answer": "a"}, 'image holds a list: write "images" for several'),
+        ({"video": ["a.png"], "question": "q", "answer": "a"}, "video holds a list: name .* a folder of frames"),
         ({"video": "rows.jsonl", "question": "q", "answer": "a"}, "pip install av|as a video"),
     ],
 )

@@ -280,7 +280,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretender]:
 
 def ask(server: Pretender, *arguments: str) -> Result:
     return bench(
-        "--backend", "vllm", "--server", f"{server.url}/v1", "--methods", "uniform", "--keep", "0.25", "--limit", "1",
+        "--backend", "vllm", "--server", f"{server.url}/v1", "--methods", "uniform", "--keep", "0.25", "--images", "1",
         "--repeats", "1", *arguments,
     )  # fmt: skip
 

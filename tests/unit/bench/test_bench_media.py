@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import sys
 from pathlib import Path
@@ -78,6 +79,21 @@ def test_grey_with_sixteen_bits_keeps_its_shades(tmp_path: Path) -> None:
     Image.fromarray(shades.astype(np.float32)).save(tmp_path / "a.tiff")
     with pytest.raises(BadRow, match=r"cannot read a\.tiff as an image: its pixels have 32 bits"):
         read_image(source(tmp_path / "a.tiff"))
+
+
+def test_an_animated_image_is_noted_with_its_row(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (8, 6), (40 * index, 0, 0)) for index in range(3)]
+    frames[0].save(tmp_path / "moves.gif", save_all=True, append_images=frames[1:])
+    frames[0].save(tmp_path / "phone.mpo", save_all=True, append_images=frames[1:])
+    frames[0].save(tmp_path / "still.gif")
+    names = ("still.gif", "moves.gif", "phone.mpo")
+    rows = [{"image": name, "question": "what?", "answer": "red"} for name in names]
+    rows.append({"video": "moves.gif", "question": "what?", "answer": "red"})
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load_data(file).notes == (
+        'line 2: an animated image is read as its first frame. Name it "video" to read all frames.',
+    )
 
 
 def test_an_animation_is_its_first_frame_or_a_video(tmp_path: Path) -> None:

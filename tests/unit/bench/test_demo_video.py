@@ -60,7 +60,7 @@ def test_keeping_all_changes_nothing(subject, asked):
 def test_a_benchmark_asks_it_about_videos_unless_told_otherwise(tmp_path):
     assert set_of("demo_video") == "small-videos"
     assert set_of(None) == set_of("demo_qwen") == set_of("a/folder") == "images"
-    command = ["bench", "--model", "demo_video", "--methods", "uniform", "--keep", "0.25", "--limit", "1"]
+    command = ["bench", "--model", "demo_video", "--methods", "uniform", "--keep", "0.25", "--images", "1"]
     for more, kind in (([], "direction"), (["--set", "images"], "grounding")):
         file = tmp_path / f"{kind}.jsonl"
         result = CliRunner().invoke(app, [*command, "--repeats", "0", "--json", str(file), *more])

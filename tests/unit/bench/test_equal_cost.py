@@ -179,7 +179,7 @@ def test_the_command_line_chooses_settings_and_draws_with_them(tmp_path: Path) -
     ],
 )
 def test_bad_targets_are_refused_before_any_work(arguments: tuple[str, ...], told: str) -> None:
-    done = bench("--limit", 1, "--methods", "pool", *arguments)
+    done = bench("--images", 1, "--methods", "pool", *arguments)
     assert done.exit_code != 0 and told in " ".join(done.output.split())
 
 

@@ -80,13 +80,13 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     for number in (-1, 3):
         with pytest.raises(OptionError, match="numbers 0 to 2"):
             Wanted(1, (number,)).check(3)
-    line = refused("bench", "--limit", 1, "--run", tmp_path / "run", "--sample", 8, "--device", "cpu")
+    line = refused("bench", "--images", 1, "--run", tmp_path / "run", "--sample", 8, "--device", "cpu")
     assert "--sample 8: the questions have the numbers 0 to 7" in line
 
 
 # -- a run of the shipped model
 
-RUN = "bench --limit 1 --methods pool --keep 0.25 --repeats 0 --device cpu".split()
+RUN = "bench --images 1 --methods pool --keep 0.25 --repeats 0 --device cpu".split()
 
 
 @pytest.fixture(scope="module")

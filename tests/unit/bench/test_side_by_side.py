@@ -70,6 +70,16 @@ def test_dropped_is_told_from_kept_on_a_black_image(subject: Model) -> None:
     assert (edge[kept] == 255).all() and (edge[~kept] == 0).all()  # outlined
 
 
+@pytest.mark.parametrize(("width", "rows"), [(12_000, 7), (3000, 2), (1000, 1)])
+def test_a_wide_image_is_cut_into_rows_that_can_be_seen(width: int, rows: int) -> None:
+    panel = layout.Panel(ramp(width, 90), "unpatched", ())
+    drawn = panel.wrapped(1400, 1)
+    assert panel.rows(1400) == rows and drawn.width == 1400
+    assert (drawn.height + layout.FRAME_GAP) / rows - layout.FRAME_GAP >= 60
+    whole = np.asarray(panel.drawn(1400 * rows)[0])
+    assert (np.asarray(drawn)[-1, -1] == whole[-1, -1]).all()  # the last row ends with the end of the image
+
+
 def test_merged_patches_have_their_mean_colour() -> None:
     image = Image.new("RGB", (64, 32))
     image.paste((200, 0, 0), (0, 0, 16, 32))

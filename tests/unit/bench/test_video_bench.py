@@ -37,6 +37,35 @@ def plan(*methods: str, **more: Any) -> BenchPlan:
     return BenchPlan(methods, (0.25,), repeats=0, seeds=(0,), **more)
 
 
+def test_limit_counts_questions_and_images_counts_images(tmp_path: Path) -> None:
+    """On the shipped images and on drawn sets."""
+
+    def questions(*arguments: object) -> int:
+        out = tmp_path / "records.jsonl"
+        fixed = ("bench", "--methods", "uniform", "--keep", 0.25, "--repeats", 0, "--device", "cpu", "--json", out)
+        call(*fixed, *arguments)
+        (unpatched,) = (
+            one for one in map(json.loads, out.read_text().splitlines()) if one.get("method") == "unpatched"
+        )
+        return unpatched["questions"]
+
+    assert questions("--limit", 5) == 5
+    assert questions("--images", 2) > 10
+    assert questions("--images", 1, "--limit", 3) == 3
+    assert questions("--model", "demo_qwen", "--set", "documents", "--limit", 3) == 3
+    said = refused("bench", "--data", tmp_path / "rows.jsonl", "--images", 2)
+    assert "With --data pass --limit" in said
+
+
+def test_a_shortened_set_keeps_its_controls_and_the_kinds_that_are_asked() -> None:
+    whole = drawn_set("videos", 2)
+    short = whole.first(3)
+    assert short.questions == whole.questions[:3] and whole.first(0) is whole
+    assert set(short.kinds) == {one.kind for one in short.questions}
+    assert [one.questions for one in short.controls] == [one.questions[:3] for one in whole.controls]
+    assert all(set(one.chance) <= set(short.kinds) for one in short.controls)
+
+
 def test_videos_are_asked_by_kind_with_controls(subject: Model, tmp_path: Path) -> None:
     asked, shown = drawn_set("videos", 1), []
     video_inputs = Model.video_inputs
@@ -156,7 +185,7 @@ def test_controls_are_passes_of_the_unpatched_model() -> None:
 def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "evidence.jsonl"
     made = call(
-        "bench", "--model", folder, "--set", "videos", "--limit", 1, "--methods", "uniform", "--keep", "0.25",
+        "bench", "--model", folder, "--set", "videos", "--images", 1, "--methods", "uniform", "--keep", "0.25",
         "--evidence", "--device", "cpu", "--json", out, "--run", tmp_path / "run",
     )  # fmt: skip
     assert "Evidence kept" in made.output and "no scores" in made.output.replace("\n", " ")
@@ -173,7 +202,7 @@ def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
         (("--evidence", "--data", "x.jsonl"), "leave out --data"),
         (("--evidence", "--html", "x.html"), "asks for none"),
         (("--evidence", "--backend", "vllm"), "leave out --backend"),
-        (("--set", "videos", "--limit", "1", "--device", "cpu"), "this model takes none"),
+        (("--set", "videos", "--images", "1", "--device", "cpu"), "this model takes none"),
     ],
 )
 def test_what_does_not_go_together_is_said(given: tuple[str, ...], why: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import yaml
 import tokenprune
 from each import each
 from tests.unit.docs.test_docs import generator
-from tokenprune import Site, registry
+from tokenprune import Site, abilities, registry
 from tokenprune_bench.recommend.advice import advice
 from zoo import FAMILIES
 
@@ -45,6 +47,35 @@ def test_the_first_code_has_eight_lines_and_prints_what_the_readme_says(
     monkeypatch.chdir(ROOT)
     exec(compile(code, "README.md", "exec"), {})
     assert f"# prints: {capsys.readouterr().out.strip()}\n```" in README
+
+
+def test_the_install_line_brings_the_packages_of_processors_and_of_device_map() -> None:
+    (line,) = re.findall(r"^pip install (.*)$", README, re.MULTILINE)
+    (extra,) = re.findall(r"'\.\[([\w,-]+)\]'", line)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = {name for part in extra.split(",") for name in project["optional-dependencies"][part]}
+    assert {"torchvision", "accelerate"} <= packages
+    # Each torchvision requires one torch: as a dependency of the core it could make pip replace the user's torch.
+    assert not any(one.startswith("torchvision") for one in project["dependencies"])
+    for page in ("docs/guide/install.md", "demo/README.md", "bench/README.md"):
+        assert f"pip install {line}" in (ROOT / page).read_text(), page
+
+
+def test_the_models_that_the_readme_names_load_with_their_processors() -> None:
+    ran = subprocess.run([sys.executable, "-c", generator("try_readme").LOAD], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [
+        "Qwen2_5_VLProcessor 196 to 49 tokens",
+        "Qwen2_5_VLProcessor 16 to 4 tokens",
+    ]
+
+
+def test_a_slower_prefill_is_called_slower() -> None:
+    gpu = generator("gpu_page")
+    said = {pruned: gpu._faster(gpu.Line("prefill", 100.0, pruned)) for pruned in (129.0, 104.0, 50.0)}
+    assert said == {129.0: "29 % slower", 104.0: "as fast as before (1.0x)", 50.0: "2.0x as fast"}
+    eager = gpu.lines()[0]
+    assert eager.gain < 0.95 and f"a short prompt is {gpu._faster(eager)} without" in README
 
 
 def test_the_method_of_the_readme_has_twelve_lines_and_works(build) -> None:
@@ -111,6 +142,9 @@ def test_a_loaded_row_stays_out_of_the_headline(timed: Any) -> None:
 @each("name", ["qwen2_5_vl", "llava"])
 def test_a_row_about_images_runs_and_keeps_that(case: str, name: str, build) -> None:
     row = ADVICE[case]
+    if abilities.obstacle(row.setting.steps()[0][0], name):
+        assert (case, name) == ("documents", "llava")
+        row = ADVICE[row.instead]
     more = {"guard": "auto"} if row.more else {}  # tiny models have no processor: prompts are not read then
     model, inputs = build(FAMILIES[name]), FAMILIES[name].make_inputs()
     with tokenprune.patched(model, config=row.setting, **more):
@@ -140,14 +174,35 @@ def test_the_choice_for_long_prompts_is_linear_in_the_tokens_and_the_other_is_no
     assert slope[ADVICE["long-prompts"].method] < 1.2 and slope["divprune"] > 1.4
 
 
-def test_the_choice_for_vllm_is_served() -> None:
+def test_the_choices_for_vllm_are_served() -> None:
     from tokenprune.integrations.vllm.setting.servable import check_method
 
-    check_method(tokenprune.method(ADVICE["server"].method))
+    for name in ("server", *generator("which_method").SERVED):
+        check_method(tokenprune.method(ADVICE[name].method))
+
+
+def test_the_page_of_the_server_and_the_recipe_give_the_advice_of_the_table() -> None:
+    shown = re.findall(
+        r"^\| (.*?) \| \[`(\w+)`\].*?, `keep=(.*?)` \|$", (ROOT / "docs/serving.md").read_text(), re.MULTILINE
+    )
+    rows = {row.title: (row.method, repr(row.keep)) for row in ADVICE.values()}
+    assert len(shown) == 5 and all(rows[title] == (method, keep) for title, method, keep in shown)
+    pages = ADVICE["documents"]
+    recipe = (ROOT / "docs/recipes/documents.md").read_text()
+    assert f'tokenprune.patch(model, "{pages.method}", keep={pages.keep!r}' in recipe
+
+
+def test_the_choice_for_pages_is_the_best_measured_on_pages() -> None:
+    _, *records = (json.loads(line) for line in (ROOT / "experiments/results/pages.jsonl").read_text().splitlines())
+    row = ADVICE["documents"]
+    right = {
+        one["method"]: one["right"].count("1") for one in records if one.get("keep") == row.keep and "right" in one
+    }
+    assert len(right) > 5 and max(right, key=right.__getitem__) == row.method
 
 
 def test_the_choice_for_ocr_lost_nothing_measured_at_this_keep_and_the_one_for_counting_did() -> None:
-    row = ADVICE["documents"]
+    row = ADVICE["signs"]
     assert lost(row.method, "text", row.keep) <= 2
     assert lost(ADVICE["counting"].method, "counting", ADVICE["counting"].keep) > 10
 

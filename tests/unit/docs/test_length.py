@@ -30,8 +30,9 @@ def test_the_path_is_read_in_an_hour_and_each_page_in_five_minutes() -> None:
     assert not {name: WORDS[name] for name in count.PATH if WORDS[name] > FIVE_MINUTES}
 
 
-def test_the_pages_stay_below_85_thousand_words() -> None:
-    assert sum(WORDS.values()) <= 85_000
+def test_pages_stay_below_62_thousand_words_without_method_pages() -> None:
+    """Each method adds a page, so the pages of methods have no common limit."""
+    assert sum(words for name, words in WORDS.items() if not name.startswith("methods/")) <= 62_000
 
 
 def test_the_navigation_begins_with_the_path() -> None:

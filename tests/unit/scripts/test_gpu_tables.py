@@ -171,17 +171,14 @@ def test_the_page_of_papers(script: Any, tmp_path: Path, monkeypatch: pytest.Mon
     """One line says what is missing; with a table of a GPU, ratios stand there instead."""
     peers = script("peers")
     assert peers.page() in peers.PAGE.read_text()
-    none = {"method": "none", "batch": 1, "visual": 576, "keep": 576, "ms": {"p50": 40.0}, "oracle_ms": 40.0}
+    none = {"method": "none", "batch": 1, "visual": 576, "keep": 576, "ms": {"p50": 40.0}, "device_ms": 44.0}
     none |= {"kv_bytes": 640, "peak_bytes": 100, "bound": "arithmetic", "layers": [576] * 32}
-    mine = none | {"method": "divprune", "keep": 64, "ms": {"p50": 16.0}, "oracle_ms": 10.0, "speedup": 2.5}
+    mine = none | {"method": "divprune", "keep": 64, "ms": {"p50": 16.0}, "device_ms": 8.0, "speedup": 2.5}
     mine |= {"layers": [64] * 32}
-    mine |= {"efficiency": 0.625, "kv_bytes": 128, "bound": "launches"}
+    mine |= {"kv_bytes": 128, "bound": "launches"}
     (row,) = peers.ours("LLaVA-1.5-7B", [none, mine, mine | {"batch": 8}, {"method": "fastv 576", "bound": "out"}])
-    assert row[:6] == ["`divprune`", "LLaVA-1.5-7B", "576 to 64", "x2.50", "x4.00", "0.62"] and row[7:9] == [
-        "20%",
-        "100%",
-    ]
-    assert float(row[6][1:]) > 4 and row[-1] == "launches"
+    assert row[:5] == ["`divprune`", "LLaVA-1.5-7B", "576 to 64", "x2.50", "x5.00"]
+    assert float(row[5][1:]) > 4 and row[6:] == ["20%", "100%", "launches"]
     for one in peers.published():
         assert one["ratio"] > 1 and one["source"] and one["where"] and one["model"]
     eadp = next(one for one in peers.published() if one["source"].startswith("EADP") and one["method"] == "divprune")
@@ -192,6 +189,15 @@ def test_the_page_of_papers(script: Any, tmp_path: Path, monkeypatch: pytest.Mon
         peers.sheets, "found", lambda name: [(tmp_path, HEADER, [none, mine])] if name[0] == "f" else []
     )
     assert peers.MISSING not in peers.page() and "| `divprune` | LLaVA-1.5-7B | 576 to 64 | x2.50 |" in peers.page()
+
+
+def test_no_row_of_the_page_of_papers_is_above_its_limit(script: Any) -> None:
+    """The GPU cannot save more than the arithmetic: times that the host sets are in a column of their own."""
+    peers = script("peers")
+    rows = re.findall(r"^\| `\w+` \| \S+ \| \d+ to \d+ \| x\S+ \| x(\S+) \| x(\S+) \|", peers.page(), re.MULTILINE)
+    assert len(rows) == 18
+    assert all(float(busy) <= float(flops) for busy, flops in rows)
+    assert "oracle" not in peers.PAGE.read_text().lower()
 
 
 HEADER = {"device": "GPU", "torch": "2", "transformers": "5", "date": "today", "shape": "7 B"}

@@ -146,7 +146,7 @@ def test_processes_share_the_work_and_agree(subject: Model, tmp_path: Path) -> N
 
 
 def tune(*arguments: object, code: int = 0) -> Result:
-    fixed = "tune --device cpu --limit 5 --methods pool,pevlm --keep 0.5".split()
+    fixed = "tune --device cpu --limit 40 --methods pool,pevlm --keep 0.5".split()
     result = CliRunner(env={"COLUMNS": "220"}).invoke(app, [*fixed, *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -81,7 +81,19 @@ def test_a_model_whose_sizes_are_not_at_hand_is_refused() -> None:
 
 
 def command(*arguments: str) -> Result:
-    fixed = ["tune", "--methods", "uniform", "--keep", "0.25", "--limit", "5", "--max-drop", "40%", "--objective", "kv"]
+    fixed = [
+        "tune",
+        "--methods",
+        "uniform",
+        "--keep",
+        "0.25",
+        "--limit",
+        "40",
+        "--max-drop",
+        "40%",
+        "--objective",
+        "kv",
+    ]
     return CliRunner(env={"COLUMNS": "300"}).invoke(app, [*fixed, *arguments])
 
 
