@@ -56,15 +56,12 @@ class PositionNotes:
         return self._of_request.get(request, {})
 
 
-def get_note(notes: ItemNotes, offset: int) -> Tensor | None:
-    """Return the note of the item at `offset`. Raises UnsupportedSetupError if the item has no entry."""
-    try:
-        return notes[offset]
-    except KeyError:
-        raise UnsupportedSetupError(
-            f"vLLM {vllm_version()} computed no positions for the item at token {offset} of a request. "
-            f"Use the tested version, {TESTED}."
-        ) from None
+def missing_note(offset: int) -> UnsupportedSetupError:
+    """Return the error for an item that has no entry in the notes of its request."""
+    return UnsupportedSetupError(
+        f"vLLM {vllm_version()} computed no positions for the item at token {offset} of a request. "
+        f"Use the tested version, {TESTED}."
+    )
 
 
 def note_v1(original: Any) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ from tokenprune.errors import PlaceholderMismatchError, UnsupportedModelError
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.position_checks import longest
 from tokenprune.integrations.vllm.setting.settings import KEY
-from tokenprune.integrations.vllm.worker.position_notes import ItemNotes, get_note
+from tokenprune.integrations.vllm.worker.position_notes import ItemNotes, missing_note
 from tokenprune.ops.transfer import to_device
 
 # Numbers in two digits each: every digit is below 256, so it is exact in any 16-bit float.
@@ -263,7 +263,9 @@ def place(rows: Sequence[Tensor], parts: Iterable[Part], known: Tensor, axes: in
             first, last = span.get_embeds_indices_in_range(*inside)
             if first == last:
                 continue
-            item_rows, note = next(remaining), get_note(notes, span.offset)
+            if span.offset not in notes:
+                raise missing_note(span.offset)
+            item_rows, note = next(remaining), notes[span.offset]
             if len(item_rows) != last - first:
                 raise PlaceholderMismatchError(f"{len(item_rows)} rows for {last - first} placeholders of an item")
             if note is not None:

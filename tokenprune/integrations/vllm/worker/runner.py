@@ -14,12 +14,13 @@ from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks, wr
 from tokenprune.integrations.vllm.setting.configuration import keys_of
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.worker import requests
-from tokenprune.integrations.vllm.worker.warm_up import before_ready
+from tokenprune.integrations.vllm.worker.warm_up import answer_reloads, before_ready
 
 # Model Runner V1's module, and V2's for the encoder.
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.mm.encoder_runner")
 # Of V2, which loads them after the model.
 _PRUNER, _ROPE = "vllm.v1.worker.gpu.model_states.mm_pruning", "vllm.v1.worker.gpu.mm.rope"
+_WORKER_BASE = "vllm.v1.worker.worker_base"
 _WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
 
 
@@ -47,6 +48,7 @@ def prepare_runner(vllm_config: Any) -> None:
     if (module := sys.modules.get(_RUNNERS[0])) is not None:
         wrap(module.GPUModelRunner, "_gather_mm_embeddings", of_v1)
         wrap(module.GPUModelRunner, "_init_mrope_positions", note_v1)
+    answer_reloads(importlib.import_module(_WORKER_BASE).WorkerBase)
     for name, worker in _WORKERS.items():
         if (module := sys.modules.get(name)) is not None:
             before_ready(getattr(module, worker))
