@@ -46,7 +46,7 @@ class Part(NamedTuple):
         features: All items of the request.
         notes: Notes of the request, see `PositionNotes`.
         start: Number of tokens read before.
-        count: Number of tokens read now.
+        num_tokens: Number of tokens read now.
         shift: Index of a token in the known positions, minus its index in the prompt.
     """
 
@@ -54,7 +54,7 @@ class Part(NamedTuple):
     features: Sequence[Any]
     notes: ItemNotes
     start: int
-    count: int
+    num_tokens: int
     shift: int
 
 
@@ -212,10 +212,10 @@ def of_v1(original: Any) -> Any:
             return _without_columns(rows, axes), is_row
         parts, begin = list[Part](), 0
         for name in self.input_batch.req_ids:
-            request, count = self.requests[name], step.num_scheduled_tokens[name]
+            request, num_tokens = self.requests[name], step.num_scheduled_tokens[name]
             start, notes = request.num_computed_tokens, model.tokenprune_notes.of_request(name)
-            parts.append(Part(0, request.mm_features, notes, start, count, begin - start))
-            begin += count
+            parts.append(Part(0, request.mm_features, notes, start, num_tokens, begin - start))
+            begin += num_tokens
         return place(rows, parts, self.mrope_positions.gpu[None], axes), is_row
 
     return gather
@@ -255,11 +255,12 @@ def place(rows: Sequence[Tensor], parts: Iterable[Part], known: Tensor, axes: in
         UnsupportedSetupError: If a request has no note of an item.
     """
     columns, targets, remaining = list[Tensor](), list[Tensor](), iter(rows)
-    for row, features, notes, start, count, shift in parts:
-        low, high = get_mm_features_in_window(features, start=start, end=start + count)
+    for row, features, notes, start, num_tokens, shift in parts:
+        end = start + num_tokens
+        low, high = get_mm_features_in_window(features, start=start, end=end)
         for feature in features[low:high]:
             span = feature.mm_position
-            inside = max(start - span.offset, 0), min(start + count - span.offset, span.length)
+            inside = max(start - span.offset, 0), min(end - span.offset, span.length)
             first, last = span.get_embeds_indices_in_range(*inside)
             if first == last:
                 continue
