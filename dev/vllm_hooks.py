@@ -142,7 +142,7 @@ class Sources:
         return found
 
     def _named(self, module: str, name: str) -> Found | None:
-        """A name that comes from a package that is not here is found where it is imported."""
+        """Return the definition of a name. A name of another package is found where it is imported."""
         tree = self.module(module)
         for node in () if tree is None else statements(tree.body):
             if name in defines(node):
@@ -151,7 +151,7 @@ class Sources:
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
                         origin = self._origin(module, node)
-                        if self.module(origin.partition(".")[0]) is None:
+                        if origin.partition(".")[0] != module.partition(".")[0]:
                             return Found(node, module)
                         return self._named(origin, alias.name)
         return None
