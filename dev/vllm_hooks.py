@@ -310,7 +310,8 @@ def _too_narrow(has: dict[str, Any]) -> Iterator[str]:
 def written(has: dict[str, Any]) -> str:
     """Return JSON with a line for each hook, so that a change can be read."""
     tables = (
-        f'"{key}": {{\n' + ",\n".join(f"  {json.dumps(where)}: {json.dumps(value)}" for where, value in has[key].items())
+        f'"{key}": {{\n'
+        + ",\n".join(f"  {json.dumps(where)}: {json.dumps(value)}" for where, value in has[key].items())
         for key in ("hooks", "code")
     )
     names = ",\n".join(f"  {json.dumps(name)}" for name in has["architectures"])
@@ -333,10 +334,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.write:
         KEPT.mkdir(exist_ok=True)
         (KEPT / f"{has['vllm']}.json").write_text(written(has))
-    if args.against is None:
-        base = json.loads((KEPT / f"{TESTED}.json").read_text())
-    else:
-        base = read(args.against, wanted)
+    tested = KEPT / f"{TESTED}.json"
+    base = json.loads(tested.read_text()) if args.against is None else read(args.against, wanted)
     names = changed(has, base)
     print("\n".join([f"{len(names)} of them have other code than in vLLM {base['vllm']}", *names]))
     if args.against is not None:

@@ -6,12 +6,12 @@
 
 The server is a random LLaVA of 0.5 M parameters. Every request has its own image and one of several settings: methods
 before the language model and in the tower, 18 budgets, and settings that the server refuses; some clients disconnect
-before their answer ends. A sample each `--every` seconds holds the requests so far, and the resident memory of
-the API server and of the engine.
+before their answer ends. A sample each `--every` seconds holds the requests so far, and the resident memory of the API
+server and of the engine.
 
-Two of vLLM's own caches grow for a long time: processed images are kept up to `--mm-processor-cache-gb`, 4 GB by default,
-and on CPUs a block of the KV cache takes memory when it is first used. Here both are small (`--cache-gb`, `--blocks`).
-`growth` compares the medians of the last two quarters of the run;
+Two of vLLM's own caches grow for a long time: processed images are kept up to `--mm-processor-cache-gb`, 4 GB by
+default, and on CPUs a block of the KV cache takes memory when it is first used. Here both are small (`--cache-gb`,
+`--blocks`). `growth` compares the medians of the last two quarters of the run;
 a leak of a kilobyte a request would add a megabyte for a thousand requests.
 """
 
@@ -58,12 +58,14 @@ def resident() -> dict[str, float]:
     return {"api": server.memory_info().rss / 1e6, "engine": below / 1e6}
 
 
-async def client_loop(url: str, until: float, seeds: Any, counts: dict[str, int], size: int, number: int) -> None:
+async def client_loop(
+    url: str, until: float, seeds: Any, counts: dict[str, int], args: argparse.Namespace, number: int
+) -> None:
     """Send requests one after another until the time is over, and count the outcomes."""
     client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=600, max_retries=0)
     chance = random.Random(number)
     while time.monotonic() < until:
-        part, setting = noise_image(next(seeds), size), draw_setting(chance)
+        part, setting = noise_image(next(seeds), args.size), {"off": True} if args.off else draw_setting(chance)
         try:
             stream = await client.chat.completions.create(
                 model="served", temperature=0, max_tokens=chance.choice([1, 4, 16]), stream=True,
@@ -85,7 +87,7 @@ async def soak(url: str, args: argparse.Namespace, console: Console) -> list[dic
     start, seeds = time.monotonic(), itertools.count()
     counts = {"answered": 0, "refused": 0, "left": 0}
     clients = [
-        asyncio.create_task(client_loop(url, start + args.seconds, seeds, counts, args.size, number))
+        asyncio.create_task(client_loop(url, start + args.seconds, seeds, counts, args, number))
         for number in range(args.clients)
     ]
     samples = list[dict[str, Any]]()
@@ -118,6 +120,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=112, help="edge of an image in pixels, as sent")
     parser.add_argument("--cache-gb", type=float, default=0.1, help="vLLM's --mm-processor-cache-gb")
     parser.add_argument("--blocks", type=int, default=64, help="blocks of the KV cache, of 128 tokens each")
+    parser.add_argument("--off", action="store_true", help="for comparison: no request drops tokens or is refused")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     console = Console()

@@ -60,9 +60,7 @@ def test_other_versions_are_refused_by_name(folder: Any, monkeypatch: pytest.Mon
         plugin._after_config(problems, "result", Fake)
 
 
-def test_an_untested_version_is_refused_only_with_a_setting(
-    folder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_untested_version_is_refused_only_with_a_setting(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "vllm_version", lambda: "0.99.0")
     config(folder("llava"))
     with pytest.raises(UnsupportedSetupError, match=r"vLLM 0\.99\.0 is not tested .*TOKENPRUNE_UNTESTED=1"):
@@ -73,7 +71,11 @@ def test_an_untested_version_is_refused_only_with_a_setting(
 
 def test_the_installed_vllm_has_the_code_that_other_versions_are_compared_with() -> None:
     dev = Path(__file__).parents[2] / "dev"
-    command = [sys.executable, str(dev / "vllm_hooks.py"), str(Path(importlib.import_module("vllm").__file__).parents[1])]
+    command = [
+        sys.executable,
+        str(dev / "vllm_hooks.py"),
+        str(Path(importlib.import_module("vllm").__file__).parents[1]),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"0 of them have other code than in vLLM {compat.TESTED}" in ran.stdout, ran.stdout
 

@@ -14,9 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
 
+from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name, runs_of
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.vllm.worker.position_notes import PositionNotes, note_v1, note_v2
 from tokenprune.integrations.vllm.worker.positions import (
     DIGITS,
@@ -67,7 +67,9 @@ class Known:
         record = self.model.tokenprune_notes.record
         for hook in (note_v1(lambda runner, request: record(notes)), note_v2(lambda state, row, model: record(notes))):
             runner = SimpleNamespace(get_model=lambda: self.model, requests={"a": None, "b": None, 1: None})
-            arguments = (runner, SimpleNamespace(req_id="b")) if hook.__name__.startswith("_init") else (None, 1, self.model)
+            arguments = (
+                (runner, SimpleNamespace(req_id="b")) if hook.__name__.startswith("_init") else (None, 1, self.model)
+            )
             hook(*arguments)
         self.reset()
 

@@ -170,7 +170,7 @@ def test_a_video_that_does_not_fit_into_memory_does_not_stop_the_server(
     ran = warm_up.warm_up(*made, torch.device("cpu"), {"image": 64, "video": 256}, [setting])
     assert max(count for _, count in ran) == 64
     room, model = 32, SimpleNamespace(tokenprune_width=32, tokenprune_norm=None)
-    with pytest.raises(UnsupportedSetupError, match="divprune failed on a random item of .* too many tokens"):
+    with pytest.raises(UnsupportedSetupError, match=r"divprune failed on a random item of .* too many tokens"):
         warm_up.warm_up(model, made[1], torch.device("cpu"), {"image": 64, "video": 256}, [setting])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/capacity_errors.py: the errors of `tokenprune capacity` on rows that its assumptions were not fitted to."""
+"""experiments/capacity_errors.py: errors of `tokenprune capacity` on rows that its assumptions were not fitted to."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def test_a_row_that_is_left_out_does_not_change_its_own_prediction(
     for some in (rows, changed):
         monkeypatch.setattr(script, "read_rows", lambda: some)  # noqa: B023
         errors = script.compute_errors()[0]
-        predictions += [[(1 + error) * measured for error, measured in zip(errors[kind], (some[0].rate, some[0].first))]
-                        for kind in ("row", "server_out")]  # fmt: skip
+        for kind in ("row", "server_out"):
+            rate, first = errors[kind]
+            predictions.append([(1 + rate) * some[0].rate, (1 + first) * some[0].first])
     assert predictions[:2] == [pytest.approx(one) for one in predictions[2:]]
 
 

@@ -191,8 +191,8 @@ CHANGES: list[tuple[str, str, list[str]]] = [
 
 @pytest.mark.parametrize(("old", "new", "names"), CHANGES)
 def test_changed_bodies_are_listed(
-    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, old: str, new: str,
-    names: list[str],
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, old: str,
+    new: str, names: list[str],
 ) -> None:  # fmt: skip
     for folder, text in (("old", OLD), ("new", OLD.replace(old, new) if old else OLD)):
         for name, content in (MADE | {"vllm/cache.py": text}).items():

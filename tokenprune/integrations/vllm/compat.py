@@ -71,7 +71,10 @@ def check_version() -> None:
             "compare answers."
         )
     logger.warning(
-        "tokenprune was tested with vLLM %s; this is %s, which %s=1 allows. Compare answers.", TESTED, installed, UNTESTED
+        "tokenprune was tested with vLLM %s; this is %s, which %s=1 allows. Compare answers.",
+        TESTED,
+        installed,
+        UNTESTED,
     )
 
 

@@ -174,9 +174,7 @@ def compute_prompt_positions(
     return positions, int(unpruned.max()) + 1 - len(tokens), _notes(full, base_of)
 
 
-def compute_line_positions(
-    tokens: list[int], features: list[MultiModalFeatureSpec]
-) -> tuple[Tensor, int, ItemNotes]:
+def compute_line_positions(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[Tensor, int, ItemNotes]:
     """Return the same as `compute_prompt_positions` for a model with one axis, whose language model reads the first row
     of the positions."""
     full = FullPrompt.of(len(tokens), features)

@@ -150,7 +150,7 @@ def _warming_up(original: Any) -> Any:
 
 
 def answer_reloads(worker: Any) -> None:
-    """Give workers of this class the method that a reload calls in all workers. worker: vLLM's base class of workers."""
+    """Give workers of this class the method that a reload calls. worker: vLLM's base class of workers."""
     setattr(worker, WARM_UP, _warm_up_profiles)
 
 
