@@ -5,8 +5,8 @@
     python experiments/capacity_errors.py --page    # write it into docs/capacity.md
 
 The rows are the nine that an H200 measured in vLLM: three servers, three budgets each. The defaults of `Assumptions`
-were fitted to these rows, so their error is in-sample. Here `compute`, `tower`, `each` and, for servers without CUDA graphs,
-`launch` are fitted anew (least squares of the logarithms of the rates), leaving out one row, or all rows of one
+were fitted to these rows, so their error is in-sample. Here `compute`, `tower`, `each` and, for servers without CUDA
+graphs, `launch` are fitted anew (least squares of the logarithms of the rates), leaving out one row, or all rows of one
 server, and the left-out rows are predicted. `host` is the median first token of the rows that stay: of the same server,
 or of the other two servers.
 """

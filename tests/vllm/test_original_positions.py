@@ -19,7 +19,7 @@ from tokenprune.families import SERVED
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name, runs_of
 from tokenprune.integrations.vllm.setting.position_checks import arrange, original_positions
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.integrations.vllm.worker.positions import DIGITS, Part, compute_line_positions, place, to_columns
+from tokenprune.integrations.vllm.worker.positions import DIGITS, ReadTokens, compute_line_positions, place, to_columns
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
 NAME, CHUNK, BLOCK = "llava_onevision", 24, 32
@@ -201,7 +201,7 @@ def test_every_split(keep: float, per_run: bool) -> None:
                 before, after = int(is_row[:computed].sum()), int(is_row[: computed + size].sum())
                 chunk, owners = every[before:after], of[before:after]
                 pieces = [chunk[owners == index] for index in owners.unique()]
-                part = Part(0, features, notes, computed, min(size, len(tokens) - computed), 0)
+                part = ReadTokens(0, features, notes, computed, min(size, len(tokens) - computed), 0)
                 cut = place(pieces, [part], positions, 1)
                 assert [one.shape for one in cut] == [(len(one), 5) for one in pieces] and every.shape[1] == 5 + DIGITS
             assert positions[0, 0, skipped:].tolist() == wanted[skipped:]

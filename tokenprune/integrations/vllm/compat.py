@@ -67,8 +67,8 @@ def check_version() -> None:
         return
     if not allow_untested():
         raise UnsupportedSetupError(
-            f"vLLM {installed} is not tested with tokenprune. Install vllm=={TESTED}, or set {UNTESTED}=1 to try it and "
-            "compare answers."
+            f"vLLM {installed} is not tested with tokenprune. Install vllm=={TESTED}, or set {UNTESTED}=1 to try it "
+            "and compare answers."
         )
     logger.warning(
         "tokenprune was tested with vLLM %s; this is %s, which %s=1 allows. Compare answers.",

@@ -38,7 +38,7 @@ DIGITS = 2
 Rule = Callable[[list[int], list[MultiModalFeatureSpec]], tuple[Tensor, int]]
 
 
-class Part(NamedTuple):
+class ReadTokens(NamedTuple):
     """The tokens of a request that one step reads.
 
     Attributes:
@@ -208,11 +208,11 @@ def of_v1(original: Any) -> Any:
             return rows, is_row
         if shift_computed_tokens:  # a drafter's positions were placed before
             return _without_columns(rows, axes), is_row
-        parts, begin = list[Part](), 0
+        parts, begin = list[ReadTokens](), 0
         for name in self.input_batch.req_ids:
             request, num_tokens = self.requests[name], step.num_scheduled_tokens[name]
             start, notes = request.num_computed_tokens, model.tokenprune_notes.of_request(name)
-            parts.append(Part(0, request.mm_features, notes, start, num_tokens, begin - start))
+            parts.append(ReadTokens(0, request.mm_features, notes, start, num_tokens, begin - start))
             begin += num_tokens
         return place(rows, parts, self.mrope_positions.gpu[None], axes), is_row
 
@@ -232,14 +232,16 @@ def of_v2(original: Any) -> Any:
             input_batch.idx_mapping_np, input_batch.num_computed_prefill_tokens_np, input_batch.num_scheduled_tokens
         )  # fmt: skip
         batch = zip(input_batch.req_ids, *(array.tolist() for array in numbers), strict=False)
-        parts = [Part(row, items[name], notes.of_request(row), start, count, 0) for name, row, start, count in batch]
+        parts = [
+            ReadTokens(row, items[name], notes.of_request(row), start, count, 0) for name, row, start, count in batch
+        ]
         known = self.rope_state.prefill_positions.gpu.unflatten(0, (-1, self.rope_state.num_dims))
         return place(mm_embeds, parts, known, axes)
 
     return recompute
 
 
-def place(rows: Sequence[Tensor], parts: Iterable[Part], known: Tensor, axes: int) -> list[Tensor]:
+def place(rows: Sequence[Tensor], parts: Iterable[ReadTokens], known: Tensor, axes: int) -> list[Tensor]:
     """Write the positions in the columns of embeddings into `known`, and return the embeddings without the columns.
 
     Args:
