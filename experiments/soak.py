@@ -11,7 +11,11 @@ server and of the engine.
 
 Two of vLLM's own caches grow for a long time: processed images are kept up to `--mm-processor-cache-gb`, 4 GB by
 default, and on CPUs a block of the KV cache takes memory when it is first used. Here both are small (`--cache-gb`,
-`--blocks`). `growth` compares the medians of the last two quarters of the run;
+`--blocks`). A third one is oneDNN's, of up to 1,024 matrix shapes: fewer tokens make prompts of many lengths. With
+`ONEDNN_PRIMITIVE_CACHE_CAPACITY=8` in the environment (soak-onednn.jsonl), or with `--off` (soak-off.jsonl), the engine
+stops growing within a minute.
+
+`growth` compares the medians of the last two quarters of the run;
 a leak of a kilobyte a request would add a megabyte for a thousand requests.
 """
 
