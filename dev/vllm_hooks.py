@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads from the sources of a vLLM, without installing it, whether it has what the plugin builds on.
+"""Check from the sources of a vLLM, without installing it, whether it has the parts that the plugin builds on, and list
+the parts whose code differs from the tested version's.
 
-    python dev/vllm_hooks.py vllm-0.33.0-...whl            # or a folder that holds `vllm`
-    python dev/vllm_hooks.py vllm-0.33.0-...whl --write    # and keeps what it found in dev/vllm_hooks/0.33.0.json
+    python dev/vllm_hooks.py vllm-0.33.0-...whl                    # or a folder that holds `vllm`
+    python dev/vllm_hooks.py vllm-0.33.0-...whl --write            # also write dev/vllm_hooks/0.33.0.json
+    python dev/vllm_hooks.py vllm-0.33.0-...whl --against FOLDER   # also print the differences to another vLLM
 
-vLLM's wheels for GPUs cannot run everywhere, and weigh hundreds of megabytes. The files that --write makes stand for
-them in tests (tests/unit/vllm/test_hooks.py). `dev/check vllm-hooks` downloads a wheel and does this.
+vLLM's GPU wheels do not run everywhere and weigh hundreds of megabytes, so tests read the files that --write makes
+(tests/unit/vllm/test_hooks.py). `dev/check vllm-hooks` downloads a wheel and checks it. No result of this script admits
+a version: the plugin's tests have to run on it (`TESTED` of tokenprune/integrations/vllm/compat.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import copy
+import difflib
+import hashlib
 import json
 import re
 import sys
@@ -136,7 +142,7 @@ class Sources:
         return found
 
     def _named(self, module: str, name: str) -> Found | None:
-        """A name that comes from a package that is not here is found where it is imported."""
+        """Return the definition of a name. A name of another package is found where it is imported."""
         tree = self.module(module)
         for node in () if tree is None else statements(tree.body):
             if name in defines(node):
@@ -145,7 +151,7 @@ class Sources:
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
                         origin = self._origin(module, node)
-                        if self.module(origin.partition(".")[0]) is None:
+                        if origin.partition(".")[0] != module.partition(".")[0]:
                             return Found(node, module)
                         return self._named(origin, alias.name)
         return None
@@ -196,6 +202,23 @@ class Sources:
         ]
         return list(dict.fromkeys(fields)) or (None if found.node.bases else [])
 
+    def code(self, found: Found) -> str:
+        """Return the code of a definition without docstrings, comments and layout.
+
+        Of a class, that is its bases, fields and constructor, and the names of its methods: methods that the plugin
+        uses have hooks of their own.
+        """
+        node, methods = copy.deepcopy(found.node), list[str]()
+        if isinstance(node, ast.ClassDef):
+            functions = [child for child in node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)]
+            others = [child for child in functions if child.name not in ("__init__", "__post_init__", "__new__")]
+            node.body = [child for child in node.body if child not in others]
+            methods = [f"# method {child.name}" for child in others]
+        for inner in ast.walk(node):
+            if isinstance(body := getattr(inner, "body", None), list):
+                inner.body = [child for child in body if not _is_text(child)] or [ast.Pass()]
+        return "\n".join([ast.unparse(node), *methods])
+
     def architectures(self) -> list[str]:
         """Names of all models in vLLM's registry."""
         tables = [node.value for node in self.module(REGISTRY).body if isinstance(node, ast.Assign)]
@@ -208,6 +231,10 @@ class Sources:
                 if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)
             }
         )
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -231,11 +258,32 @@ def hooks() -> dict[str, str]:
 
 
 def read(place: Path, wanted: dict[str, str]) -> dict[str, Any]:
-    """Return what a vLLM has: its version, the parameters of each hook that there is, and its models' names."""
+    """Return the contents of a vLLM: its version, the parameters and a digest of the code of each hook that it has, and
+    the names of its models."""
     sources = Sources(place)
-    found = {where: sources.find(where) for where in wanted}
-    parameters = {where: sources.parameters(one) for where, one in sorted(found.items()) if one is not None}
-    return {"vllm": sources.version, "hooks": parameters, "architectures": sources.architectures()}
+    found = {where: one for where in sorted(wanted) if (one := sources.find(where)) is not None}
+    return {
+        "vllm": sources.version,
+        "hooks": {where: sources.parameters(one) for where, one in found.items()},
+        "code": {where: hashlib.sha256(sources.code(one).encode()).hexdigest()[:12] for where, one in found.items()},
+        "architectures": sources.architectures(),
+    }
+
+
+def changed(has: dict[str, Any], base: dict[str, Any]) -> list[str]:
+    """Return the hooks whose code differs between two versions, and the hooks that only one of them has."""
+    return sorted(
+        where for where in has["code"].keys() | base["code"].keys() if has["code"].get(where) != base["code"].get(where)
+    )
+
+
+def differences(place: Path, base: Path, hooks: list[str]) -> Iterator[str]:
+    """Yield a unified diff of each hook's code, from `base` to `place`."""
+    sides = [Sources(one) for one in (base, place)]
+    for where in hooks:
+        found = [(side, side.find(where)) for side in sides]
+        old, new = ([] if one is None else side.code(one).splitlines() for side, one in found)
+        yield "\n".join(difflib.unified_diff(old, new, where, where, lineterm="", n=3))
 
 
 def lacks(has: dict[str, Any], wanted: dict[str, str], architectures: list[str]) -> list[str]:
@@ -260,18 +308,24 @@ def _too_narrow(has: dict[str, Any]) -> Iterator[str]:
 
 
 def written(has: dict[str, Any]) -> str:
-    """JSON with a line for each hook, so that a change can be read."""
-    lines = ",\n".join(f"  {json.dumps(where)}: {json.dumps(names)}" for where, names in has["hooks"].items())
+    """Return JSON with a line for each hook, so that a change can be read."""
+    tables = (
+        f'"{key}": {{\n'
+        + ",\n".join(f"  {json.dumps(where)}: {json.dumps(value)}" for where, value in has[key].items())
+        for key in ("hooks", "code")
+    )
     names = ",\n".join(f"  {json.dumps(name)}" for name in has["architectures"])
-    return f'{{"vllm": "{has["vllm"]}",\n"hooks": {{\n{lines}\n}},\n"architectures": [\n{names}\n]}}\n'
+    return f'{{"vllm": "{has["vllm"]}",\n' + "\n},\n".join(tables) + f'\n}},\n"architectures": [\n{names}\n]}}\n'
 
 
 def main(argv: list[str] | None = None) -> int:
     from tokenprune.families import SERVED
+    from tokenprune.integrations.vllm.compat import TESTED
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("place", type=Path, help="a wheel of vLLM, or the folder that it is installed in")
-    parser.add_argument("--write", action="store_true", help="keep what was found, for the tests")
+    parser.add_argument("--write", action="store_true", help="write the file that the tests read")
+    parser.add_argument("--against", type=Path, help="a wheel or folder of another vLLM: print the differences to it")
     args = parser.parse_args(argv)
     wanted = hooks()
     has = read(args.place, wanted)
@@ -280,6 +334,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.write:
         KEPT.mkdir(exist_ok=True)
         (KEPT / f"{has['vllm']}.json").write_text(written(has))
+    tested = KEPT / f"{TESTED}.json"
+    base = json.loads(tested.read_text()) if args.against is None else read(args.against, wanted)
+    names = changed(has, base)
+    print("\n".join([f"{len(names)} of them have other code than in vLLM {base['vllm']}", *names]))
+    if args.against is not None:
+        print("\n\n".join(differences(args.place, args.against, names)))
     return 1 if problems else 0
 
 

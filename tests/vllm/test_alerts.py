@@ -4,6 +4,7 @@ scraped each minute, and evaluated by Prometheus' promtool."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -52,7 +54,7 @@ class Server:
         self.model_config = made.info.ctx.model_config
         vllm_config = SimpleNamespace(model_config=self.model_config, use_v2_model_runner=False)
         renderer = SimpleNamespace(get_mm_processor=lambda: made)
-        self.engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer)
+        self.engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer, collective_rpc=AsyncMock())
         self.clock = clock.Clock(getattr(self.model_config.multimodal_config, SECONDS, None))
         self.vllm = {
             "vllm:num_requests_running": 1.0,
@@ -136,7 +138,7 @@ def broken(server: Server) -> None:
 
 def spoil(server: Server) -> None:
     (server.place / "offer.json").write_text('{"profiles": {"fast": {"keep": 7.5}}}')
-    assert not reload.reload(server.engine)
+    assert not asyncio.run(reload.reload(server.engine))
 
 
 # By alert: the server's setting, and what happens each minute beside a request as it should be.
@@ -223,7 +225,7 @@ def test_none_fires_where_all_is_well(folder: Any, tmp_path: Path) -> None:
         server.choose(0.001)
         if number % 10 == 0:
             refuse(server)  # 3 in 123
-            assert reload.reload(server.engine)
+            assert asyncio.run(reload.reload(server.engine))
         server.scrape()
     server.fires()
 

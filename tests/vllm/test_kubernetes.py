@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import yaml
@@ -205,8 +207,9 @@ def test_a_config_map_that_changes_is_read_again(folder: Callable[[str], Path], 
     )
     model_config = made.info.ctx.model_config
     vllm_config = SimpleNamespace(model_config=model_config, use_v2_model_runner=False)
-    engine = SimpleNamespace(vllm_config=vllm_config, renderer=SimpleNamespace(get_mm_processor=lambda: made))
+    renderer = SimpleNamespace(get_mm_processor=lambda: made)
+    engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer, collective_rpc=AsyncMock())
     assert offered(model_config).rollout("default") == 0.0
     publish("..2", '{"profiles": {"slow": {"keep": 0.5}}, "rollout": 0.05}')
-    assert reload.reload(engine)
+    assert asyncio.run(reload.reload(engine))
     assert offered(model_config).rollout("default") == 0.05 and offered(model_config).names == ["slow"]

@@ -19,7 +19,7 @@ from tokenprune.families import SERVED
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name, runs_of
 from tokenprune.integrations.vllm.setting.position_checks import arrange, original_positions
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.integrations.vllm.worker.positions import DIGITS, of_line, place, to_columns
+from tokenprune.integrations.vllm.worker.positions import DIGITS, ReadTokens, compute_line_positions, place, to_columns
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
 NAME, CHUNK, BLOCK = "llava_onevision", 24, 32
@@ -186,7 +186,7 @@ def test_every_split(keep: float, per_run: bool) -> None:
         tokens += [*written, *[50] * behind]
         wanted += range(full + len(text), full + len(text) + behind)
         full += len(text) + behind
-    provisional, delta = of_line(tokens, features)
+    provisional, delta, notes = compute_line_positions(tokens, features)
     assert delta == full - len(tokens)
     is_row, owner = torch.zeros(len(tokens), dtype=torch.bool), []
     for index, feature in enumerate(features):
@@ -201,8 +201,8 @@ def test_every_split(keep: float, per_run: bool) -> None:
                 before, after = int(is_row[:computed].sum()), int(is_row[: computed + size].sum())
                 chunk, owners = every[before:after], of[before:after]
                 pieces = [chunk[owners == index] for index in owners.unique()]
-                part = (0, "one", computed, min(size, len(tokens) - computed), 0)
-                cut = place(pieces, {"one": features}, [part], positions, 1)
+                part = ReadTokens(0, features, notes, computed, min(size, len(tokens) - computed), 0)
+                cut = place(pieces, [part], positions, 1)
                 assert [one.shape for one in cut] == [(len(one), 5) for one in pieces] and every.shape[1] == 5 + DIGITS
             assert positions[0, 0, skipped:].tolist() == wanted[skipped:]
             assert torch.equal(positions[0, 1:], provisional[1:])  # nothing reads those

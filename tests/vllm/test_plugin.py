@@ -60,15 +60,24 @@ def test_other_versions_are_refused_by_name(folder: Any, monkeypatch: pytest.Mon
         plugin._after_config(problems, "result", Fake)
 
 
-def test_a_version_that_nobody_read_is_refused_with_a_setting_alone(
-    folder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_untested_version_is_refused_only_with_a_setting(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "vllm_version", lambda: "0.99.0")
     config(folder("llava"))
-    with pytest.raises(UnsupportedSetupError, match=r"this is 0\.99\.0, .*TOKENPRUNE_UNTESTED=1"):
+    with pytest.raises(UnsupportedSetupError, match=r"vLLM 0\.99\.0 is not tested .*TOKENPRUNE_UNTESTED=1"):
         config(folder("llava"), DIVPRUNE)
     monkeypatch.setenv("TOKENPRUNE_UNTESTED", "1")
     config(folder("llava"), DIVPRUNE)
+
+
+def test_the_installed_vllm_has_the_code_that_other_versions_are_compared_with() -> None:
+    dev = Path(__file__).parents[2] / "dev"
+    command = [
+        sys.executable,
+        str(dev / "vllm_hooks.py"),
+        str(Path(importlib.import_module("vllm").__file__).parents[1]),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"0 of them have other code than in vLLM {compat.TESTED}" in ran.stdout, ran.stdout
 
 
 def test_other_runners_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +140,47 @@ def test_registering_again_changes_nothing() -> None:
 def test_bad_settings_stop_the_server(folder: Any, setting: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         config(folder("llava"), setting)
+
+
+def start_command(run: Callable[[], Any]) -> Any:
+    """Call a function as a command of vLLM's does."""
+    command: dict[str, Any] = {"__name__": "vllm.entrypoints.cli.serve"}
+    exec("def start(run): return run()", command)
+    return command["start"](run)
+
+
+def test_a_wrong_setting_ends_a_command_with_one_line(folder: Any) -> None:
+    for setting, says in (({"method": "divprun"}, "unknown method 'divprun'"), (3, "must be an object")):
+        with pytest.raises(SystemExit, match=f"^tokenprune.*{says}") as ended:
+            start_command(lambda: config(folder("llava"), setting))  # noqa: B023
+        assert "\n" not in str(ended.value)
+    assert start_command(lambda: config(folder("llava"), DIVPRUNE)).multimodal_config.tokenprune
+
+
+def test_options_of_the_engine_are_refused_before_the_model_loads(folder: Any) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    def create(setting: Any) -> Any:
+        arguments = OPTIONS | {"mm_processor_kwargs": setting, "limit_mm_per_prompt": {"image": 1}}
+        compiled = {"compile_mm_encoder": True}
+        return EngineArgs(str(folder("llava")), compilation_config=compiled, **arguments).create_engine_config()
+
+    with pytest.raises(UnsupportedSetupError, match="start without compile_mm_encoder"):
+        create({"tokenprune": DIVPRUNE})
+    with pytest.raises(SystemExit, match="start without compile_mm_encoder"):
+        start_command(lambda: create({"tokenprune": DIVPRUNE}))
+    assert create(None).compilation_config.compile_mm_encoder
+
+
+def test_a_server_ends_with_one_line(folder: Any) -> None:
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder("llava")), "--max-model-len",
+        "256", "--mm-processor-kwargs", '{"tokenprune": {"method": "divprun"}}',
+    ]  # fmt: skip
+    ran = subprocess.run(command, capture_output=True, text=True)
+    said = ran.stdout + ran.stderr
+    assert ran.returncode == 1 and "Traceback" not in said, said
+    assert ran.stderr.splitlines()[-1].startswith("tokenprune: unknown method 'divprun': did you mean 'divprune'")
 
 
 def test_two_prunings_of_videos_are_refused(folder: Any) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
 
+from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.vllm.setting.plan import Plan, field_name, runs_of
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.worker.position_notes import PositionNotes, note_v1, note_v2
 from tokenprune.integrations.vllm.worker.positions import (
     DIGITS,
+    compute_prompt_positions,
     from_columns,
-    of_prompt,
     of_v1,
     of_v2,
     to_columns,
@@ -53,15 +56,33 @@ def item(plan: Plan) -> dict[str, Any]:
 
 
 class Known:
-    """The positions that the runners know of three requests, of which the second is read."""
+    """The positions that both runners know of three requests, of which the second is read.
 
-    def __init__(self, positions: torch.Tensor) -> None:
-        self.provisional, self.v1 = positions, torch.zeros_like(positions)
+    The model is called through the hooks of both runners, as vLLM does when a request arrives.
+    """
+
+    def __init__(self, tokens: list[int], features: list[MultiModalFeatureSpec]) -> None:
+        self.model: Any = SimpleNamespace(tokenprune_axes=3, tokenprune_notes=PositionNotes())
+        self.provisional, self.delta, notes = compute_prompt_positions(rule, tokens, features)
+        record = self.model.tokenprune_notes.record
+        for hook in (note_v1(lambda runner, request: record(notes)), note_v2(lambda state, row, model: record(notes))):
+            runner = SimpleNamespace(get_model=lambda: self.model, requests={"a": None, "b": None, 1: None})
+            arguments = (
+                (runner, SimpleNamespace(req_id="b")) if hook.__name__.startswith("_init") else (None, 1, self.model)
+            )
+            hook(*arguments)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all positions that were placed."""
+        positions = self.provisional
+        self.v1 = torch.zeros_like(positions)
         self.v2 = torch.zeros(9, positions.shape[1] + 2, dtype=torch.int32)
         self.v2[3:6, :-2] = positions
 
     def place(self, features: list[Any], rows: list[torch.Tensor], computed: int, number: int) -> list[torch.Tensor]:
-        """Place `rows` with both runners, and return what these get."""
+        """Place `rows` with both runners, and return what these get. vLLM 0.33 rebuilds items before it reads them."""
+        features = [dataclasses.replace(feature, data=None) for feature in features]
         one, two = self._with_v1(features, rows, computed, number), self._with_v2(features, rows, computed, number)
         assert len(one) == len(two) and all(map(torch.equal, one, two))
         return one
@@ -72,7 +93,7 @@ class Known:
         now[:, 1:] = self.provisional[:, computed : computed + number]
         requests = {"a": ([], 7), "b": (features, computed)}
         runner = SimpleNamespace(
-            get_model=lambda: SimpleNamespace(tokenprune_axes=3), input_batch=SimpleNamespace(req_ids=["a", "b"]),
+            get_model=lambda: self.model, input_batch=SimpleNamespace(req_ids=["a", "b"]),
             requests={
                 name: SimpleNamespace(mm_features=one, num_computed_tokens=before)
                 for name, (one, before) in requests.items()
@@ -91,7 +112,7 @@ class Known:
             num_computed_prefill_tokens_np=np.array([7, computed]),
         )  # fmt: skip
         pruner = SimpleNamespace(
-            model=SimpleNamespace(tokenprune_axes=3),
+            model=self.model,
             encoder_cache=SimpleNamespace(mm_features={"a": [], "b": features}),
             rope_state=SimpleNamespace(num_dims=3, prefill_positions=SimpleNamespace(gpu=self.v2)),
         )
@@ -145,7 +166,8 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
 
     whole, _ = rule(full, [])
     wanted = whole[:, kept_places]
-    provisional, delta = of_prompt(rule, tokens, features)
+    known = Known(tokens, features)
+    provisional, delta = known.provisional, known.delta
     assert delta == int(whole.max()) + 1 - len(tokens)
     text = torch.tensor(tokens) != PAD
     assert torch.equal(provisional[:, text], wanted[:, text])  # nothing depends on which tokens were kept
@@ -156,7 +178,7 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
     assert int(is_row.sum()) == len(every)
     for size in range(1, len(tokens) + 1):
         for skipped in (0, size // 2, len(tokens) // 2):  # a hit of the prefix cache
-            known = Known(provisional)
+            known.reset()
             for computed in range(skipped, len(tokens), size):
                 before, after = int(is_row[:computed].sum()), int(is_row[: computed + size].sum())
                 chunk, of = every[before:after], owner[before:after]
@@ -167,6 +189,41 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
             for of_runner in (known.v1[:, : len(tokens)], known.v2[3:6, : len(tokens)]):
                 assert torch.equal(of_runner[:, skipped:].long(), wanted[:, skipped:])
             assert not known.v2[:3].any() and not known.v2[6:].any()
+
+
+def one_item() -> tuple[list[int], MultiModalFeatureSpec, torch.Tensor]:
+    """Return a prompt of one reduced video, its item, and the item's rows."""
+    plan = Plan.make(ServedSetting(DivPrune(), 0.5), runs_of([PAD] * 8), False)
+    feature = MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(1, plan.rows))
+    return [20, *plan.reduced(), 50], feature, torch.zeros(plan.rows, COLUMNS + 5)
+
+
+def test_an_item_without_a_note_is_an_error() -> None:
+    tokens, feature, rows = one_item()
+    known = Known(tokens, [feature])
+    known.model.tokenprune_notes = PositionNotes()
+    for place in (known._with_v1, known._with_v2):
+        with pytest.raises(UnsupportedSetupError, match="no positions for the item at token 1 of a request"):
+            place([feature], [rows], 0, len(tokens))
+    known = Known(tokens, [feature])
+    moved = dataclasses.replace(feature, mm_position=PlaceholderRange(2, len(rows)))
+    with pytest.raises(UnsupportedSetupError, match="at token 2"):
+        known.place([moved], [rows], 0, len(tokens))
+
+
+def test_notes_of_finished_requests_are_dropped() -> None:
+    notes, live = PositionNotes(), {"a", "b"}
+    for request in ("a", "b"):
+        with notes.arriving(request, live):
+            notes.record({0: None})
+    live = {"b", "c"}
+    with notes.arriving("c", live):
+        notes.record({4: None})
+    notes.record({8: None})  # outside of an arriving request
+    assert notes._of_request == {"b": {0: None}, "c": {4: None}}
+    with notes.arriving("b"):
+        pass  # the model was not asked: the old notes are not of this prompt
+    assert not notes.of_request("b")
 
 
 def test_digits_are_exact() -> None:

@@ -53,7 +53,15 @@ def engine(folder: Callable[[str], Path], file: Path, request: pytest.FixtureReq
     made = processor(folder(NAME), DIVPRUNE | {"reload": str(file)}, served_model_name=name)
     renderer = SimpleNamespace(get_mm_processor=lambda: made)
     vllm_config = SimpleNamespace(model_config=made.info.ctx.model_config, use_v2_model_runner=False)
-    return SimpleNamespace(vllm_config=vllm_config, renderer=renderer, name=name)
+    made_engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer, name=name, calls=[])
+
+    async def collective_rpc(method: str, args: tuple) -> list[int]:
+        """Record the call, and the profiles that requests see meanwhile."""
+        made_engine.calls.append((method, *args, offered(vllm_config.model_config).names))
+        return [0]
+
+    made_engine.collective_rpc = collective_rpc
+    return made_engine
 
 
 def left(engine: Any, asked: Any, seed: int = 0) -> int:
@@ -72,7 +80,7 @@ def test_the_file_is_taken(engine: Any, file: Path) -> None:
         left(engine, {"profile": "slow"})
     file.write_text(json.dumps(LESS))
     assert left(engine, {"profile": "fast"}) == before, "read without a signal"
-    assert reload.reload(engine) is True
+    assert asyncio.run(reload.reload(engine)) is True
     assert offered(model_config).overload.steps == (4,)
     assert left(engine, {"profile": "slow"}) == full > left(engine, {"profile": "fast"}) > 2 * before
     with pytest.raises(LimitError):
@@ -108,7 +116,7 @@ def test_a_bad_file_changes_nothing(
     monkeypatch.setattr(reload, "logger", logging.getLogger("of this test"))
     before, counted = offered(engine.vllm_config.model_config), samples("tokenprune:reloads_total", engine.name)
     file.unlink() if text is None else file.write_text(text)
-    assert reload.reload(engine) is False
+    assert asyncio.run(reload.reload(engine)) is False
     assert offered(engine.vllm_config.model_config) is before
     (record,) = [one for one in caplog.records if one.name == "of this test"]
     assert record.levelno == logging.WARNING and "the setting of before stays" in record.getMessage()
@@ -120,10 +128,11 @@ def test_a_bad_file_changes_nothing(
 def test_images_that_cannot_be_smaller_are_refused_as_at_the_start(folder: Callable[[str], Path], file: Path) -> None:
     made = processor(folder("llava"), DIVPRUNE | {"reload": str(file)}, served_model_name="fixed")
     vllm_config = SimpleNamespace(model_config=made.info.ctx.model_config, use_v2_model_runner=False)
-    engine = SimpleNamespace(vllm_config=vllm_config, renderer=SimpleNamespace(get_mm_processor=lambda: made))
+    renderer = SimpleNamespace(get_mm_processor=lambda: made)
+    engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer, collective_rpc=None)  # would raise
     before = offered(vllm_config.model_config)
     file.write_text('{"profiles": {"small": {"method": "downsample", "keep": 0.5}}}')
-    assert reload.reload(engine) is False and offered(vllm_config.model_config) is before
+    assert asyncio.run(reload.reload(engine)) is False and offered(vllm_config.model_config) is before
 
 
 def test_a_profile_that_has_left_is_served_for_a_minute(
@@ -135,7 +144,7 @@ def test_a_profile_that_has_left_is_served_for_a_minute(
     monkeypatch.setattr(offers, "logger", logging.getLogger("grace"))
     model_config, now = engine.vllm_config.model_config, 100.0
     file.write_text(json.dumps({"profiles": {"fast": {"keep": 0.11}, "slow": {"keep": 0.5}}}))
-    assert reload.reload(engine)
+    assert asyncio.run(reload.reload(engine))
     before = {name: left(engine, {"profile": name}) for name in ("fast", "slow")}
 
     def by_name(name: str) -> Any:
@@ -145,10 +154,10 @@ def test_a_profile_that_has_left_is_served_for_a_minute(
         return left(engine, request.mm_processor_kwargs["tokenprune"])
 
     file.write_text('{"profiles": {"slow": {"keep": 0.25}}}')
-    assert reload.reload(engine)
+    assert asyncio.run(reload.reload(engine))
     now += 20
     file.write_text("{}")
-    assert reload.reload(engine)
+    assert asyncio.run(reload.reload(engine))
     caplog.clear()
     now += 39
     assert left(engine, {"profile": "fast"}) == by_name("fast") == before["fast"]
@@ -165,7 +174,7 @@ def test_a_profile_that_has_left_is_served_for_a_minute(
             ask("fast")
     by_name("slow")
     file.write_text('{"profiles": {"fast": {"keep": 0.5}}}')
-    assert reload.reload(engine)
+    assert asyncio.run(reload.reload(engine))
     assert left(engine, {"profile": "fast"}) == before["slow"]
 
 
@@ -178,7 +187,7 @@ def test_a_request_on_its_way_goes_by_what_it_chose_from(
     asked = Choice(fast, offer, offer.setting(fast), Served("name"))
     before = left(engine, {"profile": "fast"})
     file.write_text("{}")
-    assert reload.reload(engine)
+    assert asyncio.run(reload.reload(engine))
     later = time.monotonic() + offers.SECONDS + 1
     monkeypatch.setattr(offers.time, "monotonic", lambda: later)
     with pytest.raises(ProfileError):
@@ -198,6 +207,56 @@ def test_a_signal_reads_it(engine: Any, file: Path) -> None:
         raise AssertionError("the signal was not heard")
 
     asyncio.run(main())
+
+
+def test_workers_warm_up_before_requests_see_new_profiles(engine: Any, file: Path) -> None:
+    file.write_text(json.dumps(LESS))
+    assert asyncio.run(reload.reload(engine))
+    ((method, warmed, seen),) = engine.calls
+    assert method == "tokenprune_warm_up" and seen == ["fast"]
+    assert warmed == offered(engine.vllm_config.model_config).profiles and set(warmed) == {"default", "fast", "slow"}
+    assert json.loads(json.dumps(warmed)) == warmed  # as it goes to the workers
+
+
+def test_a_method_that_fails_to_warm_up_refuses_the_file(
+    engine: Any, file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reload, "logger", logging.getLogger("of this test"))
+    before = offered(engine.vllm_config.model_config)
+
+    async def collective_rpc(method: str, args: tuple) -> None:
+        raise RuntimeError("out of registers")
+
+    engine.collective_rpc = collective_rpc
+    file.write_text(json.dumps(LESS))
+    assert asyncio.run(reload.reload(engine)) is False
+    assert offered(engine.vllm_config.model_config) is before
+    assert "out of registers" in caplog.text
+
+
+def test_signals_in_a_row_are_handled_one_after_the_other(engine: Any, file: Path) -> None:
+    running: list[int] = []
+    record = engine.collective_rpc
+
+    async def collective_rpc(method: str, args: tuple) -> None:
+        running.append(1)
+        assert len(running) == 1
+        await asyncio.sleep(0.05)
+        await record(method, args)
+        running.pop()
+
+    engine.collective_rpc = collective_rpc
+
+    async def main() -> None:
+        lock, tasks = asyncio.Lock(), set[asyncio.Task]()
+        for content in (LESS, {}, FAST):
+            file.write_text(json.dumps(content))
+            reload._begin(engine, lock, tasks)
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    assert len(engine.calls) == 3 and offered(engine.vllm_config.model_config).names == ["fast"]
 
 
 def test_only_a_server_with_a_file_listens(folder: Callable[[str], Path], engine: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from vllm.multimodal.cache.base import MultiModalCacheMissError
 from vllm.multimodal.cache.lru import LruKeyReplicatedReceiverCache, LruKeyReplicatedSenderCache
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from tokenprune.integrations.vllm.front import sender_cache
 
@@ -41,7 +42,11 @@ class Between:
         self.engine, self.front = LruKeyReplicatedReceiverCache(config), LruKeyReplicatedSenderCache(config)
         self.sizes, self.processed = sizes or {}, list[str]()
         self.before: Callable[[], None] = lambda: None  # called each time a request arrives
-        self.client: Any = SimpleNamespace(add_request=self._arrive, add_request_async=self._arrive_async)
+        self.reports: list[Any] = []  # what the engine answers next
+        self.client: Any = SimpleNamespace(
+            add_request=self._arrive, add_request_async=self._arrive_async, get_output=lambda: self.reports.pop(0),
+            get_output_async=self._answer_async,
+        )  # fmt: skip
         sender_cache._follow(self.front, self.client, executor)
 
     def process(self, names: str) -> Any:
@@ -75,6 +80,16 @@ class Between:
         assert not any(isinstance(one.data, sender_cache.PromisedItem) for one in copies)
         for one in self.engine.get_and_update_features(copies):
             assert one.data["pixels"].data[0] == ord(one.mm_hash), "the engine has another image under this hash"
+
+    async def _answer_async(self) -> Any:
+        return self.reports.pop(0)
+
+    def miss(self, *names: str) -> Any:
+        """Lose all images of the engine, and return its report of a request that missed some of them."""
+        self.engine.clear_cache()
+        output = EngineCoreOutput("request", [], mm_cache_miss_hashes=list(names))
+        self.reports.append(EngineCoreOutputs(outputs=[EngineCoreOutput("other", [1]), output]))
+        return self.reports[-1]
 
     async def _arrive_async(self, request: Any) -> None:
         self._arrive(request)
@@ -160,6 +175,38 @@ def test_after_a_miss_or_a_reset_nothing_is_taken_for_granted() -> None:
     both.send(late)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_reported_miss_is_heard_before_vllm_acts_on_it(asynchronous: bool) -> None:
+    """vLLM 0.33 only queues the report, and drops it if the front end's cache no longer holds the image."""
+    both = Between()
+    both.send(both.process("ab"))
+    report, late = both.miss("a"), both.process("b")
+    received = asyncio.run(both.client.get_output_async()) if asynchronous else both.client.get_output()
+    assert received is report
+    both.send(late)
+    assert both.processed == ["a", "b", "b"]
+
+
+def test_answers_without_a_miss_change_nothing() -> None:
+    both = Between()
+    both.send(both.process("a"))
+    both.reports.append(EngineCoreOutputs(outputs=[EngineCoreOutput("other", [1])]))
+    both.client.get_output()
+    both.send(both.process("a"))
+    assert both.processed == ["a"]
+
+
+def test_a_miss_in_an_engine_of_this_process_makes_every_item_uncertain() -> None:
+    both = Between()
+    both.send(both.process("ab"))
+    both.engine.clear_cache()
+    late = both.process("b")
+    with pytest.raises(MultiModalCacheMissError):
+        both.send(both.process("a"))
+    both.send(late)
+    assert both.processed == ["a", "b", "b"]
+
+
 def test_an_image_that_came_as_a_name_alone_is_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
     both = Between()
     both.send(both.process("x"))
@@ -210,4 +257,4 @@ def test_a_server_processes_again_where_it_processes_and_others_may_overtake() -
 def test_other_caches_are_left_alone() -> None:
     client = SimpleNamespace(add_request=1, add_request_async=2)
     sender_cache._follow(SimpleNamespace(), client)
-    assert client == SimpleNamespace(add_request=1, add_request_async=2)
+    assert vars(client) == {"add_request": 1, "add_request_async": 2}

@@ -4,6 +4,7 @@ it. Its kernels are interpreted here (v2/sitecustomize.py)."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,22 @@ def test_requests_that_are_read_again(
     for prompt, images, output in compared:
         tokens, logprobs = reference(checkpoint.name).greedy(prompt, images, 55, DIVPRUNE | {"keep": 0.9})
         same(output, tokens, logprobs)
+
+
+def test_items_that_vllm_rebuilds(
+    engine: Engine, reference: Any, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33's encoder cache puts new objects in place of a request's items."""
+    from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+
+    def add_request(self: Any, req_id: str, mm_features: list[Any]) -> None:
+        self.mm_features[req_id] = [dataclasses.replace(feature) for feature in mm_features]
+
+    monkeypatch.setattr(EncoderCache, "add_request", add_request)
+    engine.forget()
+    prompt, images = checkpoint.prompt(2), checkpoint.images(2)
+    (output,) = engine.generate([engine.request(prompt, images)])
+    same(output, *reference(checkpoint.name).greedy(prompt, images, 6, DIVPRUNE))
 
 
 def test_the_encoder_gets_what_its_memory_was_measured_for(

@@ -70,9 +70,29 @@ def test_a_server_runs_its_setting_and_each_profile_up_to_its_largest_image(
     assert len(runs) == len(ran)  # before it was ready, and then no more
 
 
-def test_images_of_any_shape(start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]) -> None:
-    start("qwen2_5_vl", {"method": "vscan", "stage2": False, "keep": 0.5})
+def test_images_of_any_shape_and_videos_that_are_longer(
+    start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]
+) -> None:
+    engine = start("qwen2_5_vl", {"method": "vscan", "stage2": False, "keep": 0.5})
     assert len(runs) == len(set(runs)) > 2
+    budget = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.mm_budget.mm_max_toks_per_item
+    assert max(count for _, count in runs) == budget["video"] > budget["image"]
+
+
+def test_a_reload_runs_only_settings_that_are_new(
+    start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]
+) -> None:
+    engine, default = start("llava", DIVPRUNE), ServedSetting.of(DIVPRUNE).as_dict()
+    at_start = len(runs)
+
+    def reload(**profiles: Any) -> list[Any]:
+        new = {name: ServedSetting.of(DIVPRUNE, layer).as_dict() for name, layer in profiles.items()}
+        return engine.llm.collective_rpc("tokenprune_warm_up", args=({"default": default} | new,))
+
+    assert reload(tower={"method": "visionzip"}, off={"off": True}) == [len(list(warm_up.lengths(36)))]
+    assert {setting.label() for setting, _ in runs[at_start:]} == {("visionzip", "0.25")}
+    assert reload(again={"method": "visionzip"}) == [0]
+    assert [setting.acting.name for setting, _ in runs[:at_start]] == ["divprune"] * at_start
 
 
 @IN_LLM
@@ -117,10 +137,9 @@ def test_a_choice_that_fails_is_an_error_at_load(
 
     monkeypatch.setattr(DivPrune, "select", select)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    monkeypatch.setattr(ServedSetting, "of", lambda *layers: ServedSetting(DivPrune(), 0.25))  # which tries it, too
     with pytest.raises(UnsupportedSetupError, match=r"divprune failed on .* 48 tokens .*out of registers"):
-        warm_up.warm_up(*made, torch.device("cpu"), 50)
-    assert "divprune failed on a made-up image of 48 tokens" in caplog.text
+        warm_up.warm_up(*made, torch.device("cpu"), {"image": 50}, [ServedSetting(DivPrune(), 0.25)])
+    assert "divprune failed on a random item of 48 tokens" in caplog.text
 
 
 def test_a_size_that_a_method_refuses_is_left_out(
@@ -133,9 +152,26 @@ def test_a_size_that_a_method_refuses_is_left_out(
             raise OptionError("odd")
         return select(self, tokens)
 
-    ServedSetting.of(DIVPRUNE)  # tried before
+    setting = ServedSetting.of(DIVPRUNE)  # tried before
     monkeypatch.setattr(DivPrune, "select", even)
-    assert warm_up.warm_up(*made, torch.device("cpu"), 64) == [("divprune", 64)]
+    assert warm_up.warm_up(*made, torch.device("cpu"), {"image": 64}, [setting]) == [("divprune", 64)]
+
+
+def test_a_video_that_does_not_fit_into_memory_does_not_stop_the_server(
+    made: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def select(self: Any, tokens: Any) -> Any:
+        if tokens.segments.counts[0] > room:
+            raise torch.OutOfMemoryError("too many tokens")
+        return unbounded(self, tokens)
+
+    setting, unbounded, room = ServedSetting.of(DIVPRUNE), DivPrune.select, 64
+    monkeypatch.setattr(DivPrune, "select", select)
+    ran = warm_up.warm_up(*made, torch.device("cpu"), {"image": 64, "video": 256}, [setting])
+    assert max(count for _, count in ran) == 64
+    room, model = 32, SimpleNamespace(tokenprune_width=32, tokenprune_norm=None)
+    with pytest.raises(UnsupportedSetupError, match=r"divprune failed on a random item of .* too many tokens"):
+        warm_up.warm_up(model, made[1], torch.device("cpu"), {"image": 64, "video": 256}, [setting])
 
 
 @pytest.mark.only_v2("where kernels are interpreted")

@@ -45,6 +45,7 @@ from tokenprune.integrations.vllm.setting.plan import Plan, field_name, runs_of
 from tokenprune.integrations.vllm.setting.settings import ServedSetting
 from tokenprune.integrations.vllm.worker.clock import Clock
 from tokenprune.integrations.vllm.worker.models import ReducingLineModel, ReducingMropeModel
+from tokenprune.integrations.vllm.worker.position_notes import PositionNotes
 from tokenprune.integrations.vllm.worker.positions import of_v1, of_v2
 from tokenprune.methods.pre_llm import divprune
 
@@ -143,7 +144,10 @@ class Request:
             yield "placing V2", self._placed_v2
 
     def _prompt(self) -> None:
-        self.positions, _ = self.model.get_mrope_input_positions(self.tokens, self.features)
+        notes = self.model.tokenprune_notes
+        with notes.arriving("one"):
+            self.positions, _ = self.model.get_mrope_input_positions(self.tokens, self.features)
+        notes._of_request[1] = notes._of_request["one"]  # the key on Model Runner V2
 
     def _choice(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -181,6 +185,7 @@ def model_of(kind: type) -> Any:
     model.tokenprune_active, model.tokenprune_original = True, False
     model.tokenprune_clock, model.tokenprune_tower, model.tokenprune_width = Clock(None), None, WIDTH
     model.tokenprune_made, model.tokenprune_axes = LRUCache(64), 3 * (kind is _Qwen)
+    model.tokenprune_notes = PositionNotes()
     vision = {"spatial_merge_size": 2, "tokens_per_second": 1.0, "image_size": 336, "patch_size": 14}
     tokens = {"image_token_id": IMAGE, "video_token_id": IMAGE + 1}
     model.config = SimpleNamespace(vision_config=SimpleNamespace(**vision), **tokens)

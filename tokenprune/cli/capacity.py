@@ -146,7 +146,8 @@ def _notes(server: Server, load: Load, answer: int) -> tuple[str, ...]:
         f"{assumed.memory:.0%} of {server.gpus} x {gpu.memory / 1e9:g} GB (--memory), {assumed.block} tokens a block "
         f"(--block); at most {assumed.at_once} requests run together (--at-once). Of the host, beside the GPU: "
         f"{assumed.host * 1e3:g} ms to a first token (--host), {assumed.each * 1e3:g} ms for each of many requests "
-        f"(--each), {assumed.launch * 1e3:g} ms a step (--launch).",
+        f"(--each), {assumed.launch * 1e3:g} ms a step (--launch; 0 is a server with CUDA graphs, and eager ones took "
+        "13 ms on an H200).",
         f"Weights: {server.numbers / 1e9:.3g} B numbers in {server.dtype}, {server.weight_bytes / 1e9:.1f} GB; "
         f"{load.text} tokens of text, {answer} of answer; cut at the decoder's entry, so the tower sees all.",
         "Left out: waiting, caches that already hold an image, what several GPUs say to each other, and windows of "

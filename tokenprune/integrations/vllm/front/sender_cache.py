@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-from vllm.multimodal.cache.base import MultiModalCache
+from vllm.multimodal.cache.base import MultiModalCache, MultiModalCacheMissError
 from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.utils.cache import LRUCache
@@ -128,21 +128,36 @@ class SenderCache(LruKeyReplicatedSenderCache):
 
     @contextmanager
     def sending(self, request: Any) -> Iterator[None]:
-        """Send a settled request within. If that fails, or is cut short, it may or may not have reached the engine."""
+        """Send a settled request within. If sending fails or is interrupted, the request's items are uncertain."""
         try:
             yield
+        except MultiModalCacheMissError:  # of an engine in this process
+            self.distrust()
+            raise
         except BaseException:
             self._held.certain.difference_update(_key(feature) for feature in request.mm_features or ())
             raise
 
-    def invalidate(self, mm_hash: str) -> None:
-        """Forget an item that the engine missed. The account was wrong, so nothing of it is certain."""
-        super().invalidate(mm_hash)
+    def distrust(self) -> None:
+        """Treat every item of the account as uncertain, because the engine missed an item or dropped all of them."""
         self._held.certain.clear()
+
+    def read_misses(self, outputs: Any) -> None:
+        """Distrust the account if the engine reports a miss in `outputs`, an `EngineCoreOutputs`.
+
+        vLLM's own reaction does not suffice: 0.33 calls `invalidate` only when it processes the next image, and not for
+        an item that the front end's cache has dropped.
+        """
+        if any(output.mm_cache_miss_hashes for output in outputs.outputs):
+            self.distrust()
+
+    def invalidate(self, mm_hash: str) -> None:
+        super().invalidate(mm_hash)
+        self.distrust()
 
     def clear_cache(self) -> None:
         super().clear_cache()
-        self._held.certain.clear()
+        self.distrust()
 
 
 def _key(feature: Any) -> str:
@@ -162,13 +177,20 @@ def _note(engine: Any) -> None:
 
 
 def _follow(cache: Any, client: Any, executor: Executor | None = None) -> None:
-    """Keep account in the front end's `cache` of what is sent; caches of other kinds send images whole, or share them.
-    client: of the engine. executor: where a server processes images; None for one of asyncio's."""
+    """Keep the account of the front end's cache, by wrapping methods of the engine's client.
+
+    Args:
+        cache: The front end's cache. Caches of other kinds send images in full or share them, and are left alone.
+        client: Client of the engine, an `EngineCoreClient`.
+        executor: Where a server processes images; None for asyncio's default executor.
+    """
     if type(cache) is not LruKeyReplicatedSenderCache:
         return
     swap_class(cache, SenderCache)
     cache._held = EngineAccount(cache._cache.maxsize)
-    send, send_async = client.add_request, client.add_request_async
+    send, send_async, receive, receive_async = (
+        client.add_request, client.add_request_async, client.get_output, client.get_output_async
+    )  # fmt: skip
 
     @functools.wraps(send)
     def add_request(request: Any) -> None:
@@ -184,4 +206,17 @@ def _follow(cache: Any, client: Any, executor: Executor | None = None) -> None:
         with cache.sending(request):
             await send_async(request)
 
+    @functools.wraps(receive)
+    def get_output() -> Any:
+        outputs = receive()
+        cache.read_misses(outputs)
+        return outputs
+
+    @functools.wraps(receive_async)
+    async def get_output_async() -> Any:
+        outputs = await receive_async()
+        cache.read_misses(outputs)
+        return outputs
+
     client.add_request, client.add_request_async = add_request, add_request_async
+    client.get_output, client.get_output_async = get_output, get_output_async

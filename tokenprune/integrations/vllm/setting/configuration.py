@@ -33,6 +33,7 @@ HTTP = "vllm.entrypoints.launchers.app"  # imported in the process of a server
 _KEYS = f"{KEY}_keys"
 OFFER = f"{KEY}_offer"  # attribute of a multimodal config: what `tokenprune.serve` made of the keys `ADD_ON`
 GIVEN = f"{KEY}_given"  # the layers of the setting, and the keys beside them, as they were given
+WARM_UP = f"{KEY}_warm_up"  # method of vLLM's workers that a reload calls with the new profiles
 SECONDS = f"{KEY}_seconds"  # attribute of a multimodal config: the folder with the selection times of the workers
 
 

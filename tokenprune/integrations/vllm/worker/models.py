@@ -27,6 +27,7 @@ from tokenprune.integrations.vllm.setting.position_checks import original_positi
 from tokenprune.integrations.vllm.setting.towers import is_known
 from tokenprune.integrations.vllm.worker import positions
 from tokenprune.integrations.vllm.worker.clock import Clock
+from tokenprune.integrations.vllm.worker.position_notes import PositionNotes
 from tokenprune.integrations.vllm.worker.requests import of_batch
 from tokenprune.integrations.vllm.worker.rows import AwaitedRows
 from tokenprune.integrations.vllm.worker.runner import prepare_runner
@@ -145,7 +146,7 @@ class ReducingModel(_Model):
         return found[1]
 
     def _place_axes(self, axes: int, vllm_config: Any) -> None:
-        self.tokenprune_axes = axes
+        self.tokenprune_axes, self.tokenprune_notes = axes, PositionNotes()
         # Of this object, not of the class. V2 then calls what we follow there, V1 would call the model.
         self.supports_multimodal_pruning = vllm_config.use_v2_model_runner
 
@@ -216,7 +217,9 @@ class ReducingLineModel(ReducingModel):
         return torch.cat([rows, columns.unflatten(0, rows.shape[:2])], dim=-1)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
-        return positions.of_line(input_tokens, mm_features)
+        placed, delta, notes = positions.compute_line_positions(input_tokens, mm_features)
+        self.tokenprune_notes.record(notes)
+        return placed, delta
 
 
 class ReducingMropeModel(ReducingModel):
@@ -246,7 +249,9 @@ class ReducingMropeModel(ReducingModel):
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
         if not self.tokenprune_active:
             return super().get_mrope_input_positions(input_tokens, mm_features)
-        return positions.of_prompt(self._rule, input_tokens, mm_features)
+        placed, delta, notes = positions.compute_prompt_positions(self._rule, input_tokens, mm_features)
+        self.tokenprune_notes.record(notes)
+        return placed, delta
 
 
 def _check_span(last: int) -> None:

@@ -14,10 +14,9 @@ the start of their item, so images may stand side by side, at the end, or have t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +30,32 @@ from tokenprune.errors import PlaceholderMismatchError, UnsupportedModelError
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.setting.position_checks import longest
 from tokenprune.integrations.vllm.setting.settings import KEY
+from tokenprune.integrations.vllm.worker.position_notes import ItemNotes, missing_note
 from tokenprune.ops.transfer import to_device
 
 # Numbers in two digits each: every digit is below 256, so it is exact in any 16-bit float.
 DIGITS = 2
-MOVES = "tokenprune_moves"  # attribute of an item of a prompt that is reduced: long `[2, rows]`, see `_note`
-# A request's row in the known positions, its name, how many of its tokens were read before and are read now, and how
-# far these stand there from their places in the prompt.
-Part = tuple[int, str, int, int, int]
 Rule = Callable[[list[int], list[MultiModalFeatureSpec]], tuple[Tensor, int]]
+
+
+class ReadTokens(NamedTuple):
+    """The tokens of a request that one step reads.
+
+    Attributes:
+        row: Row of the request in the known positions.
+        features: All items of the request.
+        notes: Notes of the request, see `PositionNotes`.
+        start: Number of tokens read before.
+        num_tokens: Number of tokens read now.
+        shift: Index of a token in the known positions, minus its index in the prompt.
+    """
+
+    row: int
+    features: Sequence[Any]
+    notes: ItemNotes
+    start: int
+    num_tokens: int
+    shift: int
 
 
 def to_columns(positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,7 +80,7 @@ def within_item(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
         embeds = plan.is_embed[first:end]
         begins[first + 1 : end] = ~(embeds[1:] & embeds[:-1])
     starts = begins.nonzero().flatten()
-    # As `of_prompt` will do it: one after the token before.
+    # As `compute_prompt_positions` will do it: one after the token before.
     base = torch.where(starts > 0, positions[:, (starts - 1).clamp(min=0)].amax(0) + 1, 0)
     run = begins.cumsum(0).clamp(min=1) - 1
     run[end:] = 0
@@ -137,106 +153,128 @@ def _written(plan: Plan) -> list[range]:
     return [range(first + plan.rows), range(end, plan.length)]
 
 
-def of_prompt(rule: Rule, tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[Tensor, int]:
-    """Return the positions `[3, n]` of a reduced prompt, and the number to add to later places. They follow from the
-    model's own rule for the full prompt."""
-    if not any(Plan.of_feature(one).reduces for one in features):
-        return rule(tokens, features)
+def compute_prompt_positions(
+    rule: Rule, tokens: list[int], features: list[MultiModalFeatureSpec]
+) -> tuple[Tensor, int, ItemNotes]:
+    """Return the positions `[3, n]` of a reduced prompt, the delta of later tokens, and the notes of its items.
+
+    All follow from the model's own rule for the full prompt.
+    """
+    if not any(Plan.of_feature(feature).reduces for feature in features):
+        return *rule(tokens, features), {feature.mm_position.offset: None for feature in features}
     full = FullPrompt.of(len(tokens), features)
-    moved = [dataclasses.replace(one.feature, mm_position=_where(one.plan, one.offset)) for one in full.items]
-    whole, _ = rule(full.tokens(tokens), moved)
-    positions = whole[:, full.index]
-    for item in full.items:
-        if item.plan.reduces:
-            before = item.plan.written[1] + item.feature.mm_position.offset
-            _note(item, torch.where(before < 0, 0, positions[:, before.clamp(min=0)].amax(0) + 1))
-    return positions, int(whole.max()) + 1 - len(tokens)
+    moved = [dataclasses.replace(item.feature, mm_position=_where(item.plan, item.offset)) for item in full.items]
+    unpruned, _ = rule(full.tokens(tokens), moved)
+    positions = unpruned[:, full.index]
+
+    def base_of(item: FullItem) -> Tensor:
+        before = item.plan.written[1] + item.feature.mm_position.offset
+        return torch.where(before < 0, 0, positions[:, before.clamp(min=0)].amax(0) + 1)
+
+    return positions, int(unpruned.max()) + 1 - len(tokens), _notes(full, base_of)
 
 
-def _note(item: FullItem, base: Tensor) -> None:
-    """Keep with an item for each of its rows where it stands in the prompt, and from where its columns count."""
-    slots = item.plan.written[0] + item.feature.mm_position.offset
-    vars(item.feature)[MOVES] = torch.stack([slots, base.expand(len(slots))])
-
-
-def of_line(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[Tensor, int]:
-    """Return long `[3, n]` of a reduced prompt for a model with one axis, whose language model reads the first row, and
-    what to add to later places."""
+def compute_line_positions(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[Tensor, int, ItemNotes]:
+    """Return the same as `compute_prompt_positions` for a model with one axis, whose language model reads the first row
+    of the positions."""
     full = FullPrompt.of(len(tokens), features)
+    notes = _notes(full, lambda item: torch.tensor(item.offset, device="cpu"))
+    return full.index.expand(3, -1), full.length - len(tokens), notes
+
+
+def _notes(full: FullPrompt, base_of: Callable[[FullItem], Tensor]) -> ItemNotes:
+    """Return the notes of a prompt. base_of: gives the positions from which the columns of an item's rows count."""
+    notes = dict[int, Tensor | None]()
     for item in full.items:
+        offset = item.feature.mm_position.offset
+        notes[offset] = None
         if item.plan.reduces:
-            _note(item, torch.tensor(item.offset, device="cpu"))
-    return full.index.expand(3, -1), full.length - len(tokens)
+            slots = item.plan.written[0] + offset
+            notes[offset] = torch.stack([slots, base_of(item).expand(len(slots))])
+    return notes
 
 
 # -- on the device, for all requests of a step at once
 
 
 def of_v1(original: Any) -> Any:
-    """Return the runner's `_gather_mm_embeddings` such that it places rows."""
+    """Wrap the runner's `_gather_mm_embeddings` so that it places rows."""
 
     def gather(self: Any, step: Any, shift_computed_tokens: int = 0) -> Any:
         rows, is_row = original(self, step, shift_computed_tokens)
-        axes = getattr(self.get_model(), "tokenprune_axes", 0)
+        model = self.get_model()
+        axes = getattr(model, "tokenprune_axes", 0)
         if not axes or not rows:
             return rows, is_row
-        if shift_computed_tokens:  # for a drafter, by positions that were placed before
+        if shift_computed_tokens:  # a drafter's positions were placed before
             return _without_columns(rows, axes), is_row
-        parts, features, begin = list[Part](), {}, 0
+        parts, begin = list[ReadTokens](), 0
         for name in self.input_batch.req_ids:
-            request, number = self.requests[name], step.num_scheduled_tokens[name]
-            features[name] = request.mm_features
-            parts.append((0, name, request.num_computed_tokens, number, begin - request.num_computed_tokens))
-            begin += number
-        return place(rows, features, parts, self.mrope_positions.gpu[None], axes), is_row
+            request, num_tokens = self.requests[name], step.num_scheduled_tokens[name]
+            start, notes = request.num_computed_tokens, model.tokenprune_notes.of_request(name)
+            parts.append(ReadTokens(0, request.mm_features, notes, start, num_tokens, begin - start))
+            begin += num_tokens
+        return place(rows, parts, self.mrope_positions.gpu[None], axes), is_row
 
     return gather
 
 
 def of_v2(original: Any) -> Any:
-    """Return `MultiModalPruner.recompute` such that it places rows."""
+    """Wrap `MultiModalPruner.recompute` so that it places rows."""
 
     def recompute(self: Any, mm_embeds: list[Tensor], input_batch: Any, req_states: Any) -> list[Tensor]:
         axes = getattr(self.model, "tokenprune_axes", 0)
         if not axes:
-            found: list[Tensor] = original(self, mm_embeds, input_batch, req_states)
-            return found
-        requests, names = input_batch.idx_mapping_np.tolist(), input_batch.req_ids
-        computed = input_batch.num_computed_prefill_tokens_np.tolist()
-        numbers = input_batch.num_scheduled_tokens.tolist()
-        parts = zip(requests, names, computed, numbers, repeat(0), strict=False)
+            cleaned: list[Tensor] = original(self, mm_embeds, input_batch, req_states)
+            return cleaned
+        items, notes = self.encoder_cache.mm_features, self.model.tokenprune_notes
+        numbers = (
+            input_batch.idx_mapping_np, input_batch.num_computed_prefill_tokens_np, input_batch.num_scheduled_tokens
+        )  # fmt: skip
+        batch = zip(input_batch.req_ids, *(array.tolist() for array in numbers), strict=False)
+        parts = [
+            ReadTokens(row, items[name], notes.of_request(row), start, count, 0) for name, row, start, count in batch
+        ]
         known = self.rope_state.prefill_positions.gpu.unflatten(0, (-1, self.rope_state.num_dims))
-        return place(mm_embeds, self.encoder_cache.mm_features, parts, known, axes)
+        return place(mm_embeds, parts, known, axes)
 
     return recompute
 
 
-def place(
-    rows: Sequence[Tensor], features: Mapping[str, Any], parts: Iterable[Part], known: Tensor, axes: int
-) -> list[Tensor]:
-    """Write the positions that embeddings hold in their columns into `known`; return the embeddings without these.
+def place(rows: Sequence[Tensor], parts: Iterable[ReadTokens], known: Tensor, axes: int) -> list[Tensor]:
+    """Write the positions in the columns of embeddings into `known`, and return the embeddings without the columns.
 
-    rows: of each item that is read now, in the order of the requests. features: the items of each request. known: whole
-    numbers `[requests, axes or more, places]`.
+    Args:
+        rows: Embeddings of each item that is read now, in the order of the requests.
+        parts: What is read of each request.
+        known: Integers `[requests, axes or more, tokens]`.
+        axes: Number of axes of a position.
+
+    Raises:
+        PlaceholderMismatchError: If an item has another number of rows than placeholders.
+        UnsupportedSetupError: If a request has no note of an item.
     """
-    columns, places, given = list[Tensor](), list[Tensor](), iter(rows)
-    for request, name, start, number, shift in parts:
-        low, high = get_mm_features_in_window(features[name], start=start, end=start + number)
-        for feature in features[name][low:high]:
-            at = feature.mm_position
-            inside = max(start - at.offset, 0), min(start + number - at.offset, at.length)
-            first, last = at.get_embeds_indices_in_range(*inside)
+    columns, targets, remaining = list[Tensor](), list[Tensor](), iter(rows)
+    for row, features, notes, start, num_tokens, shift in parts:
+        end = start + num_tokens
+        low, high = get_mm_features_in_window(features, start=start, end=end)
+        for feature in features[low:high]:
+            span = feature.mm_position
+            inside = max(start - span.offset, 0), min(end - span.offset, span.length)
+            first, last = span.get_embeds_indices_in_range(*inside)
             if first == last:
                 continue
-            mine, moves = next(given), vars(feature).get(MOVES)
-            if len(mine) != last - first:
-                raise PlaceholderMismatchError(f"{len(mine)} rows for {last - first} placeholders of an item")
-            if moves is not None:
-                columns.append(mine[:, -DIGITS * axes :])
-                slots, base = moves[:, first:last]
-                places.append(torch.stack([torch.full_like(slots, request), slots + shift, base]))
+            if span.offset not in notes:
+                raise missing_note(span.offset)
+            item_rows, note = next(remaining), notes[span.offset]
+            if len(item_rows) != last - first:
+                raise PlaceholderMismatchError(f"{len(item_rows)} rows for {last - first} placeholders of an item")
+            if note is not None:
+                columns.append(item_rows[:, -DIGITS * axes :])
+                slots, base = note[:, first:last]
+                targets.append(torch.stack([torch.full_like(slots, row), slots + shift, base]))
     if columns:
-        request_of, slot, base = to_device(torch.cat(places, dim=1), known.device)
+        request_of, slot, base = to_device(torch.cat(targets, dim=1), known.device)
         known[request_of, :axes, slot] = (from_columns(torch.cat(columns)) + base).T.to(known.dtype)
     return _without_columns(rows, axes)
 

@@ -14,11 +14,13 @@ from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks, wr
 from tokenprune.integrations.vllm.setting.configuration import keys_of
 from tokenprune.integrations.vllm.setting.plan import Plan
 from tokenprune.integrations.vllm.worker import requests
-from tokenprune.integrations.vllm.worker.warm_up import before_ready
+from tokenprune.integrations.vllm.worker.warm_up import answer_reloads, before_ready
 
 # Model Runner V1's module, and V2's for the encoder.
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.mm.encoder_runner")
-_PRUNER = "vllm.v1.worker.gpu.model_states.mm_pruning"  # of V2, which loads it after the model
+# Of V2, which loads them after the model.
+_PRUNER, _ROPE = "vllm.v1.worker.gpu.model_states.mm_pruning", "vllm.v1.worker.gpu.mm.rope"
+_WORKER_BASE = "vllm.v1.worker.worker_base"
 _WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
 
 
@@ -29,6 +31,7 @@ def prepare_runner(vllm_config: Any) -> None:
     """
     problems = missing_hooks("worker", modules=sys.modules)
     require_hooks(problems + [f"{' and '.join(_RUNNERS)}"] * (not any(map(sys.modules.get, _RUNNERS))))
+    from tokenprune.integrations.vllm.worker.position_notes import note_v1, note_v2
     from tokenprune.integrations.vllm.worker.positions import of_v1, of_v2
 
     limit = vllm_config.scheduler_config.max_num_encoder_input_tokens
@@ -41,8 +44,11 @@ def prepare_runner(vllm_config: Any) -> None:
         requests.follow()
     if _RUNNERS[1] in sys.modules:
         wrap(importlib.import_module(_PRUNER).MultiModalPruner, "recompute", of_v2)
+        wrap(importlib.import_module(_ROPE).RopeState, "init_prefill_positions", note_v2)
     if (module := sys.modules.get(_RUNNERS[0])) is not None:
         wrap(module.GPUModelRunner, "_gather_mm_embeddings", of_v1)
+        wrap(module.GPUModelRunner, "_init_mrope_positions", note_v1)
+    answer_reloads(importlib.import_module(_WORKER_BASE).WorkerBase)
     for name, worker in _WORKERS.items():
         if (module := sys.modules.get(name)) is not None:
             before_ready(getattr(module, worker))

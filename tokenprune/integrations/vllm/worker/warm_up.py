@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: run the choice of a server's setting and profiles on made-up tokens before the server is ready, so that
-Triton compiles its kernels then, and not within the first request with an image of each size.
+"""Worker: run the methods of a server's setting and profiles on random tokens before requests can name them, at the
+start and at a reload, so that Triton does not compile kernels within a request.
 
 Kernels that hold a row at once are compiled for each power of two of its length, others for lengths that 16 divides and
-for the rest. So two lengths of each power are run, one of either kind, up to the largest image.
+for the rest. So two lengths of each power are run, one of either kind, up to the largest image or video.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from tokenprune.base import Pruner
 from tokenprune.errors import TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import wrap
 from tokenprune.integrations.vllm.selection import before_llm
-from tokenprune.integrations.vllm.setting.configuration import settings_of
+from tokenprune.integrations.vllm.setting.configuration import WARM_UP, settings_of
+from tokenprune.integrations.vllm.setting.plan import MODALITIES
 from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
 from tokenprune.kernels.dispatch import compiles
 from tokenprune.ops.drawn import normal
@@ -47,48 +48,71 @@ def grid_of(count: int) -> tuple[int, int, int]:
     return 1, height, count // height
 
 
-def warm_up(model: Any, vllm_config: Any, device: torch.device, largest: int) -> list[tuple[str, int]]:
-    """Run each choice that the server's requests may name. Return the method and the number of tokens of each run;
-    empty where nothing is compiled.
+def warm_up(
+    model: Any, vllm_config: Any, device: torch.device, largest: Mapping[str, int], settings: Iterable[ServedSetting]
+) -> list[tuple[str, int]]:
+    """Run the method of each setting that was not run before.
 
-    model: vLLM's, with a setting. largest: tokens of the largest image. Raises UnsupportedSetupError for a method that
-    fails otherwise than by refusing such an image.
+    Args:
+        model: A model of vLLM with a setting.
+        vllm_config: Configuration of the engine.
+        device: Device of the model.
+        largest: Number of tokens of the largest item of each modality.
+        settings: Settings that requests may name.
+
+    Returns:
+        The method and the number of tokens of each run. Empty on devices for which nothing is compiled.
+
+    Raises:
+        UnsupportedSetupError: If a method fails otherwise than by refusing an item of that size. A method that runs out
+            of memory only beyond the largest image stays: the server may never get such a video.
     """
     if not compiles(device):
         return []
     began, runs = time.perf_counter(), list[tuple[str, int]]()
-    for setting in _choosing(vllm_config.model_config):
+    warmed = vars(model).setdefault("tokenprune_warmed", list[ServedSetting]())
+    for setting in _choosing(settings, warmed):
         method: Any = setting.method
         # In the language model an image is no longer than a prompt.
-        for count in lengths(min(largest, vllm_config.model_config.max_model_len - 1) if setting.in_llm else largest):
+        longest = max(largest.values(), default=0)
+        for count in lengths(min(longest, vllm_config.model_config.max_model_len - 1) if setting.in_llm else longest):
             try:
                 with torch.no_grad():
                     _run(model, vllm_config, device, setting, method, count)
             except UnsupportedSetupError:
                 raise
             except TokenPruneError as error:
-                logger.debug("%s does not take a made-up image of %d tokens: %s", method.name, count, error)
+                logger.debug("%s does not take a random item of %d tokens: %s", method.name, count, error)
                 continue
+            except torch.OutOfMemoryError as error:
+                if count <= largest.get("image", 0):
+                    raise _failed(method, count, error) from error
+                logger.warning("%s ran out of memory on a random video of %d tokens", method.name, count)
+                break
             except Exception as error:
-                logger.error("%s failed on a made-up image of %d tokens", method.name, count, exc_info=error)
-                raise UnsupportedSetupError(
-                    f"{KEY}: {method.name} failed on a made-up image of {count} tokens ({type(error).__name__}: "
-                    f"{error}): serve smaller images or another method, or set TOKENPRUNE_KERNELS=reference"
-                ) from error
+                logger.error("%s failed on a random item of %d tokens", method.name, count, exc_info=error)
+                raise _failed(method, count, error) from error
             runs.append((method.name, count))
+        warmed.append(setting)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     logger.info("tokenprune warmed up %d choices in %.1f s", len(runs), time.perf_counter() - began)
     return runs
 
 
-def _choosing(model_config: Any) -> Iterator[ServedSetting]:
-    """Yield the settings of a server that choose among tokens; others act on pixels, or merge within the tower."""
-    seen: list[ServedSetting] = []
-    for setting in settings_of(model_config).values():
-        chooses = isinstance(setting.method, Pruner) and (setting.in_llm or not setting.removes_nothing)
-        if chooses and setting not in seen:
-            seen.append(setting)
+def _failed(method: Any, count: int, error: Exception) -> UnsupportedSetupError:
+    return UnsupportedSetupError(
+        f"{KEY}: {method.name} failed on a random item of {count} tokens ({type(error).__name__}: {error}). "
+        "Serve smaller images or another method, or set TOKENPRUNE_KERNELS=reference."
+    )
+
+
+def _choosing(settings: Iterable[ServedSetting], warmed: list[ServedSetting]) -> Iterator[ServedSetting]:
+    """Yield each setting that selects tokens and is not among `warmed`, once. Other settings act on pixels, or merge
+    within the tower."""
+    for setting in settings:
+        selects = isinstance(setting.method, Pruner) and (setting.in_llm or not setting.removes_nothing)
+        if selects and setting not in warmed:
             yield setting
 
 
@@ -119,16 +143,31 @@ def before_ready(worker: Any) -> None:
 
 def _warming_up(original: Any) -> Any:
     def compile_or_warm_up_model(self: Any) -> Any:
-        model = self.model_runner.get_model()
-        if getattr(model, "tokenprune_active", False) and compiles(self.device):
-            warm_up(model, self.vllm_config, self.device, _largest(self))
+        _warm_up_worker(self, lambda: settings_of(self.vllm_config.model_config).values())
         return original(self)
 
     return compile_or_warm_up_model
 
 
-def _largest(worker: Any) -> int:
-    """Return how many tokens the largest image of a request has, or the largest video where there are no images."""
+def answer_reloads(worker: Any) -> None:
+    """Give workers of this class the method that a reload calls. worker: vLLM's base class of workers."""
+    setattr(worker, WARM_UP, _warm_up_profiles)
+
+
+def _warm_up_profiles(worker: Any, profiles: Mapping[str, Mapping[str, Any]]) -> int:
+    """Warm up the settings of a reload in a worker, and return the number of runs."""
+    return _warm_up_worker(worker, lambda: map(ServedSetting.of, profiles.values()))
+
+
+def _warm_up_worker(worker: Any, settings: Callable[[], Iterable[ServedSetting]]) -> int:
+    model = worker.model_runner.get_model()
+    if not getattr(model, "tokenprune_active", False) or not compiles(worker.device):
+        return 0
+    return len(warm_up(model, worker.vllm_config, worker.device, _largest(worker), settings()))
+
+
+def _largest(worker: Any) -> dict[str, int]:
+    """Return the number of tokens of the largest image and of the largest video that a request may have."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.encoder_budget import MultiModalBudget
 
@@ -136,5 +175,4 @@ def _largest(worker: Any) -> int:
     budget = getattr(worker.model_runner, "mm_budget", None) or MultiModalBudget(
         worker.vllm_config, MULTIMODAL_REGISTRY
     )
-    most = budget.mm_max_toks_per_item
-    return most.get("image") or most.get("video", 0)
+    return {modality: count for modality, count in budget.mm_max_toks_per_item.items() if modality in MODALITIES}

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far off is `tokenprune capacity` on rows that its assumptions were not fitted to?
+
+    python experiments/capacity_errors.py           # print the table
+    python experiments/capacity_errors.py --page    # write it into docs/capacity.md
+
+The rows are the nine that an H200 measured in vLLM: three servers, three budgets each. The defaults of `Assumptions`
+were fitted to these rows, so their error is in-sample. Here `compute`, `tower`, `each` and, for servers without CUDA
+graphs, `launch` are fitted anew (least squares of the logarithms of the rates), leaving out one row, or all rows of one
+server, and the left-out rows are predicted. `host` is the median first token of the rows that stay: of the same server,
+or of the other two servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from common import fill_page
+from transformers import LlavaConfig, Qwen2_5_VLConfig
+
+from tokenprune.cost.capacity import Assumptions, Capacity, Server, request_load
+from tokenprune.cost.gpus import GPUS
+from tokenprune.cost.model import Load
+
+ROOT = Path(__file__).resolve().parent.parent
+RAW, PAGE = ROOT / "experiments/results/nvidia-h200/h_vllm_times.jsonl", ROOT / "docs/capacity.md"
+BEGIN, END = "<!-- errors:begin (experiments/capacity_errors.py --page) -->", "<!-- errors:end -->"
+QWEN_7B = Qwen2_5_VLConfig(
+    text_config=dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+                     num_key_value_heads=4, vocab_size=152064),
+    vision_config=dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584),
+    tie_word_embeddings=False,
+)  # fmt: skip
+# Of each server: the model's config, the tokens of text and of an image in its requests, and whether it runs eagerly.
+SERVERS: dict[str, tuple[Any, int, int | None, bool]] = {
+    "llava7b.default": (LlavaConfig(), 39, None, False),
+    "llava7b.eager": (LlavaConfig(), 39, None, True),
+    "qwen7b.eager": (QWEN_7B, 41, 2116, True),
+}
+FITTED = ("compute", "tower", "each", "launch")
+
+
+@cache
+def build_server(name: str) -> tuple[Server, Load]:
+    """Return one of `SERVERS` and the load of its requests."""
+    config, text, tokens, _ = SERVERS[name]
+    return Server.of_config(config, GPUS["H200"]), request_load(config, 1, tokens=tokens, tiles=None, text=text)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured row: the server, the budget, requests per second, and seconds to the first token."""
+
+    server: str
+    keep: float
+    answer: int
+    rate: float
+    first: float
+
+    @property
+    def eager(self) -> bool:
+        return SERVERS[self.server][3]
+
+    def predict(self, assumed: dict[str, float]) -> Capacity:
+        """Return the prediction for this row. `launch` counts only for a server that runs eagerly."""
+        values = assumed if self.eager else assumed | {"launch": 0.0}
+        server, load = build_server(self.server)
+        return replace(server, assumed=Assumptions(at_once=64, **values)).capacity(load, self.keep, 1, self.answer)
+
+
+def read_rows() -> list[Row]:
+    """Return the measured rows."""
+    rows = []
+    for line in RAW.read_text().splitlines()[1:]:
+        row = json.loads(line)
+        if row["engine"] in SERVERS:
+            keep = 1.0 if row["setting"] == "off" else float(row["setting"].split()[1])
+            rows.append(Row(row["engine"], keep, row["answer"], row["rate"], row["first_ms"] / 1000))
+    return rows
+
+
+def defaults() -> dict[str, float]:
+    """Return the default of each fitted assumption."""
+    return {name: getattr(Assumptions(), name) for name in FITTED}
+
+
+@cache
+def fit(rows: tuple[Row, ...]) -> dict[str, float]:
+    """Return the assumptions with the least squared error of the logarithms of the rates, by coordinate descent."""
+
+    def loss(values: dict[str, float]) -> float:
+        return sum(math.log(row.predict(values).rate / row.rate) ** 2 for row in rows)
+
+    best: dict[str, float] = defaults() | {"launch": 0.01}
+    lowest, step = loss(best), 1.5
+    while step > 1.002:
+        improved = False
+        for name in FITTED:
+            for factor in (step, 1 / step):
+                trial = best | {name: min(best[name] * factor, 1.0)}
+                if (value := loss(trial)) < lowest:
+                    best, lowest, improved = trial, value, True
+        if not improved:
+            step = math.sqrt(step)
+    return best
+
+
+def predict_left_out(row: Row, others: tuple[Row, ...]) -> tuple[float, float]:
+    """Return the errors of a row's rate and first token, by assumptions that are fitted to `others`."""
+    near = [other for other in others if other.server == row.server] or others
+    made = row.predict(fit(others) | {"host": statistics.median(other.first for other in near)})
+    return made.rate / row.rate - 1, made.first_token / row.first - 1
+
+
+def compute_errors() -> list[dict[str, Any]]:
+    """Return for each row the errors of rate and first token: of the plain defaults, with `--launch` of 13 ms where the
+    server is eager, leaving out the row, and leaving out its server."""
+    rows, errors = read_rows(), []
+    for row in rows:
+        plain, launched = row.predict(defaults()), row.predict(defaults() | {"launch": 0.013})
+        errors.append({
+            "server": row.server, "keep": row.keep,
+            "default": (plain.rate / row.rate - 1, plain.first_token / row.first - 1),
+            "launch": (launched.rate / row.rate - 1, launched.first_token / row.first - 1),
+            "row": predict_left_out(row, tuple(other for other in rows if other != row)),
+            "server_out": predict_left_out(row, tuple(other for other in rows if other.server != row.server)),
+        })  # fmt: skip
+    return errors
+
+
+KINDS = ("default", "launch", "row", "server_out")
+
+
+def page() -> str:
+    """Return the table of docs/capacity.md: for each server the lowest and the highest error of its three budgets."""
+    errors = compute_errors()
+    lines = [
+        "| server | | defaults | `--launch 13ms` | without the row | without the server |",
+        "|---|---|---|---|---|---|",
+    ]
+    for server, (part, kind) in itertools.product(SERVERS, enumerate(("rate", "first token"))):
+        of_server = [row for row in errors if row["server"] == server]
+        ends = [(min(values), max(values)) for values in ([row[kind][part] for row in of_server] for kind in KINDS)]
+        cells = " | ".join(f"{low:+.0%}…{high:+.0%}" for low, high in ends)
+        lines.append(f"| {server} | {kind} | {cells} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", action="store_true", help="write the table into docs/capacity.md")
+    if parser.parse_args().page:
+        fill_page(PAGE, BEGIN, END, page())
+    else:
+        print(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""experiments/capacity_errors.py: errors of `tokenprune capacity` on rows that its assumptions were not fitted to."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXPERIMENTS = Path(__file__).parents[3] / "experiments"
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    sys.path.insert(0, str(EXPERIMENTS))
+    try:
+        return importlib.import_module("capacity_errors")
+    finally:
+        sys.path.remove(str(EXPERIMENTS))
+
+
+def test_a_fit_finds_the_assumptions_that_made_the_rates(script: Any) -> None:
+    true = {"compute": 0.5, "tower": 0.4, "each": 0.004, "launch": 0.02}
+    rows = tuple(
+        script.Row(row.server, row.keep, row.answer, row.predict(true).rate, row.first) for row in script.read_rows()
+    )
+    fitted = script.fit(rows)
+    assert all(row.predict(fitted).rate == pytest.approx(row.rate, rel=0.01) for row in rows)
+
+
+def test_a_row_that_is_left_out_does_not_change_its_own_prediction(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = script.read_rows()
+    changed = [script.Row(row.server, row.keep, row.answer, 9.0, 9.0) if index == 0 else row
+               for index, row in enumerate(rows)]  # fmt: skip
+    predictions = []
+    for some in (rows, changed):
+        monkeypatch.setattr(script, "read_rows", lambda: some)  # noqa: B023
+        errors = script.compute_errors()[0]
+        for kind in ("row", "server_out"):
+            rate, first = errors[kind]
+            predictions.append([(1 + rate) * some[0].rate, (1 + first) * some[0].first])
+    assert predictions[:2] == [pytest.approx(one) for one in predictions[2:]]
+
+
+def test_the_page_has_the_errors_of_the_committed_rows(script: Any) -> None:
+    text = script.PAGE.read_text().partition(script.BEGIN)[2].partition(script.END)[0]
+    assert text.strip() == script.page()
+    largest = {kind: max(abs(row[kind][0]) for row in script.compute_errors()) for kind in script.KINDS}
+    assert largest["row"] < 0.1 < largest["server_out"] < 0.6
+    page = script.PAGE.read_text()
+    assert f"rates up to {largest['server_out']:.0%}".replace("%", " %") in page

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker: table of where the rows of each request's items belong, by request and offset of the item in the prompt.
+
+The model computes the notes when a request arrives; the runner needs them when it places the rows. vLLM may rebuild an
+item's object in between, as 0.33's `EncoderCache.update_encoder_inputs` does, so the notes are not kept on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.vllm.compat import TESTED, vllm_version
+
+# By the offset of an item in the prompt: long `[2, rows]`, each row's index in the prompt and the position from which
+# its columns count. None for an item that keeps all tokens.
+ItemNotes = Mapping[int, Tensor | None]
+
+
+class PositionNotes:
+    """The notes of all requests that a worker holds."""
+
+    def __init__(self) -> None:
+        self._of_request: dict[Hashable, ItemNotes] = {}
+        self._arriving: Hashable = None
+
+    @contextmanager
+    def arriving(self, request: Hashable, live: Container[Hashable] | None = None) -> Iterator[None]:
+        """Within the context, `record` stores the notes of this request.
+
+        Args:
+            request: Key of the request: its id on Model Runner V1, its row in the state on V2.
+            live: Keys of the requests that still run; notes of all others are dropped. None keeps all notes, for keys
+                that later requests reuse.
+        """
+        if live is not None:
+            self._of_request = {key: notes for key, notes in self._of_request.items() if key in live}
+        self._of_request.pop(request, None)
+        self._arriving = request
+        try:
+            yield
+        finally:
+            self._arriving = None
+
+    def record(self, notes: ItemNotes) -> None:
+        """Store the notes of the arriving request; without one they are dropped."""
+        if self._arriving is not None:
+            self._of_request[self._arriving] = notes
+
+    def of_request(self, request: Hashable) -> ItemNotes:
+        """Return the notes of a request, empty if there are none."""
+        return self._of_request.get(request, {})
+
+
+def missing_note(offset: int) -> UnsupportedSetupError:
+    """Return the error for an item that has no entry in the notes of its request."""
+    return UnsupportedSetupError(
+        f"vLLM {vllm_version()} computed no positions for the item at token {offset} of a request. "
+        f"Use the tested version, {TESTED}."
+    )
+
+
+def note_v1(original: Any) -> Callable[..., Any]:
+    """Wrap `GPUModelRunner._init_mrope_positions` so that the model's notes are stored under the request's id."""
+
+    def _init_mrope_positions(self: Any, req_state: Any) -> Any:
+        notes = getattr(self.get_model(), "tokenprune_notes", None)
+        if notes is None:
+            return original(self, req_state)
+        with notes.arriving(req_state.req_id, self.requests):
+            return original(self, req_state)
+
+    return _init_mrope_positions
+
+
+def note_v2(original: Any) -> Callable[..., Any]:
+    """Wrap `RopeState.init_prefill_positions` so that the model's notes are stored under the request's row."""
+
+    def init_prefill_positions(self: Any, req_idx: int, model: Any, *args: Any, **kwargs: Any) -> Any:
+        notes = getattr(model, "tokenprune_notes", None)
+        if notes is None:
+            return original(self, req_idx, model, *args, **kwargs)
+        with notes.arriving(req_idx):
+            return original(self, req_idx, model, *args, **kwargs)
+
+    return init_prefill_positions
