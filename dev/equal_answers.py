@@ -107,7 +107,7 @@ def main() -> int:
     asked = parser.parse_args()
     checkout = asked.checkout.resolve()
     zoos = [file.parent for file in checkout.glob("tests/**/zoo.py")]
-    sys.path[:0] = map(str, filter(Path.is_dir, [checkout, checkout / "demo", checkout / "bench", *zoos]))
+    sys.path[:0] = map(str, filter(Path.is_dir, [checkout, checkout / "demo", checkout / "benchmarks", *zoos]))
     import tokenprune
 
     if not Path(tokenprune.__file__).is_relative_to(checkout):

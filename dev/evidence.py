@@ -4,7 +4,7 @@
 python dev/evidence.py            # write it anew, after a run of experiments/ that it reads, or a change of the table
 python dev/evidence.py --check    # exit with 1 where the file is not what this would write
 
-Nothing in the file is typed in here: published numbers come from experiments/papers, ours from experiments/results.
+Nothing in the file is typed in here: published numbers come from experiments/papers, ours from benchmarks/results.
 What each entry says of itself (questions, keep, photographs, asked, size, sure) is what advice.py grades it by.
 """
 
@@ -22,11 +22,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "experiments"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "experiments"))
 import rows  # noqa: E402
 
-FILE = ROOT / "bench/tokenprune_bench/recommend/evidence.json"
-RESULTS, PAPERS = ROOT / "experiments/results", ROOT / "experiments/papers"
+FILE = ROOT / "benchmarks/tokenprune_bench/recommend/evidence.json"
+RESULTS, PAPERS = ROOT / "benchmarks/results", ROOT / "benchmarks/experiments/papers"
 # The kinds of our questions behind each kind of evidence; (): all of them.
 IMAGES = {
     "general": (),
@@ -91,7 +91,7 @@ def accuracy() -> Iterator[Entry]:
                     f"{fmean(beyond):+.1f} [{low:.1f}, {high:.1f}] over random; {record['environment']['model']}"
                 )
                 yield entry(
-                    record["method"], task, round(keep, 3), text, f"experiments/results/{name}", about="accuracy",
+                    record["method"], task, round(keep, 3), text, f"benchmarks/results/{name}", about="accuracy",
                     kind="measured by us", asked=len(places), photographs=False, sure=low > 0,
                     size=_size(record["environment"]["model"]),
                 )  # fmt: skip
@@ -201,7 +201,7 @@ def measured_speed() -> Iterator[Entry]:
 
     def timed(method: str, questions: str | None, keep: float | None, text: str, name: str, **more: Any) -> Entry:
         base = {"about": "time", "kind": "measured by us", "asked": None, "photographs": True, "size": None}
-        return entry(method, questions, keep, text, f"experiments/results/{name}", **(base | {"sure": True} | more))
+        return entry(method, questions, keep, text, f"benchmarks/results/{name}", **(base | {"sure": True} | more))
 
     header, records = rows.quiet(RESULTS / "headline.jsonl")
     for one in records:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "experiments")]
+sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "benchmarks" / "experiments")]
 import gpu_page  # noqa: E402
 import rows  # noqa: E402
 
@@ -16,8 +16,8 @@ from tokenprune_bench.plan import BASELINES  # noqa: E402
 from tokenprune_bench.recommend import advice  # noqa: E402
 from tokenprune_bench.results import UNPATCHED, Results, Row, read_records, summarise  # noqa: E402
 
-RESULTS = ROOT / "experiments/results"
-HEADLINE = RESULTS / "headline.jsonl"  # by experiments/headline.py
+RESULTS = ROOT / "benchmarks/results"
+HEADLINE = RESULTS / "headline.jsonl"  # by benchmarks/experiments/headline.py
 ABOUT = {"demo_smol": "a LLaVA around the pretrained SmolLM2-135M, with photographs, pages, charts and drawings"}
 SHOWN = "divprune"
 COMMON = ("general", "signs", "documents", "grounding", "video")  # rows of the table of advice
@@ -32,7 +32,7 @@ def measured() -> tuple[Results, list[tuple[Row, dict[str, Any]]]]:
     found = [(row, raw[row.method, row.keep]) for row in results.rows[1:] if row.method not in BASELINES]
     quiet = [(row, one) for row, one in found if row.timing and not rows.is_loaded(one)]
     if not quiet:
-        raise ValueError(f"{HEADLINE.name} has no row of a quiet machine: run experiments/headline.py")
+        raise ValueError(f"{HEADLINE.name} has no row of a quiet machine: run benchmarks/experiments/headline.py")
     return results, quiet
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the gallery of docs/index.md: photographs as a model sees them, and what a method leaves of each.
 
-python dev/gallery.py    # docs/images/gallery, experiments/results/gallery.json; then python dev/readme.py
+python dev/gallery.py    # docs/images/gallery, benchmarks/results/gallery.json; then python dev/readme.py
 
 Images and questions are fixed before anything is asked: the first six held-out images on a photograph whose sides both
 have 200 pixels, a kind of question and a method each. Answers stay as they come, wrong ones too. The model is
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER, OUT = ROOT / "docs/images/gallery", ROOT / "experiments/results/gallery.json"
+FOLDER, OUT = ROOT / "docs/images/gallery", ROOT / "benchmarks/results/gallery.json"
 KEEP, SIDE, LEAST, QUALITY = 0.25, 400, 200, 82
 CELLS = (
     ("word", "divprune"),

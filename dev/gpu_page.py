@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "experiments"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "experiments"))
 import rows  # noqa: E402
 
-FOLDER = ROOT / "experiments/results/nvidia-h200"
+FOLDER = ROOT / "benchmarks/results/nvidia-h200"
 METHOD, SERVED = "divprune", "divprune 0.25"
 
 
@@ -100,7 +100,7 @@ def table() -> str:
         "called eager), bfloat16, random weights of LLaVA-1.5-7B's and LLaVA-NeXT-7B's decoder where no more is said. "
         "Eager times at batch 1 differ by up to twice between runs: the host decides. With a static cache, whose steps "
         f"transformers compiles, the unpatched answer takes {static:.0f} ms. "
-        "[All tables](../performance.md#on-a-gpu); raw data: `experiments/results/nvidia-h200`."
+        "[All tables](../performance.md#on-a-gpu); raw data: `benchmarks/results/nvidia-h200`."
     )
     return "\n".join(shown) + f"\n\n{note}"
 

@@ -27,7 +27,7 @@ from tokenprune_bench.results import COLLAPSE, UNPATCHED, read_records
 from tokenprune_bench.significance import pooled_interval
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "experiments/results"
+RESULTS = ROOT / "benchmarks/results"
 TABLE = ROOT / "tokenprune/assets/guard.json"
 PAGE = ROOT / "docs/guard.md"
 LIMIT = 0.10
@@ -101,7 +101,7 @@ def table(models: list[Records]) -> dict[str, Any]:
         keeps = sorted((keep for method, keep in models[0].results if method == name), reverse=True)
         methods[name] = {kind: _of_kind(kind, name, keeps, models) for kind in KINDS}
     return {
-        "source": f"dev/guard.py, from {' and '.join(JUDGED)} in experiments/results",
+        "source": f"dev/guard.py, from {' and '.join(JUDGED)} in benchmarks/results",
         "models": {one.model: one.header["environment"]["weights"] for one in models},
         "limit": LIMIT,
         "methods": methods,
@@ -143,7 +143,7 @@ def floors(made: dict[str, Any]) -> str:
 
 def page(text: str, made: dict[str, Any]) -> str:
     """Return docs/guard.md with its tables renewed."""
-    sys.path[:0] = [str(ROOT / "experiments/studies"), str(ROOT / "experiments")]
+    sys.path[:0] = [str(ROOT / "benchmarks/experiments/studies"), str(ROOT / "benchmarks" / "experiments")]
     import guard_images as images
     import guard_proof as proof
 

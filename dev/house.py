@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # The package of each distribution, and the folder of the repository in which it lies.
-PACKAGES = {"tokenprune": ".", "tokenprune_bench": "bench", "tokenprune_demo": "demo"}
+PACKAGES = {"tokenprune": ".", "tokenprune_bench": "benchmarks", "tokenprune_demo": "demo"}
 # All that a forward of a patched model may run, whatever the method and the family: what takes tokens out of a decoder,
 # the parts that plug into it, the checks, and the notes on encoded images.
 ENGINE = [

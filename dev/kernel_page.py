@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/kernels.md, from experiments/results; dev/readme.py writes them."""
+"""The generated parts of docs/kernels.md, from benchmarks/results; dev/readme.py writes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from performance import rows, sheets
 
-RESULTS = Path(__file__).parent.parent / "experiments/results"
+RESULTS = Path(__file__).parent.parent / "benchmarks/results"
 
 
 def compiled() -> str:
@@ -15,7 +15,7 @@ def compiled() -> str:
     first, records = rows.read(RESULTS / "kernels.jsonl")
     most = {what: max(one[what] for one in records) for what in ("registers", "spills", "shared", "size")}
     spills = "none spills one" if not most["spills"] else f"{sum(one['spills'] > 0 for one in records)} spill some"
-    path = "experiments/results/kernels.jsonl"
+    path = "benchmarks/results/kernels.jsonl"
     return (
         f"{len(records)} programs of {len({one['kernel'] for one in records})} kernels for the shapes of "
         f"{len(first['models'])} models ({', '.join(first['dtypes'])}; Triton {first['triton']}): at most "

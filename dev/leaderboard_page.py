@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of docs/leaderboard.md, from our runs in experiments/results and experiments/leaderboard/entries.
+"""Write the tables of docs/leaderboard.md, from our runs in benchmarks/results and experiments/leaderboard/entries.
 
 python dev/leaderboard_page.py            # rewrite the page, after a run, a new entry or a new method
 python dev/leaderboard_page.py --check    # exit with 1 where the page is not what this would write
@@ -24,8 +24,8 @@ from tokenprune_bench.results import read_records
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/leaderboard.md"
-ENTRIES = ROOT / "experiments/leaderboard/entries"
-RESULTS = ROOT / "experiments/results"
+ENTRIES = ROOT / "benchmarks/experiments/leaderboard/entries"
+RESULTS = ROOT / "benchmarks/results"
 OURS = ("all_methods-demo_smol.jsonl",)
 SHOWN = 0.25  # of our own runs; docs/all-methods.md has the other keeps
 # The published budget, of 576 tokens, that comes nearest to a share; see docs/all-methods.md.
@@ -94,11 +94,11 @@ def cells(run: Run, line: Line) -> Iterator[str]:
 @cache
 def ranks(budget: int) -> Mapping[str, str]:
     """Return "2 of 12" for each method of ours that papers print a number of, at so many of 576 tokens."""
-    sys.path.insert(0, str(ROOT / "experiments"))
+    sys.path.insert(0, str(ROOT / "benchmarks" / "experiments"))
     try:
         from rank_agreement import published_scores
     finally:
-        sys.path.remove(str(ROOT / "experiments"))
+        sys.path.remove(str(ROOT / "benchmarks" / "experiments"))
     import tokenprune
 
     scores = published_scores(tokenprune.available_methods(), budget)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "dev"))  # ahead of the root, where docs is a fold
 import docs  # noqa: E402
 
 KEPT = ROOT / "docs/images/kept"
-RESULTS = ROOT / "experiments/results"
+RESULTS = ROOT / "benchmarks/results"
 IMAGES, VIDEOS = ROOT / "docs/all-methods.md", RESULTS / "bench_videos.jsonl"
 BASELINES = {"rnd": "random", "uni": "uniform", "down": "downsample"}  # the marks of the table of all methods
 

@@ -53,11 +53,11 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "dev/README.md": "tools.md",
     "tests/README.md": "tests.md",
-    "experiments/training/README.md": "training.md",
-    "experiments/training/qwen/README.md": "training-qwen.md",
-    "experiments/training/smol/README.md": "training-smol.md",
-    "experiments/gpu/plan.md": "gpu-plan.md",
-    "experiments/gpu/rehearsal.md": "gpu-rehearsal.md",
+    "benchmarks/experiments/training/README.md": "training.md",
+    "benchmarks/experiments/training/qwen/README.md": "training-qwen.md",
+    "benchmarks/experiments/training/smol/README.md": "training-smol.md",
+    "benchmarks/experiments/gpu/plan.md": "gpu-plan.md",
+    "benchmarks/experiments/gpu/rehearsal.md": "gpu-rehearsal.md",
 }
 MADE: dict[str, Callable[[], str]] = {
     "sites": docs.sites,

@@ -142,8 +142,8 @@ def in_child(copy: Path, arguments: list[str], *plugins: object) -> tuple[int, s
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
             os.chdir(copy)
-            paths = [str(copy / name) for name in (".", "bench", "demo")]
-            ours = {str(ROOT / name) for name in (".", "dev", "bench", "demo")}
+            paths = [str(copy / name) for name in (".", "benchmarks", "demo")]
+            ours = {str(ROOT / name) for name in (".", "dev", "benchmarks", "demo")}
             sys.path[:] = paths + [path for path in sys.path if path not in ours]
             os.environ["PYTHONPATH"] = os.pathsep.join(paths)
             ended = pytest.main(arguments, list(plugins))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/performance.md, from experiments/results/<device>; dev/readme.py writes them."""
+"""The generated parts of docs/performance.md, from benchmarks/results/<device>; dev/readme.py writes them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "experiments"), str(ROOT / "experiments/gpu")]
+sys.path[:0] = [str(ROOT / "benchmarks" / "experiments"), str(ROOT / "benchmarks/experiments/gpu")]
 import rows  # noqa: E402
 import sheets  # noqa: E402
 
-RESULTS = ROOT / "experiments/results"
+RESULTS = ROOT / "benchmarks/results"
 GPU_TABLES = (
     "a_correctness", "b_llava_next", "c_memory", "d_video", "e_kernels", "f_llava15", "g_decode", "h_vllm_answers",
     "h_vllm_times", "i_graphs",
@@ -41,8 +41,8 @@ def found(name: str, read: Any = rows.quiet) -> dict[str, tuple[dict[str, Any], 
 
 
 def source(name: str, device: str, up: str = "../") -> str:
-    path = f"experiments/results/{device}/{name}.jsonl"
-    return f"By `python experiments/{name}.py`; raw data: [{path}]({up}{path})."
+    path = f"benchmarks/results/{device}/{name}.jsonl"
+    return f"By `python benchmarks/experiments/{name}.py`; raw data: [{path}]({up}{path})."
 
 
 def where(header: dict[str, Any], records: list[dict[str, Any]] | None = None) -> str:

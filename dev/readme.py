@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "experiments")]
+sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "benchmarks" / "experiments")]
 import accuracy_pages  # noqa: E402
 import document_pages  # noqa: E402
 import front_page  # noqa: E402
@@ -33,12 +33,12 @@ import tower_page  # noqa: E402
 import trust_page  # noqa: E402
 import which_method  # noqa: E402
 
-ENCODER = ROOT / "experiments/results/encoder.jsonl"
-LOSERS = ROOT / "experiments/results/losers.jsonl"
-VIDEO = ROOT / "experiments/results/pevlm.jsonl"
-DOCUMENTS = ROOT / "experiments/results/documents.jsonl"
-ATTEND = ROOT / "experiments/results/attend.jsonl"
-VIDEO_TOWER = ROOT / "experiments/results/cpu/video_tower.jsonl"
+ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
+LOSERS = ROOT / "benchmarks/results/losers.jsonl"
+VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
+DOCUMENTS = ROOT / "benchmarks/results/documents.jsonl"
+ATTEND = ROOT / "benchmarks/results/attend.jsonl"
+VIDEO_TOWER = ROOT / "benchmarks/results/cpu/video_tower.jsonl"
 
 
 link = accuracy_pages.link
@@ -67,7 +67,7 @@ def encoder() -> str:
         "free. CPU time leaves out what other work on the machine took."
     )
     return "\n\n".join(
-        [setting, "\n".join(lines), f"By `python experiments/encoder.py`; raw data: {link(ENCODER, '../')}."]
+        [setting, "\n".join(lines), f"By `python benchmarks/experiments/encoder.py`; raw data: {link(ENCODER, '../')}."]
     )
 
 
@@ -84,7 +84,7 @@ def losers() -> str:
             for one in found.values()
         ]
         lines.append(f"| `{method}` | {reading} | " + " | ".join(cells) + " |")
-    source = f"By `python experiments/studies/losers.py`; raw data: {link(LOSERS, '../')}."
+    source = f"By `python benchmarks/experiments/studies/losers.py`; raw data: {link(LOSERS, '../')}."
     note = f"Percent right @ visual tokens in the decoder. {source}"
     return "\n\n".join(["\n".join(lines), note])
 
@@ -121,7 +121,7 @@ def video_tower() -> str:
         f"CPU time over the unpatched model's, in turn, median of rounds: a video of {header['frames']} frames of "
         f"{header['side']} pixels, keep {header['keep']}, LLaVA-OneVision-0.5B at 1/{header['widths']} of its widths, "
         f"random weights, {header['threads']} thread; unpatched the tower takes {share:.0%} of the time to the first "
-        f"token. By `python experiments/video_tower.py`; raw data: {link(VIDEO_TOWER, '../../')}."
+        f"token. By `python benchmarks/experiments/video_tower.py`; raw data: {link(VIDEO_TOWER, '../../')}."
     )
     return "\n\n".join(["\n".join(lines), note])
 
@@ -144,7 +144,7 @@ def video() -> str:
         "exponent is that of a power of the number of frames, fitted to all points."
     )
     return "\n\n".join(
-        [setting, "\n".join(lines), f"By `python experiments/pevlm.py`; raw data: {link(VIDEO, '../')}."]
+        [setting, "\n".join(lines), f"By `python benchmarks/experiments/pevlm.py`; raw data: {link(VIDEO, '../')}."]
     )
 
 
@@ -184,7 +184,7 @@ def documents() -> str:
         "nor with tokens dropped. Every other method keeps of each image as many tokens as `pixelprune`; averages over "
         "images and layers. ▼: worse than that (McNemar's exact test, one-sided, 5 %)."
     )
-    command = f"python experiments/documents.py --documents {header['documents']}"
+    command = f"python benchmarks/experiments/documents.py --documents {header['documents']}"
     source = f"By `{command}`; raw data: {link(DOCUMENTS, '../../')}."
     return "\n\n".join([setting, *parts, source])
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "experiments/results/recover.jsonl"
-SFT = ROOT / "experiments/results/recover_sft.jsonl"
-PRUNED, CONTROL = "pruning", "nothing"  # as in experiments/recover.py: what a model was tuned under
+RESULTS = ROOT / "benchmarks/results/recover.jsonl"
+SFT = ROOT / "benchmarks/results/recover_sft.jsonl"
+PRUNED, CONTROL = "pruning", "nothing"  # as in benchmarks/experiments/recover.py: what a model was tuned under
 
 
 def recover() -> str:

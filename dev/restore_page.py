@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "experiments/results"
+RESULTS = ROOT / "benchmarks/results"
 FILES = {"demo_qwen": "restore_gain.jsonl", "demo_smol": "restore_gain-demo_smol.jsonl"}
 WAYS = ("plain", "merged", "weighed")
 BASELINES = ("uniform", "random")  # compare no tokens
@@ -22,7 +22,7 @@ def gain() -> str:
     """Return the tables, one a model: % right with the chooser, and the points that either form adds to that."""
     about = (
         "Cells: % right with the chooser alone; points that `restore` adds; and with `calibrate=True`, of the same "
-        "questions; bold where the interval of 95 % leaves out 0. By `python experiments/restore_gain.py`."
+        "questions; bold where the interval of 95 % leaves out 0. By `python benchmarks/experiments/restore_gain.py`."
     )
     return "\n\n".join([about, *(_of(model, RESULTS / name) for model, name in FILES.items())])
 
@@ -42,7 +42,7 @@ def _of(model: str, path: Path) -> str:
     comparing = [one for one in choosers if one not in BASELINES]
     asked = ", ".join(f"{number} about {one} (unpatched {_share(whole[one])} %)" for one, number in sets.items())
     return "\n".join([
-        f"{model}, [questions](../../experiments/results/{path.name}): {asked}.", "",
+        f"{model}, [questions](../../benchmarks/results/{path.name}): {asked}.", "",
         f"| chooser | {' | '.join(f'{keep:g}' for keep in keeps)} |", "|---" + "|---:" * len(keeps) + "|",
         *(row(f"`{one}`", [one], list(sets)) for one in choosers),
         *(row(f"the {len(comparing)} that compare: {one}", comparing, [one]) for one in sets),

@@ -12,14 +12,14 @@ import accuracy_pages
 from accuracy_pages import rows
 
 ROOT = Path(__file__).parent.parent
-SERVING = ROOT / "experiments/results/serving.jsonl"
-SHAPES = ROOT / "experiments/results/serving_shapes.jsonl"
-OVERLOAD_SHAPES = ROOT / "experiments/results/overload_shapes.jsonl"
-CHATS = ROOT / "experiments/results/long_chats_vllm.jsonl"
-KV_BLOCKS = ROOT / "experiments/results/kv_blocks.jsonl"
-RESERVED = ROOT / "experiments/results/reserved.jsonl"
-MIXED_LOAD = ROOT / "experiments/results/mixed_load.jsonl"
-OVERHEAD = ROOT / "experiments/results/overhead.jsonl"
+SERVING = ROOT / "benchmarks/results/serving.jsonl"
+SHAPES = ROOT / "benchmarks/results/serving_shapes.jsonl"
+OVERLOAD_SHAPES = ROOT / "benchmarks/results/overload_shapes.jsonl"
+CHATS = ROOT / "benchmarks/results/long_chats_vllm.jsonl"
+KV_BLOCKS = ROOT / "benchmarks/results/kv_blocks.jsonl"
+RESERVED = ROOT / "benchmarks/results/reserved.jsonl"
+MIXED_LOAD = ROOT / "benchmarks/results/mixed_load.jsonl"
+OVERHEAD = ROOT / "benchmarks/results/overhead.jsonl"
 
 link = accuracy_pages.link
 
@@ -45,7 +45,7 @@ def serving() -> str:
         f"{first['vllm']} on {first['cpus']} CPU cores, {first['tokens']} tokens an answer, medians of "
         f"{first['rounds']} rounds made in turn."
     )
-    source = f"By `python experiments/serving.py`; raw data: {link(SERVING, '../')}."
+    source = f"By `python benchmarks/experiments/serving.py`; raw data: {link(SERVING, '../')}."
     return "\n\n".join([setting, "\n".join(lines), source])
 
 
@@ -76,7 +76,7 @@ def shapes() -> str:
         f"`{first['method']}`, vLLM {first['vllm']} on {first['cpus']} CPU cores. Seen: the server had the image or "
         f"video before, with another question, so that its caches hold what stays of it. Least of all: {least:.2f}."
     )
-    source = f"By `python experiments/serving_shapes.py`; raw data: {link(SHAPES, '../')}."
+    source = f"By `python benchmarks/experiments/serving_shapes.py`; raw data: {link(SHAPES, '../')}."
     return "\n\n".join([setting, "\n".join(lines), source])
 
 
@@ -88,7 +88,7 @@ def overload_shapes() -> str:
         cells = [one["arrivals"], one["setting"], f"{one['p99']:.2f}", f"{one['kept']:.0%}"]
         cells += [f"{one['changes_a_minute']:.1f}", str(one["most_within_a_minute"])]
         lines.append(f"| {' | '.join(cells)} |")
-    source = f"By `python experiments/overload_shapes.py`; raw data: {link(OVERLOAD_SHAPES, '../')}."
+    source = f"By `python benchmarks/experiments/overload_shapes.py`; raw data: {link(OVERLOAD_SHAPES, '../')}."
     return "\n\n".join([f"A simulation of {records[0]['requests']:,} requests; no server.", "\n".join(lines), source])
 
 
@@ -108,7 +108,7 @@ def kv_blocks() -> str:
         f"in all layers, or as much memory in blocks of fewer; {first['requests']} requests, vLLM {first['vllm']}. "
         f"Of {first['requests']} answers {min(same)} are the same with blocks given back (freed) as without."
     )
-    source = f"By `python experiments/kv_blocks.py`; raw data: {link(KV_BLOCKS, '../')}."
+    source = f"By `python benchmarks/experiments/kv_blocks.py`; raw data: {link(KV_BLOCKS, '../')}."
     return "\n\n".join([setting, "\n".join(lines), source])
 
 
@@ -171,7 +171,7 @@ def chats() -> str:
         f"{first['system']}. A random Qwen2.5-VL, `{first['method']}`, vLLM {first['vllm']} on a CPU, blocks of "
         f"{first['block_size']}, an encoder cache of {first['batched']:,} tokens."
     )
-    source = f"By `python experiments/long_chats_vllm.py`; raw data: {link(CHATS, '../')}."
+    source = f"By `python benchmarks/experiments/long_chats_vllm.py`; raw data: {link(CHATS, '../')}."
     return "\n\n".join([setting, "\n".join(lines), source])
 
 

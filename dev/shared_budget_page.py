@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE = ROOT / "experiments/results/shared_budget.jsonl"
+FILE = ROOT / "benchmarks/results/shared_budget.jsonl"
 WAYS = {"compete": '`per="prompt"`', "entropy": "by entropy", "detail": "by detail"}
 DRAWS = 2000
 
@@ -30,8 +30,8 @@ def shares() -> str:
         f"{header['model'].partition(' ')[0]} and `divprune`: {4 * header['images']} images, photographs, other scenes "
         "and documents, dealt into prompts; each question about its image alone, at the tokens that the image gets. "
         "Points beside equal shares, of the same questions; bold where an interval of 95 % (prompts drawn anew) leaves "
-        "out 0. By `python experiments/shared_budget.py`; "
-        "[raw data](../../experiments/results/shared_budget.jsonl)."
+        "out 0. By `python benchmarks/experiments/shared_budget.py`; "
+        "[raw data](../../benchmarks/results/shared_budget.jsonl)."
     )
     return "\n".join([about, "", *lines])
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "experiments")]
+sys.path[:0] = [str(ROOT / "benchmarks" / "experiments")]
 import rows  # noqa: E402
 
-RESULTS = ROOT / "experiments/results"
+RESULTS = ROOT / "benchmarks/results"
 BLOCKS = (RESULTS / "tower_blocks.jsonl", RESULTS / "tower_blocks-demo_smol.jsonl")
-TOKENS = 1024  # of the image in experiments/first_token.py
+TOKENS = 1024  # of the image in benchmarks/experiments/first_token.py
 FIRST_TOKEN = {
     RESULTS / "cpu/first_token.jsonl": "Qwen2.5-VL, every width an eighth of the 7 B model's",
     RESULTS / "cpu/first_token-internvl.jsonl": "InternVL3, four tiles, every width an eighth of the 2 B model's",
@@ -33,7 +33,7 @@ def blocks() -> str:
     about = (
         "Right, % of questions, by the block at whose input units leave. After the tower: `divprune`, `random`. "
         "`downsample` saves what block 0 does. ▼: worse than `divprune` (McNemar's exact test, one-sided, 5 %). By "
-        "`python experiments/tower_blocks.py`."
+        "`python benchmarks/experiments/tower_blocks.py`."
     )
     return "\n\n".join([about, *map(_blocks, BLOCKS)])
 
@@ -100,7 +100,7 @@ def first_token() -> str:
             f"thread(s) of {header['cpus']} cores, {header['date']}; [raw data](../{path.relative_to(ROOT)})."
         )
         parts += ["\n".join(lines), note]
-    return "\n\n".join([*parts, "By `python experiments/first_token.py`."])
+    return "\n\n".join([*parts, "By `python benchmarks/experiments/first_token.py`."])
 
 
 def _times(row: dict[str, Any], loaded: bool) -> str:
@@ -131,6 +131,6 @@ def processor() -> str:
         f"Shares at {middle} megapixels; x: Qwen2.5-VL's time, with decoding. The methods, at keep 0.25, resize once, "
         f"by Pillow. Without the units that a choice by pixels drops it would be x{free:.2f} if choosing were free, "
         f"x{chosen:.2f} with `detail` chosen here; but the guard and unpatched calls read them. By "
-        f"`python experiments/preprocessing.py`; [raw data](../{file})."
+        f"`python benchmarks/experiments/preprocessing.py`; [raw data](../{file})."
     )
     return "\n".join(lines) + f"\n\n{note}"

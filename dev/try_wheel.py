@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = (ROOT, ROOT / "demo", ROOT / "bench")  # the core first
+FOLDERS = (ROOT, ROOT / "demo", ROOT / "benchmarks")  # the core first
 MOST = 1_500_000  # bytes of its wheel
 BENCH = "tokenprune-bench"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")  # of 22.3 or newer, for --python

@@ -72,7 +72,7 @@ def _graded(one: Advice) -> str:
 
 
 def _line(piece: Evidence) -> str:
-    inside = piece.source.startswith("experiments/")
+    inside = piece.source.startswith("benchmarks/")
     source = f"[{piece.source.rsplit('/')[-1]}](../{piece.source})" if inside else piece.source
     return f"- {piece.kind}, {piece.grade}: {piece.figure} ({source})"
 

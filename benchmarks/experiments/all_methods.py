@@ -2,7 +2,7 @@
 """All methods at equal cost on a shipped model: accuracy, ranks, and how far they agree with the papers' order.
 
     python experiments/all_methods.py ask --questions 16                       # go on where an earlier run stopped
-    python experiments/all_methods.py ask --methods fastv,divprune --questions 2 --out trial.jsonl
+    python benchmarks/experiments/all_methods.py ask --methods fastv,divprune --questions 2 --out trial.jsonl
     python experiments/all_methods.py page                                    # rewrite the page, for_comparison.json
 
 Every method gets, for each target, the setting in which it spends that share of the visual tokens, averaged over the
@@ -35,11 +35,11 @@ from tokenprune_bench.results import UNPATCHED, Results, read_records, summarise
 from tokenprune_bench.significance import LEVEL, better_p, holm, interleaved, pooled_interval
 from tokenprune_bench.suite import Bench, BenchPlan
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "experiments/results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/all-methods.md"
 ENOUGH = 3  # settings, below which nothing is said of a method as a whole
-COMPARISON = ROOT / "bench/tokenprune_bench/tuning/for_comparison.json"
+COMPARISON = ROOT / "benchmarks/tokenprune_bench/tuning/for_comparison.json"
 BASELINES = {"random": "rnd", "uniform": "uni", "downsample": "down"}
 MODELS = ("demo_smol", "demo_qwen")  # that the page shows
 SHOWN = (0.05, 0.11, 0.25, 0.5)  # targets in the table; 0.33 lies so near to 0.25 that its column said little more
@@ -113,7 +113,7 @@ def ask(
     targets: Annotated[
         str, typer.Option(help="Shares of the visual tokens, comma-separated.")
     ] = "0.5,0.33,0.25,0.11,0.05",
-    out: Annotated[Path | None, typer.Option(help="Default: experiments/results/all_methods-MODEL.jsonl.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Default: benchmarks/results/all_methods-MODEL.jsonl.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     device: Annotated[str | None, typer.Option()] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -173,7 +173,7 @@ def for_comparison() -> str:
         for name, of in sorted(beaten.items())
         if name not in advised and len(of) >= ENOUGH and not any({"rnd", "uni"} <= one for one in of)
     }
-    made = {"made_by": "python experiments/all_methods.py page", "models": list(MODELS), "methods": why}
+    made = {"made_by": "python benchmarks/experiments/all_methods.py page", "models": list(MODELS), "methods": why}
     return json.dumps(made, indent=1) + "\n"
 
 
@@ -206,8 +206,8 @@ def section(path: Path, whole: bool = True) -> str:
     more = "".join(f" {name} {value}" for name, value in asked.items() if value not in (0, 1))
     more += "" if dtype == "float32" else f" --dtype {dtype}"
     source = (
-        f"Raw data, with accuracy by kind and each setting: [{path.name}](../experiments/results/{path.name}),"
-        f" by `python experiments/all_methods.py ask --model {path.stem.partition('-')[2]}{more}`."
+        f"Raw data, with accuracy by kind and each setting: [{path.name}](../benchmarks/results/{path.name}),"
+        f" by `python benchmarks/experiments/all_methods.py ask --model {path.stem.partition('-')[2]}{more}`."
     )
     shown = [at for at in targets if at in SHOWN]
     table, missing = (_table(results, shown), _not_reached(results, shown)) if whole else ("", "")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far off is `tokenprune capacity`? Its closed forms beside a vLLM server on this CPU, at four shapes.
 
-    .venv-vllm/bin/python experiments/capacity.py --json experiments/results/cpu/capacity.jsonl
-    python experiments/capacity.py --page    # write the table of docs/capacity.md from that file
+    .venv-vllm/bin/python benchmarks/experiments/capacity.py --json benchmarks/results/cpu/capacity.jsonl
+    python benchmarks/experiments/capacity.py --page    # write the table of docs/capacity.md from that file
 
 The engine computes on one thread, and all times are CPU seconds, of which other work on the machine takes none: those
 of the engine's processes, not of the API server's beside it. First the peaks of one thread are measured: FLOPs of a
@@ -46,9 +46,9 @@ DECODERS: dict[str, dict[str, int]] = {
     "1152 wide": {"hidden_size": 1152, "intermediate_size": 3072},
 }
 KEEPS, COMPUTE = (1.0, 0.25), 0.4
-ROOT = Path(__file__).resolve().parent.parent
-RAW, PAGE = ROOT / "experiments/results/cpu/capacity.jsonl", ROOT / "docs/capacity.md"
-BEGIN, END = "<!-- capacity:begin (experiments/capacity.py --page) -->", "<!-- capacity:end -->"
+ROOT = Path(__file__).resolve().parents[2]
+RAW, PAGE = ROOT / "benchmarks/results/cpu/capacity.jsonl", ROOT / "docs/capacity.md"
+BEGIN, END = "<!-- capacity:begin (benchmarks/experiments/capacity.py --page) -->", "<!-- capacity:end -->"
 
 
 def measured_peaks(seconds: float = 2.0) -> GPU:

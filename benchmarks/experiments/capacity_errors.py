@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far off is `tokenprune capacity` on rows that its assumptions were not fitted to?
 
-    python experiments/capacity_errors.py           # print the table
-    python experiments/capacity_errors.py --page    # write it into docs/capacity.md
+    python benchmarks/experiments/capacity_errors.py           # print the table
+    python benchmarks/experiments/capacity_errors.py --page    # write it into docs/capacity.md
 
 The rows are the nine that an H200 measured in vLLM: three servers, three budgets each. The defaults of `Assumptions`
 were fitted to these rows, so their error is in-sample. Here `compute`, `tower`, `each` and, for servers without CUDA
@@ -30,9 +30,9 @@ from tokenprune.cost.capacity import Assumptions, Capacity, Server, request_load
 from tokenprune.cost.gpus import GPUS
 from tokenprune.cost.model import Load
 
-ROOT = Path(__file__).resolve().parent.parent
-RAW, PAGE = ROOT / "experiments/results/nvidia-h200/h_vllm_times.jsonl", ROOT / "docs/capacity.md"
-BEGIN, END = "<!-- errors:begin (experiments/capacity_errors.py --page) -->", "<!-- errors:end -->"
+ROOT = Path(__file__).resolve().parents[2]
+RAW, PAGE = ROOT / "benchmarks/results/nvidia-h200/h_vllm_times.jsonl", ROOT / "docs/capacity.md"
+BEGIN, END = "<!-- errors:begin (benchmarks/experiments/capacity_errors.py --page) -->", "<!-- errors:end -->"
 QWEN_7B = Qwen2_5_VLConfig(
     text_config=dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
                      num_key_value_heads=4, vocab_size=152064),

@@ -39,7 +39,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import tokenprune
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 IMAGE_ID, VIDEO_ID, FIRST_TEXT_ID = 5, 6, 16
 BEFORE, AFTER = 32, 32  # text tokens on either side of the images
 
@@ -248,7 +248,7 @@ def device_name(device: torch.device) -> str:
 
 
 def results_path(device: torch.device, name: str, tiny: bool = False) -> Path:
-    """experiments/results/<device>/<name>.jsonl; runs that only prove the code go to a folder of their own."""
+    """benchmarks/results/<device>/<name>.jsonl; runs that only prove the code go to a folder of their own."""
     folder = re.sub(r"[^A-Za-z0-9.]+", "-", device_name(device)).strip("-").lower()
     return RESULTS / (f"{folder}-tiny" if tiny else folder) / f"{name}.jsonl"
 

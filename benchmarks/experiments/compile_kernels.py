@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile every kernel for four GPUs, at the shapes of real models, on a machine that needs no GPU.
 
-    python experiments/compile_kernels.py              # all, into results/kernels.jsonl: dev/measure kernels
+    python benchmarks/experiments/compile_kernels.py              # all, into results/kernels.jsonl: dev/measure kernels
     python experiments/compile_kernels.py --worst 2    # of each kernel the 2 nearest to their limits, compared with it
-    python experiments/compile_kernels.py --list       # compile nothing: which ones there are
+    python benchmarks/experiments/compile_kernels.py --list       # compile nothing: which ones there are
     python experiments/compile_kernels.py --new        # those without a record, beside the records that there are
 
 A record is one program: kernel, dtype, GPU, what it is specialised for, what it needs, and the first launch that asks

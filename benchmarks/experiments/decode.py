@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of a step of decoding: with a cache that grows, with a static one, and with that and a compiled step.
 
-    python experiments/decode.py --threads 2   # on a CPU, some minutes: a step is compiled for each way
-    python experiments/decode.py               # on a GPU: generate compiles there by itself
-    python experiments/decode.py --tiny        # the same code in seconds
+    python benchmarks/experiments/decode.py --threads 2   # on a CPU, some minutes: a step is compiled for each way
+    python benchmarks/experiments/decode.py               # on a GPU: generate compiles there by itself
+    python benchmarks/experiments/decode.py --tiny        # the same code in seconds
 
 A LLaVA with random weights. Every way is a `generate` of a model of its own, since a step that is compiled knows the
 patch of its model; they take turns, and a step's time is the one between two words. What is compared is a step: the
@@ -132,7 +132,7 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--device", default=default_device())
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds, without a compiler")
-    parser.add_argument("--json", type=Path, help="default: experiments/results/<device>/decode.jsonl")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/decode.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.tiny:

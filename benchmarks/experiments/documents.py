@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods at equal visual tokens on drawn pages, screens and charts, where `pixelprune` drops exact repetitions alone.
 
-    python experiments/documents.py --json experiments/results/documents.jsonl
+    python benchmarks/experiments/documents.py --json benchmarks/results/documents.jsonl
     python dev/readme.py
 
 Every other method keeps of each image exactly as many tokens as `pixelprune` found no repetition for ("all"), or half

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How close each method that removes tokens comes to its oracle in prefill, and what it costs a step of decoding.
 
-    python experiments/efficiency.py --resume
+    python benchmarks/experiments/efficiency.py --resume
 
 Patched: the model's forward on 64 text tokens and an image of 576 (of 2880) visual tokens, of which 64 (320) stay; the
 image is encoded beforehand (`mm_encoder_outputs`, as `generate` does). Methods that read the vision tower, or merge in
@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--device", default=default_device())
     add_options(parser)
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
-    parser.add_argument("--json", type=Path, help="default: experiments/results/<device>/efficiency.jsonl")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/efficiency.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device, console = torch.device(args.device), Console()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much time merging saves in a vision tower the size of ViT-B, and how close it comes to its oracle.
 
-    python experiments/encoder.py --json experiments/results/encoder.jsonl
+    python benchmarks/experiments/encoder.py --json benchmarks/results/encoder.jsonl
 
 The tower: CLIP, 12 blocks of width 768, 577 tokens (336 pixels, patches of 14), random weights, inside a LLaVA whose
 language model is never run. Patched: the tower's forward with `tome` or `dymu` at keep 0.5; `dymu` is calibrated on the

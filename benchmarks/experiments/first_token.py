@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to the first token, from pixels on, where tokens leave after the vision tower, inside it, or before it.
 
-    python experiments/first_token.py --resume
-    python experiments/first_token.py --shape internvl --resume
+    python benchmarks/experiments/first_token.py --resume
+    python benchmarks/experiments/first_token.py --shape internvl --resume
 
 qwen: Qwen2.5-VL with random weights, every width an eighth of the 7 B model's, all 32 blocks of its tower with their
 windows, and `--layers` of the decoder's 28, 14 by default, so that the tower takes about half of the unpatched first

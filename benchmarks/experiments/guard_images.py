@@ -2,7 +2,7 @@
 """Measure how well the guard tells images of text from others, at the sizes that vision towers get them in.
 
 python experiments/guard_images.py            # draw and look: rewrites results/guard_images.jsonl (2 minutes)
-python experiments/guard_images.py --roc      # print what the committed file says
+python benchmarks/experiments/guard_images.py --roc      # print what the committed file says
 
 Documents are drawn, photographs come with scikit-image, scikit-learn and matplotlib, and the shipped suite's own
 images (a word and a digit among shapes) count as no text. The limit was chosen on seed 0; seed 1 checks it, with
@@ -27,7 +27,7 @@ from tokenprune.guard.images import blocks_of, text_shares
 from tokenprune.guard.settings import TEXT_LIMIT
 from tokenprune_demo.heldout import load_heldout
 
-RESULTS = Path(__file__).parent / "results/guard_images.jsonl"
+RESULTS = Path(__file__).parents[1] / "results/guard_images.jsonl"
 LIMITS = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4)
 
 

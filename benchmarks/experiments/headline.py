@@ -2,7 +2,7 @@
 """The numbers that README, the site and the report quote: one model, and each setting's cost and accuracy side by side.
 
     python experiments/headline.py ask --methods divprune,scope --keeps 0.25,0.11    # goes on where it stopped
-    python experiments/headline.py time    # on a quiet machine; then dev/readme.py
+    python benchmarks/experiments/headline.py time    # on a quiet machine; then dev/readme.py
 
 `ask` writes a row for the unpatched model and for each setting: right answers on the whole held-out set with their
 interval, visual tokens, KV bytes. `random` and `downsample` stand beside every setting. `time` adds to each row the
@@ -30,7 +30,7 @@ from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.profiling.patched import UNPATCHED, patched
 from tokenprune_bench.suite import Bench, BenchPlan
 
-OUT = Path(__file__).parent / "results/headline.jsonl"
+OUT = Path(__file__).parents[1] / "results/headline.jsonl"
 
 app = typer.Typer(
     cls=ErrorGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many requests fit in the same KV cache at once when tokens leave before, or inside, the language model?
 
-    .venv-vllm/bin/python experiments/kv_blocks.py --json experiments/results/kv_blocks.jsonl
+    .venv-vllm/bin/python benchmarks/experiments/kv_blocks.py --json benchmarks/results/kv_blocks.jsonl
 
 Counts, no times. For each setting an engine of vLLM's gets the same memory for its KV cache and far more requests than
 fit, each with an image of its own. The number that were in flight at once, none of them thrown out again, is what fits.

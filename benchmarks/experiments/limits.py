@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What share of a prefill is the vision tower's, and what pruning can give at most: closed forms of well-known models.
 
-    python experiments/limits.py           # print the table
-    python experiments/limits.py --page    # write it into docs/profile.md
+    python benchmarks/experiments/limits.py           # print the table
+    python benchmarks/experiments/limits.py --page    # write it into docs/profile.md
 
 From the sizes in the published configs, which stand below: no weights and no hub. One image and 64 tokens of text.
 `tokenprune profile --config-only` prints the same of any model.
@@ -21,8 +21,8 @@ from transformers import CONFIG_MAPPING
 
 from tokenprune.cost.model import CostModel, Load, site_limits
 
-PAGE = Path(__file__).parents[1] / "docs" / "profile.md"
-BEGIN, END = "<!-- limits:begin (experiments/limits.py --page) -->", "<!-- limits:end -->"
+PAGE = Path(__file__).parents[2] / "docs" / "profile.md"
+BEGIN, END = "<!-- limits:begin (benchmarks/experiments/limits.py --page) -->", "<!-- limits:end -->"
 KEEP = 0.25
 
 _CLIP = dict(

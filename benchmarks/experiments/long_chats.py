@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens does an agent's chat compute, when each turn brings a screenshot and older ones keep fewer tokens?
 
-    python experiments/long_chats.py           # print the table
-    python experiments/long_chats.py --page    # write it into docs/recipes/agent.md
+    python benchmarks/experiments/long_chats.py           # print the table
+    python benchmarks/experiments/long_chats.py --page    # write it into docs/recipes/agent.md
 
 Counted, no times. A turn sends the whole chat again, as most clients do. What it shares with the turn before, from the
 start on, comes from a prefix cache; everything after the first change is computed. An image of which other tokens are
@@ -21,8 +21,8 @@ from common import fill_page
 
 from tokenprune.budget.by_age import aged
 
-PAGE = Path(__file__).parents[1] / "docs/recipes/agent.md"
-BEGIN, END = "<!-- chats:begin (experiments/long_chats.py --page) -->", "<!-- chats:end -->"
+PAGE = Path(__file__).parents[2] / "docs/recipes/agent.md"
+BEGIN, END = "<!-- chats:begin (benchmarks/experiments/long_chats.py --page) -->", "<!-- chats:end -->"
 TURNS, SYSTEM, VISUAL, TEXT = 50, 1000, 1024, 100  # tokens of the system prompt, of a screenshot, and of a turn's words
 TIERS = ((0, 1.0), (2, 0.5), (8, 0.1))
 
@@ -89,7 +89,7 @@ def table() -> str:
     return "\n".join(lines) + (
         f"\n\n{TURNS} turns with a screenshot of {VISUAL} visual tokens and {TEXT} tokens of words each, after a "
         f"system prompt of {SYSTEM}; every turn finds the tokens of the turn before in a prefix cache. "
-        "By `python experiments/long_chats.py`."
+        "By `python benchmarks/experiments/long_chats.py`."
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens does vLLM compute over an agent's chat, by the counters of its own prefix cache?
 
-    .venv-vllm/bin/python experiments/long_chats_vllm.py --json experiments/results/long_chats_vllm.jsonl
+    .venv-vllm/bin/python benchmarks/experiments/long_chats_vllm.py --json benchmarks/results/long_chats_vllm.jsonl
 
 Counts, no times. The chats are those of experiments/long_chats.py, which says what a cache of single tokens could give;
 here an engine gets them, turn by turn. Its prefix cache holds whole blocks, and its encoder cache some of the images.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The most memory that a prefill takes beyond the model and its prompt, and what it is: all pairs, logits, the rest.
 
-    python experiments/memory.py --threads 1
+    python benchmarks/experiments/memory.py --threads 1
 
 A narrow decoder with random weights, one image that was encoded beforehand, sdpa attention. "padded": the same prompt
 with 64 places of padding on its left, as in a batch; transformers then writes a mask of all pairs of tokens, which
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default=default_device())
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
-    parser.add_argument("--json", type=Path, help="default: experiments/results/<device>/memory.jsonl")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/memory.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device, console = torch.device(args.device), Console()

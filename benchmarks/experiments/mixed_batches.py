@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What pruning saves in a batch of unequal prompts: images beside a prompt of text alone, on the shipped model.
 
-    python experiments/mixed_batches.py                # writes experiments/results/<device>/mixed_batches.jsonl
-    python experiments/mixed_batches.py --repeats 3 --json out.jsonl
+    python experiments/mixed_batches.py                # writes benchmarks/results/<device>/mixed_batches.jsonl
+    python benchmarks/experiments/mixed_batches.py --repeats 3 --json out.jsonl
 
 One short prompt without an image makes the batch a ragged one: its row is padding nearly from end to end. Time to the
 first token is that of `generate` from pixels on, patched and unpatched in turn; widths and bytes are those of
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     add_options(parser)
-    parser.add_argument("--json", type=Path, help="default: experiments/results/<device>/mixed_batches.jsonl")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/mixed_batches.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     subject = load()

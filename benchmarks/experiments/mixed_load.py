@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ten minutes of mixed load on a vLLM server: answers beside those that settings give alone, and counters.
 
-    .venv-vllm/bin/python experiments/mixed_load.py --json experiments/results/mixed_load.jsonl
+    .venv-vllm/bin/python benchmarks/experiments/mixed_load.py --json benchmarks/results/mixed_load.jsonl
 
 A few clients, and a burst of many every few seconds, ask without a pause: settings of their own, profiles by key and by
 the model's name, images that come again, several in one request, clients that go away before and while they are
@@ -39,7 +39,7 @@ from typing import Any
 from mixed_checks import BASE, LIMITS, OFFERS, WRONG_OFFERS, InForce, Sent, counted, metric_differences, out_of_force
 from mixed_requests import Answer, Client, Request, alone, differences, draw
 
-MODEL = Path(__file__).resolve().parent.parent / "demo/tokenprune_demo/models/demo_vlm"
+MODEL = Path(__file__).resolve().parents[2] / "demo/tokenprune_demo/models/demo_vlm"
 
 
 class Reloads:

@@ -2,8 +2,8 @@
 """CDPruner as OpenVINO GenAI has it, beside our `cdpruner`: the same model, images, questions and numbers of tokens.
 
     pip install openvino-genai
-    python experiments/openvino_cdpruner.py           # measure, into results/openvino_cdpruner.jsonl
-    python experiments/openvino_cdpruner.py --page    # write the table into docs/guide/openvino.md
+    python benchmarks/experiments/openvino_cdpruner.py           # measure, into results/openvino_cdpruner.jsonl
+    python benchmarks/experiments/openvino_cdpruner.py --page    # write the table into docs/guide/openvino.md
 
 The shipped Qwen2.5-VL is exported (openvino_export.py) and asked its held-out questions by both engines, in float32.
 Which tokens VLMPipeline keeps it does not tell; here its language model is exchanged for one that answers with the
@@ -34,8 +34,8 @@ from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.heldout import Example, load_heldout
 
 FILE = RESULTS / "openvino_cdpruner.jsonl"
-PAGE = Path(__file__).parents[1] / "docs" / "guide" / "openvino.md"
-BEGIN, END = "<!-- openvino:begin (experiments/openvino_cdpruner.py --page) -->", "<!-- openvino:end -->"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "openvino.md"
+BEGIN, END = "<!-- openvino:begin (benchmarks/experiments/openvino_cdpruner.py --page) -->", "<!-- openvino:end -->"
 PRUNED = 75  # per cent
 WEIGHTS = (0.0, 0.5, 1.0)
 COLUMNS = 24  # of the largest grid of tokens
@@ -272,8 +272,8 @@ def page() -> None:
             f"{sum(row['right'] for row in part)} | {sum(row['right_ours'] for row in part)} | "
             f"{sum(row['same_answer'] for row in part)} of {count} |"
         )
-    source = "experiments/results/openvino_cdpruner.jsonl"
-    lines += ["", f"By `python experiments/openvino_cdpruner.py`; raw data: [{source}](../../{source})."]
+    source = "benchmarks/results/openvino_cdpruner.jsonl"
+    lines += ["", f"By `python benchmarks/experiments/openvino_cdpruner.py`; raw data: [{source}](../../{source})."]
     fill_page(PAGE, BEGIN, END, "\n".join(lines))
 
 

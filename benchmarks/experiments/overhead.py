@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU seconds of a request on a vLLM server that removes nothing: with the plugin, and without it.
 
-    .venv-vllm/bin/python experiments/overhead.py --json experiments/results/overhead.jsonl
+    .venv-vllm/bin/python benchmarks/experiments/overhead.py --json benchmarks/results/overhead.jsonl
 
 Three servers of one model at once, each of which rests while another answers: without the plugin (`VLLM_PLUGINS`
 names none), with it and without a setting, and with it and `{"off": true}`. In each round each server gets the same

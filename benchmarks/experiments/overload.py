@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does it help to keep less under load? A vLLM server with an overload policy, beside fixed settings, on the same load.
 
-    .venv-vllm/bin/python experiments/overload.py --json experiments/results/overload.jsonl
+    .venv-vllm/bin/python benchmarks/experiments/overload.py --json benchmarks/results/overload.jsonl
 
 The load is open: requests come when they come (a Poisson process), whether or not the ones before are answered, first
 below what the server can answer without reduction, then above it, then below it again. One server answers all settings,
@@ -33,7 +33,7 @@ from typing import Any
 
 from rows import Load, add_options
 
-MODEL = Path(__file__).resolve().parent.parent / "demo/tokenprune_demo/models/demo_vlm"
+MODEL = Path(__file__).resolve().parents[2] / "demo/tokenprune_demo/models/demo_vlm"
 PROFILES = {"full": {"off": True}, "half": {"keep": 0.5}, "tenth": {"keep": 0.11}}
 POLICY = "policy"
 # What was measured, and what `steps` simulates: a comparison at each request, without hysteresis or dwell.

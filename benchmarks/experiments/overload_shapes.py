@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often does the overload policy change its mind, and what does that cost? A queue, simulated, without a server.
 
-    python experiments/overload_shapes.py --json experiments/results/overload_shapes.jsonl
+    python benchmarks/experiments/overload_shapes.py --json benchmarks/results/overload_shapes.jsonl
 
 10,000 requests come one by one (a Poisson process) or in bursts (gaps of the same mean, drawn from a Gamma
 distribution), in turn below, at and above what the server can answer in full. The rule is the plugin's own, once as it

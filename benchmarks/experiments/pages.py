@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods at a half, a third and a quarter of the tokens of drawn pages of a thousand tokens and more.
 
-    python experiments/pages.py
+    python benchmarks/experiments/pages.py
     python dev/readme.py
 
 Letters, tables, receipts and two pages at once, each with four questions, two of which have to be read. The tower runs
@@ -37,7 +37,7 @@ from tokenprune_bench.metrics import metric_named
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.drawn_sets import DrawnExample, drawn_set
 
-FILE = Path(__file__).parent / "results/pages.jsonl"
+FILE = Path(__file__).parents[1] / "results/pages.jsonl"
 KEEPS = (0.5, 0.25, 0.33)
 UNPATCHED = "unpatched"
 UNIT = 16  # pixels a side of a visual token

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The papers' table: LLaVA-1.5-7B on GQA, MMBench, MME, POPE, ScienceQA, VQAv2 and TextVQA, at 192, 128 and 64 tokens.
 
-    python experiments/papers_table.py commands            # the exact commands of lmms-eval
-    python experiments/papers_table.py run --out results   # run them, and go on where an earlier run stopped
-    python experiments/papers_table.py table results       # your numbers beside the published ones
+    python benchmarks/experiments/papers_table.py commands            # the exact commands of lmms-eval
+    python benchmarks/experiments/papers_table.py run --out results   # run them, and go on where an earlier run stopped
+    python benchmarks/experiments/papers_table.py table results       # your numbers beside the published ones
     python experiments/papers_table.py page                # rewrite docs/papers.md and a part of docs/guide/budgets.md
 
 It needs weights and a GPU; docs/papers.md says what is compared with what.
@@ -29,7 +29,7 @@ from papers.settings import Setting
 from tokenprune.cli.common import ErrorGroup, get_console
 from tokenprune.errors import TokenPruneError
 
-PAGE = Path(__file__).parent.parent / "docs/papers.md"
+PAGE = Path(__file__).parents[2] / "docs/papers.md"
 BUDGET_PAGE = PAGE.parent / "guide/budgets.md"
 
 app = typer.Typer(
@@ -97,7 +97,7 @@ def run(
             raise TokenPruneError(f"cannot write to {out / one.name}: {error.strerror or error}") from error
     if failed:
         raise TokenPruneError("\n".join([f"{len(failed)} of the commands left something undone:", *failed]))
-    _say(f"all done: python experiments/papers_table.py table {out}")
+    _say(f"all done: python benchmarks/experiments/papers_table.py table {out}")
 
 
 def _run_one(

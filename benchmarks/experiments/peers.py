@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed-ups that papers print beside ours on a GPU: docs/peers.md, from the tables of experiments/gpu.
+"""Speed-ups that papers print beside ours on a GPU: docs/peers.md, from the tables of benchmarks/experiments/gpu.
 
-    python experiments/peers.py --page
+    python benchmarks/experiments/peers.py --page
 
 Ours: prefills of a 7 B decoder with random weights (gpu/b_llava_next.py, gpu/f_llava15.py), batch 1. Theirs: what a
 paper prints (experiments/papers/speedups.json), of its own implementation, model and device. `By FLOPs`: the closed
@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 import sheets
 
 PUBLISHED = Path(__file__).parent / "papers" / "speedups.json"
-PAGE = Path(__file__).parents[1] / "docs" / "peers.md"
-BEGIN, END = "<!-- peers:begin (experiments/peers.py --page) -->", "<!-- peers:end -->"
+PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
+BEGIN, END = "<!-- peers:begin (benchmarks/experiments/peers.py --page) -->", "<!-- peers:end -->"
 TABLES = {"f_llava15": "LLaVA-1.5-7B", "b_llava_next": "LLaVA-NeXT-7B"}
 PRINTED = (64, 320)  # tokens left where papers print a ratio
 MISSING = (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How time and memory of a prefill grow with the frames of a video: attention in blocks (pevlm) beside full attention.
 
-    python experiments/pevlm.py --json experiments/results/pevlm.jsonl
+    python benchmarks/experiments/pevlm.py --json benchmarks/results/pevlm.jsonl
 
 32 visual tokens a frame and 64 text tokens, on a Qwen2-VL decoder with random weights; the video is encoded beforehand.
 "attention" is one layer's attention alone, "prefill" the model's forward, "padded" that of two rows of which one is

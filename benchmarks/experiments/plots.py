@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the quiet rows of the speed benchmarks from their JSON lines: an image beside each file of results.
 
-python experiments/plots.py                                   # all of experiments/results/<device>/
-python experiments/plots.py experiments/results/cpu            # one of them
+python benchmarks/experiments/plots.py                                   # all of benchmarks/results/<device>/
+python benchmarks/experiments/plots.py benchmarks/results/cpu            # one of them
 """
 
 from __future__ import annotations

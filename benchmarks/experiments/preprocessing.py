@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time what a processor does with an image, step by step: decode, resize, normalise, cut into patches.
 
-    python experiments/preprocessing.py --resume
+    python benchmarks/experiments/preprocessing.py --resume
     python dev/readme.py
 
 JPEG images of 1, 4 and 12 megapixels, drawn with detail of all sizes, through the image processors of Qwen2.5-VL (up to

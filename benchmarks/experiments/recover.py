@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tuning under pruning gives back of what pruning costs: projector and LoRA on the decoder of demo_qwen.
 
-    python experiments/recover.py --json experiments/results/recover.jsonl
+    python benchmarks/experiments/recover.py --json benchmarks/results/recover.jsonl
     python dev/readme.py
 
 demo_qwen is the fair one of the shipped models: no token was dropped in its training, and no attention led. It is

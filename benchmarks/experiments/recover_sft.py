@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised fine-tuning under pruning with TRL's SFTTrainer: LoRA on demo_smol's decoder, accuracy before and after.
 
-    python experiments/training/qwen/emoji.py NotoColorEmoji.ttf runs/emoji.npz
-    python experiments/recover_sft.py --json experiments/results/recover_sft.jsonl
+    python benchmarks/experiments/training/qwen/emoji.py NotoColorEmoji.ttf runs/emoji.npz
+    python benchmarks/experiments/recover_sft.py --json benchmarks/results/recover_sft.jsonl
     python dev/readme.py
 
 Prompts and answers are drawn by `experiments/training/smol/smol_scenes.py`, of all kinds that are asked, by a seed of

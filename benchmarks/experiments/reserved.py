@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens that vLLM reserves for the largest image when it starts, and the front end's time for an image, by setting.
 
-    .venv-vllm/bin/python experiments/reserved.py --json experiments/results/reserved.jsonl
+    .venv-vllm/bin/python benchmarks/experiments/reserved.py --json benchmarks/results/reserved.jsonl
 
 vLLM asks a model's processor for its largest image and holds room for that many rows of the tower's output: the encoder
 cache. On a GPU it also runs the tower on that image and takes the rest of the memory for keys and values. This prints

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`restore` around several choosers beside the plain chooser, at the same number of tokens.
 
-    python experiments/restore_gain.py
-    python experiments/restore_gain.py --model demo_smol --images 10
+    python benchmarks/experiments/restore_gain.py
+    python benchmarks/experiments/restore_gain.py --model demo_smol --images 10
     python dev/readme.py
 
 Ways: the chooser by itself; half of the budget as anchors that what it drops is merged into; and with these the
@@ -30,7 +30,7 @@ from tower_blocks import answers, sets_of
 import tokenprune
 from tokenprune_bench.profiling.model import load
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 FILES = {"demo_qwen": RESULTS / "restore_gain.jsonl", "demo_smol": RESULTS / "restore_gain-demo_smol.jsonl"}
 CHOOSERS = ("divprune", "cdpruner", "prunesid", "otprune", "uniform", "random", "eadp", "resprune")
 KEEPS = (0.25, 0.11, 0.05, 0.33)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fewer vectors of a document: tokens that leave before they are vectors, beside vectors that merge.
 
-    python experiments/retrieval_training.py --out FOLDER
-    python experiments/retrieval.py --model FOLDER
-    python experiments/retrieval.py --page
+    python benchmarks/experiments/retrieval_training.py --out FOLDER
+    python benchmarks/experiments/retrieval.py --model FOLDER
+    python benchmarks/experiments/retrieval.py --page
 
 A ColQwen2 that was trained on drawn documents finds 240 others by questions that name three of the four things that a
 document shows; one document alone shows these three. Each has 256 visual vectors and those of the text around, which
@@ -44,8 +44,8 @@ ENTRY = ("random", "uniform", "divprune", "dart", "pool", "tome")
 SEEDS = 3  # of random
 TIMED, REPEATS = (128, 28), 3
 DOCUMENTS, BATCH = 240, 8
-RESULTS = Path(__file__).parent / "results/retrieval.jsonl"
-DOCS = Path(__file__).parents[1] / "docs/retrieval.md"
+RESULTS = Path(__file__).parents[1] / "results/retrieval.jsonl"
+DOCS = Path(__file__).parents[2] / "docs/retrieval.md"
 PLACES = {tokenprune.Site.IN_ENCODER: "tower", tokenprune.Site.PRE_LLM: "entry", tokenprune.Site.IN_LLM: "layer 2"}
 NAMES = {"unpruned": "all vectors", "row_means": "row means", "docpruner": "DocPruner", "ward": "Ward"}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small ColQwen2 that finds drawn documents, trained in half an hour on one core of a CPU.
 
-    python experiments/retrieval_training.py --out FOLDER --minutes 35
+    python benchmarks/experiments/retrieval_training.py --out FOLDER --minutes 35
 
 A ColQwen2 of transformers' class is put together of demo_qwen's tower, which stays as it is, and of the first four
 layers of its decoder; the projection to 64 numbers is new. A question names three of the four things that a document of

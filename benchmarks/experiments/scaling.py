@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How time and peak memory of choosing and removing tokens grow with the visual tokens of one image.
 
-    python experiments/scaling.py --resume
+    python benchmarks/experiments/scaling.py --resume
 
 "selection": a method's choice alone (with the attention rows it asks for), on made-up features of width 1024 (256 on a
 CPU; keys likewise), a ninth of the tokens stay; of a method that cuts several times the first cut, which sees all
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--device", default=default_device())
     add_options(parser)
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds")
-    parser.add_argument("--json", type=Path, help="default: experiments/results/<device>/scaling.jsonl")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/scaling.jsonl")
     args = parser.parse_args()
     device, console = torch.device(args.device), Console()
     counts = (576, 2880) if args.tiny else args.counts

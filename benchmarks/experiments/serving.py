@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load on vLLM's OpenAI server with fewer visual tokens: requests per second and time to the first token.
 
-    python experiments/serving.py --json experiments/results/serving.jsonl
+    python benchmarks/experiments/serving.py --json benchmarks/results/serving.jsonl
 
 Run it beside a vLLM; `make .venv-vllm/.setup-done` sets up its CPU build (and openai, which comes with it).
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is a vLLM server ever slower with fewer visual tokens? Small and large images and a video, new and seen before.
 
-    .venv-vllm/bin/python experiments/serving_shapes.py --json experiments/results/serving_shapes.jsonl
+    .venv-vllm/bin/python benchmarks/experiments/serving_shapes.py --json benchmarks/results/serving_shapes.jsonl
 
 What reduction costs is largest beside what it saves where images are small, where the decoder is, and where vLLM has
 the image in its caches already. So the model is a Qwen2.5-VL with random weights and a decoder of 12 M parameters. One

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One budget for all images of a prompt: equal shares beside shares by what the images hold.
 
-    python experiments/shared_budget.py
+    python benchmarks/experiments/shared_budget.py
     python dev/readme.py
 
 A prompt shows 2, 4 or 8 images, dealt from photographs, other scenes and drawn documents, and has a quarter, a ninth or
@@ -39,7 +39,7 @@ import tokenprune
 from tokenprune import Budget
 from tokenprune_bench.profiling.model import Model, load
 
-FILE = Path(__file__).parent / "results/shared_budget.jsonl"
+FILE = Path(__file__).parents[1] / "results/shared_budget.jsonl"
 WAYS = ("equal", "entropy", "detail", "compete")
 KEEPS = (0.25, 0.11, 0.05)
 IMAGES = (2, 4, 8)

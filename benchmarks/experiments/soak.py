@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resident memory of a vLLM server with the plugin under minutes of mixed load: does it reach a plateau?
 
-    .venv-vllm/bin/python experiments/soak.py --json experiments/results/cpu/soak.jsonl
+    .venv-vllm/bin/python benchmarks/experiments/soak.py --json benchmarks/results/cpu/soak.jsonl
     .venv-vllm/bin/python experiments/soak.py --cache-gb 4 --blocks 8000 --seconds 60    # vLLM's caches still fill
 
 The server is a random LLaVA of 0.5 M parameters. Every request has its own image and one of several settings: methods

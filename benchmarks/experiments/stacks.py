@@ -46,8 +46,8 @@ SIDE = 448  # pixels, which make 784 visual tokens
 METHODS = "downsample,tome,divprune,pool,vscan,fastv,dart,dyrate"
 KEEPS = "0.75,0.5,0.35,0.25,0.15"
 GROUPS = ("downsample", "single", "stack")
-PAGE = Path(__file__).parents[1] / "docs" / "tune-in-full.md"
-BEGIN, END = "<!-- stacks:begin (experiments/stacks.py --page) -->", "<!-- stacks:end -->"
+PAGE = Path(__file__).parents[2] / "docs" / "tune-in-full.md"
+BEGIN, END = "<!-- stacks:begin (benchmarks/experiments/stacks.py --page) -->", "<!-- stacks:end -->"
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seed", type=int, default=20260303)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, help="default: experiments/results/<device>/stacks.jsonl")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/stacks.jsonl")
     parser.add_argument("--page", action="store_true", help="write the table of --json into docs/tune-in-full.md")
     args = parser.parse_args()
     path, console = args.json or results_path(torch.device(args.device), "stacks"), Console(width=200)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`towerdrop` by score and block, on photographs and documents apart, beside what is chosen after the tower.
 
-    python experiments/tower_blocks.py
-    python experiments/tower_blocks.py --model demo_smol --images 20
+    python benchmarks/experiments/tower_blocks.py
+    python benchmarks/experiments/tower_blocks.py --model demo_smol --images 20
     python dev/readme.py
 
 demo_qwen has a tower of five blocks, of which three attend to windows. Units leave at the input of the block that
@@ -42,7 +42,7 @@ from tokenprune_demo.heldout import Example, load_heldout
 SCORES = ("diverse", "change", "norm", "detail", "random")
 OTHERS = ("divprune", "random", "downsample")
 KEEPS = (0.25, 0.5)
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 FILES = {"demo_qwen": RESULTS / "tower_blocks.jsonl", "demo_smol": RESULTS / "tower_blocks-demo_smol.jsonl"}
 BATCH = 16
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of a video's time in the vision tower, and to the first token, frames that merge in the tower save.
 
-    python experiments/video_tower.py --side 224 --rounds 8 --json experiments/results/cpu/video_tower.jsonl
+    python benchmarks/experiments/video_tower.py --side 224 --rounds 8 --json benchmarks/results/cpu/video_tower.jsonl
 
 LLaVA-OneVision-0.5B at a quarter of its widths (`--widths 4`), with its depth, its 729 patches a frame and its 196
 tokens of them (256 and 64 with `--side 224`); random weights. The video is drawn: scenes in which a smooth image

@@ -130,7 +130,7 @@ class VllmBackend:
     def batch_timing(self, setting: Setting | None, questions: Sequence[Any], repeats: int) -> dict[str, Any]:
         raise UnsupportedSetupError(
             "throughput is measured with the model in this process: use --backend hf, or --objective ttft here; "
-            "`python experiments/serving.py` puts load on a server"
+            "`python benchmarks/experiments/serving.py` puts load on a server"
         )
 
     def closed_forms(self, questions: Sequence[Any]) -> tuple[CostModel, list[Load]] | None:

@@ -2,7 +2,7 @@
 """What the tables for a GPU share: command line, deadline, rows that are written as they come, and the print.
 
 Each file of a table runs alone: `python experiments/gpu/b_llava_next.py`. It writes a row as soon as it is measured
-(experiments/results/<device>/<file>.jsonl), and takes no row that the file has of the same code. Before the deadline it
+(benchmarks/results/<device>/<file>.jsonl), and takes no row that the file has of the same code. Before the deadline it
 stops, within a row if it must, says what it did not measure, and ends with 0. A row that breaks is printed and written
 with its reason, the others go on, and the file ends with 1; the next run tries it again. Too little memory is a
 finding, not a failure.
@@ -27,8 +27,8 @@ from contextlib import contextmanager, suppress  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "experiments"), str(ROOT)]
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT / "benchmarks" / "experiments"), str(ROOT)]
 import calm_threads  # noqa: E402, F401
 import torch  # noqa: E402
 
@@ -193,7 +193,7 @@ def _options(about: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="prove the code in seconds, on a CPU too; for no page")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="after which the file has ended")
-    parser.add_argument("--out", type=Path, help="folder of the rows; those of experiments/results are taken along")
+    parser.add_argument("--out", type=Path, help="folder of the rows; those of benchmarks/results are taken along")
     parser.add_argument("--only", nargs="+", help="places that contain one of these words")
     parser.add_argument("--part", default="0/1", help="of the places, as 3/8: run.py has several processes share them")
     parser.add_argument("--again", dest="resume", action="store_false", help="measure what the file has, too")

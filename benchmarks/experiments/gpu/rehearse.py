@@ -86,7 +86,7 @@ def page(wheels: str, there: dict[str, str], out: Path, alone: bool) -> str:
     lines = [
         "# The last rehearsal",
         "",
-        f"By `python experiments/gpu/rehearse.py`, {platform.machine()}, {os.cpu_count()} cores and no GPU, "
+        f"By `python benchmarks/experiments/gpu/rehearse.py`, {platform.machine()}, {os.cpu_count()} cores and no GPU, "
         f"{'without' if alone else 'with'} a network, every file with `--tiny`. Load of the last minute: "
         f"{os.getloadavg()[0]:.1f}.",
         "",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run files of tables one after the other, each in a process of its own and with the minutes that plan.md gives it.
 
-    python3 experiments/gpu/run.py i h --out OUT             # on the lent machine
-    python3 experiments/gpu/run.py --tiny --out OUT          # all but h, in seconds each, on any machine
+    python3 benchmarks/experiments/gpu/run.py i h --out OUT             # on the lent machine
+    python3 benchmarks/experiments/gpu/run.py --tiny --out OUT          # all but h, in seconds each, on any machine
 
 Needs nothing but Python. What the machine lacks it takes from the folder of wheels (wheels.py made it), and vLLM from
 that of pieces (vllm_kit/pieces.py). Some files are run by several processes at once, each of which takes its share of
@@ -50,7 +50,7 @@ def environment(wheels: Path, folder: str, vllm: Path | None = None) -> dict[str
     if vllm is not None:
         pieces.unpack(vllm, Path(folder))
         pieces.announce(ROOT, Path(folder))
-    paths = [str(ROOT), str(ROOT / "bench"), str(ROOT / "demo"), folder, os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "demo"), folder, os.environ.get("PYTHONPATH", "")]
     libraries = [str(DRIVER) if DRIVER.is_dir() else "", os.environ.get("LD_LIBRARY_PATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",

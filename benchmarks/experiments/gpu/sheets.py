@@ -14,7 +14,7 @@ from typing import Any
 import rows
 
 AS_IT_SHOULD_BE = {"equal": "equal", "ties": "within ties"}  # verdicts, and in words
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def cell(key: str, value: Any) -> str:
@@ -96,8 +96,8 @@ def pages(names: tuple[str, ...]) -> str:
     parts = []
     for name in names:
         for path, header, rows_ in found(name):
-            source = f"experiments/results/{path.parent.name}/{path.name}"
-            by = f"By `python experiments/gpu/{name}.py`; raw data: [{source}](../{source})."
+            source = f"benchmarks/results/{path.parent.name}/{path.name}"
+            by = f"By `python benchmarks/experiments/gpu/{name}.py`; raw data: [{source}](../{source})."
             text = f"{where(header)} {header.get('note', '')}".strip() + f"\n\n{markdown(header, rows_)}\n\n{by}"
             parts.append(f"<details markdown>\n<summary>{header['title']}</summary>\n\n{text}\n\n</details>")
     return "\n\n".join(parts)

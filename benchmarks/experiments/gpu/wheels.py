@@ -2,7 +2,7 @@
 """Make the folder of wheels that travel to a machine without a network: what the project and its tests need, less what
 is there.
 
-    python experiments/gpu/wheels.py --there .venv-gpu/bin/python
+    python benchmarks/experiments/gpu/wheels.py --there .venv-gpu/bin/python
 
 --there: a Python with the packages of that machine (rehearse.py makes one). Its pip says what it lacks; that is
 downloaded here. A wheel that is not pure Python is refused, since it would have to fit that machine's system.
@@ -16,7 +16,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TESTS = ("pytest", "hypothesis", "cachetools")  # the last by what vLLM's plugin imports
 LIMIT = 20 * 2**20
 

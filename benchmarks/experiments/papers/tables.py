@@ -185,7 +185,7 @@ def runs() -> Table:
     for one in (one for one in settings() if one.method in shown):
         given = " ".join(f"`{name}={value}`" for name, value in one.given.items())
         lines.append([f"`{one.name}`", given, one.tokens, f"{one.average:.1f}"])
-    about = "Of methods without published numbers `python experiments/papers_table.py commands` prints them."
+    about = "Of methods without published numbers `python benchmarks/experiments/papers_table.py commands` prints them."
     return Table("Settings", ["setting", "arguments", "visual tokens", "averaged over layers"], lines, about)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do answers that read a part of a session stay right? `ask(attend=)` on demo_smol's held-out questions.
 
-    python experiments/studies/attend.py    # about 10 minutes of one thread; no time is measured
+    python benchmarks/experiments/studies/attend.py    # about 10 minutes of one thread; no time is measured
 
 A session sees an image of 576 tokens and is asked its questions whose answer has three tokens or more, once at each
 share. `same`: answers that are those of the whole cache. `drawn` reads as many tokens that are drawn at random. The

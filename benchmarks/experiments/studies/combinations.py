@@ -41,7 +41,7 @@ from tokenprune_bench.significance import better_p, interleaved
 from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_demo.heldout import load_heldout
 
-OUT = Path(__file__).parents[1] / "results/combinations.jsonl"
+OUT = Path(__file__).parents[2] / "results/combinations.jsonl"
 PUBLISHED = ("divprune", "scope", "cdpruner", "mmtok")
 PAPER = "none (a study)"
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far `dymu` is from its authors' code, rule by rule: thresholds, tokens that are left, merges in each block.
 
-    python experiments/studies/dymu_rules.py           # print the tables
-    python experiments/studies/dymu_rules.py --page    # write them into docs/methods/dymu.md
+    python benchmarks/experiments/studies/dymu_rules.py           # print the tables
+    python benchmarks/experiments/studies/dymu_rules.py --page    # write them into docs/methods/dymu.md
 
 Both sets of rules are plain loops over images in float64, written from a description of the authors' code, on the demo
 model's tower and the held-out images: as it is, without its class token, and without it on 15 x 15 patches, an odd
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from tokenprune.sites.encoder import Tower
 from tokenprune_bench.calibration.merge import merges_per_block
 
-PAGE = Path(__file__).parents[2] / "docs" / "methods" / "dymu.md"
-BEGIN, END = "<!-- rules:begin (experiments/studies/dymu_rules.py --page) -->", "<!-- rules:end -->"
+PAGE = Path(__file__).parents[3] / "docs" / "methods" / "dymu.md"
+BEGIN, END = "<!-- rules:begin (benchmarks/experiments/studies/dymu_rules.py --page) -->", "<!-- rules:end -->"
 KEEPS = (0.5, 0.25)
 IMAGES = 64
 # What the authors merge by linear schedules: of CLIP-L's 576 patches in 24 blocks (LLaVA reads 23), SigLIP-B's in 12.

@@ -2,7 +2,7 @@
 """Does a session stay flat over 10,000 frames: bytes, time of a block, and time to the first token of a question?
 
     python experiments/studies/flat.py                         # a tiny Qwen2.5-VL with random weights, on the CPU
-    python experiments/studies/flat.py --policy infinipot_v --memory 1000 --device cuda
+    python benchmarks/experiments/studies/flat.py --policy infinipot_v --memory 1000 --device cuda
 
 One line for each block, and one for each question: in the session, and beside it with the last 8 frames sent anew, each
 with `max_new_tokens=1` through `generate`, tower included. Slopes are those of straight lines through the medians of

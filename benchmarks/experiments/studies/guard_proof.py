@@ -2,7 +2,7 @@
 """Measure what guard="auto" gives back and costs, on images of the held-out set that the floors were not made of.
 
 python experiments/studies/guard_proof.py           # rewrites results/guard_proof.jsonl (about ten minutes on one core)
-python experiments/studies/guard_proof.py --table   # print what the committed file says
+python benchmarks/experiments/studies/guard_proof.py --table   # print what the committed file says
 
 The floors come from the first 50 images of the set; these are the 100 after them, with all eight kinds of questions.
 """
@@ -23,7 +23,7 @@ from tokenprune_bench.significance import wilson
 from tokenprune_demo.heldout import load_heldout
 from tokenprune_demo.scenes import KINDS
 
-RESULTS = Path(__file__).parents[1] / "results/guard_proof.jsonl"
+RESULTS = Path(__file__).parents[2] / "results/guard_proof.jsonl"
 METHODS, KEEP, MODES = ("random", "dart", "pool"), 0.11, ("off", "auto")
 FIRST, LAST, BATCH = 50, 150, 25
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Until which layer does demo_smol's decoder read the image? All visual tokens are withdrawn at one layer (`vtw`).
 
-    python experiments/studies/late_layers.py    # 15 minutes on one core; goes on where it stopped
+    python benchmarks/experiments/studies/late_layers.py    # 15 minutes on one core; goes on where it stopped
 
 Methods whose schedule leaves few tokens in late layers stand lower here than in papers. If the reason is that this
 decoder still reads the image there, then withdrawing it late costs answers. If it costs none, the reason is another.
@@ -28,7 +28,7 @@ from tokenprune_bench.profiling.model import load
 from tokenprune_bench.significance import wilson
 from tokenprune_demo.heldout import load_heldout
 
-OUT = Path(__file__).parents[1] / "results/late_layers.jsonl"
+OUT = Path(__file__).parents[2] / "results/late_layers.jsonl"
 LAYERS = (30, 28, 26, 23, 20, 15)  # at whose input the image leaves; 30: never
 BATCH = 16
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why some methods do badly on the shipped model: the same choice of tokens, made in other ways (docs/benchmark.md).
 
-    python experiments/studies/losers.py --json experiments/results/losers.jsonl
+    python benchmarks/experiments/studies/losers.py --json benchmarks/results/losers.jsonl
 
 tome, dymu (merging in the tower), three readings of the very same groups of patches:
 
@@ -14,7 +14,7 @@ uniform, two readings of even distances:
 raster: as the method is, every n-th patch in reading order, which on a square grid is always the same columns.
 grid:   the same number spread over rows and columns alike.
 
-The questions are those of experiments/results/bench.jsonl, where the other methods are.
+The questions are those of benchmarks/results/bench.jsonl, where the other methods are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Can a trained tower take patches of two sizes without training? Measured on the shipped model
-(no: experiments/studies/README.md).
+(no: benchmarks/experiments/studies/README.md).
 
-    python experiments/studies/patch_sizes.py --json experiments/results/patch_sizes.jsonl
+    python benchmarks/experiments/studies/patch_sizes.py --json benchmarks/results/patch_sizes.jsonl
 
 The Adaptive Patch Transformer (arXiv 2510.18091) gives smooth cells of 2 x 2 patches one token: the cell resized to one
 patch. Here the cells with the lowest entropy of grey values become coarse, as many as the budget wants, and a coarse
@@ -13,7 +13,7 @@ both:  the same, but the language model sees one token for each coarse cell.
 after: an untouched tower; the same cells become means of their embeddings behind it. What `both` loses against this is
        what the tower loses by seeing two sizes.
 
-The questions are those of experiments/results/bench.jsonl, where the other methods are.
+The questions are those of benchmarks/results/bench.jsonl, where the other methods are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """prumerge by the attention of other blocks of the tower, on the shipped models: accuracy alone (docs/methods).
 
-    python experiments/studies/prumerge_blocks.py --json experiments/results/prumerge_blocks.jsonl
+    python benchmarks/experiments/studies/prumerge_blocks.py --json benchmarks/results/prumerge_blocks.jsonl
 
 The authors read the tower's last block, queries and keys of all heads as one wide head; of LLaVA-1.5, which reads the
 block before it, that is one block further than the model goes. The shipped models read the last block of their towers,

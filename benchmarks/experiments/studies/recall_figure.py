@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw what recall.py measured, and print it as tables.
 
-python experiments/studies/recall_figure.py
+python benchmarks/experiments/studies/recall_figure.py
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokenprune.cli.common import get_console
 from tokenprune_bench.report.png import curve, level, png, same_look
 from tokenprune_demo.drawn_streams import EVENT_KINDS, STREAM_CHANCE
 
-FIGURE = Path(__file__).parents[2] / "docs/images/recall.png"
+FIGURE = Path(__file__).parents[3] / "docs/images/recall.png"
 DRAWS = 2000
 CHANCE = sum(STREAM_CHANCE[kind] for kind in EVENT_KINDS) / len(EVENT_KINDS)
 WAYS = {"share": "tokens of the event held, %", "right": "right, %", "closed": "right with gaps closed, %"}

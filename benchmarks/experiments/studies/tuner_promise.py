@@ -39,9 +39,9 @@ from tokenprune_bench.tuning import Evaluator, Promise, Tuner, grid
 from tokenprune_bench.tuning.betting import upper_bound
 from tokenprune_demo.scenes import draw_scene, load_photos
 
-RESULTS = Path(__file__).parents[1] / "results/cpu/tuner_promise.jsonl"
-PAGE = Path(__file__).parents[2] / "docs/tune-in-full.md"
-BEGIN, END = "<!-- promise:begin (experiments/studies/tuner_promise.py --page) -->", "<!-- promise:end -->"
+RESULTS = Path(__file__).parents[2] / "results/cpu/tuner_promise.jsonl"
+PAGE = Path(__file__).parents[3] / "docs/tune-in-full.md"
+BEGIN, END = "<!-- promise:begin (benchmarks/experiments/studies/tuner_promise.py --page) -->", "<!-- promise:end -->"
 FRESH_SEED = 990_000  # of the questions on which choices are measured again; tuning seeds begin at TUNING_SEED
 TUNING_SEED = 880_000
 CHUNK = 256

@@ -26,10 +26,10 @@ from common import code_version, fill_page, header, read, write
 from tokenprune.setting import Setting
 from tokenprune_bench.tuning import Promise, Tuner, tuner
 
-RESULTS = Path(__file__).parents[1] / "results/tuner_worlds.jsonl"
-PAGE = Path(__file__).parents[2] / "docs/tune-in-full.md"
+RESULTS = Path(__file__).parents[2] / "results/tuner_worlds.jsonl"
+PAGE = Path(__file__).parents[3] / "docs/tune-in-full.md"
 SHOWN = "after"  # of the searches that were simulated
-BEGIN, END = "<!-- worlds:begin (experiments/studies/tuner_worlds.py --page) -->", "<!-- worlds:end -->"
+BEGIN, END = "<!-- worlds:begin (benchmarks/experiments/studies/tuner_worlds.py --page) -->", "<!-- worlds:end -->"
 LIMIT, CONFIDENCE = 0.03, 0.95
 RIGHT = 0.9  # share of the questions that the unpatched model gets right
 ALIKE = 0.5  # correlation of how hard a question is for two settings

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibrate `dymu` for the demo model, on freshly drawn pictures over the photographs of the training split.
 
-    python experiments/training/calibrate_demo_vlm.py
+    python benchmarks/experiments/training/calibrate_demo_vlm.py
 
 Writes tokenprune/assets/thresholds/demo_vlm.safetensors. The seed is none that training or the held-out set draws from.
 """

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, help="only the first so many")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("experiments/training/heldout_accuracy.json"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/experiments/training/heldout_accuracy.json"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model = AutoModelForImageTextToText.from_pretrained(args.checkpoint, dtype=torch.float32).eval()

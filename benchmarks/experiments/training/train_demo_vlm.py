@@ -4,7 +4,7 @@
 Four stages: (1) the vision tower with a linear head on per-patch labels; (2) projector and word embeddings, so that
 patches name what they show; (3) projector and language model on questions, tower frozen, projected tokens averaged
 2 x 2 to 64; (4) the same with all 256 tokens, the tower thawed at a small rate for the last part if asked for.
-See experiments/training/README.md for the run that made the shipped checkpoint.
+See benchmarks/experiments/training/README.md for the run that made the shipped checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
     add("--threads", type=int, default=1)
     add("--eval-seconds", type=float, default=200)
     add("--run", type=Path, default=Path("runs/demo_vlm"), help="folder of the resumable state")
-    add("--log", type=Path, default=Path("experiments/training/log.jsonl"))
+    add("--log", type=Path, default=Path("benchmarks/experiments/training/log.jsonl"))
     add("--export", type=Path, default=Path("demo/tokenprune_demo/models/demo_vlm"), help="where the checkpoint goes")
     add("--resume", action="store_true", help="start from the state in --run")
     return parser.parse_args()

@@ -11,7 +11,7 @@ import typer
 from tokenprune.cli.common import ErrorGroup, ModelOption, get_console, read_specs
 from tokenprune.errors import OptionError
 
-ENTRIES = Path("experiments/leaderboard/entries")
+ENTRIES = Path("benchmarks/experiments/leaderboard/entries")
 leaderboard = typer.Typer(
     cls=ErrorGroup, no_args_is_help=True, help="Put a run of `tokenprune bench` on the documentation's leaderboard."
 )

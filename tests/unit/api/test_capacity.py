@@ -156,7 +156,7 @@ def test_a_wrong_word_is_one_line(arguments: tuple[object, ...], said: str) -> N
     assert ran.exit_code == 2 and said in ran.output and "Traceback" not in ran.output
 
 
-MEASURED = Path(__file__).parents[3] / "experiments/results/nvidia-h200/h_vllm_times.jsonl"
+MEASURED = Path(__file__).parents[3] / "benchmarks/results/nvidia-h200/h_vllm_times.jsonl"
 # Of each engine: what is asked of it, and the times of its host. Without CUDA graphs a step of decoding takes 13 ms.
 ENGINES: dict[str, tuple[Any, dict[str, int], dict[str, float]]] = {
     "llava7b.default": (LlavaConfig(), {"text": 39}, {"host": 0.049}),

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from tokenprune.cli import app, common
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = {"tokenprune-vlm": ROOT, "tokenprune-bench": ROOT / "bench", "tokenprune-demo": ROOT / "demo"}
+FOLDERS = {"tokenprune-vlm": ROOT, "tokenprune-bench": ROOT / "benchmarks", "tokenprune-demo": ROOT / "demo"}
 MODULES = {"tokenprune-vlm": "tokenprune", "tokenprune-bench": "tokenprune_bench", "tokenprune-demo": "tokenprune_demo"}
 BENCH, DEMO = "pip install tokenprune-bench", "pip install tokenprune-demo"
 MOST = 1_500_000  # bytes of the core's wheel

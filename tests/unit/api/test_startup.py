@@ -24,7 +24,7 @@ from tokenprune.options import file_options
 from tokenprune.registry import available_methods, method_class
 
 ROOT = Path(tokenprune.__file__).parents[1]
-BENCHMARKS = Path(__file__).parents[3] / "experiments"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "experiments"
 SPIN, SILENT = "GOMP_SPINCOUNT", "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 # Ends the process where torch is first looked for, and says what libgomp would read there.

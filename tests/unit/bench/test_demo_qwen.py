@@ -20,7 +20,7 @@ from tokenprune_demo import MODELS
 from tokenprune_demo.heldout import NATIVE, Example, load_heldout
 
 FOLDER = MODELS["demo_qwen"]
-TRAINING = Path(__file__).parents[3] / "experiments/training" / "qwen"
+TRAINING = Path(__file__).parents[3] / "benchmarks/experiments/training" / "qwen"
 
 
 @pytest.fixture(scope="module")

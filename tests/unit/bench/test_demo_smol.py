@@ -49,7 +49,7 @@ def test_what_ships_is_small() -> None:
 def test_its_weights_are_told_by_what_ships_alike_on_every_processor(subject: Model) -> None:
     shipped = hashlib.sha256((FOLDER / "parts.safetensors").read_bytes()).hexdigest()
     assert subject.weights == shipped[:16]
-    header = json.loads((ROOT / "experiments/results/headline.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    header = json.loads((ROOT / "benchmarks/results/headline.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert header["environment"]["weights"] == subject.weights
 
 

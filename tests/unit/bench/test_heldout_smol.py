@@ -16,7 +16,7 @@ from tokenprune_bench.plan import DEFAULT_IMAGES
 from tokenprune_demo.backgrounds import PHOTOS
 from tokenprune_demo.heldout import FOLDER, SMOL, heldout_of, load_heldout, load_sample
 
-TRAINING = Path(__file__).parents[3] / "experiments/training"
+TRAINING = Path(__file__).parents[3] / "benchmarks/experiments/training"
 PILLOW = "13.0.0"  # that drew the set: other versions set letters and resize a little differently
 
 

@@ -30,7 +30,7 @@ from tokenprune_bench.run_folder import SCHEMA
 from tokenprune_demo.heldout import load_heldout
 
 ROOT = Path(__file__).parents[3]
-ENTRIES = sorted((ROOT / "experiments/leaderboard/entries").glob("*.json"))
+ENTRIES = sorted((ROOT / "benchmarks/experiments/leaderboard/entries").glob("*.json"))
 ABOUT = dict(
     model="an-org/A_Model", model_type="llava", weights="", device="a GPU", dtype="bfloat16", cores=2, threads=1,
     python="3.11.7", torch="2.13.0", transformers="5.19.0", tokenprune="0.1.0", machine="x86_64",
@@ -202,7 +202,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
 def test_every_committed_entry_is_sound() -> None:
     for path in ENTRIES:
         read_entry(path)
-    others = set((ROOT / "experiments/leaderboard/entries").iterdir()) - set(ENTRIES)
+    others = set((ROOT / "benchmarks/experiments/leaderboard/entries").iterdir()) - set(ENTRIES)
     assert {path.name for path in others} <= {".gitkeep"}
 
 
@@ -253,7 +253,7 @@ def test_an_entry_is_read_as_it_was_written(good: entry.LeaderboardEntry, tmp_pa
 
 
 def test_the_template_names_every_field() -> None:
-    template = json.loads((ROOT / "experiments/leaderboard/template.json").read_text())
+    template = json.loads((ROOT / "benchmarks/experiments/leaderboard/template.json").read_text())
     assert list(template) == [field.name for field in dataclasses.fields(entry.LeaderboardEntry)]
     assert list(template["lines"][0]) == [field.name for field in dataclasses.fields(entry.Line)]
 
@@ -278,7 +278,7 @@ def test_a_row_says_what_its_line_does(
     script: Any, good: entry.LeaderboardEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "served", lambda: {"random": "yes", "fastv": "in_llm"})
-    one = script.Run(good, ROOT / "experiments/leaderboard/entries/x.json")
+    one = script.Run(good, ROOT / "benchmarks/experiments/leaderboard/entries/x.json")
     table = script.board([one]).splitlines()
     assert [line.split(" | ")[0] for line in table[2:]] == [
         f"| [`{n}`](methods/{n}.md)" for n in ("fastv", "random", "downsample")

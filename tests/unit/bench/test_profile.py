@@ -30,7 +30,7 @@ from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES
 
 _SPEC = importlib.util.spec_from_file_location(
-    "benchmarks_limits", Path(__file__).parents[3] / "experiments" / "limits.py"
+    "benchmarks_limits", Path(__file__).parents[3] / "benchmarks" / "experiments" / "limits.py"
 )
 limits = sys.modules[_SPEC.name] = importlib.util.module_from_spec(_SPEC)
 with pytest.MonkeyPatch.context() as _patch:

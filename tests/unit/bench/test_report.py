@@ -214,7 +214,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_templates_are_in_the_wheel() -> None:
     wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling builds the wheel")
-    root = Path(__file__).parents[3] / "bench"
+    root = Path(__file__).parents[3] / "benchmarks"
     files = {file.relative_path for file in wheel.WheelBuilder(str(root)).recurse_included_files()}
     folder = root / "tokenprune_bench/report/templates"
     assert {path.relative_to(root).as_posix() for path in folder.iterdir()} <= files

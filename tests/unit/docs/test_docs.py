@@ -62,14 +62,23 @@ def test_links_lead_somewhere(guide: Path) -> None:
 def test_python_files_named_on_a_page_exist(guide: Path) -> None:
     """From the root, or from where the code lies: `base.py`, `families/base.py`; loudest.py is the reader's own."""
     for name in set(re.findall(r"`(?:python )?([\w/]+\.py)\b", guide.read_text())):
-        folders = ("dev", "tokenprune", "bench", "demo", "tests/unit", "tests/vllm", "tests/lmms", "experiments")
+        folders = (
+            "dev",
+            "tokenprune",
+            "benchmarks",
+            "demo",
+            "tests/unit",
+            "tests/vllm",
+            "tests/lmms",
+            "benchmarks/experiments",
+        )
         found = (ROOT / name).is_file() or any(any((ROOT / one).rglob(name)) for one in folders)
         assert found or name.endswith("loudest.py"), name
 
 
 def test_the_install_page_lists_every_extra() -> None:
     extras = {}
-    for folder in (".", "./bench", "./demo"):
+    for folder in (".", "./benchmarks", "./demo"):
         project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
         extras |= {f"{folder}[{name}]": packages for name, packages in project.get("optional-dependencies", {}).items()}
     rows = re.findall(r"^\| `(\S+\[[\w-]+\])` \| (.*?) \|", (ROOT / "docs/guide/install.md").read_text(), re.MULTILINE)

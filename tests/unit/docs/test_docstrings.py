@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("tokenprune", "bench/tokenprune_bench", "demo/tokenprune_demo")
+PACKAGES = ("tokenprune", "benchmarks/tokenprune_bench", "demo/tokenprune_demo")
 
 OPENING = re.compile(r"(What|Which|Where|Whether|Who|Whoever|Whose|How|When)\b")
 # Pattern, and what to use instead.

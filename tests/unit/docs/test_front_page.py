@@ -57,7 +57,7 @@ def test_the_install_line_brings_the_packages_of_processors_and_of_device_map() 
     assert {"torchvision", "accelerate"} <= packages
     # Each torchvision requires one torch: as a dependency of the core it could make pip replace the user's torch.
     assert not any(one.startswith("torchvision") for one in project["dependencies"])
-    for page in ("docs/guide/install.md", "demo/README.md", "bench/README.md"):
+    for page in ("docs/guide/install.md", "demo/README.md", "benchmarks/README.md"):
         assert f"pip install {line}" in (ROOT / page).read_text(), page
 
 
@@ -132,7 +132,7 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_loaded_row_stays_out_of_the_headline(timed: Any) -> None:
-    assert timed(1.0).headline() in README.replace("experiments/results/headline.jsonl", "headline.jsonl")
+    assert timed(1.0).headline() in README.replace("benchmarks/results/headline.jsonl", "headline.jsonl")
     with pytest.raises(ValueError, match="no row of a quiet machine"):
         timed(9.0).headline()
 
@@ -168,7 +168,7 @@ def test_a_row_about_videos_runs(case: str, build) -> None:
 
 def test_the_choice_for_long_prompts_is_linear_in_the_tokens_and_the_other_is_not() -> None:
     records = (
-        json.loads(line) for line in (ROOT / "experiments/results/cpu/scaling.jsonl").read_text().splitlines()[1:]
+        json.loads(line) for line in (ROOT / "benchmarks/results/cpu/scaling.jsonl").read_text().splitlines()[1:]
     )
     slope = {one["method"]: one["seconds_exponent"] for one in records if one["what"] == "selection"}
     assert slope[ADVICE["long-prompts"].method] < 1.2 and slope["divprune"] > 1.4
@@ -193,7 +193,7 @@ def test_the_page_of_the_server_and_the_recipe_give_the_advice_of_the_table() ->
 
 
 def test_the_choice_for_pages_is_the_best_measured_on_pages() -> None:
-    _, *records = (json.loads(line) for line in (ROOT / "experiments/results/pages.jsonl").read_text().splitlines())
+    _, *records = (json.loads(line) for line in (ROOT / "benchmarks/results/pages.jsonl").read_text().splitlines())
     row = ADVICE["documents"]
     right = {
         one["method"]: one["right"].count("1") for one in records if one.get("keep") == row.keep and "right" in one

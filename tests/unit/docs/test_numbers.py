@@ -67,7 +67,7 @@ def test_pages_leave_out_times_of_loaded_rows(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(performance, "RESULTS", tmp_path)
     names = {"efficiency": performance.efficiency, "scaling": performance.scaling, "decode": performance.decode}
     for name, make in names.items():
-        header, records = rows.read(ROOT / f"experiments/results/cpu/{name}.jsonl")
+        header, records = rows.read(ROOT / f"benchmarks/results/cpu/{name}.jsonl")
         records = [one for one in records if one["method"] != "unpatched"][:3]
         for load in (1.0, 9.0):
             lines = [{**one, "load": load, "cpus": 2} for one in records]
@@ -84,7 +84,7 @@ def test_pages_leave_out_times_of_loaded_rows(tmp_path: Path, monkeypatch: pytes
 def test_times_to_the_first_token_are_of_cpu_time_where_rows_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, path = readme.tower_page, ROOT / "experiments/results/cpu/first_token.jsonl"
+    page, path = readme.tower_page, ROOT / "benchmarks/results/cpu/first_token.jsonl"
     header, records = rows.read(path)
     monkeypatch.setattr(page, "ROOT", tmp_path)
     monkeypatch.setattr(page, "FIRST_TOKEN", {tmp_path / "times.jsonl": "A model"})
@@ -98,7 +98,7 @@ def test_times_to_the_first_token_are_of_cpu_time_where_rows_are_loaded(
 
 def test_a_number_about_choosing_comes_from_the_raw_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evidence = generator("evidence")
-    header, records = rows.read(ROOT / "experiments/results/cpu/scaling.jsonl")
+    header, records = rows.read(ROOT / "benchmarks/results/cpu/scaling.jsonl")
     (tmp_path / "cpu").mkdir()
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
     for load, told in ((1.0, True), (9.0, False)):

@@ -39,9 +39,9 @@ ALLOWED = {
     "lmms_eval/suite.py": (r'"picture"',),
     "docs/methods/dyrate.md": (r'"Describe this picture\."',),
     "docs/serving-in-full.md": (r"heldout/pictures/",),
-    "experiments/serving.py": (r"What is in the picture\?",),
-    "experiments/studies/guard_proof.py": (r'"pictures": \[FIRST',),
-    # The function of experiments/training/make_heldout.py.
+    "benchmarks/experiments/serving.py": (r"What is in the picture\?",),
+    "benchmarks/experiments/studies/guard_proof.py": (r'"pictures": \[FIRST',),
+    # The function of benchmarks/experiments/training/make_heldout.py.
     "experiments/studies/tuner_promise.py": (r"\bone_of_each\b", r"head\['pictures'\]", r"pictures=args\.images"),
 }
 
@@ -56,8 +56,8 @@ def old_words(text: str, allowed: tuple[str, ...] = ()) -> Iterator[tuple[int, s
                 yield number, found[0], instead
 
 
-FOLDERS = ("tokenprune", "bench", "demo", "experiments", "dev")
-TRAINING = ROOT / "experiments/training"  # its data are pictures that were drawn
+FOLDERS = ("tokenprune", "benchmarks", "demo", "dev")
+TRAINING = ROOT / "benchmarks/experiments/training"  # its data are pictures that were drawn
 
 
 def files() -> list[Path]:

@@ -27,11 +27,11 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """script(name): a script of experiments/ as a module."""
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
     before = set(sys.modules)
     yield importlib.import_module
     for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "experiments")):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks" / "experiments")):
             del sys.modules[name]
 
 
@@ -39,7 +39,7 @@ def ran(script: str, *arguments: str, fails: bool = False) -> str:
     """Return the output of a script of experiments/, in a process that compiles kernels."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "experiments" / script), *arguments]
+    command = [sys.executable, str(ROOT / "benchmarks" / "experiments" / script), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -60,7 +60,7 @@ def test_the_worst_program_of_each_kernel_compiles_within_its_budget(
 ) -> None:
     """All programs are listed, so that one that is new, or made with other block sizes, is missed in the table; of each
     kernel the one nearest to its limits is compiled and compared with its record (all with --every-combination)."""
-    table, path = ROOT / "experiments/results/kernels.jsonl", tmp_path / "kernels.jsonl"
+    table, path = ROOT / "benchmarks/results/kernels.jsonl", tmp_path / "kernels.jsonl"
     head, known = read(table)
     if head["triton"] != (here := importlib.import_module("triton").__version__):
         pytest.skip(f"the table is of triton {head['triton']}, and this is {here}, which counts other registers")
@@ -76,7 +76,7 @@ def test_the_worst_program_of_each_kernel_compiles_within_its_budget(
 def test_the_table_is_whole(script: Any) -> None:
     """Every kernel is in it for each GPU; nothing in it spills, or takes more than there is."""
     module, targets = script("compile_kernels"), script("gpu_targets")
-    head, records = read(ROOT / "experiments/results/kernels.jsonl")
+    head, records = read(ROOT / "benchmarks/results/kernels.jsonl")
     kernels = {one["kernel"] for one in records}
     sources = "".join(path.read_text() for path in (ROOT / "tokenprune/kernels").glob("*_triton.py"))
     made = re.findall(r"@(?:triton\.)?jit.*\ndef (\w+)", sources)

@@ -97,7 +97,7 @@ def test_limits_take_what_the_function_takes() -> None:
 
 
 def test_every_operation_has_a_case_in_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "experiments" / "gpu")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks" / "experiments" / "gpu")
     before = set(sys.modules)
     benchmark, compare = importlib.import_module("kernel_cases"), importlib.import_module("e_kernels").compare
     for name in set(sys.modules) - before:  # `common` and the like are nobody else's names

@@ -20,7 +20,7 @@ def papers() -> Iterator[Any]:
     """The script, as a module, and the modules that it is made of."""
     before, names = set(sys.modules), ("published", "settings", "sets", "outcomes", "tables", "counts")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "experiments"))
+        patch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
         parts = {name: importlib.import_module(f"papers.{name}") for name in names}
         yield SimpleNamespace(script=importlib.import_module("papers_table"), **parts)
     for name in set(sys.modules) - before:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/all_methods.py: all methods at equal cost, row by row, and the page made of them."""
+"""benchmarks/experiments/all_methods.py: all methods at equal cost, row by row, and the page made of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 def script() -> Iterator[Any]:
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "experiments"))
+        patch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
         yield importlib.import_module("all_methods")
     for name in set(sys.modules) - before:
         if name.split(".")[0] in ("papers", "rank_agreement", "all_methods"):
@@ -160,11 +160,11 @@ def test_equals_share_the_better_rank(script: Any) -> None:
 
 def test_the_page_is_current(script: Any) -> None:
     text = script.PAGE.read_text()
-    assert script.written(text) == text, "run python experiments/all_methods.py page"
+    assert script.written(text) == text, "run python benchmarks/experiments/all_methods.py page"
 
 
 def test_methods_for_comparison_are_the_ones_that_the_rows_say(script: Any) -> None:
-    """`python experiments/all_methods.py page` would change nothing; what is advised is not among them."""
+    """`python benchmarks/experiments/all_methods.py page` would change nothing; what is advised is not among them."""
     assert script.COMPARISON.read_text() == script.for_comparison(), "run python experiments/all_methods.py page"
     named = for_comparison()
     assert named and not named.keys() & {one.method for one in advice().values()}

@@ -20,7 +20,7 @@ TEXT, COMPUTE = 20, 0.8
 @pytest.fixture(scope="module")
 def check() -> Any:
     pytest.importorskip("openai", reason="the script asks a server through openai")
-    folder = str(Path(__file__).parents[3] / "experiments")
+    folder = str(Path(__file__).parents[3] / "benchmarks" / "experiments")
     sys.path.insert(0, folder)
     try:
         return importlib.import_module("capacity")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-EXPERIMENTS = Path(__file__).parents[3] / "experiments"
+EXPERIMENTS = Path(__file__).parents[3] / "benchmarks" / "experiments"
 
 
 @pytest.fixture(scope="module")

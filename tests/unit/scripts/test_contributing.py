@@ -90,7 +90,7 @@ def test_new_method_passes_every_check_without_changing_another_file(tmp_path: P
         (copy / name).write_text(text)
     for kind in ("json", "webp"):  # the picture of its page
         shutil.copyfile(copy / f"docs/images/kept/divprune.{kind}", copy / f"docs/images/kept/largest_norm.{kind}")
-    paths = os.pathsep.join(map(str, (copy, copy / "demo", copy / "bench")))
+    paths = os.pathsep.join(map(str, (copy, copy / "demo", copy / "benchmarks")))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     options = ("-q", "-p", "no:cacheprovider", "-k", CHOICE)
     ran = subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/studies/flat.py on a few frames: what its lines say, and its slopes. No time is compared."""
+"""benchmarks/experiments/studies/flat.py on a few frames: what its lines say, and its slopes. No time is compared."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def flat(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    monkeypatch.syspath_prepend(str(ROOT / "experiments/studies"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/experiments/studies"))
     threads = torch.get_num_threads()
     yield importlib.import_module("flat")
     torch.set_num_threads(threads)

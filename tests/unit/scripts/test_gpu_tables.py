@@ -28,20 +28,22 @@ import torch
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
 ROOT = Path(__file__).parents[3]
-KIT = ROOT / "experiments/gpu"
+KIT = ROOT / "benchmarks/experiments/gpu"
 COLUMNS = {"method": "method", "ms": "ms", "bound": "bound by"}
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """script(name): a file of experiments/gpu, experiments or dev as a module."""
-    for folder in ("experiments", "experiments/gpu", "dev"):
+    """script(name): a file of benchmarks/experiments/gpu, experiments or dev as a module."""
+    for folder in ("benchmarks/experiments", "benchmarks/experiments/gpu", "dev"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
     threads, before = torch.get_num_threads(), set(sys.modules)
     yield importlib.import_module
     torch.set_num_threads(threads)
     for name in set(sys.modules) - before:  # `common` and the like are nobody else's names
-        if str(getattr(sys.modules[name], "__file__", "")).startswith((str(ROOT / "experiments"), str(ROOT / "dev"))):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(
+            (str(ROOT / "benchmarks" / "experiments"), str(ROOT / "dev"))
+        ):
             del sys.modules[name]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/long_chats.py: its counts by a loop over single tokens, and that the page has them."""
+"""benchmarks/experiments/long_chats.py: its counts by a loop over single tokens, and that the page has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "experiments"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks" / "experiments"))
     return importlib.import_module("long_chats")
 
 
@@ -32,7 +32,7 @@ def test_what_a_cache_cannot_give_is_counted_token_by_token(script: Any) -> None
 
 def test_the_engine_computes_what_a_cache_of_blocks_has_to(script: Any) -> None:
     """More than a cache of single tokens, by less than a block a turn; and it encodes what it has not seen."""
-    lines = (script.PAGE.parents[2] / "experiments/results/long_chats_vllm.jsonl").read_text().splitlines()
+    lines = (script.PAGE.parents[2] / "benchmarks/results/long_chats_vllm.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert [one["way"] for one in records] == [way.name for way in script.WAYS]
     for way, one in zip(script.WAYS, records, strict=True):
@@ -45,4 +45,4 @@ def test_the_engine_computes_what_a_cache_of_blocks_has_to(script: Any) -> None:
 
 def test_the_page_is_current(script: Any) -> None:
     text = script.PAGE.read_text(encoding="utf-8")
-    assert script.table() in text, "run python experiments/long_chats.py --page"
+    assert script.table() in text, "run python benchmarks/experiments/long_chats.py --page"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/mixed_load.py without a server: which requests it draws, and what it calls a difference."""
+"""benchmarks/experiments/mixed_load.py without a server: which requests it draws, and what it calls a difference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SERVED = "uniform;keep=0.11;profile=fast;by=name;in=16;out=2"
 
 
 def of_benchmarks(name: str) -> Any:
-    folder = str(Path(__file__).parents[3] / "experiments")
+    folder = str(Path(__file__).parents[3] / "benchmarks" / "experiments")
     sys.path.insert(0, folder)
     try:
         return importlib.import_module(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/overload.py without a server: arrivals, and a queue whose answers are known."""
+"""benchmarks/experiments/overload.py without a server: arrivals, and a queue whose answers are known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenprune.serve.overload import StepInForce
 
 @pytest.fixture(scope="module")
 def overload() -> Any:
-    folder = str(Path(__file__).parents[3] / "experiments")
+    folder = str(Path(__file__).parents[3] / "benchmarks" / "experiments")
     sys.path.insert(0, folder)
     try:
         return importlib.import_module("overload")

@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
     before = set(sys.modules)
-    sys.path.insert(0, str(ROOT / "experiments"))
+    sys.path.insert(0, str(ROOT / "benchmarks" / "experiments"))
     yield importlib.import_module("pages")
-    sys.path.remove(str(ROOT / "experiments"))
+    sys.path.remove(str(ROOT / "benchmarks" / "experiments"))
     for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "experiments")):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks" / "experiments")):
             del sys.modules[name]
 
 

@@ -21,7 +21,7 @@ from each import each
 from papers_results import ROOT, setting
 from tokenprune import Budget
 
-FOLDER = ROOT / "experiments/papers"
+FOLDER = ROOT / "benchmarks/experiments/papers"
 
 
 # -- the published numbers ---------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def test_running_without_lmms_eval_says_how_to_get_it(papers: Any, call: Any, tm
 
 def test_the_page_is_current(papers: Any, call: Any, tmp_path: Path, monkeypatch: Any) -> None:
     text = papers.script.PAGE.read_text()
-    assert papers.script.written(text) == text, "run python experiments/papers_table.py page"
+    assert papers.script.written(text) == text, "run python benchmarks/experiments/papers_table.py page"
     assert call("page", "--check")[0] == 0
     for row in papers.published.published().rows:
         assert f"[{row.source}]" in text
@@ -166,7 +166,7 @@ def test_the_page_is_current(papers: Any, call: Any, tmp_path: Path, monkeypatch
 
 def test_the_page_of_budgets_is_current(papers: Any, call: Any, tmp_path: Path, monkeypatch: Any) -> None:
     text = papers.script.BUDGET_PAGE.read_text()
-    assert papers.script.budgets_written(text) == text, "run python experiments/papers_table.py page"
+    assert papers.script.budgets_written(text) == text, "run python benchmarks/experiments/papers_table.py page"
     stale = tmp_path / "budgets.md"
     stale.write_text(text.replace("206.5", "192.0"))
     monkeypatch.setattr(papers.script, "BUDGET_PAGE", stale)

@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
     before = set(sys.modules)
     yield importlib.import_module("quantization")
     for name in set(sys.modules) - before:  # `common` and the like are nobody else's names
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "experiments")):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks" / "experiments")):
             del sys.modules[name]
 
 
@@ -45,8 +45,8 @@ def test_closed_forms(script: Any) -> None:
 
 
 def test_the_page_is_current(script: Any) -> None:
-    """`python experiments/quantization.py --page` would change nothing, and the page says what is stored."""
-    path = ROOT / "experiments/results/cpu/quantization.jsonl"
+    """`python benchmarks/experiments/quantization.py --page` would change nothing, and the page says what is stored."""
+    path = ROOT / "benchmarks/results/cpu/quantization.jsonl"
     text = script.PAGE.read_text()
     for table in (*script.closed_forms(), script.measured(path)):
         assert script.to_markdown(table) in text, table.title

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/rank_agreement.py: our order of methods beside the published one."""
+"""benchmarks/experiments/rank_agreement.py: our order of methods beside the published one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 def script() -> Iterator[Any]:
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "experiments"))
+        patch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
         yield importlib.import_module("rank_agreement")
     for name in set(sys.modules) - before:
         if name.split(".")[0] in ("papers", "rank_agreement"):

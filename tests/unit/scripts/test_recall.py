@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def recall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    monkeypatch.syspath_prepend(str(ROOT / "experiments/studies"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/experiments/studies"))
     threads = torch.get_num_threads()
     yield importlib.import_module("recall")
     torch.set_num_threads(threads)

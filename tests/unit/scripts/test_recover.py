@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/recover.py on a few drawn questions: what it trains on, that it trains, and what it writes."""
+"""benchmarks/experiments/recover.py on a few drawn questions: what it trains on, that it trains, and what it writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytest.importorskip("peft")
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
     monkeypatch.syspath_prepend(str(ROOT / "dev"))
     threads = torch.get_num_threads()
     yield importlib.import_module("recover")

@@ -20,7 +20,7 @@ def script() -> Iterator[Any]:
     pytest.importorskip("transformers", "5.1", reason="ColQwen2 holds its model in another way")
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "experiments"))
+        patch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
         yield importlib.import_module("retrieval")
     for name in set(sys.modules) - before:
         if name.startswith("retrieval"):
@@ -28,7 +28,7 @@ def script() -> Iterator[Any]:
 
 
 def test_the_page_has_the_table(script: Any) -> None:
-    """`python experiments/retrieval.py --page` would change nothing."""
+    """`python benchmarks/experiments/retrieval.py --page` would change nothing."""
     assert script.table(script.read(script.RESULTS)[1]) in script.DOCS.read_text()
 
 
@@ -54,7 +54,7 @@ def test_merged_vectors(script: Any) -> None:
 
 def test_what_a_document_shows_is_drawn_the_same_again() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "experiments"))
+        patch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
         training = importlib.import_module("retrieval_training")
     one, again = training.draw(1, 2), training.draw(1, 2)
     assert one.facts == again.facts and len(one.facts) == 4 and one.image.tobytes() == again.image.tobytes()

@@ -19,8 +19,8 @@ FIRST = {"cpus": 2, "load": 1.0}
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """experiments/rows.py, on a quiet machine of two cores."""
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    """benchmarks/experiments/rows.py, on a quiet machine of two cores."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
     module = importlib.import_module("rows")
     monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(module, "_now", lambda: 1.0)
@@ -103,7 +103,7 @@ def test_it_goes_on_after_the_quiet_rows_of_the_same_measurement(rows: Any, tmp_
 def test_committed_rows_of_a_loaded_machine_are_marked(rows: Any) -> None:
     """Those of before scripts refused them; what `tokenprune bench` wrote is told by its own load."""
     found = 0
-    for path in [*(ROOT / "experiments/results/cpu").glob("*.jsonl"), ROOT / "experiments/results/encoder.jsonl"]:
+    for path in [*(ROOT / "benchmarks/results/cpu").glob("*.jsonl"), ROOT / "benchmarks/results/encoder.jsonl"]:
         header, *records = (json.loads(line) for line in path.read_text().splitlines())
         for one in (header, *records):
             if "load" in one and one["load"] > one.get("cpus", header["cpus"]):

@@ -25,12 +25,12 @@ from transformers import (
 
 from tokenprune.errors import MissingPackageError, TokenPruneError
 
-TRAINING = Path(__file__).resolve().parents[3] / "experiments/training"
+TRAINING = Path(__file__).resolve().parents[3] / "benchmarks/experiments/training"
 LETTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 
 
 def imported(name: str) -> ModuleType:
-    """Import a module of experiments/training/smol, which lies on no path."""
+    """Import a module of benchmarks/experiments/training/smol, which lies on no path."""
     sys.path[:0] = [str(TRAINING / "smol")]
     try:
         return importlib.import_module(name)

@@ -22,14 +22,16 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """script(name): a script of experiments/ or dev/ as a module, on a quiet machine."""
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
     monkeypatch.syspath_prepend(str(ROOT / "dev"))
     threads, before = torch.get_num_threads(), set(sys.modules)
     monkeypatch.setattr(importlib.import_module("rows"), "_now", lambda: 0.5)
     yield importlib.import_module
     torch.set_num_threads(threads)
     for name in set(sys.modules) - before:  # `common` and the like are nobody else's names
-        if str(getattr(sys.modules[name], "__file__", "")).startswith((str(ROOT / "experiments"), str(ROOT / "dev"))):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(
+            (str(ROOT / "benchmarks" / "experiments"), str(ROOT / "dev"))
+        ):
             del sys.modules[name]
 
 
@@ -277,4 +279,4 @@ def test_drafts_are_counted(script, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert full["words"] == 6 and full["drafted"] == full["accepted"] == 4 and full["forwards"] == 2
     assert [row[0].text for row in module.table(path).rows] == ["a copy, without us", "divprune, keep 1"]
     committed = module.to_markdown(module.table(module.results_path(CPU, "assisted")))
-    assert committed in module.PAGE.read_text(), "run python experiments/assisted.py --page"
+    assert committed in module.PAGE.read_text(), "run python benchmarks/experiments/assisted.py --page"

@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
     yield importlib.import_module("tower_blocks")
     for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "experiments")):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks" / "experiments")):
             del sys.modules[name]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tuner's promise: how often it is broken in simulated worlds; and experiments/studies/tuner_promise.py,
+"""The tuner's promise: how often it is broken in simulated worlds; and benchmarks/experiments/studies/tuner_promise.py,
 which proves it on the shipped model: its arithmetic by hand, and the page that shows its results."""
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def test_where_there_is_something_to_find_it_is_found() -> None:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    monkeypatch.syspath_prepend(str(ROOT / "experiments/studies"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/experiments/studies"))
     before = set(sys.modules)
     yield importlib.import_module("tuner_promise")
     for name in set(sys.modules) - before:  # `common` and the like are nobody else's names

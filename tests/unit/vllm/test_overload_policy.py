@@ -97,7 +97,7 @@ def test_no_load_makes_it_change_more_often(loads: list[tuple[float, int]], rele
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "experiments"))
     return importlib.import_module("overload_shapes")
 
 
@@ -132,7 +132,7 @@ def test_ten_thousand_requests(shapes: Any, kind: str, seed: int) -> None:
 
 
 def test_the_raw_file_is_what_the_script_draws(shapes: Any) -> None:
-    rows = [json.loads(line) for line in (ROOT / "experiments/results/overload_shapes.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (ROOT / "benchmarks/results/overload_shapes.jsonl").read_text().splitlines()]
     assert [(one["arrivals"], one["setting"]) for one in rows] == [
         (kind, setting) for kind in shapes.ARRIVALS for setting in shapes.settings()
     ]

@@ -16,7 +16,7 @@ from typing import Any
 
 from cases import EAGER, V1
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 MARK = "@@ "
 TINY = "--tiny" in sys.argv  # on vLLM's CPU build
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drawings of the named things, from the colour font Noto Color Emoji (Debian package fonts-noto-color-emoji).
 
-python experiments/training/qwen/emoji.py NotoColorEmoji.ttf runs/emoji.npz
+python benchmarks/experiments/training/qwen/emoji.py NotoColorEmoji.ttf runs/emoji.npz
 """
 
 from __future__ import annotations

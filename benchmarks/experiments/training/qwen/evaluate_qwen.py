@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=Path("demo/tokenprune_demo/models/demo_qwen"))
     parser.add_argument("--heldout", type=Path, default=Path("demo/tokenprune_demo/heldout_native"))
     parser.add_argument("--images", type=int, help="only the first so many")
-    parser.add_argument("--out", type=Path, default=Path("experiments/training/qwen/heldout_accuracy.json"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/experiments/training/qwen/heldout_accuracy.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = AutoModelForImageTextToText.from_pretrained(args.checkpoint, dtype=torch.float32).eval()

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1.2e-3)
     parser.add_argument("--apart", type=float, default=1.0, help="added to one frame's weights, in their deviations")
     parser.add_argument("--run", type=Path, default=Path("runs/demo_qwen"))
-    parser.add_argument("--log", type=Path, default=Path("experiments/training/qwen/log.jsonl"))
+    parser.add_argument("--log", type=Path, default=Path("benchmarks/experiments/training/qwen/log.jsonl"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)

@@ -22,7 +22,7 @@ from qwen_model import CELL, build_model
 from qwen_vocabulary import ID
 from running import Batches, Log, rate
 
-SHIPPED = Path(__file__).parents[3] / "demo/tokenprune_demo/models/demo_qwen"
+SHIPPED = Path(__file__).parents[4] / "demo/tokenprune_demo/models/demo_qwen"
 PADS = (ID["<|image_pad|>"], ID["<|video_pad|>"])
 SAID_WEIGHT = 5.0  # of what visual tokens say of directions and times, beside the losses of `PlaceHead`
 ROOM = 4096  # positions of a batch: beyond, the compiled functions are compiled anew
@@ -170,7 +170,7 @@ def main() -> None:
     add("--mix", default="", help="questions per image, such as position=3,count=1 (others keep their default)")
     add("--eval-seconds", type=float, default=240)
     add("--run", type=Path, default=Path("runs/demo_qwen"))
-    add("--log", type=Path, default=Path("experiments/training/qwen/log.jsonl"))
+    add("--log", type=Path, default=Path("benchmarks/experiments/training/qwen/log.jsonl"))
     add("--stop", type=Path, default=Path("runs/stop"), help="a file whose presence ends the stage")
     add("--compile", type=int, default=1)
     add("--shipped", action="store_true", help="start from the shipped checkpoint and the clock of the log")

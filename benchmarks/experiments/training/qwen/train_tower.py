@@ -69,7 +69,7 @@ def main() -> None:
     add("--tokens", type=int, default=1500, help="visual tokens per step")
     add("--eval-seconds", type=float, default=150)
     add("--run", type=Path, default=Path("runs/demo_qwen"))
-    add("--log", type=Path, default=Path("experiments/training/qwen/log.jsonl"))
+    add("--log", type=Path, default=Path("benchmarks/experiments/training/qwen/log.jsonl"))
     add("--stop", type=Path, default=Path("runs/stop"), help="a file whose presence ends the stage")
     add("--compile", type=int, default=1)
     add("--resume", action="store_true")

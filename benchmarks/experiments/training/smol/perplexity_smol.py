@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from tokenprune_demo.smol import checkpoint, load_decoder
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 TEXTS = {  # plain English of three sorts, none of them ours
     "licence": ROOT / "LICENSE",
     "manual": Path(sysconfig.get_paths()["stdlib"]) / "turtle.py",

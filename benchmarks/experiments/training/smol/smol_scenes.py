@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "experiments/training/qwen"))
+ROOT = Path(__file__).resolve().parents[4]
+sys.path.insert(0, str(ROOT / "benchmarks/experiments/training/qwen"))
 
 from native_scenes import Canvas, NativeScene, _letters, backdrop, clear_of_middle, quadrant
 from tokenprune_demo.backgrounds import BACKGROUNDS, PHOTOS

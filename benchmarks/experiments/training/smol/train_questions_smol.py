@@ -152,7 +152,7 @@ def main() -> None:
     add("--eval-seconds", type=float, default=240)
     add("--threads", type=int, default=1)
     add("--run", type=Path, default=Path("runs/demo_smol"))
-    add("--log", type=Path, default=Path("experiments/training/smol/log.jsonl"))
+    add("--log", type=Path, default=Path("benchmarks/experiments/training/smol/log.jsonl"))
     add("--stop", type=Path, default=Path("runs/stop"), help="a file whose presence ends the stage")
     add("--resume", action="store_true")
     args = parser.parse_args()

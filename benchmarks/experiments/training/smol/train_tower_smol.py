@@ -82,7 +82,7 @@ def main() -> None:
     add("--batch", type=int, default=12)
     add("--eval-seconds", type=float, default=240)
     add("--run", type=Path, default=Path("runs/demo_smol_tower"))
-    add("--log", type=Path, default=Path("experiments/training/smol/log.jsonl"))
+    add("--log", type=Path, default=Path("benchmarks/experiments/training/smol/log.jsonl"))
     add("--stop", type=Path, default=Path("runs/stop"), help="a file whose presence ends the stage")
     add("--resume", action="store_true")
     args = parser.parse_args()
