@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenprune
-from tokenprune.abilities import obstacle
-from tokenprune.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
-from tokenprune.options import in_words, option_types
-from tokenprune.registry import MethodInfo
-from tokenprune.view.observable import Backend
-from tokenprune.view.registry import find_observable
+from tokenprune.integrations.shared.abilities import obstacle
+from tokenprune.methods.registry import MethodInfo
+from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
+from tokenprune.selection.observable import Backend
+from tokenprune.selection.observable_registry import find_observable
+from tokenprune.selection.options import in_words, option_types
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
 COMPARISON = FOLDER.parent.parent / "benchmarks/tokenprune_bench/tuning/for_comparison.json"
@@ -145,7 +145,7 @@ def _properties(info: MethodInfo) -> str:
 def observables() -> str:
     """The rows of what a method may declare in its needs."""
     lines = ["| need | shape | what | Hugging Face | vLLM | vLLM, in the model |", "|---|---|---|---|---|---|"]
-    for name in tokenprune.extend.available_observables():
+    for name in tokenprune.selection.available_observables():
         one = find_observable(name)
         if name in ("hidden", "normed"):
             continue

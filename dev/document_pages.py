@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 import rows
 from guard import LIMIT
 
-from tokenprune.guard.floors import shipped
+from tokenprune.integrations.hf.guard.floors import shipped
 from tokenprune_demo.drawn_documents import TEXT_KINDS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -125,7 +125,7 @@ def _size(model: str) -> float:
     """Return the parameters of a shipped model's decoder."""
     from transformers import AutoConfig
 
-    from tokenprune.shapes.decoder import DecoderShape
+    from tokenprune.models.decoder_shape import DecoderShape
     from tokenprune_demo import MODELS
 
     config = AutoConfig.from_pretrained(MODELS[model.removesuffix(" (shipped)")])

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import tokenprune
-from tokenprune.base import Site
+from tokenprune.selection.method import Site
 
 FIGURE = Path(__file__).parent.parent / "docs/images/sites.svg"
 # Of each site: what changes there, in three lines.

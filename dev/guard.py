@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the guard's table of floors out of records of two shipped models, and the tables in docs/guard.md.
 
-python dev/guard.py            # rewrite tokenprune/assets/guard.json and docs/guard.md
+python dev/guard.py            # rewrite tokenprune/integrations/hf/guard/guard.json and docs/guard.md
 python dev/guard.py --check    # exit with 1 where one of them is not what this would write
 
 A keep is enough for a kind of question if, for each of the benchmarks' kinds that belong to it and in each model, the
@@ -22,13 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenprune.guard.settings import KINDS
+from tokenprune.integrations.hf.guard.settings import KINDS
 from tokenprune_bench.results import COLLAPSE, UNPATCHED, read_records
 from tokenprune_bench.significance import pooled_interval
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
-TABLE = ROOT / "tokenprune/assets/guard.json"
+TABLE = ROOT / "tokenprune/integrations/hf/guard/guard.json"
 PAGE = ROOT / "docs/guard.md"
 LIMIT = 0.10
 MANY = 50  # questions of a kind whose interval rules a collapse out

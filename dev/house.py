@@ -207,7 +207,7 @@ def sizes(root: Path = ROOT) -> dict[str, dict[str, int]]:
     forward = root / "tokenprune/integrations/hf/forward"
     width = {
         "public names": sum(len(names.elts) for names in homes.values if isinstance(names, ast.Tuple)),
-        "fields of Budget": _fields(root / "tokenprune/budget/__init__.py", "Budget"),
+        "fields of Budget": _fields(root / "tokenprune/budgets/__init__.py", "Budget"),
         "fields of Call": _fields(forward / "context.py", "Call"),
         "moments of Part": _moments(forward / "part.py"),
         "entries of the root": len(_entries(root)),

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenprune.base import Site
+from tokenprune.selection.method import Site
 from tokenprune_bench.leaderboard.checks import read_entry
 from tokenprune_bench.leaderboard.entry import LeaderboardEntry, Line, entry_of
 from tokenprune_bench.results import read_records
@@ -115,7 +115,7 @@ def _published(line: Line) -> str:
 @cache
 def served() -> dict[str, str]:
     """Return which methods vLLM serves with their default options: "yes", or "in_llm" with experimental_in_llm."""
-    from tokenprune.integrations.vllm.setting.servable import servable
+    from tokenprune.integrations.vllm.settings.servable import servable
 
     return {**dict.fromkeys(servable(in_llm=True), "in_llm"), **dict.fromkeys(servable(), "yes")}
 

@@ -32,8 +32,8 @@ sys.path[:0] = [str(ROOT / "tests/unit/support")]
 import tokenprune  # noqa: E402
 from families import FAMILIES as TINY  # noqa: E402
 from selection import REASONS  # noqa: E402
-from tokenprune.integrations.shared.tower_scores import read_of_pixels  # noqa: E402
-from tokenprune.sites.units import UnitDropper  # noqa: E402
+from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels  # noqa: E402
+from tokenprune.selection.sites.units import UnitDropper  # noqa: E402
 from zoo import Family  # noqa: E402
 
 # Some families need another version of transformers.

@@ -37,7 +37,7 @@ TABLES = ROOT / "tokenprune" / "integrations" / "vllm" / "hooks.toml"
 _PROCESSOR = "vllm.multimodal.processing:BaseMultiModalProcessor"
 _MODEL = "vllm.model_executor.models.interfaces"
 _OURS = "tokenprune.integrations.vllm"
-_IN_LLM = "tokenprune.serve.in_llm"
+_IN_LLM = "tokenprune.integrations.vllm.in_llm"
 REPLACED = {
     **{
         f"{_PROCESSOR}.{name}": f"{_OURS}.front.processor:ReducingProcessor.{name}"
@@ -319,8 +319,8 @@ def written(has: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from tokenprune.families import SERVED
     from tokenprune.integrations.vllm.compat import TESTED
+    from tokenprune.models.families import SERVED
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("place", type=Path, help="a wheel of vLLM, or the folder that it is installed in")

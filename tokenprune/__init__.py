@@ -11,7 +11,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tokenprune.startup import require
+from tokenprune.models.torch_import import require
 
 __version__ = "0.1.0"
 
@@ -19,24 +19,24 @@ __version__ = "0.1.0"
 # public modules of their own: `_MODULES`.
 _HOMES = {
     "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "feature_cache", "method"),
-    "tokenprune.processor.api": ("patch_processor", "unpatch_processor"),
-    "tokenprune.workflows.two_pass": ("escalate", "Escalation"),
-    "tokenprune.drafting.assistant": ("assistant",),
-    "tokenprune.workflows.frame_weights": ("frame_weights",),
+    "tokenprune.integrations.hf.pixels.api": ("patch_processor", "unpatch_processor"),
+    "tokenprune_bench.two_pass": ("escalate", "Escalation"),
+    "tokenprune.integrations.hf.drafting.assistant": ("assistant",),
+    "tokenprune_bench.frame_weights": ("frame_weights",),
     "tokenprune_bench.recommend.recommendation": ("recommend",),
     "tokenprune_bench.profiling.model": ("demo_model",),
     "tokenprune_bench.show.side_by_side": ("plot",),
-    "tokenprune.cost.draft": ("DraftCost",),
-    "tokenprune.registry": ("available_methods", "method_info", "register", "MethodInfo"),
-    "tokenprune.budget": ("Budget",),
-    "tokenprune.guard.settings": ("Guard",),
+    "tokenprune.integrations.hf.drafting.cost": ("DraftCost",),
+    "tokenprune.methods.registry": ("available_methods", "method_info", "register", "MethodInfo"),
+    "tokenprune.budgets": ("Budget",),
+    "tokenprune.integrations.hf.guard.settings": ("Guard",),
     "tokenprune.statistics": ("Stats",),
     "tokenprune.integrations.hf.families.retrieval": ("vectors",),
-    "tokenprune.base": ("Method", "Pruner", "Selection", "Site"),
-    "tokenprune.reuse.cache": ("FeatureCache",),
-    "tokenprune.view.tokens": ("VisualTokens",),
-    "tokenprune.shapes.token_counts": ("count_visual_tokens",),
-    "tokenprune.setting.saved": ("Config", "read_config", "write_config"),
+    "tokenprune.selection.method": ("Method", "Pruner", "Selection", "Site"),
+    "tokenprune.integrations.hf.feature_cache.cache": ("FeatureCache",),
+    "tokenprune.selection.tokens": ("VisualTokens",),
+    "tokenprune.models.token_counts": ("count_visual_tokens",),
+    "tokenprune.settings.saved": ("Config", "read_config", "write_config"),
     "tokenprune.errors": (
         "TokenPruneError",
         "UnknownMethodError",
@@ -61,9 +61,9 @@ _MOVED = {
     for home, names in {
         "tokenprune.errors": "UnknownPolicyError SessionError RegistrationError PlaceholderMismatchError ConfigError "
         "ConformanceError MissingPackageError",
-        "tokenprune.extend": "ResizeMethod ImageChooser AttentionPattern EncoderMethod Tower UnitDropper FrameMerger "
+        "tokenprune.selection": "ResizeMethod ImageChooser AttentionPattern EncoderMethod Tower UnitDropper FrameMerger "
         "FrameMix DecodeMethod VideoPruner Videos Observable TokenSource available_observables register_observable",
-        "tokenprune.sessions": "session Session SessionStats Answer HeldEntries available_policies policy "
+        "tokenprune.integrations.hf.sessions": "session Session SessionStats Answer HeldEntries available_policies policy "
         "register_policy Policy PolicyView",
         "tokenprune.statistics": "Cut Removal Guarded FeatureCacheCounts",
         "tokenprune_bench.calibration": "calibrate fit_d2pruner fit_dyrate fit_fitprune Thresholds",
@@ -74,10 +74,7 @@ _MOVED = {
 
 if TYPE_CHECKING:
     from tokenprune.api import feature_cache, is_patched, method, patch, patched, stats, unpatch
-    from tokenprune.base import Method, Pruner, Selection, Site
-    from tokenprune.budget import Budget
-    from tokenprune.cost.draft import DraftCost
-    from tokenprune.drafting.assistant import assistant
+    from tokenprune.budgets import Budget
     from tokenprune.errors import (
         AlreadyPatchedError,
         BudgetError,
@@ -88,17 +85,20 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedSetupError,
     )
-    from tokenprune.guard.settings import Guard
+    from tokenprune.integrations.hf.drafting.assistant import assistant
+    from tokenprune.integrations.hf.drafting.cost import DraftCost
     from tokenprune.integrations.hf.families.retrieval import vectors
-    from tokenprune.processor.api import patch_processor, unpatch_processor
-    from tokenprune.registry import MethodInfo, available_methods, method_info, register
-    from tokenprune.reuse.cache import FeatureCache
-    from tokenprune.setting.saved import Config, read_config, write_config
-    from tokenprune.shapes.token_counts import count_visual_tokens
+    from tokenprune.integrations.hf.feature_cache.cache import FeatureCache
+    from tokenprune.integrations.hf.guard.settings import Guard
+    from tokenprune.integrations.hf.pixels.api import patch_processor, unpatch_processor
+    from tokenprune.methods.registry import MethodInfo, available_methods, method_info, register
+    from tokenprune.models.token_counts import count_visual_tokens
+    from tokenprune.selection.method import Method, Pruner, Selection, Site
+    from tokenprune.selection.tokens import VisualTokens
+    from tokenprune.settings.saved import Config, read_config, write_config
     from tokenprune.statistics import Stats
-    from tokenprune.view.tokens import VisualTokens
-    from tokenprune.workflows.frame_weights import frame_weights
-    from tokenprune.workflows.two_pass import Escalation, escalate
+    from tokenprune_bench.frame_weights import frame_weights
+    from tokenprune_bench.two_pass import Escalation, escalate
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from annotated_types import Ge
 
 from tokenprune.addons import add_on
-from tokenprune.base import Method
-from tokenprune.budget import Budget, joint_share
+from tokenprune.budgets import Budget, joint_share
 from tokenprune.errors import (
     AlreadyPatchedError,
     BudgetError,
@@ -25,18 +24,19 @@ from tokenprune.errors import (
     short,
 )
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.options import fits, in_words
-from tokenprune.registry import build, did_you_mean
-from tokenprune.setting.budget_checks import check_scope
-from tokenprune.setting.max_visual_tokens import limited
-from tokenprune.setting.saved import read_config
-from tokenprune.startup import DEFAULT_METHOD
+from tokenprune.methods.registry import build, did_you_mean
+from tokenprune.models.torch_import import DEFAULT_METHOD
+from tokenprune.selection.method import Method
+from tokenprune.selection.options import fits, in_words
+from tokenprune.settings.budget_checks import check_scope
+from tokenprune.settings.max_visual_tokens import limited
+from tokenprune.settings.saved import read_config
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
-    from tokenprune.graphs.settings import Graphs
-    from tokenprune.guard.settings import Guard
-    from tokenprune.reuse.cache import FeatureCache
+    from tokenprune.integrations.hf.feature_cache.cache import FeatureCache
+    from tokenprune.integrations.hf.graphs.settings import Graphs
+    from tokenprune.integrations.hf.guard.settings import Guard
 
 _ATTRIBUTE = "_tokenprune_patch"
 _BYTES = Annotated[int, Ge(1)] | None
@@ -80,7 +80,7 @@ def patch(
     feature_cache: bytes, on the tower's device, that encoded images may take, so that further questions about an image
     do not encode it again (docs/guide/feature-cache.md). None: nothing is kept.
     max_visual_tokens: the most tokens of an image, ahead of the tower and of the methods: `downsample` with a number.
-    graphs:    True, or a `tokenprune.graphs.Graphs`: replay the decoder's prefill as CUDA graphs where a call fits them
+    graphs:    True, or a `tokenprune.integrations.hf.graphs.Graphs`: replay the decoder's prefill as CUDA graphs where a call fits them
     (docs/guide/gpu.md); with keep=1.0 the unpruned model's.
     options:   the method's own options (`method_info(name).options`); for a list of methods pass configured `Method`s
     instead.

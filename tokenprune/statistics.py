@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.base import Site
+from tokenprune.selection.method import Site
 
 __all__ = ["Cut", "FeatureCacheCounts", "Guarded", "Removal", "Stats"]
 

@@ -25,7 +25,7 @@ from rank_agreement import agreement, answers, images_of, published_scores
 
 from tokenprune.cli.common import ErrorGroup, get_console
 from tokenprune.errors import OptionError
-from tokenprune.shapes.model_config import SHIPPED
+from tokenprune.models.model_config import SHIPPED
 from tokenprune_bench.cli.common import show_progress
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.lines import Lines, read_lines

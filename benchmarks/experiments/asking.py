@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from tokenprune.base import Pruner, Selection, Site
-from tokenprune.registry import register
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.significance import wilson
 from tokenprune_bench.suite import Bench

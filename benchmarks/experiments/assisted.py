@@ -26,7 +26,7 @@ from rich.console import Console
 
 import tokenprune
 from tokenprune import DraftCost
-from tokenprune.setting.saved import Config
+from tokenprune.settings.saved import Config
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.tables import Cell, Table, to_markdown, to_rich
 from tokenprune_demo.heldout import load_heldout

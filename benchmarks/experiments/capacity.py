@@ -37,8 +37,8 @@ from rows import Load, add_options
 from serving import TEMPLATE, load, noise_image, served, write, write_model
 from transformers import AutoConfig
 
-from tokenprune.cost.capacity import Assumptions, Server, request_load
-from tokenprune.cost.gpus import GPU
+from tokenprune.integrations.vllm.capacity import Assumptions, Server, request_load
+from tokenprune.integrations.vllm.gpus import GPU
 
 # Decoders: one of 100 M parameters with its embeddings, and one half as wide again.
 DECODERS: dict[str, dict[str, int]] = {

@@ -26,9 +26,9 @@ from typing import Any
 from common import fill_page
 from transformers import LlavaConfig, Qwen2_5_VLConfig
 
-from tokenprune.cost.capacity import Assumptions, Capacity, Server, request_load
-from tokenprune.cost.gpus import GPUS
-from tokenprune.cost.model import Load
+from tokenprune.integrations.vllm.capacity import Assumptions, Capacity, Server, request_load
+from tokenprune.integrations.vllm.gpus import GPUS
+from tokenprune.settings.cost import Load
 
 ROOT = Path(__file__).resolve().parents[2]
 RAW, PAGE = ROOT / "benchmarks/results/nvidia-h200/h_vllm_times.jsonl", ROOT / "docs/capacity.md"

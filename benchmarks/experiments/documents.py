@@ -30,8 +30,8 @@ import torch
 from rich.console import Console
 
 import tokenprune
-from tokenprune.base import Site
 from tokenprune.errors import TokenPruneError
+from tokenprune.selection.method import Site
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.drawn_sets import DrawnExample, drawn_set
 

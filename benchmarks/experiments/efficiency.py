@@ -58,9 +58,9 @@ from rich.table import Table
 
 import tokenprune
 from tokenprune import BudgetError, Site
-from tokenprune.integrations.shared.tower_scores import read_of_pixels
-from tokenprune.sites.encoder import EncoderMethod
-from tokenprune.view.registry import compares_frames
+from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels
+from tokenprune.selection.observable_registry import compares_frames
+from tokenprune.selection.sites.encoder import EncoderMethod
 from tokenprune_bench.calibration import calibrate
 
 TILE = 576  # tokens of an image of the tower

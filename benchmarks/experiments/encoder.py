@@ -75,7 +75,7 @@ def oracle(tower: torch.nn.Module, pixels: torch.Tensor, counts: list[list[int]]
 
 def counts_of(tower: torch.nn.Module, pixels: torch.Tensor) -> list[list[int]]:
     """The tokens of each row before each block of a patched tower, and behind the last."""
-    from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun
+    from tokenprune.integrations.shared.towers.reducer import TowerReducer, TowerRun
 
     seen = []
     end = TowerReducer.end

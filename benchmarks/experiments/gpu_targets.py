@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tokenprune.cost import gpus
+from tokenprune.integrations.vllm import gpus
 
 
 @dataclass(frozen=True)

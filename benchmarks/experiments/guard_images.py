@@ -23,8 +23,8 @@ import torch
 from guard_documents import documents, photographs
 from PIL import Image
 
-from tokenprune.guard.images import blocks_of, text_shares
-from tokenprune.guard.settings import TEXT_LIMIT
+from tokenprune.integrations.hf.guard.images import blocks_of, text_shares
+from tokenprune.integrations.hf.guard.settings import TEXT_LIMIT
 from tokenprune_demo.heldout import load_heldout
 
 RESULTS = Path(__file__).parents[1] / "results/guard_images.jsonl"

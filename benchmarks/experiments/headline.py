@@ -22,8 +22,8 @@ from common import Live
 from rows import Load, read, write
 
 from tokenprune.cli.common import ErrorGroup, get_console, read_keeps
-from tokenprune.setting import Setting
-from tokenprune.shapes.model_config import SHIPPED
+from tokenprune.models.model_config import SHIPPED
+from tokenprune.settings import Setting
 from tokenprune_bench.backend import backend_of
 from tokenprune_bench.cli.common import show_progress
 from tokenprune_bench.profiling.model import Model, load

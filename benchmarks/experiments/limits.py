@@ -19,7 +19,7 @@ import calm_threads  # noqa: F401
 from common import fill_page
 from transformers import CONFIG_MAPPING
 
-from tokenprune.cost.model import CostModel, Load, site_limits
+from tokenprune.settings.cost import CostModel, Load, site_limits
 
 PAGE = Path(__file__).parents[2] / "docs" / "profile.md"
 BEGIN, END = "<!-- limits:begin (benchmarks/experiments/limits.py --page) -->", "<!-- limits:end -->"

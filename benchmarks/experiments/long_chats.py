@@ -19,7 +19,7 @@ from pathlib import Path
 import calm_threads  # noqa: F401
 from common import fill_page
 
-from tokenprune.budget.by_age import aged
+from tokenprune.budgets.by_age import aged
 
 PAGE = Path(__file__).parents[2] / "docs/recipes/agent.md"
 BEGIN, END = "<!-- chats:begin (benchmarks/experiments/long_chats.py --page) -->", "<!-- chats:end -->"

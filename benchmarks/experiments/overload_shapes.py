@@ -22,7 +22,7 @@ from typing import Any
 
 import calm_threads  # noqa: F401
 
-from tokenprune.serve.overload import Overload, StepInForce
+from tokenprune.integrations.vllm.settings.overload import Overload, StepInForce
 
 NUMBER, LANES, STEPS = 10_000, 8, (8, 32)
 SECONDS, KEEP = (1.0, 0.5, 0.3), (1.0, 0.5, 0.25)  # of a request at each step

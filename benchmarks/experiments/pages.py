@@ -31,8 +31,8 @@ from rich.console import Console
 from tower_blocks import repeated
 
 import tokenprune
-from tokenprune.base import Site
 from tokenprune.errors import TokenPruneError
+from tokenprune.selection.method import Site
 from tokenprune_bench.metrics import metric_named
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.drawn_sets import DrawnExample, drawn_set

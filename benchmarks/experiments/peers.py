@@ -20,7 +20,7 @@ import calm_threads  # noqa: F401
 from common import AFTER, BEFORE, fill_page
 from limits import SHAPES
 
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 import sheets

@@ -36,7 +36,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 import tokenprune
 from tokenprune.kernels.block_attention import Parts, attend_in_blocks
-from tokenprune.view.frames import Visual
+from tokenprune.selection.frames import Visual
 
 FRAMES = (16, 32, 64, 128, 256)
 GRID, PER_FRAME, TEXT, VIDEO_ID = (8, 16), 32, 64, 5

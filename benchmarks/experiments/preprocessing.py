@@ -41,9 +41,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import tokenprune
+from tokenprune.integrations.hf.pixels.marker import patch_on
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.encoder.towerdrop import TowerDrop
-from tokenprune.processor.marker import patch_on
 
 CPU = torch.device("cpu")
 SIZES = {1: (864, 1152), 4: (1728, 2304), 12: (3000, 4000)}  # height and width by megapixels

@@ -28,7 +28,7 @@ from transformers import QuantizedCache
 import tokenprune
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import is_quantized, keys_of, stored_bytes, values_of
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.tables import Cell, Table, to_markdown
 from tokenprune_demo.heldout import load_heldout

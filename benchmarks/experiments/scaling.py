@@ -52,8 +52,8 @@ from scaling_inputs import HEADS, SHARE, WIDTH, choice_of, selecting_methods
 
 import tokenprune
 from tokenprune.errors import TokenPruneError
-from tokenprune.ops.merging import bipartite_match, threshold_match
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.kernels.merging import bipartite_match, threshold_match
+from tokenprune.models.decoder_shape import DecoderShape
 
 COUNTS = (576, 2880, 8192, 16384, 32768)
 _M_MMAP_THRESHOLD = -3  # see mallopt(3)

@@ -14,10 +14,10 @@ import torch
 
 import tokenprune
 from tokenprune import Budget, Method, Pruner, Site, VisualTokens
-from tokenprune.integrations.shared.observation import Observation
-from tokenprune.view.registry import compares_frames
-from tokenprune.view.segments import LayerInput, Patches, Segments
-from tokenprune.view.source import TokenSource
+from tokenprune.kernels.observation import Observation
+from tokenprune.selection.observable_registry import compares_frames
+from tokenprune.selection.segments import LayerInput, Patches, Segments
+from tokenprune.selection.source import TokenSource
 
 WIDTH, HEADS, TEXT, SHARE = {"cuda": 1024, "cpu": 256}, 8, 64, 9
 PLACES, SCENE = 196, 16  # tokens of a frame, and frames of a scene

@@ -34,7 +34,7 @@ from documents import documents
 from rich.console import Console
 
 import tokenprune
-from tokenprune.integrations.hf.encoded.record import KEY
+from tokenprune.integrations.hf.sequence.record import KEY
 from tokenprune_bench.metrics import metric_named
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.heldout import Example, load_heldout

@@ -14,7 +14,7 @@ from tokenprune_bench.group import ALONE, Group
 from tokenprune_bench.plan import batched
 
 if TYPE_CHECKING:
-    from tokenprune.setting import Setting
+    from tokenprune.settings import Setting
     from tokenprune_bench.answers import Batch
     from tokenprune_bench.backend import BenchBackend
     from tokenprune_bench.run_folder import RunFolder

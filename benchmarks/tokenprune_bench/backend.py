@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from tokenprune.base import Site
-from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.setting import Setting
-from tokenprune.shapes.fingerprint import fingerprint
-from tokenprune.sites.pixels import ResizeMethod
-from tokenprune.workflows.two_pass import ESCALATE
+from tokenprune.models.fingerprint import fingerprint
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.pixels import ResizeMethod
+from tokenprune.settings import Setting
+from tokenprune.settings.cost import CostModel, Load
 from tokenprune_bench.answers import Batch
 from tokenprune_bench.data import misfits, refuse, refused_images
 from tokenprune_bench.evidence import recalls
@@ -21,6 +20,7 @@ from tokenprune_bench.profiling.cost import Prefill, closed_forms, escalated, lo
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.profiling.patched import escalates, methods_in, patched_by
 from tokenprune_bench.profiling.timing import NEW_TOKENS, compare, compare_batches
+from tokenprune_bench.two_pass import ESCALATE
 
 EVIDENCE = "evidence"  # in the cost of a batch: the evidence recall of each question, or None
 _CHOOSING = (Site.IN_ENCODER, Site.PRE_LLM, Site.IN_LLM)  # where a method chooses among tokens

@@ -7,13 +7,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tokenprune.base import Method, Site
 from tokenprune.errors import BudgetError
-from tokenprune.options import option_types
-from tokenprune.setting import Setting
-from tokenprune.setting.one_line import Entry
-from tokenprune.sites.encoder import EncoderMethod
-from tokenprune.sites.pixels import ImageChooser, ResizeMethod
+from tokenprune.selection.method import Method, Site
+from tokenprune.selection.options import option_types
+from tokenprune.selection.sites.encoder import EncoderMethod
+from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
+from tokenprune.settings import Setting
+from tokenprune.settings.one_line import Entry
 from tokenprune_bench.profiling.patched import escalates
 
 _INSIDE = (Site.IN_LLM, Site.DECODE)

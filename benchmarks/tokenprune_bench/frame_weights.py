@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tokenprune.api import patched
-from tokenprune.base import Method, Pruner, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Method, Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @torch.no_grad()

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import tokenprune
 from tokenprune.errors import OptionError
-from tokenprune.setting import Setting
-from tokenprune.sites.pixels import ImageChooser
-from tokenprune.workflows.two_pass import ESCALATE
+from tokenprune.selection.sites.pixels import ImageChooser
+from tokenprune.settings import Setting
 from tokenprune_bench.profiling.patched import escalates, escalating
 from tokenprune_bench.results import MARKS, UNPATCHED
+from tokenprune_bench.two_pass import ESCALATE
 
 BASELINES = tuple(MARKS)
 DEFAULT_KEEPS = (0.5, 0.25, 0.11)

@@ -13,10 +13,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
-from tokenprune.setting import Setting
-from tokenprune.sites.pixels import ImageChooser
+from tokenprune.selection.sites.pixels import ImageChooser
+from tokenprune.settings import Setting
 from tokenprune.statistics import Stats
-from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.asking import Asking
 from tokenprune_bench.backend import EVIDENCE, BenchBackend, backend_of
 from tokenprune_bench.equal_cost import missed, setting_for
@@ -34,6 +33,7 @@ from tokenprune_bench.plan import (
 from tokenprune_bench.profiling.cost import record as record_of
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.results import SCHEMA, UNPATCHED
+from tokenprune_bench.two_pass import ESCALATE
 
 if TYPE_CHECKING:
     from tokenprune_bench.answers import Batch

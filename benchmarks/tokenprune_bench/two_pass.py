@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tokenprune.addons import add_on
 from torch import Tensor
 
-from tokenprune.addons import add_on
 from tokenprune.api import is_patched, patched, stats
-from tokenprune.base import Method, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import AlreadyPatchedError, OptionError
-from tokenprune.registry import build
+from tokenprune.methods.registry import build
+from tokenprune.selection.method import Method, Site
 
 # Of ten photographs (those of scikit-image that test_dynres.py takes), one has more detail, on the scale of `dynres`.
 _SHARP = 0.9
@@ -160,8 +160,8 @@ def certainty(logits: tuple[Tensor, ...]) -> tuple[float, float]:
 def any_detailed(processor: Any, images: Any) -> bool:
     """Return True if one of the images looks like text, or has as much detail as the sharpest tenth of photographs."""
     from tokenprune.methods.pixels.dynres import look
-    from tokenprune.shapes.token_counts import image_processor_of
-    from tokenprune.view.images import InputImage, collect
+    from tokenprune.models.token_counts import image_processor_of
+    from tokenprune.selection.images import InputImage, collect
 
     given = image_processor_of(processor).fetch_images(images)
     found, _ = collect(given, lambda image, prompt, companions: InputImage(image))

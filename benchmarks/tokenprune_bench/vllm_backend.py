@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 from PIL import Image
 
 import tokenprune
-from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.registry import method_info
-from tokenprune.setting import Setting
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.methods.registry import method_info
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.settings import Setting
+from tokenprune.settings.cost import CostModel, Load
 from tokenprune.statistics import Stats
-from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.backend import Answer
 from tokenprune_bench.data import refuse
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.profiling.patched import escalates
 from tokenprune_bench.profiling.timing import NEW_TOKENS, in_turns
+from tokenprune_bench.two_pass import ESCALATE
 
 if TYPE_CHECKING:
     from tokenprune_bench.answers import Batch

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.vllm.setting.servable import KEY
-from tokenprune.shapes.model_config import shipped_folder
+from tokenprune.integrations.vllm.settings.servable import KEY
+from tokenprune.models.model_config import shipped_folder
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.vllm_backend import OFF, Chat, Reply, adds_special
 
@@ -57,7 +57,7 @@ class OfflineEngine:
             raise TokenPruneError(
                 "--backend vllm needs vLLM (pip install 'tokenprune-vlm[vllm]'), or the address of a server: --server"
             ) from error
-        from tokenprune.integrations.vllm.setting.configuration import configured
+        from tokenprune.integrations.vllm.settings.configuration import configured
 
         options = {
             "limit_mm_per_prompt": {"image": images},

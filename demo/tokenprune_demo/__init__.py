@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenprune.shapes.model_config import SHIPPED
+from tokenprune.models.model_config import SHIPPED
 
 __version__ = "0.1.0"
 

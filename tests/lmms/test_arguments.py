@@ -13,7 +13,7 @@ from lmms_eval.utils import simple_parse_args_string
 
 import tokenprune
 from tokenprune import Budget, BudgetError, OptionError, UnknownMethodError
-from tokenprune.setting.saved import read_config
+from tokenprune.settings.saved import read_config
 from tokenprune_bench.lmms_eval.arguments import ModelArguments, read
 from tokenprune_bench.lmms_eval.bases import TESTED
 

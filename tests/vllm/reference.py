@@ -17,7 +17,7 @@ from torch import Tensor
 
 import tokenprune
 from checkpoints import Checkpoint
-from tokenprune.integrations.vllm.setting.towers import drops_by_pixels
+from tokenprune.integrations.vllm.settings.towers import drops_by_pixels
 
 Choice = Callable[[Tensor, list[int]], int]
 

@@ -25,10 +25,10 @@ from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
 from test_on_error import ENDS
 from test_rollout_counts import asking
-from tokenprune.integrations.vllm.front import announce, items, metrics
-from tokenprune.integrations.vllm.setting.configuration import SECONDS
+from tokenprune.integrations.vllm.frontend import announce, items, metrics
+from tokenprune.integrations.vllm.gateway import reload
+from tokenprune.integrations.vllm.settings.configuration import SECONDS
 from tokenprune.integrations.vllm.worker import clock
-from tokenprune.serve import reload
 
 FILE = Path(__file__).resolve().parents[2] / "deploy/alerts.yaml"
 RULES = [rule for group in yaml.safe_load(FILE.read_text())["groups"] for rule in group["rules"]]

@@ -20,8 +20,8 @@ from conftest import DIVPRUNE
 from test_metrics import samples
 from test_plugin import config
 from tokenprune.integrations.vllm import compat
-from tokenprune.integrations.vllm.front import announce, metrics
-from tokenprune.serve import profiles
+from tokenprune.integrations.vllm.frontend import announce, metrics
+from tokenprune.integrations.vllm.gateway import profiles
 
 PROFILES = {"profiles": {"fast": {"keep": 0.11}, "ocr": {"off": True}}}
 INFO = "tokenprune:info"
@@ -116,7 +116,7 @@ def test_info_of_before_is_zero() -> None:
 def test_several_processes_inform_as_one(tmp_path: Path) -> None:
     """As vLLM's API servers do it."""
     code = (
-        "from types import SimpleNamespace; from tokenprune.integrations.vllm.front import metrics; "
+        "from types import SimpleNamespace; from tokenprune.integrations.vllm.frontend import metrics; "
         f"metrics.inform(SimpleNamespace(served_model_name='m'), dict.fromkeys(metrics.GAUGES['{INFO}'][1][1:], 'x'))"
     )
     for _ in range(2):

@@ -15,7 +15,7 @@ import torch
 from conftest import stop
 from tokenprune.errors import TokenPruneError, UnknownMethodError
 from tokenprune.integrations.hf import compat
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench import results, tables
 from tokenprune_bench.backend import BenchBackend, HfBackend
 from tokenprune_bench.lines import read_lines

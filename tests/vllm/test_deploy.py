@@ -21,9 +21,9 @@ import yaml
 
 from test_plugin import config
 from tokenprune.integrations.vllm import compat
-from tokenprune.integrations.vllm.front.metrics import COUNTERS, GAUGES
-from tokenprune.integrations.vllm.front.of_workers import SUMS
-from tokenprune.serve.offer import offered
+from tokenprune.integrations.vllm.frontend.metrics import COUNTERS, GAUGES
+from tokenprune.integrations.vllm.frontend.of_workers import SUMS
+from tokenprune.integrations.vllm.settings.offer import offered
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 OURS = {f"{name}_total": set(labels) for name, (_, labels) in (COUNTERS | SUMS).items()}

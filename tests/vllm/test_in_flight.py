@@ -27,14 +27,14 @@ from server import CALL, TEMPLATE, Server, free_port, launch
 from test_metrics import samples
 from test_plugin import config
 from test_server import NAME
-from tokenprune.serve import in_flight
-from tokenprune.serve.in_flight import RequestLoad, SharedCount
-from tokenprune.serve.offer import offered, replace_offer
+from tokenprune.integrations.vllm.gateway import in_flight
+from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad, SharedCount
+from tokenprune.integrations.vllm.settings.offer import offered, replace_offer
 
 OTHER = """
 import sys
 from pathlib import Path
-from tokenprune.serve.in_flight import SharedCount
+from tokenprune.integrations.vllm.gateway.in_flight import SharedCount
 SharedCount(Path(sys.argv[1])).write(int(sys.argv[2]))
 print("written", flush=True)
 sys.stdin.read()

@@ -14,12 +14,13 @@ from torch import Tensor
 from checkpoints import DEEP, photo
 from conftest import Engine, same
 from runner import IN_LLM
-from tokenprune import patched, registry
-from tokenprune.base import Method, Pruner, Site
+from tokenprune import patched
 from tokenprune.errors import OptionError
+from tokenprune.methods import registry
 from tokenprune.methods.in_llm.dart import Dart
 from tokenprune.methods.in_llm.fastv import FastV
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Method, Pruner, Site
+from tokenprune.selection.tokens import VisualTokens
 
 pytestmark = IN_LLM
 NAME = "llava_deep"

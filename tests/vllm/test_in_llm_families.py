@@ -12,8 +12,8 @@ from checkpoints import photo
 from conftest import Engine
 from runner import IN_LLM
 from test_in_llm import aligned, check, mixed, setting
-from tokenprune.families import SERVED
 from tokenprune.methods.in_llm.dart import Dart
+from tokenprune.models.families import SERVED
 
 pytestmark = IN_LLM
 # Sizes of images with several blocks of tokens; without one, a tile of the tiny model is smaller than two blocks, and

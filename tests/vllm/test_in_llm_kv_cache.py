@@ -16,9 +16,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from test_in_llm_limits import DART, engine_config
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
-from tokenprune.serve.in_llm import kv_cache
-from tokenprune.serve.in_llm.kv_cache import CutManager, CutSpec, Holdings, split
-from tokenprune.serve.in_llm.layout import Held, VisualPiece
+from tokenprune.integrations.vllm.in_llm import kv_cache
+from tokenprune.integrations.vllm.in_llm.kv_cache import CutManager, CutSpec, Holdings, split
+from tokenprune.integrations.vllm.in_llm.layout import Held, VisualPiece
 
 BLOCK = 16
 SHAPE = dict(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)

@@ -13,9 +13,9 @@ import pytest
 from vllm.multimodal.inputs import PlaceholderRange
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.serve.in_llm.layout import Held, Share, VisualPiece, kept, lay_out
-from tokenprune.serve.in_llm.scheduler import WholeImages, before_images
+from tokenprune.integrations.vllm.in_llm.layout import Held, Share, VisualPiece, kept, lay_out
+from tokenprune.integrations.vllm.in_llm.scheduler import WholeImages, before_images
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
 BLOCK, WIDTH = 4, 40
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}

@@ -13,13 +13,13 @@ import torch
 
 from conftest import OPTIONS
 from runner import IN_LLM
-from tokenprune.base import Selection
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import missing_hooks
-from tokenprune.integrations.vllm.setting.settings import ServedSetting, check_method, check_override
+from tokenprune.integrations.vllm.in_llm import limits
+from tokenprune.integrations.vllm.settings.settings import ServedSetting, check_method, check_override
 from tokenprune.methods.in_llm.fastv import FastV
-from tokenprune.serve.in_llm import limits
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Selection
+from tokenprune.selection.tokens import VisualTokens
 
 pytestmark = IN_LLM
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
@@ -111,7 +111,7 @@ def test_every_hook_is_there() -> None:
 
 
 def test_a_good_server_gets_our_scheduler(good: Any) -> None:
-    from tokenprune.serve.in_llm.scheduler import InLLMScheduler
+    from tokenprune.integrations.vllm.in_llm.scheduler import InLLMScheduler
 
     assert good.scheduler_config.get_scheduler_cls() is InLLMScheduler
     limits.check_engine(good, ServedSetting.of(DART))

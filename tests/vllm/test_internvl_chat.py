@@ -15,7 +15,7 @@ from conftest import DIVPRUNE, Engine, same
 from internvl_chat import ChatReference, write
 from test_plugin import config
 from tokenprune import OptionError, UnsupportedSetupError
-from tokenprune.sites.encoder import Tower
+from tokenprune.selection.sites.encoder import Tower
 from tokenprune_bench.calibration import Thresholds
 
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}

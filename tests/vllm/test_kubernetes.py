@@ -21,8 +21,8 @@ import yaml
 from test_pixels import processor
 from test_plugin import config
 from tokenprune.integrations.vllm import compat
-from tokenprune.serve import reload
-from tokenprune.serve.offer import offered
+from tokenprune.integrations.vllm.gateway import reload
+from tokenprune.integrations.vllm.settings.offer import offered
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KUSTOMIZATION = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())

@@ -21,8 +21,8 @@ from test_pixels import photos, processor
 from test_plugin import config
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm import log
-from tokenprune.integrations.vllm.front.request import policy_of
-from tokenprune.integrations.vllm.setting.configuration import SECONDS
+from tokenprune.integrations.vllm.frontend.request import policy_of
+from tokenprune.integrations.vllm.settings.configuration import SECONDS
 from tokenprune.integrations.vllm.worker.clock import Clock
 
 SETTING = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}, "ocr": {"off": True}}, "methods": ["divprune", "downsample"]}

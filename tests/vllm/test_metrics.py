@@ -18,8 +18,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
 from test_pixels import photos, processor
-from tokenprune.integrations.vllm.front import of_workers
-from tokenprune.integrations.vllm.setting.configuration import SECONDS
+from tokenprune.integrations.vllm.frontend import of_workers
+from tokenprune.integrations.vllm.settings.configuration import SECONDS
 from tokenprune.integrations.vllm.worker.clock import Clock
 
 TOTAL = "tokenprune:visual_tokens_total"
@@ -137,7 +137,7 @@ def test_workers_say_how_long_they_chose(tmp_path: Path) -> None:
 def test_several_processes_are_added_up(tmp_path: Path) -> None:
     """As vLLM's API servers do it."""
     code = (
-        "from types import SimpleNamespace; from tokenprune.integrations.vllm.front.metrics import visual; "
+        "from types import SimpleNamespace; from tokenprune.integrations.vllm.frontend.metrics import visual; "
         "visual(SimpleNamespace(served_model_name='m'), ('pool', '0.25'), 8, 0)"
     )
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
@@ -152,7 +152,7 @@ def test_folders_of_killed_servers_are_removed(tmp_path: Path) -> None:
     """By the next one that starts, and of servers that run, or of others, none."""
     code = (
         "import os, signal, sys, time; from types import SimpleNamespace\n"
-        "from tokenprune.integrations.vllm.front import of_workers\n"
+        "from tokenprune.integrations.vllm.frontend import of_workers\n"
         "for name in ('one', 'two'):\n"
         "    config = SimpleNamespace(served_model_name=name, multimodal_config=SimpleNamespace())\n"
         "    of_workers.listen(config)\n"

@@ -19,13 +19,13 @@ from conftest import ALL, DIVPRUNE, ORIGINAL, Engine, same
 from more_checkpoints import MORE
 from paper_checkpoints import PAPERS, Paper
 from test_plugin import config
-from tokenprune.abilities import obstacle
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
-from tokenprune.families import REFUSED_IN_VLLM, SERVED
-from tokenprune.integrations.vllm.setting.configuration import family_of
-from tokenprune.integrations.vllm.setting.plan import Plan, field_name
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.view.observable import Backend
+from tokenprune.integrations.shared.abilities import obstacle
+from tokenprune.integrations.vllm.settings.configuration import family_of
+from tokenprune.integrations.vllm.settings.plan import Plan, field_name
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.models.families import REFUSED_IN_VLLM, SERVED
+from tokenprune.selection.observable import Backend
 
 POOL = {"method": "pool", "keep": 0.4}
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}  # reads two blocks of the tower

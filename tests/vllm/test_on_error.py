@@ -18,8 +18,8 @@ from test_metrics import samples
 from test_placeholders_in_text import IMAGE as PAD
 from test_rollout_counts import asking
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.vllm.front import items, pixels
-from tokenprune.integrations.vllm.front.served import MethodError
+from tokenprune.integrations.vllm.frontend import items, pixels
+from tokenprune.integrations.vllm.frontend.served import MethodError
 
 NAME = "qwen2_5_vl"
 ENDS = (

@@ -15,12 +15,12 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec
 from conftest import DIVPRUNE, ORIGINAL, Engine, same
 from test_plugin import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.families import SERVED
-from tokenprune.integrations.vllm.setting.plan import Plan, field_name, runs_of
-from tokenprune.integrations.vllm.setting.position_checks import arrange, original_positions
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.plan import Plan, field_name, runs_of
+from tokenprune.integrations.vllm.settings.position_checks import arrange, original_positions
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.worker.positions import DIGITS, ReadTokens, compute_line_positions, place, to_columns
 from tokenprune.methods.pre_llm.divprune import DivPrune
+from tokenprune.models.families import SERVED
 
 NAME, CHUNK, BLOCK = "llava_onevision", 24, 32
 HALF = {"method": "divprune", "keep": 0.5}

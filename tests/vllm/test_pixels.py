@@ -16,8 +16,8 @@ from checkpoints import CHECKPOINTS, Checkpoint, page
 from conftest import DIVPRUNE, Engine, same
 from test_plugin import config
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.front.request import policy_of
-from tokenprune.integrations.vllm.setting.servable import NOTHING
+from tokenprune.integrations.vllm.frontend.request import policy_of
+from tokenprune.integrations.vllm.settings.servable import NOTHING
 
 RESIZED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_next", "llava_onevision", "mistral3", "pixtral"]
 FIXED = ["llava", "internvl", "gemma3", "smolvlm", "idefics3"]

@@ -19,12 +19,12 @@ import pytest
 from checkpoints import CHECKPOINTS, VOCABULARY, text
 from conftest import DIVPRUNE, OPTIONS, Engine, same
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.families import SERVED
 from tokenprune.integrations.vllm import compat, plugin
-from tokenprune.integrations.vllm.setting.configuration import check_engine
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.configuration import check_engine
+from tokenprune.integrations.vllm.settings.offer import offered
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.worker import runner
-from tokenprune.serve.offer import offered
+from tokenprune.models.families import SERVED
 
 
 def config(folder: Path, setting: Any = None, extra: dict[str, Any] | None = None, **options: Any) -> Any:

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.vllm.setting.plan import Plan, field_name, runs_of
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.plan import Plan, field_name, runs_of
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.worker.position_notes import PositionNotes, note_v1, note_v2
 from tokenprune.integrations.vllm.worker.positions import (
     DIGITS,

@@ -24,14 +24,14 @@ from test_metrics import samples
 from test_pixels import photos, processor
 from test_plugin import config
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.front.request import policy_of
-from tokenprune.integrations.vllm.front.served import Served
-from tokenprune.serve import offer as offers
-from tokenprune.serve import profiles, reload
-from tokenprune.serve.choice import Choice
-from tokenprune.serve.in_flight import RequestLoad
-from tokenprune.serve.offer import ProfileError, offered
-from tokenprune.serve.rules import LimitError
+from tokenprune.integrations.vllm.frontend.request import policy_of
+from tokenprune.integrations.vllm.frontend.served import Served
+from tokenprune.integrations.vllm.gateway import profiles, reload
+from tokenprune.integrations.vllm.gateway.choice import Choice
+from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad
+from tokenprune.integrations.vllm.settings import offer as offers
+from tokenprune.integrations.vllm.settings.offer import ProfileError, offered
+from tokenprune.integrations.vllm.settings.rules import LimitError
 
 NAME = "qwen2_5_vl"
 FAST = {"profiles": {"fast": {"keep": 0.11}}, "min_keep": 0.1}

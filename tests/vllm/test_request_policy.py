@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between vLLM's request and the plugin: a setting is resolved once, a plain one without tokenprune.serve."""
+"""The seam between vLLM's request and the plugin: a setting is resolved once, a plain one without tokenprune.integrations.vllm.gateway."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pytest
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, OPTIONS
 from test_pixels import photos, processor
-from tokenprune.integrations.vllm.front import items
-from tokenprune.integrations.vllm.front import request as seam
-from tokenprune.integrations.vllm.front.served import Served, ServedRequest
-from tokenprune.integrations.vllm.setting import configuration
-from tokenprune.serve.choice import Choice
-from tokenprune.serve.offer import Offer, offered
+from tokenprune.integrations.vllm.frontend import items
+from tokenprune.integrations.vllm.frontend import request as seam
+from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest
+from tokenprune.integrations.vllm.gateway.choice import Choice
+from tokenprune.integrations.vllm.settings import configuration
+from tokenprune.integrations.vllm.settings.offer import Offer, offered
 
 NAME = "qwen2_5_vl"
 AGES = {"keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.25]]}}
@@ -111,7 +111,7 @@ def test_a_plain_setting_needs_no_tokenprune_serve(folder: Callable[[str], Path]
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-ASIDE = ("tokenprune.serve", "tokenprune.serve.in_llm", "tokenprune.serve.in_llm.selection")
+ASIDE = ("tokenprune.integrations.vllm.gateway", "tokenprune.integrations.vllm.in_llm", "tokenprune.integrations.vllm.selection.in_llm")
 from checkpoints import CHECKPOINTS
 from tokenprune.integrations.vllm.worker import models, warm_up
 from vllm.engine.arg_utils import EngineArgs
@@ -136,7 +136,7 @@ for wrong in (7.5, {{"average_share": 7.5}}):
     else:
         raise AssertionError
 ask(**ASKED)
-assert "tokenprune.serve.policy" in loaded()
+assert "tokenprune.integrations.vllm.gateway.policy" in loaded()
 """
     for asked in ("{'profile': 'default'}", repr(AGES)):
         ran = code.replace("ASKED", asked)

@@ -14,9 +14,9 @@ from conftest import DIVPRUNE
 from test_metrics import TOTAL, samples
 from test_pixels import photos, processor
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.front.served import Served
-from tokenprune.serve.choice import Choice
-from tokenprune.serve.offer import offered
+from tokenprune.integrations.vllm.frontend.served import Served
+from tokenprune.integrations.vllm.gateway.choice import Choice
+from tokenprune.integrations.vllm.settings.offer import offered
 
 SETTINGS = {
     "divprune": DIVPRUNE,

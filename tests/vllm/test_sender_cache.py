@@ -19,7 +19,7 @@ from vllm.multimodal.cache.lru import LruKeyReplicatedReceiverCache, LruKeyRepli
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from tokenprune.integrations.vllm.front import sender_cache
+from tokenprune.integrations.vllm.frontend import sender_cache
 
 ROOM = 10  # items of size 1 in the cache
 FLOATS = 1000

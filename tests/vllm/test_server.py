@@ -23,8 +23,8 @@ from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
 from server import CALL, Server, serve
 from tokenprune import available_methods, method_info
-from tokenprune.setting import Setting
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.settings import Setting
 from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_bench.vllm_backend import VllmBackend
 from tokenprune_bench.vllm_server import ServerEngine

@@ -26,11 +26,11 @@ from test_metrics import samples
 from test_plugin import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm import compat
-from tokenprune.integrations.vllm.setting.servable import PROFILE
-from tokenprune.serve import answers, profiles
-from tokenprune.serve.callers import CallerError
-from tokenprune.serve.choice import lot_of
-from tokenprune.serve.offer import offered
+from tokenprune.integrations.vllm.gateway import answers, profiles
+from tokenprune.integrations.vllm.gateway.choice import lot_of
+from tokenprune.integrations.vllm.settings.callers import CallerError
+from tokenprune.integrations.vllm.settings.offer import offered
+from tokenprune.integrations.vllm.settings.servable import PROFILE
 
 NAME, CHAT = "llava", "/v1/chat/completions"
 LEFT = {"default": 9, "half": 18, "fast": 4, "ocr": 36}  # tokens of an image

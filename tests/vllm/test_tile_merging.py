@@ -14,10 +14,10 @@ import torch
 from checkpoints import Checkpoint
 from conftest import Engine, same
 from tokenprune import BudgetError, OptionError
-from tokenprune.integrations.vllm.setting.plan import Plan, field_name
-from tokenprune.integrations.vllm.setting.towers import depth_of
+from tokenprune.integrations.vllm.settings.plan import Plan, field_name
+from tokenprune.integrations.vllm.settings.towers import depth_of
 from tokenprune.integrations.vllm.worker.tower import blocks_of
-from tokenprune.sites.encoder import Tower
+from tokenprune.selection.sites.encoder import Tower
 from tokenprune_bench.calibration import Thresholds
 
 TOME = {"method": "tome", "keep": 0.5}

@@ -18,17 +18,17 @@ from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, OptionError, Pruner, Site, UnsupportedSetupError
-from tokenprune.abilities.obstacle import not_on
-from tokenprune.families import SUPPORTED, TOWERS, family_of, tower_of
-from tokenprune.integrations.shared.tower_scores import read_block
-from tokenprune.integrations.vllm.setting import tower_items, towers
-from tokenprune.integrations.vllm.setting.plan import MODALITIES
-from tokenprune.integrations.vllm.setting.servable import check_method
+from tokenprune.integrations.shared.abilities.obstacle import not_on
+from tokenprune.integrations.shared.towers.tower_scores import read_block
+from tokenprune.integrations.vllm.settings import tower_items, towers
+from tokenprune.integrations.vllm.settings.plan import MODALITIES
+from tokenprune.integrations.vllm.settings.servable import check_method
 from tokenprune.integrations.vllm.worker.tower import blocks_of
-from tokenprune.registry import available_methods, method_class, register
-from tokenprune.sites.encoder import Tower
-from tokenprune.sites.units import UnitDropper
-from tokenprune.view.registry import compares_frames
+from tokenprune.methods.registry import available_methods, method_class, register
+from tokenprune.models.families import SUPPORTED, TOWERS, family_of, tower_of
+from tokenprune.selection.observable_registry import compares_frames
+from tokenprune.selection.sites.encoder import Tower
+from tokenprune.selection.sites.units import UnitDropper
 from tokenprune_bench.calibration import Thresholds
 
 VSCAN = {"method": "vscan", "keep": 0.4, "stage2": False}

@@ -17,8 +17,8 @@ from checkpoints import CHECKPOINTS, Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.integrations.vllm.setting import settings
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.settings import settings
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune_bench.calibration import Thresholds, calibrate
 
 TOME = {"method": "tome", "keep": 0.5}

@@ -12,9 +12,9 @@ import pytest
 from checkpoints import Checkpoint
 from conftest import Engine, same
 from tokenprune import TokenPruneError
-from tokenprune.integrations.vllm.setting.servable import servable
-from tokenprune.registry import build
-from tokenprune.view.registry import compares_frames
+from tokenprune.integrations.vllm.settings.servable import servable
+from tokenprune.methods.registry import build
+from tokenprune.selection.observable_registry import compares_frames
 
 EVS = {"method": "evs", "keep": 0.4}
 METHODS = [name for name in servable() if compares_frames(build(name, {}))]

@@ -15,7 +15,7 @@ import torch
 from conftest import DIVPRUNE, Engine
 from runner import IN_LLM
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.worker import warm_up
 from tokenprune.methods.pre_llm.divprune import DivPrune
 

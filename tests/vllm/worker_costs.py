@@ -39,15 +39,15 @@ from checkpoints import CHECKPOINTS
 from engine_costs import CountedOperations, counted_calls
 from far_device import Far, counting
 from test_pixels import processor
-from tokenprune.families import SERVED
 from tokenprune.integrations.vllm.plugin import register
-from tokenprune.integrations.vllm.setting.plan import Plan, field_name, runs_of
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.plan import Plan, field_name, runs_of
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.worker.clock import Clock
 from tokenprune.integrations.vllm.worker.models import ReducingLineModel, ReducingMropeModel
 from tokenprune.integrations.vllm.worker.position_notes import PositionNotes
 from tokenprune.integrations.vllm.worker.positions import of_v1, of_v2
 from tokenprune.methods.pre_llm import divprune
+from tokenprune.models.families import SERVED
 
 TABLE = Path(__file__).with_suffix(".json")
 IMAGE, START, END, WIDTH = 9, 7, 8, 16

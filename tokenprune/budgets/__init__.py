@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any, cast
 
-from tokenprune.budget.by_age import Tiers, aged, checked_tiers
-from tokenprune.budget.of_videos import OPTIONS, Clip, check_rate, checked_frames, checked_weights, of_videos
-from tokenprune.budget.over_layers import solve
+from tokenprune.budgets.by_age import Tiers, aged, checked_tiers
+from tokenprune.budgets.of_videos import OPTIONS, Clip, check_rate, checked_frames, checked_weights, of_videos
+from tokenprune.budgets.over_layers import solve
 from tokenprune.errors import BudgetError
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
 
 logger = logging.getLogger("tokenprune")
 
@@ -59,7 +59,7 @@ class Budget:
     fps:             frames a second at which videos were sampled, for `per_second`, in the place of what the processor
                      says, if it does (Qwen2.5-VL's).
     frame_weights:   a number for each frame of a video, by which its frames share what `keep` or `tokens` leaves of it
-                     (`tokenprune.budget.of_videos.spread`).
+                     (`tokenprune.budgets.of_videos.spread`).
 
     Budgets of videos (`per_second`, `frames`, `frame_weights`) go with methods that cut once, at the decoder. A frame
     is such as the decoder sees it; with the last two `per` is "frame".

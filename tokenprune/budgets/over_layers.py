@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from tokenprune.errors import BudgetError
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
 
 Cuts = tuple[tuple[int, float], ...]
 

@@ -16,7 +16,7 @@ from tokenprune.cli.methods import methods
 from tokenprune.cli.new_family import new_family
 from tokenprune.cli.new_method import new_method
 from tokenprune.cli.serve_check import serve_check
-from tokenprune.startup import calm_threads
+from tokenprune.models.torch_import import calm_threads
 
 app = typer.Typer(
     cls=Commands,

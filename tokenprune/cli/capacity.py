@@ -13,15 +13,15 @@ import typer
 
 from tokenprune.cli.common import ModelOption, load_config, read_keeps
 from tokenprune.cli.output import print_table, write_file
-from tokenprune.cost.gpus import GPUS, find_gpu
 from tokenprune.errors import OptionError
-from tokenprune.files import check_output
-from tokenprune.startup import defer_torch
+from tokenprune.integrations.vllm.gpus import GPUS, find_gpu
+from tokenprune.models.torch_import import defer_torch
+from tokenprune.selection.files import check_output
 
 if TYPE_CHECKING:
     from tokenprune.cli.table import Table
-    from tokenprune.cost.capacity import Capacity, Server
-    from tokenprune.cost.model import Load
+    from tokenprune.integrations.vllm.capacity import Capacity, Server
+    from tokenprune.settings.cost import Load
 
 
 def capacity(
@@ -59,7 +59,7 @@ def capacity(
     """Say how many requests a server holds, how many a second it answers and how soon, unpatched and pruned. Closed
     forms of the model's config: nothing is loaded or measured, and every assumption is printed."""
     defer_torch()
-    from tokenprune.cost.capacity import Assumptions, Server, request_load
+    from tokenprune.integrations.vllm.capacity import Assumptions, Server, request_load
 
     keeps = read_keeps(keep)
     target = None if ttft is None else _seconds("--ttft", ttft)

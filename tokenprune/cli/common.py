@@ -18,7 +18,7 @@ from tokenprune.errors import MissingPackageError, OptionError, TokenPruneError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tokenprune.setting import Setting
+    from tokenprune.settings import Setting
 
 STOPPED = 130  # exit code after Ctrl+C, as of a shell
 _PIPED_WIDTH = 160
@@ -130,13 +130,13 @@ class Commands(ErrorGroup):
 
 def load_config(model: str | None) -> Any:
     """Return the config of a model, without its weights; None: the one that ships."""
-    from tokenprune.shapes.model_config import read_model_config
+    from tokenprune.models.model_config import read_model_config
 
     return read_model_config(model or "demo_vlm")
 
 
 def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
-    from tokenprune.setting.one_line import number
+    from tokenprune.settings.one_line import number
 
     keeps = tuple(number(part) for part in text.split(",") if part.strip())
     if not keeps or any(isinstance(keep, str) for keep in keeps) or (one and len(keeps) > 1):
@@ -153,8 +153,8 @@ def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
 
 def read_specs(methods: str) -> list[Setting]:
     """Return the methods and stacks that --methods names, each a setting without a keep."""
-    from tokenprune.setting import Setting
-    from tokenprune.setting.one_line import split_methods
+    from tokenprune.settings import Setting
+    from tokenprune.settings.one_line import split_methods
 
     return [Setting.from_spec(one).checked() for one in split_methods(methods)]
 
@@ -164,10 +164,10 @@ def read_settings(methods: str, keep: str, most: int | None = None) -> list[Sett
 
     Commas part settings, and plus signs the methods of a stack and their keeps: "divprune+fastv,dart" at "0.5+0.25" ...
     """
-    from tokenprune.budget import as_json
+    from tokenprune.budgets import as_json
     from tokenprune.errors import OptionError
-    from tokenprune.setting import Setting
-    from tokenprune.setting.max_visual_tokens import LIMITER, check_limit
+    from tokenprune.settings import Setting
+    from tokenprune.settings.max_visual_tokens import LIMITER, check_limit
 
     settings: list[Setting] = []
     if most is not None and not methods.strip():

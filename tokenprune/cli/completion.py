@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenprune.shapes.model_config import SHIPPED
+from tokenprune.models.model_config import SHIPPED
 
 _FOLDER = Path(__file__).parent.parent / "methods"
 _REGISTERED = re.compile(r"^@register\(\s*\"(\w+)\"", re.MULTILINE)

@@ -36,7 +36,7 @@ def draft(
     """Show what a step of a draft costs beside one of its target (c), and how much faster decoding gets by the share of
     drafts that the target accepts. Reads configs alone: no weights are loaded, and nothing is measured."""
     from tokenprune.cli.table import Cell, Table
-    from tokenprune.cost.draft import DraftCost
+    from tokenprune.integrations.hf.drafting.cost import DraftCost
 
     own = None if draft is None else load_config(draft)
     whole = load_config(model)

@@ -11,11 +11,11 @@ import typer
 
 from tokenprune.cli.common import get_console
 from tokenprune.cli.completion import our_methods
-from tokenprune.startup import defer_torch
+from tokenprune.models.torch_import import defer_torch
 
 if TYPE_CHECKING:
-    from tokenprune.base import Method
-    from tokenprune.view.observable import Backend
+    from tokenprune.selection.method import Method
+    from tokenprune.selection.observable import Backend
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -53,7 +53,7 @@ _Shown = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, r
 
 
 def _known() -> Iterator[_Shown]:
-    from tokenprune.families import REFUSED, SUPPORTED
+    from tokenprune.models.families import REFUSED, SUPPORTED
 
     known = [(name, ", ".join(one.sites), one.since, one.note) for name, one in sorted(SUPPORTED.items())]
     yield "Families (since: the first version of transformers)", ("model type", "sites", "since", "notes"), known
@@ -63,10 +63,10 @@ def _known() -> Iterator[_Shown]:
 def _answers(text: str) -> Iterator[_Shown]:
     """Yield a table for each engine; families of one answer share a row, and those that may stand first."""
     defer_torch()
-    from tokenprune.base import Site
-    from tokenprune.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
-    from tokenprune.setting import IN_LLM, Setting
-    from tokenprune.view.observable import Backend
+    from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
+    from tokenprune.selection.method import Site
+    from tokenprune.selection.observable import Backend
+    from tokenprune.settings import IN_LLM, Setting
 
     methods = Setting.from_spec(text).methods
     columns = (f"may {text} act?", "families")
@@ -88,8 +88,8 @@ def _by_answer(methods: Iterable[Method], names: Iterable[str], backend: Backend
 
 
 def _answer(methods: Iterable[Method], name: str, backend: Backend) -> str:
-    from tokenprune.abilities import obstacle
-    from tokenprune.families import FAMILIES
+    from tokenprune.integrations.shared.abilities import obstacle
+    from tokenprune.models.families import FAMILIES
 
     for method in methods:
         if reason := obstacle(method, name, backend):

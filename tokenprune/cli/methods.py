@@ -13,12 +13,12 @@ import typer
 from tokenprune.cli.common import get_console
 from tokenprune.cli.completion import complete_of, our_methods
 from tokenprune.errors import OptionError
-from tokenprune.startup import defer_torch
+from tokenprune.models.torch_import import defer_torch
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tokenprune.registry import MethodInfo
+    from tokenprune.methods.registry import MethodInfo
 
 WIDE = 150  # columns of a terminal from which a method's flags stand beside it
 _COST = (
@@ -136,7 +136,7 @@ def _in_full(info: MethodInfo) -> list[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
-    from tokenprune.options import in_words, option_types
+    from tokenprune.selection.options import in_words, option_types
 
     query, safe, merges = map(_yes, _flags(info))
     facts = {
@@ -197,15 +197,15 @@ def _keep(info: MethodInfo) -> str:
 def _costs() -> Callable[[MethodInfo], str]:
     """Return a function from a method to the share of a prefill's FLOPs that its default keep leaves; "" where the
     method promises none."""
-    from tokenprune.cost.model import LLAVA_7B as model
-    from tokenprune.cost.model import LLAVA_7B_LOAD as load
     from tokenprune.errors import TokenPruneError
-    from tokenprune.sites.pixels import ImageChooser
+    from tokenprune.selection.sites.pixels import ImageChooser
+    from tokenprune.settings.cost import LLAVA_7B as model
+    from tokenprune.settings.cost import LLAVA_7B_LOAD as load
 
     whole = model.cost(load).flops
 
     def cost(info: MethodInfo) -> str:
-        from tokenprune.budget import Budget
+        from tokenprune.budgets import Budget
 
         if info.default_keep == 1 or issubclass(info.cls, ImageChooser):
             return ""

@@ -10,10 +10,10 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from string import Template
 
-from tokenprune.base import Site
 from tokenprune.errors import OptionError, RegistrationError
-from tokenprune.registry import ENTRY_POINT_GROUP, available_methods, method_class
-from tokenprune.sessions.policies import registry as policies
+from tokenprune.integrations.hf.sessions.policies import registry as policies
+from tokenprune.methods.registry import ENTRY_POINT_GROUP, available_methods, method_class
+from tokenprune.selection.method import Site
 
 _TEMPLATES = Path(__file__).parent.parent / "assets/new_method"
 _NAME = re.compile(r"[a-z](?:[a-z0-9_]*[a-z0-9])?")

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tokenprune.base import Method
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.shared.merging import RowMerger
-from tokenprune.integrations.shared.reducer import Block
-from tokenprune.sites import check_places
-from tokenprune.sites.encoder import EncoderMethod, Tower
+from tokenprune.integrations.shared.towers.merging import RowMerger
+from tokenprune.integrations.shared.towers.reducer import Block
+from tokenprune.selection.method import Method
+from tokenprune.selection.sites import check_places
+from tokenprune.selection.sites.encoder import EncoderMethod, Tower
 from tokenprune.statistics import Stats
 
 

@@ -18,7 +18,7 @@ from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.coverage import cover
 from tokenprune.kernels.pairs import LEAST, PickedRows, Products, Relation, distances, finite, unit
 from tokenprune.kernels.picks import Picks
-from tokenprune.ops.temporal import density_peaks
+from tokenprune.kernels.temporal import density_peaks
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ import torch
 from tokenprune.kernels.join import join
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.pairing import as_sources, pairing
-from tokenprune.ops.transfer import to_device
+from tokenprune.kernels.transfer import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError
-from tokenprune.files import File, reason
-from tokenprune.shapes.fingerprint import fingerprint
-from tokenprune.startup import require
+from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.torch_import import require
+from tokenprune.selection.files import File, reason
 
 
 class FitAt:

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
 
-from tokenprune.base import Method, Pruner, Site
 from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError, short
-from tokenprune.sites.attention import AttentionPattern
-from tokenprune.sites.decode import DecodeMethod
-from tokenprune.sites.encoder import EncoderMethod
-from tokenprune.sites.frames import FrameMerger
-from tokenprune.sites.pixels import ImageChooser, ResizeMethod
-from tokenprune.sites.units import UnitDropper
-from tokenprune.view.registry import available_observables, need_of
+from tokenprune.selection.method import Method, Pruner, Site
+from tokenprune.selection.observable_registry import available_observables, need_of
+from tokenprune.selection.sites.attention import AttentionPattern
+from tokenprune.selection.sites.decode import DecodeMethod
+from tokenprune.selection.sites.encoder import EncoderMethod
+from tokenprune.selection.sites.frames import FrameMerger
+from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
+from tokenprune.selection.sites.units import UnitDropper
 
 logger = logging.getLogger(__name__)
 

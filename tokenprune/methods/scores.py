@@ -10,7 +10,7 @@ import torch
 
 from tokenprune.kernels.coverage import cosines
 from tokenprune.kernels.pairs import finite, unit
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.tokens import VisualTokens
 
 Centering = bool | Literal["standardised", "tower"]
 _TINY = 1e-6

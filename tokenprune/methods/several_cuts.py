@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Method, Pruner, Selection
-from tokenprune.budget import Budget
-from tokenprune.schedule import place, profile
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.budgets import Budget
+from tokenprune.budgets.schedule import place, profile
+from tokenprune.selection.method import Method, Pruner, Selection
+from tokenprune.selection.tokens import VisualTokens
 
 # What `text_votes` reads.
 TEXT = frozenset({"text_attention", "last_row_attention"})

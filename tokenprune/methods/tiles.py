@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.observables.tiling import Tiling
-from tokenprune.ops.temporal import shares
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.kernels.temporal import shares
+from tokenprune.selection.observables.tiling import Tiling
+from tokenprune.selection.tokens import VisualTokens
 
 
 @dataclass(frozen=True)

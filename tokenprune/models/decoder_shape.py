@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.shapes.per_layer import alike, keyless_layers, mlp_matrices, per_layer
+from tokenprune.models.per_layer import alike, keyless_layers, mlp_matrices, per_layer
 
 # One number for all layers, or one for each.
 Size = int | tuple[int, ...]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.shapes.per_layer import of_config
+from tokenprune.models.per_layer import of_config
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import UnsupportedModelError
-from tokenprune.families import TOWERS, TowerRow
+from tokenprune.models.families import TOWERS, TowerRow
 
 
 @dataclass(frozen=True)

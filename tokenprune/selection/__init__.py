@@ -4,20 +4,20 @@
 
 from __future__ import annotations
 
-from tokenprune.methods.video.base import VideoPruner
-from tokenprune.sites.attention import AttentionPattern
-from tokenprune.sites.decode import DecodeMethod
-from tokenprune.sites.encoder import EncoderMethod, Tower
-from tokenprune.sites.frames import FrameMerger, FrameMix
-from tokenprune.sites.pixels import ImageChooser, ResizeMethod
-from tokenprune.sites.units import UnitDropper
-from tokenprune.view.frames import Visual
-from tokenprune.view.observable import AttentionToTokens, Backend, Observable, ObservedAt, PerToken, TowerBlock
-from tokenprune.view.registry import available_observables, register_observable
-from tokenprune.view.segments import Patches, Segments
-from tokenprune.view.source import TokenSource
-from tokenprune.view.tokens import TextTokens
-from tokenprune.view.videos import Videos
+from tokenprune.selection.frames import Visual
+from tokenprune.selection.observable import AttentionToTokens, Backend, Observable, ObservedAt, PerToken, TowerBlock
+from tokenprune.selection.observable_registry import available_observables, register_observable
+from tokenprune.selection.segments import Patches, Segments
+from tokenprune.selection.sites.attention import AttentionPattern
+from tokenprune.selection.sites.decode import DecodeMethod
+from tokenprune.selection.sites.encoder import EncoderMethod, Tower
+from tokenprune.selection.sites.frames import FrameMerger, FrameMix
+from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
+from tokenprune.selection.sites.units import UnitDropper
+from tokenprune.selection.sites.video import VideoPruner
+from tokenprune.selection.source import TokenSource
+from tokenprune.selection.tokens import TextTokens
+from tokenprune.selection.videos import Videos
 
 __all__ = [
     "AttentionPattern",

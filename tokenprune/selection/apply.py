@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenprune.base import Method, Selection
 from tokenprune.errors import TokenPruneError
 from tokenprune.kernels.join import destinations, join
-from tokenprune.view.segments import Segments
+from tokenprune.selection.method import Method, Selection
+from tokenprune.selection.segments import Segments
 
 
 def validate_selection(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, list[int]]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The definition of a method: its site, its needs, and the base class of those that choose among visual tokens. The
-bases of other sites are in `tokenprune.sites`."""
+bases of other sites are in `tokenprune.selection.sites`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.kernels.take import top_mask
-from tokenprune.options import ReprIsCall, check_options
+from tokenprune.selection.options import ReprIsCall, check_options
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from tokenprune.budget import Budget
-    from tokenprune.view.tokens import VisualTokens
+    from tokenprune.budgets import Budget
+    from tokenprune.selection.tokens import VisualTokens
 
 
 class Site(enum.StrEnum):
@@ -132,7 +132,7 @@ class Method(ReprIsCall):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the observables that it reads (see `tokenprune.observables`): set by `register`, or a property of a
+        """Names of the observables that it reads (see `tokenprune.selection.observables`): set by `register`, or a property of a
         class whose options decide."""
         return frozenset()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observables: the facts about visual tokens that a method may read, each a class registered by name like a method.
 
-Ours lie in `tokenprune/observables/`, in files named for what they read. A class of yours is registered by the same
+Ours lie in `tokenprune/selection/observables/`, in files named for what they read. A class of yours is registered by the same
 decorator; a method then names it in its `needs` and reads it as an attribute of its `VisualTokens`. Engines know no
 observable by name: they observe what `where` says, and refuse what `backends` does not have.
 """
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from tokenprune.ops.drawn import normal, uniform
-from tokenprune.ops.transfer import to_device
+from tokenprune.kernels.drawn import normal, uniform
+from tokenprune.kernels.transfer import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from tokenprune.families import Family
-    from tokenprune.view.segments import SeenAttention, Segments, Sizes, TextView
-    from tokenprune.view.source import TokenSource
+    from tokenprune.models.families import Family
+    from tokenprune.selection.segments import SeenAttention, Segments, Sizes, TextView
+    from tokenprune.selection.source import TokenSource
 
 
 _ELEMENTS = 2**24  # of the attention map that is made at a time

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from tokenprune.errors import RegistrationError
-from tokenprune.view.observable import Backend, Observable, ObservedAt
+from tokenprune.selection.observable import Backend, Observable, ObservedAt
 
 O = TypeVar("O", bound=type[Observable])  # noqa: E741
 
@@ -41,9 +41,9 @@ def _problem(name: str, cls: type) -> str | None:
     if not name.isidentifier() or name.startswith("_"):
         return "a name is an identifier that does not begin with an underscore"
     if not (inspect.isclass(cls) and issubclass(cls, Observable)):
-        return "the class must derive from tokenprune.extend.Observable"
+        return "the class must derive from tokenprune.selection.Observable"
     if not isinstance(getattr(cls, "where", None), ObservedAt):
-        return "the class must say `where` it is observed, out of tokenprune.view.observable.ObservedAt"
+        return "the class must say `where` it is observed, out of tokenprune.selection.observable.ObservedAt"
     if unknown := set(cls.backends) - set(Backend):
         return f"unknown backends {sorted(map(str, unknown))}; known are {', '.join(Backend)}"
     if not (cls.__dict__.get("__doc__") or "").strip():
@@ -62,7 +62,7 @@ def _load() -> None:
     if _loaded:
         return
     _loaded = True
-    ours = importlib.import_module("tokenprune.observables")
+    ours = importlib.import_module("tokenprune.selection.observables")
 
     for module in pkgutil.iter_modules(ours.__path__):
         importlib.import_module(f"{ours.__name__}.{module.name}")

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenprune.base import Selection
-from tokenprune.ops.transfer import to_device
-from tokenprune.view.segments import Segments
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.method import Selection
+from tokenprune.selection.segments import Segments
 
 
 def keep_row_ends(

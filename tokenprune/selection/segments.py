@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from tokenprune.budget.of_videos import Clip
-from tokenprune.ops.transfer import Recent, to_device
+from tokenprune.budgets.of_videos import Clip
+from tokenprune.kernels.transfer import Recent, to_device
 
 if TYPE_CHECKING:
     from torch import Tensor

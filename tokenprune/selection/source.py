@@ -12,11 +12,11 @@ from tokenprune.errors import TokenPruneError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from tokenprune.view.segments import LayerInput, Patches, SeenAttention, Segments, TextView, VisualView
+    from tokenprune.selection.segments import LayerInput, Patches, SeenAttention, Segments, TextView, VisualView
 
 
 class Readable(Protocol):
-    """An observable as a source reads it (see `tokenprune.view.observable.Observable`)."""
+    """An observable as a source reads it (see `tokenprune.selection.observable.Observable`)."""
 
     name: ClassVar[str]
     text_name: ClassVar[str]
@@ -47,7 +47,7 @@ class ReadableByRow(Readable, Protocol):
 class TokenSource:
     """Base of what stands behind a `VisualTokens`: all that an engine knows of the tokens at a cut.
 
-    Observables are computed from its members (see `tokenprune.view.observable`). An engine overrides what it has; what
+    Observables are computed from its members (see `tokenprune.selection.observable`). An engine overrides what it has; what
     it has not is refused here, with TokenPruneError.
 
     needs: what the method declared. hidden: `[B, W, D]`, what arrives at the cut, B rows of W slots. carry: what

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.ops.transfer import to_device
-from tokenprune.view.observable import AttentionOfText, Observable
-from tokenprune.view.registry import TAKEN_NAMES, close_names, find_observable, find_observable_of_text
-from tokenprune.view.segments import Patches, Segments
-from tokenprune.view.source import TokenSource
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.observable import AttentionOfText, Observable
+from tokenprune.selection.observable_registry import TAKEN_NAMES, close_names, find_observable, find_observable_of_text
+from tokenprune.selection.segments import Patches, Segments
+from tokenprune.selection.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,7 @@ class VisualTokens(_OfVisual):
 
     Every registered observable that the method declared in its `needs` is an attribute, computed on first use; one that
     is read of a block of the vision tower is called with the block (`tokens.encoder_attention(layer)`). `hidden`,
-    `normed`, `frame` and `place` are always there. See `tokenprune.observables`, and docs/add-a-method.md for the list.
+    `normed`, `frame` and `place` are always there. See `tokenprune.selection.observables`, and docs/add-a-method.md for the list.
     """
 
     segments: Segments

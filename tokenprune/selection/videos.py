@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.take import top_mask
-from tokenprune.ops.temporal import by_frame
-from tokenprune.ops.transfer import to_device
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.kernels.temporal import by_frame
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
-from tokenprune.base import Method
-from tokenprune.budget import AGES, TARGETS, Budget
-from tokenprune.budget.of_videos import OPTIONS
+from tokenprune.budgets import AGES, TARGETS, Budget
+from tokenprune.budgets.of_videos import OPTIONS
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, short
-from tokenprune.files import File, reason
-from tokenprune.registry import build, did_you_mean, method_class
-from tokenprune.setting.json_values import plain
-from tokenprune.setting.one_line import Entry, read_entries
-from tokenprune.sites import check_places
+from tokenprune.methods.registry import build, did_you_mean, method_class
+from tokenprune.selection.files import File, reason
+from tokenprune.selection.method import Method
+from tokenprune.selection.sites import check_places
+from tokenprune.settings.json_values import plain
+from tokenprune.settings.one_line import Entry, read_entries
 
 IN_LLM = "experimental_in_llm"  # how vLLM shall serve a method; it changes nothing elsewhere
 LIMIT = "max_visual_tokens"  # an argument of patch()

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from tokenprune.base import Method, Pruner, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError
+from tokenprune.selection.method import Method, Pruner, Site
 
 _ANY_DEPTH = 32  # layers of a decoder that stages are asked for where none is at hand
 

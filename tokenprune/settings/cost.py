@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.base import Method, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError
-from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.shapes.tower import TowerShape, views_of
-from tokenprune.sites.pixels import ImageChooser
-from tokenprune.sites.units import UnitDropper
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.models.tower_shape import TowerShape, views_of
+from tokenprune.selection.method import Method, Site
+from tokenprune.selection.sites.pixels import ImageChooser
+from tokenprune.selection.sites.units import UnitDropper
 
 TEXT = 64  # tokens of text where nobody says how many
 IN_LLM_LAYER = 2  # where methods inside the decoder usually cut

@@ -11,11 +11,11 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from tokenprune.base import Method, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.options import fits, in_words
-from tokenprune.registry import build, method_class
+from tokenprune.methods.registry import build, method_class
+from tokenprune.selection.method import Method, Site
+from tokenprune.selection.options import fits, in_words
 
 LIMITER = "downsample"
 _MOST = Annotated[int, Ge(1)]

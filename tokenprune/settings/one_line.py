@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.errors import OptionError, short
-from tokenprune.options import file_options, fits, option_types
-from tokenprune.registry import build, method_class
+from tokenprune.methods.registry import build, method_class
+from tokenprune.selection.options import file_options, fits, option_types
 
 _OPTION = re.compile(r"\s*\w+\s*=")
 _METHOD = re.compile(r"\s*[a-z_]")

@@ -2,7 +2,7 @@
 """`tokenprune.json`: the setting that `tokenprune tune` found, and what is promised of it.
 
 {"schema": 1, "setting": {"method": ..., "keep": ..., option: ...}, "tuned": {...}, "guard": "auto"}, or the setting
-alone, with a guard beside its method. The setting has the shape that the vLLM plugin takes, see `tokenprune.setting`.
+alone, with a guard beside its method. The setting has the shape that the vLLM plugin takes, see `tokenprune.settings`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenprune.base import Method
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import ConfigError, short
-from tokenprune.files import File, reason
-from tokenprune.setting import Setting
+from tokenprune.selection.files import File, reason
+from tokenprune.selection.method import Method
+from tokenprune.settings import Setting
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Config:
         promised = self.tuned.get("model") or {}
         if "fingerprint" not in promised:
             return
-        from tokenprune.shapes.fingerprint import fingerprint
+        from tokenprune.models.fingerprint import fingerprint
 
         if fingerprint(model) != promised["fingerprint"]:
             logger.warning(

@@ -11,14 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tokenprune.base import Pruner, Selection
 from tokenprune.errors import ConformanceError, TokenPruneError
+from tokenprune.selection.method import Pruner, Selection
+from tokenprune.selection.observable import ObservedAt
+from tokenprune.selection.observable_registry import available_observables, observable
+from tokenprune.selection.segments import Sizes
+from tokenprune.selection.tokens import VisualTokens
 from tokenprune.testing.rules import require
 from tokenprune.testing.view import visual_tokens
-from tokenprune.view.observable import ObservedAt
-from tokenprune.view.registry import available_observables, observable
-from tokenprune.view.segments import Sizes
-from tokenprune.view.tokens import VisualTokens
 
 _COUNTS = ([24], [24, 17, 9, 1], [13, 30])
 _SHARES = (0.04, 0.25, 0.6, 1.0)

@@ -6,19 +6,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tokenprune.base import Method
-from tokenprune.budget import Budget
-from tokenprune.registry import build, without_base
-from tokenprune.sites.attention import AttentionPattern
-from tokenprune.sites.decode import DecodeMethod
-from tokenprune.sites.encoder import EncoderMethod, Tower
-from tokenprune.sites.frames import FrameMerger
-from tokenprune.sites.pixels import ImageChooser, ResizeMethod
-from tokenprune.sites.units import UnitDropper
+from tokenprune.budgets import Budget
+from tokenprune.methods.registry import build, without_base
+from tokenprune.selection.method import Method
+from tokenprune.selection.observable_registry import available_observables
+from tokenprune.selection.sites.attention import AttentionPattern
+from tokenprune.selection.sites.decode import DecodeMethod
+from tokenprune.selection.sites.encoder import EncoderMethod, Tower
+from tokenprune.selection.sites.frames import FrameMerger
+from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
+from tokenprune.selection.sites.units import UnitDropper
 from tokenprune.testing import others
 from tokenprune.testing.choices import check_choices
 from tokenprune.testing.rules import check_dataclass, made, naming, require
-from tokenprune.view.registry import available_observables
 
 LAYERS = 32  # of the decoder that a method hears of
 _STAGES = 6  # of a method are checked; what has more does the same at each

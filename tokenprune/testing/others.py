@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError
-from tokenprune.ops.drawn import normal, uniform
-from tokenprune.sites.attention import AttentionPattern
-from tokenprune.sites.decode import DecodeMethod
-from tokenprune.sites.encoder import EncoderMethod, Tower
-from tokenprune.sites.frames import FrameMerger
-from tokenprune.sites.pixels import ImageChooser, ResizeMethod
-from tokenprune.sites.units import UnitDropper
+from tokenprune.kernels.drawn import normal, uniform
+from tokenprune.selection.frames import Visual
+from tokenprune.selection.observable_registry import observable
+from tokenprune.selection.segments import Sizes
+from tokenprune.selection.sites.attention import AttentionPattern
+from tokenprune.selection.sites.decode import DecodeMethod
+from tokenprune.selection.sites.encoder import EncoderMethod, Tower
+from tokenprune.selection.sites.frames import FrameMerger
+from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
+from tokenprune.selection.sites.units import UnitDropper
 from tokenprune.testing.rules import require
-from tokenprune.view.frames import Visual
-from tokenprune.view.registry import observable
-from tokenprune.view.segments import Sizes
 
 _KEEPS = (0.5, 0.75, 1.0)
 _QUESTIONS = ("What is in the image?", "Is there a dog in image 2?", "")

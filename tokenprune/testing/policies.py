@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import ConformanceError, SessionError
-from tokenprune.ops.drawn import normal, uniform
-from tokenprune.sessions.policies.base import PROXY_ATTENTION, Policy, PolicyView, check_choice
-from tokenprune.sessions.policies.registry import policy as registered
+from tokenprune.integrations.hf.sessions.policies.base import PROXY_ATTENTION, Policy, PolicyView, check_choice
+from tokenprune.integrations.hf.sessions.policies.registry import policy as registered
+from tokenprune.kernels.drawn import normal, uniform
 from tokenprune.testing.rules import check_dataclass, made, naming, require
 
 _HEADS, _GROUP, _WIDTH = 2, 3, 8

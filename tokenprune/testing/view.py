@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.view.observable import ObservedAt
-from tokenprune.view.registry import close_names, find_observable, find_observable_of_text
-from tokenprune.view.segments import Segments, TextView, VisualView
-from tokenprune.view.source import Readable, ReadableByRow, TokenSource
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.observable import ObservedAt
+from tokenprune.selection.observable_registry import close_names, find_observable, find_observable_of_text
+from tokenprune.selection.segments import Segments, TextView, VisualView
+from tokenprune.selection.source import Readable, ReadableByRow, TokenSource
+from tokenprune.selection.tokens import VisualTokens
 
 
 def visual_tokens(
@@ -47,7 +47,7 @@ def visual_tokens(
     modality: "image" or "video", of all or of each.
     final_norm: stands for the decoder's final norm; None leaves hidden states as they are.
     carry:   what earlier stages of the method remember.
-    observables: by their names (`tokenprune.extend.available_observables()`), the tensors that the method reads, each
+    observables: by their names (`tokenprune.selection.available_observables()`), the tensors that the method reads, each
              `[S, N, ...]` or as its documentation says; of one that is read by block of the vision tower a dict
              {layer: tensor}, or a tensor for every layer.
 

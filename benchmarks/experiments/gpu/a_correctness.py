@@ -32,7 +32,7 @@ from same_values import looking
 
 import tokenprune
 from tokenprune import Site
-from tokenprune.sites.frames import FrameMerger
+from tokenprune.selection.sites.frames import FrameMerger
 from tokenprune_bench.calibration import calibrate
 
 CPU, VISUAL, KEEP, GRID, SHAKEN = torch.device("cpu"), 576, 64, (12, 4, 4), 3

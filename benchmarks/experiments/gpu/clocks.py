@@ -22,7 +22,7 @@ import torch
 from common import Clock, ladder
 from torch.profiler import ProfilerActivity, profile
 
-import tokenprune.integrations.hf.decoder.engine as engine
+import tokenprune.integrations.hf.engine.engine as engine
 
 IDLE = 1.1  # of the time that the GPU is busy: above it, it waits for the host
 Run = Callable[[], Any]

@@ -22,7 +22,7 @@ from prefills import NONE, held, model_of
 from transformers import DynamicCache, StaticCache
 
 import tokenprune
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
 
 METHODS, BATCHES, MORE = (NONE, "divprune", "fastv"), (1, 16, 32), 64
 COLUMNS = {

@@ -17,7 +17,7 @@ from efficiency import BLOCKS, Case, lengths, weighted
 from kit import Sheet
 
 import tokenprune
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
 
 NONE = "none"  # the unpatched model
 COLUMNS = {

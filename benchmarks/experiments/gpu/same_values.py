@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.hf.decoder import engine, entry
+from tokenprune.integrations.hf.engine import engine, entry
+from tokenprune.selection.observable_registry import available_observables, find_observable
+from tokenprune.selection.tokens import VisualTokens
 from tokenprune.testing.view import _GivenSource
-from tokenprune.view.registry import available_observables, find_observable
-from tokenprune.view.tokens import VisualTokens
 
 
 @dataclass

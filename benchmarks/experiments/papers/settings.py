@@ -17,9 +17,9 @@ from papers.sets import TASK_FOLDER
 import tokenprune
 from tokenprune import Budget, Site
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.extend import ImageChooser, ResizeMethod, UnitDropper
-from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.view.registry import compares_frames
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.selection import ImageChooser, ResizeMethod, UnitDropper
+from tokenprune.selection.observable_registry import compares_frames
 
 PRETRAINED = "llava-hf/llava-1.5-7b-hf"
 PATCHES = 576

@@ -24,16 +24,16 @@ from all_methods import Rows
 from rich.table import Table
 from torch import Tensor
 
-from tokenprune.base import Pruner, Selection, Site
 from tokenprune.cli.common import get_console
 from tokenprune.kernels.coverage import alike, cosines, cover
 from tokenprune.kernels.farthest import farthest
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.pre_llm.pool import rectangles
+from tokenprune.methods.registry import register
 from tokenprune.methods.scores import saliency, stretched
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 from tokenprune_bench.cli.common import show_progress
 from tokenprune_bench.profiling.model import load
 from tokenprune_bench.results import read_records, summarise

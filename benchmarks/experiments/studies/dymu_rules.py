@@ -23,7 +23,7 @@ import torch
 from common import fill_page
 from torch import Tensor, nn
 
-from tokenprune.sites.encoder import Tower
+from tokenprune.selection.sites.encoder import Tower
 from tokenprune_bench.calibration.merge import merges_per_block
 
 PAGE = Path(__file__).parents[3] / "docs" / "methods" / "dymu.md"

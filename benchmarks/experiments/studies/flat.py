@@ -26,8 +26,8 @@ import torch
 from common import IMAGE_ID, Clock, Load, add_options, code_version, default_device, header, qwen, results_path, write
 from rich.table import Table
 
-from tokenprune import sessions
 from tokenprune.cli.common import get_console
+from tokenprune.integrations.hf import sessions
 
 PARTS, DRAWS = 50, 2000
 SIDE = 8  # patches: 16 visual tokens a frame, and two that wrap it

@@ -20,7 +20,7 @@ import torch
 from rich.table import Table
 
 from tokenprune.cli.common import get_console
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.backend import backend_of
 from tokenprune_bench.lines import Lines, read_lines
 from tokenprune_bench.metrics import metric_named

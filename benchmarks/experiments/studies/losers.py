@@ -34,7 +34,7 @@ from rich.console import Console
 from torch import Tensor
 
 import tokenprune
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.suite import Bench, BenchPlan
 

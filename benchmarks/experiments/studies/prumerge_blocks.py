@@ -30,9 +30,9 @@ from torch import Tensor
 import tokenprune
 from tokenprune.methods.pre_llm.prumerge import PruMerge
 from tokenprune.methods.tiles import attended
-from tokenprune.view.observable import TowerScores
-from tokenprune.view.registry import register_observable
-from tokenprune.view.segments import SeenAttention
+from tokenprune.selection.observable import TowerScores
+from tokenprune.selection.observable_registry import register_observable
+from tokenprune.selection.segments import SeenAttention
 from tokenprune_bench.profiling.model import load
 from tokenprune_bench.suite import Bench, BenchPlan
 

@@ -32,7 +32,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from make_heldout import ANSWERS, one_of_each
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.lines import Lines, read_lines
 from tokenprune_bench.profiling.model import load
 from tokenprune_bench.tuning import Evaluator, Promise, Tuner, grid

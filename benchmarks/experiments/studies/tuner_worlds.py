@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from common import code_version, fill_page, header, read, write
 
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.tuning import Promise, Tuner, tuner
 
 RESULTS = Path(__file__).parents[2] / "results/tuner_worlds.jsonl"

@@ -3,7 +3,7 @@
 
     python benchmarks/experiments/training/calibrate_demo_vlm.py
 
-Writes tokenprune/assets/thresholds/demo_vlm.safetensors. The seed is none that training or the held-out set draws from.
+Writes tokenprune/methods/encoder/data/demo_vlm.safetensors. The seed is none that training or the held-out set draws from.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=1024)
     parser.add_argument("--keeps", type=float, nargs="+", default=[0.5, 0.25, 0.11])
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--out", type=Path, default=Path("tokenprune/assets/thresholds/demo_vlm.safetensors"))
+    parser.add_argument("--out", type=Path, default=Path("tokenprune/methods/encoder/data/demo_vlm.safetensors"))
     args = parser.parse_args()
     subject = load(device="cpu")
     found = calibrate(

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from tokenprune.errors import OptionError
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune.statistics import Stats
 from tokenprune_bench.app.snippets import LONGEST
 from tokenprune_bench.profiling import timing

@@ -14,7 +14,7 @@ import gradio as gr
 
 import tokenprune
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.sites.pixels import ImageChooser
+from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune_bench.app import link, render, snippets
 from tokenprune_bench.app.examples import Examples
 from tokenprune_bench.app.loading import Loading
@@ -48,7 +48,7 @@ class Handlers:
             subject = self.loading.get()
         except TokenPruneError as error:
             return title(str(error))
-        from tokenprune.shapes.model_config import known_images
+        from tokenprune.models.model_config import known_images
 
         known = f", which {known_images(subject.name)}" if subject.limits() else ""
         return title(f"`{subject.name}`{known}.")

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import shlex
 
-from tokenprune.base import Site
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
-from tokenprune.setting import Setting
+from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
+from tokenprune.selection.method import Site
+from tokenprune.settings import Setting
 
 LONGEST = 2000  # characters of a question, or of a setting
 

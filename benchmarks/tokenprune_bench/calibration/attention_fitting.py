@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from tokenprune.api import is_patched, patched
-from tokenprune.base import Method, Pruner, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.methods.in_llm.d2pruner import AttentionPrior, D2Pruner, stretched
 from tokenprune.methods.in_llm.fitprune import Recipe
-from tokenprune.shapes.fingerprint import fingerprint
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.models.fingerprint import fingerprint
+from tokenprune.selection.method import Method, Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _STEPS = 50  # of how much attention may be lost, from none to all
 

@@ -15,10 +15,10 @@ import numpy as np
 from PIL import Image
 
 from tokenprune.errors import OptionError
-from tokenprune.options import file_options, fits, in_words
-from tokenprune.registry import available_methods, method_class
-from tokenprune.setting.one_line import value_of
-from tokenprune.startup import require
+from tokenprune.methods.registry import available_methods, method_class
+from tokenprune.models.torch_import import require
+from tokenprune.selection.options import file_options, fits, in_words
+from tokenprune.settings.one_line import value_of
 from tokenprune_bench.calibration.images import ImageFiles, read_image
 from tokenprune_bench.profiling.model import Model
 

@@ -15,7 +15,7 @@ from tokenprune.api import is_patched
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.methods.pre_llm.hawk import Hawk, HeadWeights
-from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune.models.fingerprint import fingerprint
 from tokenprune_bench.calibration.rate_fitting import Forced, ended, greedy
 
 

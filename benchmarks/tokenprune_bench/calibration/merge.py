@@ -14,10 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError
-from tokenprune.ops.merging import Merge, best_partners, most, ragged_merge
-from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
+from tokenprune.kernels.merging import Merge, best_partners, most, ragged_merge
+from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
 
 SCHEDULES = ("constant", "linear", "reverse_linear")
 

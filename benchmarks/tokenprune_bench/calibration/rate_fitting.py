@@ -16,11 +16,11 @@ from tokenprune.api import is_patched, patched
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
+from tokenprune.integrations.hf.engine.decode_state import DecodeState
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.parts.decode_state import DecodeState
 from tokenprune.methods.decode.dyrate import DyRate
 from tokenprune.methods.decode.rate_predictor import RatePredictor
-from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune.models.fingerprint import fingerprint
 
 # Weight decay that makes the optimum unique, also where a rate is never the label.
 _DECAY = 1e-4

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenprune import abilities
 from tokenprune.api import is_patched
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError
-from tokenprune.integrations.shared.merging import Merger
+from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared.towers.merging import Merger
 from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune_bench.calibration.images import ImageFiles, PackedPixels, Pixels
 from tokenprune_bench.calibration.merge import SCHEDULES, Calibrator
@@ -149,7 +149,7 @@ def _part(model: Any, calibrator: Calibrator, keep: float) -> Merger:
     if is_timm(model):
         return timm_patch(model, [calibrator], [Budget.of(keep)])
     from tokenprune.integrations.hf.families import adapter_for
-    from tokenprune.integrations.hf.tower.build import tower_patch
+    from tokenprune.integrations.hf.towers.build import tower_patch
 
     adapter = adapter_for(model)
     abilities.check(calibrator, adapter.family, config=adapter.config)

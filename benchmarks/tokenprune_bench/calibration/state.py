@@ -14,9 +14,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tokenprune.errors import OptionError
-from tokenprune.files import check_output
 from tokenprune.methods.encoder.thresholds import write
-from tokenprune.sites.encoder import Tower
+from tokenprune.selection.files import check_output
+from tokenprune.selection.sites.encoder import Tower
 from tokenprune_bench.calibration.images import ImageFiles
 
 _ENTRY = "tokenprune_calibration"

@@ -13,7 +13,7 @@ import typer
 from tokenprune.cli.common import METHODS_HELP, ModelOption, read_keeps, read_specs
 from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import OptionError
-from tokenprune.files import check_output, check_output_folder
+from tokenprune.selection.files import check_output, check_output_folder
 from tokenprune_bench.cli.common import (
     BackendOption,
     BatchSizeOption,

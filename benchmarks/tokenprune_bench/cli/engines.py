@@ -60,7 +60,7 @@ class Engines:
         """Return what answers; `stack` ends it. images: the most that a question has."""
         if self.backend == "hf":
             return load_model(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)
-        from tokenprune.shapes.model_config import SHIPPED, sentence_tokens, shipped_checkpoint
+        from tokenprune.models.model_config import SHIPPED, sentence_tokens, shipped_checkpoint
         from tokenprune_bench.profiling.model import SHORT
         from tokenprune_bench.vllm_backend import VllmBackend
 

@@ -11,7 +11,7 @@ import typer
 
 from tokenprune.cli.common import ModelOption, get_console
 from tokenprune.errors import OptionError
-from tokenprune.files import check_output
+from tokenprune.selection.files import check_output
 from tokenprune_bench.cli.common import DeviceOption, DtypeOption, ThreadsOption, load_model, show_progress
 
 

@@ -15,8 +15,8 @@ from tokenprune.cli.common import METHODS_HELP, ModelOption, load_config, read_k
 from tokenprune.cli.completion import complete_methods
 from tokenprune.cli.output import print_table, write_file
 from tokenprune.errors import OptionError
-from tokenprune.files import check_output
-from tokenprune.startup import defer_torch, require
+from tokenprune.models.torch_import import defer_torch, require
+from tokenprune.selection.files import check_output
 from tokenprune_bench.cli.common import (
     QUESTION,
     DeviceOption,
@@ -30,7 +30,7 @@ from tokenprune_bench.cli.common import (
 
 if TYPE_CHECKING:
     from tokenprune.cli.table import Table
-    from tokenprune.setting import Setting
+    from tokenprune.settings import Setting
 
 
 def profile(
@@ -150,7 +150,7 @@ def _from_config(
     tiles: int | None,
     text: int,
 ) -> None:
-    from tokenprune.cost.model import CostModel, Load
+    from tokenprune.settings.cost import CostModel, Load
     from tokenprune_bench.profiling.kept import cuts_in_words
     from tokenprune_bench.profiling.profile_tables import limit_table
 
@@ -174,7 +174,7 @@ def _from_config(
 
 def _shares(setting: Setting | None, keeps: Sequence[float | int], visual: float) -> list[float]:
     """Return what a setting leaves of an image's tokens; without one, what each keep alone would leave."""
-    from tokenprune.budget import Budget
+    from tokenprune.budgets import Budget
     from tokenprune_bench.profiling.kept import share_left
 
     if setting is not None:

@@ -10,9 +10,9 @@ import typer
 
 from tokenprune.cli.common import get_console
 from tokenprune.cli.completion import complete_models, complete_of
-from tokenprune.files import check_output
-from tokenprune.shapes.model_config import SHIPPED
-from tokenprune.startup import defer_torch
+from tokenprune.models.model_config import SHIPPED
+from tokenprune.models.torch_import import defer_torch
+from tokenprune.selection.files import check_output
 from tokenprune_bench.recommend.advice import advice
 
 
@@ -37,7 +37,7 @@ def recommend(
     that, on your questions."""
     defer_torch()
     import tokenprune
-    from tokenprune.setting.saved import Config, write_config
+    from tokenprune.settings.saved import Config, write_config
 
     check_output(out)
     console, notes = get_console(), get_console(error=True)

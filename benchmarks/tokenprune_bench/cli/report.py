@@ -12,7 +12,7 @@ import typer
 from tokenprune.cli.common import get_console
 from tokenprune.cli.output import print_table
 from tokenprune.errors import OptionError
-from tokenprune.files import check_output
+from tokenprune.selection.files import check_output
 
 if TYPE_CHECKING:
     from tokenprune_bench.report.runs import Run

@@ -14,7 +14,7 @@ from tokenprune.cli.common import METHODS_HELP, ModelOption, get_console, read_k
 from tokenprune.cli.completion import complete_methods
 from tokenprune.cli.output import print_table
 from tokenprune.errors import OptionError
-from tokenprune.files import check_output, check_output_folder
+from tokenprune.selection.files import check_output, check_output_folder
 from tokenprune_bench.cli.common import (
     BackendOption,
     BatchSizeOption,
@@ -112,7 +112,7 @@ def tune(
 
     To share the work: accelerate launch --num_processes N -m tokenprune tune ...
     """
-    from tokenprune.setting.saved import write_config
+    from tokenprune.settings.saved import write_config
     from tokenprune_bench.backend import backend_of
     from tokenprune_bench.cli.engines import Engines
     from tokenprune_bench.data import left_out, load_data, read_columns

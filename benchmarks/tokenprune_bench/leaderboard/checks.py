@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tokenprune.base import Site
 from tokenprune.errors import short
-from tokenprune.options import fits, in_words, option_types
+from tokenprune.selection.method import Site
+from tokenprune.selection.options import fits, in_words, option_types
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.leaderboard.entry import LEAST_QUESTIONS, LEAST_SEEDS, SCHEMA, LeaderboardEntry, Line
 from tokenprune_bench.metrics import METRICS

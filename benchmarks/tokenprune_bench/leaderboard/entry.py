@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.metrics import METRICS
 from tokenprune_bench.paired import Answers
 from tokenprune_bench.results import MARKS, UNPATCHED, answers_of, marks_of, share_of

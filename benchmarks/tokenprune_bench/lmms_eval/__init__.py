@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenprune.startup import calm_threads, require
+from tokenprune.models.torch_import import calm_threads, require
 
 if TYPE_CHECKING:
     from lmms_eval.models.registry_v2 import ModelManifest

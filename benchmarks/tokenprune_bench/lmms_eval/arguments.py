@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import tokenprune
-from tokenprune.base import Method, Site
-from tokenprune.budget import TARGETS
+from tokenprune.budgets import TARGETS
 from tokenprune.errors import OptionError
-from tokenprune.registry import method_class
-from tokenprune.setting import Setting
-from tokenprune.setting.one_line import number
-from tokenprune.setting.saved import Config, read_config
+from tokenprune.methods.registry import method_class
+from tokenprune.selection.method import Method, Site
+from tokenprune.settings import Setting
+from tokenprune.settings.one_line import number
+from tokenprune.settings.saved import Config, read_config
 
 UNPATCHED = ("none", "unpatched")
 _BUDGET = (*(name for name in TARGETS if name != "frames"), "per")  # a list is no argument, and a base may have it

@@ -19,7 +19,7 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.statistics import count_bytes
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.statistics import Stats
 from tokenprune_bench.profiling.cost import unpatched
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from tokenprune.api import stats
-from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf import compat
-from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.shapes.tower import TowerShape
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.models.tower_shape import TowerShape
+from tokenprune.settings.cost import CostModel, Load
 from tokenprune.statistics import Stats
-from tokenprune.workflows.two_pass import escalate
 from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.two_pass import escalate
 
 
 def spent(subject: Model, inputs: dict[str, Any], kv_bytes: int | None = None) -> Stats:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenprune.base import Method
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
+from tokenprune.selection.method import Method
 
 
 def counts_after(budgets: Sequence[Budget], visual: float) -> list[float]:

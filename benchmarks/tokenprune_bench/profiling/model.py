@@ -21,8 +21,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import Adapter, adapter_for
-from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.shapes.model_config import (
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.models.model_config import (
     SHIPPED,
     check_source,
     known_images,
@@ -30,7 +30,7 @@ from tokenprune.shapes.model_config import (
     shipped_checkpoint,
     shipped_folder,
 )
-from tokenprune.startup import require
+from tokenprune.models.torch_import import require
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling.media import BadRow, check_sizes
 

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tokenprune import api
-from tokenprune.base import Method, Site
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.setting import Setting
-from tokenprune.setting.one_line import Entry
-from tokenprune.workflows.two_pass import ESCALATE
+from tokenprune.selection.method import Method, Site
+from tokenprune.settings import Setting
+from tokenprune.settings.one_line import Entry
 from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.two_pass import ESCALATE
 
 UNPATCHED = "unpatched"  # stands for a method in tables and records
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from tokenprune import api
-from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import OptionError
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
+from tokenprune.settings.cost import CostModel, Load
 from tokenprune_bench.profiling.cost import Prefill, closed_forms, load_of, spent
 from tokenprune_bench.profiling.machine_load import machine_load
 from tokenprune_bench.profiling.model import Model

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tokenprune.cli.table import Cell, Table
-from tokenprune.cost.model import CostModel, Load, decode_limit, site_limits
+from tokenprune.settings.cost import CostModel, Load, decode_limit, site_limits
 from tokenprune_bench.profiling.kept import cuts_in_words, percent
 from tokenprune_bench.profiling.stages import FIRST_TOKEN, STAGES
 

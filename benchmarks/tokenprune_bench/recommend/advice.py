@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokenprune.setting import Setting
+    from tokenprune.settings import Setting
 
 ASSETS = Path(__file__).parent
 QUESTIONS, STEP, SIZE = 500, 2.0, 3.0
@@ -82,14 +82,14 @@ class Advice:
     @property
     def served_keep(self) -> float:
         """The keep where there is no guard: at least what was measured to be enough for all prompts."""
-        from tokenprune.guard.floors import shipped
+        from tokenprune.integrations.hf.guard.floors import shipped
 
         return max(self.keep, shipped().of(self.method, self.guard)) if self.guard else self.keep
 
     @property
     def setting(self) -> Setting:
         """The method at its keep."""
-        from tokenprune.setting import Setting  # it imports torch, and the command's help reads this table
+        from tokenprune.settings import Setting  # it imports torch, and the command's help reads this table
 
         return Setting.of({"method": self.method, "keep": self.keep})
 

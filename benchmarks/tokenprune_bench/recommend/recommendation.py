@@ -10,14 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tokenprune import abilities
-from tokenprune.base import Site
-from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune.families import REFUSED, SERVED, SUPPORTED, family_of
-from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.shapes.model_config import SHIPPED, read_model_config
-from tokenprune.view.observable import Backend
+from tokenprune.integrations.shared import abilities
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.models.families import REFUSED, SERVED, SUPPORTED, family_of
+from tokenprune.models.model_config import SHIPPED, read_model_config
+from tokenprune.selection.method import Site
+from tokenprune.selection.observable import Backend
+from tokenprune.settings.cost import CostModel, Load
 from tokenprune_bench.recommend.advice import NONE, Advice, Evidence, advice
 
 TASKS = tuple(advice())
@@ -252,7 +252,7 @@ def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
 
 def _why_not(row: Advice, config: Any) -> str | None:
     """Return why vLLM cannot serve a row on the model of a config; None if it can."""
-    from tokenprune.integrations.vllm.setting.towers import check_tower, merges_in_tower
+    from tokenprune.integrations.vllm.settings.towers import check_tower, merges_in_tower
 
     if (architecture := _architecture(config)) is None:
         return "the plugin does not know this family"

@@ -15,8 +15,7 @@ from PIL import Image
 
 import tokenprune
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
-from tokenprune.setting import Setting
-from tokenprune.workflows.two_pass import ESCALATE
+from tokenprune.settings import Setting
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.lines import read_lines, write_whole
 from tokenprune_bench.profiling.patched import escalating
@@ -24,6 +23,7 @@ from tokenprune_bench.report.samples import FILE, FOLDER, SCHEMA
 from tokenprune_bench.results import UNPATCHED, scores_of
 from tokenprune_bench.run_folder import PREDICTIONS
 from tokenprune_bench.show import contact_sheet, draw
+from tokenprune_bench.two_pass import ESCALATE
 
 if TYPE_CHECKING:
     from tokenprune_bench.profiling.model import Model

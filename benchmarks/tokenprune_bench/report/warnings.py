@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tokenprune.shapes.model_config import known_images
+from tokenprune.models.model_config import known_images
 from tokenprune_bench.results import COLLAPSE, MARKS, OWN_SET, UNPATCHED, Results, Row, busy_load
 
 WIDE = 0.10  # an interval of the overall score wider than this is called wide

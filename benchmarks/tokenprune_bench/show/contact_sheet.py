@@ -14,9 +14,9 @@ from PIL import Image
 from transformers.utils import logging
 
 from tokenprune.api import stats as stats_of
-from tokenprune.base import Site
 from tokenprune.errors import OptionError
-from tokenprune.setting import Setting
+from tokenprune.selection.method import Site
+from tokenprune.settings import Setting
 from tokenprune.statistics import Stats
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.profiling.patched import patched_by

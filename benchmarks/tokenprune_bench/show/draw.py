@@ -12,14 +12,14 @@ import torch
 from einops import rearrange
 from PIL import Image, ImageDraw
 
-from tokenprune.base import Method
 from tokenprune.errors import OptionError
-from tokenprune.setting import Setting
-from tokenprune.sites.pixels import ImageChooser
+from tokenprune.selection.method import Method
+from tokenprune.selection.sites.pixels import ImageChooser
+from tokenprune.settings import Setting
 from tokenprune.statistics import Stats
-from tokenprune.workflows.two_pass import ESCALATE
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.profiling.patched import escalates
+from tokenprune_bench.two_pass import ESCALATE
 
 CELL = 32  # pixels of a patch in the drawing
 _DARK, _HATCH = 0.22, 64

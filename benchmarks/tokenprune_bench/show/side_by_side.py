@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.setting import Setting
-from tokenprune.setting.one_line import split_methods
-from tokenprune.startup import DEFAULT_METHOD
+from tokenprune.models.torch_import import DEFAULT_METHOD
+from tokenprune.settings import Setting
+from tokenprune.settings.one_line import split_methods
 from tokenprune_bench.profiling.kept import keep_in_words
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.show import contact_sheet, draw, layout

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenprune.api import attachment_of
-from tokenprune.base import Pruner
+from tokenprune.selection.method import Pruner
 from tokenprune.statistics import Stats
 from tokenprune_bench.profiling.model import Model
 

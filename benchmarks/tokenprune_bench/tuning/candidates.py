@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from tokenprune.base import Site
 from tokenprune.errors import OptionError
-from tokenprune.registry import available_methods
-from tokenprune.setting import Setting
-from tokenprune.sites.pixels import ImageChooser
-from tokenprune.view.registry import compares_frames
+from tokenprune.methods.registry import available_methods
+from tokenprune.selection.method import Site
+from tokenprune.selection.observable_registry import compares_frames
+from tokenprune.selection.sites.pixels import ImageChooser
+from tokenprune.settings import Setting
 
 KEEPS = (0.75, 0.5, 0.33, 0.25, 0.15)
 SEED = 0  # of methods that draw at random: what is promised holds for the draw that was tested

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
+from tokenprune.settings.cost import CostModel, Load
 from tokenprune.statistics import Stats
 from tokenprune_bench.asking import Asking
 from tokenprune_bench.backend import BenchBackend, backend_of

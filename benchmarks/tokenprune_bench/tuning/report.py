@@ -7,7 +7,7 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
-from tokenprune.setting.saved import Config
+from tokenprune.settings.saved import Config
 from tokenprune_bench.profiling.kept import keep_in_words, percent
 from tokenprune_bench.tables import Cell, Table
 from tokenprune_bench.tuning.betting import LIKELY

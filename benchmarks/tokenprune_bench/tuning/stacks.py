@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError
-from tokenprune.setting import Setting
-from tokenprune.sites.pixels import ImageChooser
+from tokenprune.selection.method import Method, Site
+from tokenprune.selection.sites.pixels import ImageChooser
+from tokenprune.settings import Setting
 from tokenprune_bench.tuning.estimate import CHANCE, Estimate, promote
 from tokenprune_bench.tuning.trial import Trial
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.tuning.objective import TIMED, shares
 from tokenprune_bench.tuning.promise import Promise
 

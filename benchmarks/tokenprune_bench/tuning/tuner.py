@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.errors import DataError, RunError
 from tokenprune_bench.tuning.betting import is_below, questions_likely, upper_bound
 from tokenprune_bench.tuning.candidates import unfit

@@ -14,13 +14,14 @@ from typer.testing import CliRunner
 import tokenprune
 from basics import MODEL_METHODS
 from families import FAMILIES as BUILT
-from tokenprune import OptionError, Site, TokenPruneError, UnsupportedSetupError, abilities
+from tokenprune import OptionError, Site, TokenPruneError, UnsupportedSetupError
 from tokenprune.cli import app
-from tokenprune.families import FAMILIES, REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.tower.packed import tower_of
-from tokenprune.setting import Setting
-from tokenprune.view.observable import Backend
+from tokenprune.integrations.hf.towers.packed import tower_of
+from tokenprune.integrations.shared import abilities
+from tokenprune.models.families import FAMILIES, REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
+from tokenprune.selection.observable import Backend
+from tokenprune.settings import Setting
 
 
 def asked(name: str, family: str, backend: Backend = Backend.HF, cache: abilities.Cache = abilities.DYNAMIC) -> str:

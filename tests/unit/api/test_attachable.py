@@ -22,10 +22,10 @@ from families import FAMILIES
 from processors import build_for, llava, tokenizer
 from tests.unit.api.test_patch import forget_rope_deltas
 from tokenprune import Budget
-from tokenprune.guard.settings import Guard
+from tokenprune.integrations.hf.guard.settings import Guard
 from tokenprune.integrations.hf.patch import hf_parts
+from tokenprune.integrations.hf.pixels.marker import patch_on
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.processor.marker import patch_on
 from tokenprune_bench.lmms_eval.measure import watched
 
 

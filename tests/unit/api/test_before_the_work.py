@@ -14,9 +14,9 @@ from huggingface_hub import constants, errors
 from each import each
 from tests.unit.api.test_cli import IMAGE, refused
 from tokenprune.errors import OptionError, RegistrationError, TokenPruneError
-from tokenprune.files import check_output, check_output_folder
-from tokenprune.registry import method_class, register
-from tokenprune.shapes.model_config import check_source, read_model_config
+from tokenprune.methods.registry import method_class, register
+from tokenprune.models.model_config import check_source, read_model_config
+from tokenprune.selection.files import check_output, check_output_folder
 from tokenprune_bench.profiling import model as models
 
 LONG = "9" * 23

@@ -14,8 +14,8 @@ import tokenprune
 from basics import MODEL_METHODS, SINGLE_CUT, at_the_decoder, pieces
 from each import each
 from tokenprune import Budget, BudgetError
-from tokenprune.budget import TARGETS
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.budgets import TARGETS
+from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES, Family
 
 BOTH_WAYS = r"keep=1\.0.*Budget\(tokens=1\)"

@@ -13,8 +13,8 @@ import tokenprune
 from each import each
 from oracle import close, reduced
 from tokenprune import Budget, BudgetError
-from tokenprune.budget.by_age import aged, ages
-from tokenprune.setting import Setting
+from tokenprune.budgets.by_age import aged, ages
+from tokenprune.settings import Setting
 from zoo import FAMILIES, Family
 
 AGE = ((0, 1.0), (1, 0.5), (3, 2))

@@ -15,11 +15,11 @@ from families import FAMILIES as EVERY_FAMILY
 from oracle import close, reduced
 from session_oracle import recorded
 from tokenprune import Budget, BudgetError, UnsupportedSetupError
-from tokenprune.budget.of_videos import spread
+from tokenprune.budgets.of_videos import spread
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.setting import Setting
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.settings import Setting
 from tokenprune_bench.profiling.kept import counts_after
 from zoo import FAMILIES, IMAGE, VIDEO
 
@@ -273,7 +273,7 @@ def test_a_session_takes_no_list_of_frames(build: Any) -> None:
         tokenprune.patched(model, "divprune", keep=Budget(frames=[4] * 5)),
         pytest.raises(UnsupportedSetupError, match="block by block"),
     ):
-        tokenprune.sessions.session(model, memory=64)
+        tokenprune.integrations.hf.sessions.session(model, memory=64)
 
 
 def test_a_session_keeps_as_many_tokens_a_second(build: Any) -> None:

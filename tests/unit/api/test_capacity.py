@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from each import each
 from tokenprune.cli import app
-from tokenprune.cost.capacity import Assumptions, Server, request_load
-from tokenprune.cost.gpus import GPU, GPUS, find_gpu
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune.shapes.tower import FAMILIES as KNOWN
+from tokenprune.integrations.vllm.capacity import Assumptions, Server, request_load
+from tokenprune.integrations.vllm.gpus import GPU, GPUS, find_gpu
+from tokenprune.models.tower_shape import FAMILIES as KNOWN
 from zoo import FAMILIES
 
 QWEN_7B = Qwen2_5_VLConfig(

@@ -14,9 +14,9 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import tokenprune
-from tokenprune import families
 from tokenprune.cli import app
 from tokenprune.cli.completion import complete_methods, our_methods
+from tokenprune.models import families
 from tokenprune_bench import demo
 from tokenprune_demo.heldout import FOLDER
 

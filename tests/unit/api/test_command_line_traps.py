@@ -16,7 +16,7 @@ from PIL import Image
 import tokenprune
 from report_runs import RIVALS, header, made, result
 from tests.unit.api.test_cli import IMAGE, call, refused
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.cli.common import show_progress
 from tokenprune_bench.lost import signed
 from tokenprune_bench.profiling.kept import cuts_in_words, keep_in_words, share_left

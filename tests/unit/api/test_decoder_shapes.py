@@ -18,7 +18,7 @@ from families import FAMILIES as EVERY_FAMILY
 from families.special import BOTH_KINDS, gemma4
 from families.special import FAMILIES as SPECIAL
 from tests.unit.api.test_budget import SHAPE
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES, VOCAB, Family
 
 

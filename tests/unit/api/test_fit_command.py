@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 import tokenprune
 from each import each
 from tests.unit.api.test_cli import call, refused
-from tokenprune import OptionError, Pruner, cli, registry
+from tokenprune import OptionError, Pruner, cli
+from tokenprune.methods import registry
 from tokenprune_bench import calibration
 from tokenprune_bench.calibration import Thresholds
 from tokenprune_bench.calibration.fitting import fit_options, fittable

@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 import tokenprune
 from basics import snapshot
 from tokenprune import Budget, BudgetError, UnsupportedModelError
-from tokenprune.budget import joint_share
+from tokenprune.budgets import joint_share
+from tokenprune.budgets.schedule import profile
 from tokenprune.cli import app
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.schedule import profile
-from tokenprune.setting import Setting
-from tokenprune.setting.saved import Config, read_config, write_config
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.settings import Setting
+from tokenprune.settings.saved import Config, read_config, write_config
 from tokenprune_bench.app import snippets
 from tokenprune_bench.lmms_eval.arguments import read
 from tokenprune_bench.plan import BenchPlan

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 import tokenprune
 from each import each
 from pyramid import Pyramid
-from tokenprune import OptionError, Selection, Site, TokenPruneError, extend, registry
+from tokenprune import OptionError, Selection, Site, TokenPruneError
+from tokenprune import selection as extend
 from tokenprune.errors import ConformanceError
+from tokenprune.kernels.merging import bipartite_match
+from tokenprune.methods import registry
 from tokenprune.methods.encoder.thresholds import Thresholds
-from tokenprune.ops.merging import bipartite_match
-from tokenprune.shapes.fingerprint import Fingerprint
-from tokenprune.sites.encoder import Tower
+from tokenprune.models.fingerprint import Fingerprint
+from tokenprune.selection.sites.encoder import Tower
 from tokenprune.testing import check_method, visual_tokens
 
 TOWER = Tower(tokens=33, protected=1, blocks=4, read=3, module=nn.Linear(2, 2))

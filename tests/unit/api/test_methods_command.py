@@ -11,10 +11,10 @@ from transformers import LlavaConfig
 from typer.testing import CliRunner
 
 import tokenprune
-from tokenprune.base import Site
 from tokenprune.cli import app
 from tokenprune.cli.methods import _SITES, WIDE
-from tokenprune.cost.model import CostModel, Load
+from tokenprune.selection.method import Site
+from tokenprune.settings.cost import CostModel, Load
 
 DOCS = Path(__file__).parents[3] / "docs"
 

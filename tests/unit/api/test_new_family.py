@@ -14,10 +14,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from typer.testing import CliRunner
 
 from families import FAMILIES as BUILT
-from tokenprune import OptionError, UnsupportedModelError, families
+from tokenprune import OptionError, UnsupportedModelError
 from tokenprune.cli import app
 from tokenprune.integrations.hf.families import Adapter, base
 from tokenprune.integrations.hf.families.describe import describe
+from tokenprune.models import families
 
 READ = ("decoder_names", "norm_name", "units", "stateful", "static_cache")
 # What the code of an adapter says: layers that share keys or cache latents, and OPT in a Q-Former's model.

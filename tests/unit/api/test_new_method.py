@@ -18,11 +18,12 @@ from typer.testing import CliRunner
 
 import tokenprune
 from each import each
-from tokenprune import Site, registry
+from tokenprune import Site
 from tokenprune.cli import app, scaffold
 from tokenprune.errors import OptionError, RegistrationError
-from tokenprune.workflows.two_pass import ESCALATE
+from tokenprune.methods import registry
 from tokenprune_bench.results import UNPATCHED
+from tokenprune_bench.two_pass import ESCALATE
 
 SITES = [scaffold.spell_site(site) for site in Site]
 

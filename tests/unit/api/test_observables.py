@@ -17,12 +17,15 @@ from torch import Tensor
 
 import tokenprune
 from each import each
-from tokenprune import BudgetError, OptionError, Selection, Site, TokenPruneError, abilities, extend, registry
+from tokenprune import BudgetError, OptionError, Selection, Site, TokenPruneError
+from tokenprune import selection as extend
 from tokenprune.errors import RegistrationError
-from tokenprune.integrations.vllm.setting.servable import check_method as check_served
-from tokenprune.view import registry as observable_registry
-from tokenprune.view.observable import Backend, Observable, ObservedAt, PerToken, Recorder, TowerBlock
-from tokenprune.view.registry import register_observable
+from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.vllm.settings.servable import check_method as check_served
+from tokenprune.methods import registry
+from tokenprune.selection import observable_registry as observable_registry
+from tokenprune.selection.observable import Backend, Observable, ObservedAt, PerToken, Recorder, TowerBlock
+from tokenprune.selection.observable_registry import register_observable
 from zoo import FAMILIES, Family
 
 PACKAGE = Path(tokenprune.__file__).parent
@@ -177,8 +180,8 @@ def test_a_wrong_observable_is_refused() -> None:
 
     for name, cls, says in (
         ("nowhere", Nowhere, "where"), ("silent", Silent, "docstring"), ("abroad", Abroad, "tpu"),
-        ("keys", Fine, "taken by tokenprune.observables.states"), ("my-keys", Fine, "identifier"),
-        ("_keys", Fine, "identifier"), ("mask", Fine, "attribute"), ("stranger", int, "tokenprune.extend.Observable"),
+        ("keys", Fine, "taken by tokenprune.selection.observables.states"), ("my-keys", Fine, "identifier"),
+        ("_keys", Fine, "identifier"), ("mask", Fine, "attribute"), ("stranger", int, "tokenprune.selection.Observable"),
     ):  # fmt: skip
         with pytest.raises(RegistrationError, match=says):
             register_observable(name)(cls)
@@ -300,10 +303,10 @@ def test_a_method_that_was_never_registered_works(build) -> None:
 
 def test_a_wrong_base_is_refused() -> None:
     wrong = [
-        ("IN_ENCODER", tokenprune.Pruner, "tokenprune.extend.EncoderMethod"),
+        ("IN_ENCODER", tokenprune.Pruner, "tokenprune.selection.EncoderMethod"),
         ("DECODE", tokenprune.Pruner, "DecodeMethod"),
         ("PRE_LLM", extend.ResizeMethod, "tokenprune.Pruner"), ("ATTENTION", tokenprune.Method, "AttentionPattern"),
-        ("PRE_ENCODER", tokenprune.Pruner, "extend.ResizeMethod or tokenprune.extend.ImageChooser"),
+        ("PRE_ENCODER", tokenprune.Pruner, "extend.ResizeMethod or tokenprune.selection.ImageChooser"),
     ]  # fmt: skip
     for site, base, says in wrong:
         cls = dataclass(frozen=True)(type("Wrong", (base,), {"__doc__": "Wrong."}))

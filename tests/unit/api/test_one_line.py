@@ -10,8 +10,8 @@ import pytest
 import tokenprune
 from each import each
 from tokenprune.errors import OptionError, UnknownMethodError
-from tokenprune.setting import Setting
-from tokenprune.setting.one_line import split_methods
+from tokenprune.settings import Setting
+from tokenprune.settings.one_line import split_methods
 
 
 def spec(text: str) -> str:

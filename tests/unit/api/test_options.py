@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Interval, Le, Lt
 import tokenprune
 from each import each
 from tokenprune.errors import OptionError
-from tokenprune.options import fits, in_words, option_types
+from tokenprune.selection.options import fits, in_words, option_types
 
 if TYPE_CHECKING:
     from torch import Tensor

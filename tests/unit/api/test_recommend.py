@@ -18,7 +18,7 @@ from each import each
 from tests.unit.docs.test_docs import generator
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune.guard.floors import shipped
+from tokenprune.integrations.hf.guard.floors import shipped
 from tokenprune_bench.recommend import advice
 from tokenprune_bench.recommend.recommendation import TASKS, recommend
 

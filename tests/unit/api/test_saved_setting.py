@@ -20,9 +20,9 @@ from each import each
 from tokenprune import BudgetError, Config, OptionError, UnknownMethodError
 from tokenprune.api import attachment_of
 from tokenprune.errors import ConfigError
-from tokenprune.integrations.vllm.setting import configuration
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune.integrations.vllm.settings import configuration
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.models.fingerprint import fingerprint
 from tokenprune_bench.calibration import Thresholds
 from zoo import FAMILIES
 

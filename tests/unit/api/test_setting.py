@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 
 import tokenprune
 from each import each
-from tokenprune import Budget, BudgetError, Method, OptionError, Pruner, TokenPruneError, registry
-from tokenprune.files import File
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.options import file_options
-from tokenprune.setting import Setting
+from tokenprune import Budget, BudgetError, Method, OptionError, Pruner, TokenPruneError
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.methods import registry
+from tokenprune.selection.files import File
+from tokenprune.selection.options import file_options
+from tokenprune.settings import Setting
 
 SERVER = {"method": "divprune", "keep": 0.25}
 

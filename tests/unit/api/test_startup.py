@@ -16,12 +16,12 @@ from transformers import LlavaConfig
 import tokenprune
 import zoo
 from each import each
-from tokenprune.abilities import unserved
-from tokenprune.cost.model import LLAVA_7B, LLAVA_7B_LOAD, CostModel, Load
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.setting.servable import check_method
-from tokenprune.options import file_options
-from tokenprune.registry import available_methods, method_class
+from tokenprune.integrations.shared.abilities import unserved
+from tokenprune.integrations.vllm.settings.servable import check_method
+from tokenprune.methods.registry import available_methods, method_class
+from tokenprune.selection.options import file_options
+from tokenprune.settings.cost import LLAVA_7B, LLAVA_7B_LOAD, CostModel, Load
 
 ROOT = Path(tokenprune.__file__).parents[1]
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "experiments"
@@ -138,7 +138,7 @@ def test_a_config_is_read_without_torch(command: tuple[str, ...]) -> None:
     ],
 )
 def test_deferred_torch_is_torch(use: str) -> None:
-    code = f"import sys\nfrom tokenprune.startup import defer_torch\ndefer_torch()\n{use}\nimport torch._C"
+    code = f"import sys\nfrom tokenprune.models.torch_import import defer_torch\ndefer_torch()\n{use}\nimport torch._C"
     assert run(code) == ""
 
 
@@ -163,9 +163,9 @@ def test_what_a_method_says_of_itself_is_what_running_it_says() -> None:
 
 # The add-ons, and what else of the core is loaded where it is asked for alone.
 ASIDE = (
-    "tokenprune.serve",
-    "tokenprune.guard", "tokenprune.sessions", "tokenprune.drafting", "tokenprune.reuse", "tokenprune.attention",
-    "tokenprune.processor",    "tokenprune.workflows",
+    "tokenprune.integrations.vllm.gateway",
+    "tokenprune.integrations.hf.guard", "tokenprune.integrations.hf.sessions", "tokenprune.integrations.hf.drafting", "tokenprune.integrations.hf.feature_cache", "tokenprune.integrations.hf.attention",
+    "tokenprune.integrations.hf.pixels",    "tokenprune.workflows",
 )  # fmt: skip
 
 
@@ -183,5 +183,5 @@ def test_a_plain_patch_loads_nothing_that_is_not_asked_for(method: str) -> None:
         print(*(name for name in sys.modules if name.startswith("tokenprune")), sep="\\n")
     """
     names = set(run(code).split())
-    assert "tokenprune.integrations.hf.decoder.engine" in names
+    assert "tokenprune.integrations.hf.engine.engine" in names
     assert {name for name in names if name.startswith(ASIDE)} == set()

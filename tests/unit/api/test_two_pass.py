@@ -18,7 +18,7 @@ from each import each
 from processors import demo_model, llava, photo, state
 from tokenprune import AlreadyPatchedError, Budget, BudgetError, Escalation, OptionError, UnknownMethodError, escalate
 from tokenprune.methods.pixels.dynres import asks_for_detail
-from tokenprune.workflows.two_pass import any_detailed, certainty
+from tokenprune_bench.two_pass import any_detailed, certainty
 from tokenprune_demo.heldout import load_heldout
 
 QUESTION = "what color is the circle?"

@@ -20,7 +20,7 @@ from PIL import Image
 import tokenprune
 from tests.unit.api.test_cli import refused
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.app import render, snippets
 from tokenprune_bench.app.comparison import PagePrompt, checked, kept, stages
 from tokenprune_bench.app.loading import Loading, own_folder
@@ -128,7 +128,7 @@ def test_what_cannot_be_asked(
 
 @pytest.mark.parametrize("text", ["dymu:thresholds=/etc/passwd", "tome+fitprune:recipe=/x"])
 def test_a_page_names_no_files(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenprune.files.File.read", lambda *_: pytest.fail("a file was opened"))
+    monkeypatch.setattr("tokenprune.selection.files.File.read", lambda *_: pytest.fail("a file was opened"))
     with pytest.raises(OptionError, match="opens no files"):
         checked(text, 0.5)
 

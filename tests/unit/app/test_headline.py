@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 import pytest
 
 from tokenprune.errors import OptionError
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune.statistics import Stats
 from tokenprune_bench.app import headline, link, render
 from tokenprune_bench.app.comparison import Asked, Comparison, PagePrompt

@@ -20,7 +20,7 @@ from tokenprune.errors import (
     UnsupportedModelError,
     UnsupportedSetupError,
 )
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench import paired, results, suite, tables
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.profiling.patched import patched, patched_by

@@ -20,8 +20,8 @@ from each import each
 from pretender import VISUAL, Pretender, Talk, pretending
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.setting import Setting
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.settings import Setting
 from tokenprune_bench.errors import DataError, RunError
 from tokenprune_bench.lines import read_lines
 from tokenprune_bench.plan import Pass

@@ -19,7 +19,7 @@ import tokenprune
 from processors import LIMITS, demo_model, llava, photo, special_tokenizer
 from tests.unit.api.test_cli import call, refused
 from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.profiling.media import read_frames
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.show import contact_sheet, draw, layout, side_by_side

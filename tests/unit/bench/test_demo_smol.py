@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tokenprune
 from tokenprune.errors import MissingPackageError, TokenPruneError
-from tokenprune.shapes.model_config import read_model_config, shipped_checkpoint
+from tokenprune.models.model_config import read_model_config, shipped_checkpoint
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo import MODELS, smol
 from tokenprune_demo.heldout import SMOL, Example, load_heldout

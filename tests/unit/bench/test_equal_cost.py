@@ -17,10 +17,10 @@ from families import FAMILIES
 from report_runs import BASE, GOOD, header
 from tokenprune import Budget
 from tokenprune.cli import app
-from tokenprune.cost.model import CostModel, Load
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.setting import Setting
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.settings import Setting
+from tokenprune.settings.cost import CostModel, Load
 from tokenprune_bench.equal_cost import in_words, missed, setting_for
 from tokenprune_bench.profiling.model import load
 from tokenprune_bench.profiling.patched import escalating

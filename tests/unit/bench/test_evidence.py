@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 import tokenprune
-from tokenprune.base import Site
-from tokenprune.setting import Setting
+from tokenprune.selection.method import Site
+from tokenprune.settings import Setting
 from tokenprune.statistics import Cut
 from tokenprune_bench.backend import EVIDENCE, HfBackend
 from tokenprune_bench.evidence import outcome, recall, tokens_of

@@ -19,9 +19,9 @@ import tokenprune
 from each import each
 from report_runs import QUESTIONS, header, result, timing
 from tests.unit.docs.test_docs import generator
-from tokenprune import registry
 from tokenprune.cli import app
 from tokenprune.cli.scaffold import new_method
+from tokenprune.methods import registry
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.leaderboard import checks, entry, submit
 from tokenprune_bench.leaderboard.checks import as_plain, check_entry, file_name, read_entry

@@ -15,12 +15,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import tokenprune
-from tokenprune.base import Site
 from tokenprune.cli import app
-from tokenprune.cost.model import CostModel, Load, decode_limit, site_limits
 from tokenprune.errors import OptionError, UnsupportedModelError
-from tokenprune.setting import Setting
-from tokenprune.setting.saved import Config
+from tokenprune.selection.method import Site
+from tokenprune.settings import Setting
+from tokenprune.settings.cost import CostModel, Load, decode_limit, site_limits
+from tokenprune.settings.saved import Config
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.profiling.profile import Profile, Side, profile_call
 from tokenprune_bench.profiling.profile_tables import TO_FIRST_TOKEN, limit_table, stage_table

@@ -13,7 +13,7 @@ from each import each
 from report_runs import BASE, GOOD, QUESTIONS, RIVALS, header, made, result, timing
 from tests.unit.api.test_cli import call, refused
 from tokenprune import TokenPruneError
-from tokenprune.shapes.model_config import known_images
+from tokenprune.models.model_config import known_images
 from tokenprune_bench import results
 from tokenprune_bench.report import compare, warnings
 from tokenprune_bench.report.page import make_page

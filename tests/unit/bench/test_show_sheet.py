@@ -15,7 +15,7 @@ from each import each
 from processors import photo
 from tests.unit.api.test_cli import call, refused
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.show import animation, draw, layout, side_by_side
 from tokenprune_bench.show.layout import Panel

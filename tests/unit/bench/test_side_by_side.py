@@ -9,7 +9,7 @@ from PIL import Image
 
 import tokenprune
 from tokenprune.errors import AlreadyPatchedError, OptionError
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.show import draw, layout, side_by_side
 

@@ -14,8 +14,8 @@ import pytest
 
 import tokenprune
 from each import each
-from tokenprune import registry
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.methods import registry
+from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES
 
 ROOT = Path(__file__).parents[3]

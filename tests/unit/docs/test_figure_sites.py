@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import tokenprune
 from tests.unit.docs.test_docs import generator
-from tokenprune.base import Site
+from tokenprune.selection.method import Site
 
 SVG = "{http://www.w3.org/2000/svg}"
 tool = generator("figure_sites")

@@ -18,7 +18,9 @@ import yaml
 import tokenprune
 from each import each
 from tests.unit.docs.test_docs import generator
-from tokenprune import Site, abilities, registry
+from tokenprune import Site
+from tokenprune.integrations.shared import abilities
+from tokenprune.methods import registry
 from tokenprune_bench.recommend.advice import advice
 from zoo import FAMILIES
 
@@ -175,7 +177,7 @@ def test_the_choice_for_long_prompts_is_linear_in_the_tokens_and_the_other_is_no
 
 
 def test_the_choices_for_vllm_are_served() -> None:
-    from tokenprune.integrations.vllm.setting.servable import check_method
+    from tokenprune.integrations.vllm.settings.servable import check_method
 
     for name in ("server", *generator("which_method").SERVED):
         check_method(tokenprune.method(ADVICE[name].method))
@@ -209,7 +211,7 @@ def test_the_choice_for_ocr_lost_nothing_measured_at_this_keep_and_the_one_for_c
 
 def lost(method: str, kind: str, keep: float) -> float:
     """Return the points that a kind of question lost, as in docs/guard.md."""
-    table = json.loads((ROOT / "tokenprune/assets/guard.json").read_text())
+    table = json.loads((ROOT / "tokenprune/integrations/hf/guard/guard.json").read_text())
     one = next(one for one in table["methods"][method][kind]["measured"] if one["keep"] == keep)
     return 100 * (one["unpatched"] - one["share"])
 

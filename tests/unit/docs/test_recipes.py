@@ -20,8 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import tokenprune
 from each import each
 from tests.unit.docs.test_docs import GUIDES, ROOT
-from tokenprune import registry
 from tokenprune.cli import app
+from tokenprune.methods import registry
 from tokenprune_demo.drawn_documents import draw_document
 from tokenprune_demo.heldout import FOLDER
 
@@ -127,7 +127,10 @@ def of_a_camera(names: dict[str, Any], seen: list[str]) -> None:
     assert max(len(one) for one in re.split(r"[\r\n]", seen[0]) if " MiB, " in one) < 60
     of_file, of_folder = ([np.asarray(one) for one in names["frames"](source)] for source in ("clip.gif", "frames"))
     assert np.shape(of_file) == np.shape(of_folder) == (8, 64, 64, 3)
-    assert tokenprune.sessions.Session.load("gate.safetensors", names["model"], names["processor"]).stats == stats
+    assert (
+        tokenprune.integrations.hf.sessions.Session.load("gate.safetensors", names["model"], names["processor"]).stats
+        == stats
+    )
 
 
 def of_a_long_video(names: dict[str, Any], seen: list[str]) -> None:
@@ -192,9 +195,9 @@ def test_commands_of_a_page_have_the_options_that_it_gives_them(page: Path) -> N
 
 
 def test_the_servers_profiles_are_those_that_clients_name() -> None:
-    from tokenprune.integrations.vllm.setting.configuration import split
-    from tokenprune.integrations.vllm.setting.settings import ServedSetting
-    from tokenprune.serve.offer import Offer
+    from tokenprune.integrations.vllm.settings.configuration import split
+    from tokenprune.integrations.vllm.settings.offer import Offer
+    from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
     page = ROOT / "docs/recipes/vllm-profiles.md"
     (words,) = (words for words in shell_lines(page) if words[:2] == ["vllm", "serve"])

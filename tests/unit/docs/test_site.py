@@ -23,7 +23,7 @@ import yaml
 import tokenprune
 from each import each
 from tokenprune import _MODULES as MODULES
-from tokenprune.families import REFUSED_IN_VLLM, SERVED
+from tokenprune.models.families import REFUSED_IN_VLLM, SERVED
 from tokenprune_bench import calibration
 
 ROOT = Path(__file__).parents[3]
@@ -161,7 +161,7 @@ def test_a_marker_becomes_what_is_made_of_the_code(hooks: Any) -> None:
     made = page_of(hooks, "methods/README.md", (ROOT / "docs/methods/README.md").read_text())
     assert all(made.count(f"| [`{name}`]({name}.md) |") == 1 for name in tokenprune.available_methods())
     made = page_of(hooks, "add-a-method.md", (ROOT / "docs/add-a-method.md").read_text())
-    seen = set(tokenprune.extend.available_observables()) - {"hidden", "normed"}
+    seen = set(tokenprune.selection.available_observables()) - {"hidden", "normed"}
     assert all(made.count(f"\n| `{name}` |") == 1 for name in seen)
     assert "| **all of tokenprune** |" in page_of(hooks, "architecture.md", "# A\n\n<!-- made: house -->\n")
     served = page_of(hooks, "serving-in-full.md", (ROOT / "docs/serving-in-full.md").read_text())

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 import tokenprune
 from tokenprune import Budget
 from tokenprune.api import attachment_of
-from tokenprune.integrations.hf.attention.observer import Observer
+from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.forward.context import _NO_SEGMENTS, Call, OnHost
@@ -28,8 +28,8 @@ from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Plan, Step, plan_cuts
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.view.segments import Segments
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.selection.segments import Segments
 from zoo import FAMILIES
 
 

@@ -18,19 +18,20 @@ from torch import Tensor
 import tokenprune
 from basics import pieces
 from oracle import close
-from tokenprune import OptionError, registry
+from tokenprune import OptionError
 from tokenprune.api import attachment_of
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.forward.part import PerCall
-from tokenprune.view import observable
-from tokenprune.view import registry as observable_registry
-from tokenprune.view.observable import ObservedAt
+from tokenprune.methods import registry
+from tokenprune.selection import observable
+from tokenprune.selection import observable_registry as observable_registry
+from tokenprune.selection.observable import ObservedAt
 from zoo import FAMILIES, Family
 
 LAYER = 2
 DECODER = [
     name
-    for name in tokenprune.extend.available_observables()
+    for name in tokenprune.selection.available_observables()
     if observable_registry.find_observable(name).where
     not in (ObservedAt.TOWER, ObservedAt.TOWER_BLOCK, ObservedAt.CUT, ObservedAt.FRAMES)
 ]

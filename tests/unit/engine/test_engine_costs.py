@@ -11,7 +11,7 @@ import pytest
 import engine_costs
 import tokenprune
 from each import each
-from tokenprune.base import Site
+from tokenprune.selection.method import Site
 
 WANTED = json.loads(engine_costs.TABLE.read_text())
 

@@ -24,9 +24,9 @@ from tokenprune import (
     UnsupportedSetupError,
     VisualTokens,
 )
-from tokenprune.families import SUPPORTED
-from tokenprune.ops.temporal import by_frame, same_place
-from tokenprune.view.frames import frame_and_place, tokens_per_frame
+from tokenprune.kernels.temporal import by_frame, same_place
+from tokenprune.models.families import SUPPORTED
+from tokenprune.selection.frames import frame_and_place, tokens_per_frame
 from zoo import FAMILIES, IMAGE, VIDEO, Family, Inputs
 
 VIDEOS = {name: family for name, family in {**OTHERS, **FAMILIES}.items() if family.video is not None}

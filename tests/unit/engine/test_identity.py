@@ -9,7 +9,7 @@ import torch
 import tokenprune
 from basics import METHODS, MODEL_METHODS, check_takes
 from oracle import generate_logits
-from tokenprune.registry import method_class
+from tokenprune.methods.registry import method_class
 from zoo import FAMILIES, Family
 
 BATCHES = {
@@ -22,7 +22,9 @@ BATCHES = {
 
 
 # With 1.0 view_select still leaves out what the question does not name: see test_view_select.py.
-@pytest.fixture(params=[name for name in METHODS if not issubclass(method_class(name), tokenprune.extend.ImageChooser)])
+@pytest.fixture(
+    params=[name for name in METHODS if not issubclass(method_class(name), tokenprune.selection.ImageChooser)]
+)
 def method(request: pytest.FixtureRequest) -> str:
     return request.param
 

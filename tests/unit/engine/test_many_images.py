@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import tokenprune
 from basics import MODEL_METHODS
-from tokenprune.integrations.hf.decoder import engine, entry
+from tokenprune.integrations.hf.engine import engine, entry
 from zoo import FAMILIES, VISION, tower
 
 if TYPE_CHECKING:

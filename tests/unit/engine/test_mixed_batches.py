@@ -17,7 +17,7 @@ from merging_models import SUPPORTED
 from merging_towers import Merging
 from oracle import close, generate_logits
 from tokenprune import Stats
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES, Family, Inputs
 
 # How many images each row has; rows differ in their text too.

@@ -15,9 +15,9 @@ import families
 import tokenprune
 from each import each
 from tokenprune import UnsupportedSetupError
-from tokenprune.abilities import obstacle
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.sequence.packing import restarts
+from tokenprune.integrations.shared.abilities import obstacle
 from zoo import FAMILIES, Family
 
 ONE_AXIS = ("llava", "internvl", "smolvlm", "gemma3")

@@ -14,9 +14,9 @@ from transformers import StaticCache
 
 import tokenprune
 from far_device import Far, counting, far_inputs, to_far
-from tokenprune.integrations.hf.decoder import planner
+from tokenprune.integrations.hf.engine import planner
+from tokenprune.kernels.transfer import Recent
 from tokenprune.methods import tiles
-from tokenprune.ops.transfer import Recent
 from zoo import FAMILIES, Family
 
 FAMILY = FAMILIES["llava"]

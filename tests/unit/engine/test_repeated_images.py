@@ -12,8 +12,8 @@ import tokenprune
 from each import each
 from families import mrope, special
 from tokenprune.errors import PlaceholderMismatchError
-from tokenprune.integrations.hf.encoded.alignment import check_rows
-from tokenprune.integrations.hf.encoded.record import EncoderRecord
+from tokenprune.integrations.hf.sequence.alignment import check_rows
+from tokenprune.integrations.hf.sequence.record import EncoderRecord
 from zoo import FAMILIES
 
 REPEATING = {

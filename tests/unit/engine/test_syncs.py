@@ -24,16 +24,15 @@ from each import each
 from far_device import Far, counting, device, far_inputs, to_far
 from tokenprune import Site
 from tokenprune.errors import TokenPruneError
-from tokenprune.guard import images
-from tokenprune.guard import pixels as guard_pixels
+from tokenprune.integrations.hf.guard import images
+from tokenprune.integrations.hf.guard import pixels as guard_pixels
 from tokenprune.integrations.vllm.selection import before_llm
-from tokenprune.integrations.vllm.setting.plan import Plan, runs_of
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.plan import Plan, runs_of
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.worker.rows import AwaitedRows
-from tokenprune.kernels import block_attention
+from tokenprune.kernels import block_attention, transfer
 from tokenprune.methods.encoder.thresholds import Thresholds
-from tokenprune.ops import transfer
-from tokenprune.sites.encoder import Tower
+from tokenprune.selection.sites.encoder import Tower
 from zoo import FAMILIES, Family
 
 # One-dimensional positions, three axes of them, masks that the model prepares itself.
@@ -360,7 +359,7 @@ def test_cuda_waits_for_what_is_counted() -> None:
 @torch.no_grad()
 def test_on_a_gpu(family_name: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as counted by CUDA; and choosing and cutting alone, with every wait an error."""
-    from tokenprune.integrations.hf.decoder import engine, entry
+    from tokenprune.integrations.hf.engine import engine, entry
 
     family = FAMILIES[family_name]
     inputs = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in inputs_of(family, name, True).items()}

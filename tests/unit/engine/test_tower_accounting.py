@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from each import each
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.shapes.tower import FAMILIES as KNOWN
-from tokenprune.shapes.tower import TowerShape, views_of
+from tokenprune.models.tower_shape import FAMILIES as KNOWN
+from tokenprune.models.tower_shape import TowerShape, views_of
 from zoo import FAMILIES
 
 SIZES: dict[str, list[Any]] = {  # whole windows of 4 x 4 patches, one and several views

@@ -19,9 +19,9 @@ from oracle import close, generate_logits
 from tests.unit.engine.test_cache import longer, words
 from tests.unit.tower.test_encoder import expected_sources, with_features
 from tokenprune.api import attachment_of
-from tokenprune.attention.virtual_unmerging import Unmerged
-from tokenprune.base import Selection
+from tokenprune.integrations.hf.attention.virtual_unmerging import Unmerged
 from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.selection.method import Selection
 from zoo import FAMILIES, HEAD_DIM, TEXT, Family
 
 BATCHES = {"ragged": {"images": (2, 1)}, "text beside": {"images": (0, 2)}, "right": {"padding": "right"}}

@@ -30,8 +30,8 @@ from tests.unit.engine.test_cache import longer, words
 from tokenprune import Budget, Selection, Site, VisualTokens
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
-from tokenprune.integrations.shared.selection import validate_selection
-from tokenprune.view.segments import Segments
+from tokenprune.selection.apply import validate_selection
+from tokenprune.selection.segments import Segments
 from zoo import FAMILIES, Family
 
 

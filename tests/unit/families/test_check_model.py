@@ -12,7 +12,7 @@ from torch import nn
 import tokenprune
 from families import FAMILIES
 from tokenprune import OptionError, UnsupportedModelError, UnsupportedSetupError
-from tokenprune.families import SUPPORTED
+from tokenprune.models.families import SUPPORTED
 from tokenprune.testing import ConformanceError, check_model
 from tokenprune.testing.models import _mask
 from zoo import Family

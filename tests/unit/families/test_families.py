@@ -23,12 +23,13 @@ from each import each
 from families import FAMILIES, REFUSED, RETRIEVERS, STATEFUL
 from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
-from tokenprune import Pruner, Selection, Site, TokenPruneError, UnsupportedModelError, VisualTokens, families
-from tokenprune.abilities import obstacle
+from tokenprune import Pruner, Selection, Site, TokenPruneError, UnsupportedModelError, VisualTokens
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.view.observable import ObservedAt
-from tokenprune.view.registry import observables_of
+from tokenprune.integrations.shared.abilities import obstacle
+from tokenprune.models import families
+from tokenprune.selection.observable import ObservedAt
+from tokenprune.selection.observable_registry import observables_of
 from zoo import Family
 
 # A score method, a merge method, one inside the decoder, and one that goes on while decoding.

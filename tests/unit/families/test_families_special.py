@@ -19,8 +19,8 @@ from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
 from tests.unit.engine.test_cache import longer, words
 from tokenprune import OptionError, Pruner, UnsupportedModelError
-from tokenprune.base import Method, Selection, Site
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Method, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 from zoo import Family
 
 METHODS = ["random", "fastv"]

@@ -15,10 +15,12 @@ from torch import Tensor
 
 import tokenprune
 from families import FAMILIES as BUILT
-from tokenprune import UnsupportedModelError, UnsupportedSetupError, abilities, families
+from tokenprune import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.errors import PlaceholderMismatchError
-from tokenprune.families import Family, family_of_config
 from tokenprune.integrations.hf.families import Adapter, adapter_for, base, register_adapter
+from tokenprune.integrations.shared import abilities
+from tokenprune.models import families
+from tokenprune.models.families import Family, family_of_config
 
 NEW = "made_up"
 

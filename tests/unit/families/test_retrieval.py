@@ -19,7 +19,7 @@ from families import FAMILIES, REFUSED
 from families.retrieval import RETRIEVERS, Retriever
 from oracle import close, reduced, survivors
 from tokenprune import OptionError, UnsupportedModelError, UnsupportedSetupError
-from tokenprune.families import SUPPORTED
+from tokenprune.models.families import SUPPORTED
 from tokenprune.testing import check_model
 
 # Choose, merge at the entry, cut inside the decoder (by the last token, an end token here), and more than once.

@@ -15,9 +15,11 @@ import tokenprune
 from basics import snapshot
 from families import REFUSED
 from processors import LIMITS, photo
-from tokenprune import UnsupportedModelError, abilities, families
-from tokenprune.families import Family
+from tokenprune import UnsupportedModelError
 from tokenprune.integrations.hf.families import Adapter, adapter_for, base, register_adapter
+from tokenprune.integrations.shared import abilities
+from tokenprune.models import families
+from tokenprune.models.families import Family
 from zoo import BOS, EOS, HEAD_DIM, HIDDEN, IMAGE, PAD, TEXT, VIDEO, VISION, wake
 
 LEAVING = ["divprune", "fastv", "dyrate", "tome", "pixelprune", "towerdrop"]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import tokenprune
 from oracle import close
 from tokenprune import NotPatchedError, OptionError
-from tokenprune.graphs import Graphs, graphed, warm_up
-from tokenprune.graphs.walk import LEARNING
+from tokenprune.integrations.hf.graphs import Graphs, graphed, warm_up
+from tokenprune.integrations.hf.graphs.walk import LEARNING
 from zoo import FAMILIES
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import tokenprune
 from oracle import close
-from tokenprune.graphs import Graphs, graphed, warm_up
+from tokenprune.integrations.hf.graphs import Graphs, graphed, warm_up
 from zoo import FAMILIES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

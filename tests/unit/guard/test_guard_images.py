@@ -14,10 +14,10 @@ from PIL import Image
 import tokenprune
 from each import each
 from guard_drawings import measured, page, planes, scene
-from tokenprune.families import Family
-from tokenprune.guard import pixels as guard_pixels
-from tokenprune.guard.images import SIDE, blocks_of, text_shares
-from tokenprune.guard.settings import TEXT_LIMIT
+from tokenprune.integrations.hf.guard import pixels as guard_pixels
+from tokenprune.integrations.hf.guard.images import SIDE, blocks_of, text_shares
+from tokenprune.integrations.hf.guard.settings import TEXT_LIMIT
+from tokenprune.models.families import Family
 
 SCENES = ("noise", "stripes", "hills", "blocks", "plain")
 

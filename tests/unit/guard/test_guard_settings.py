@@ -13,10 +13,10 @@ from each import each
 from guard_questions import FRESH, KNOWN, TRIED
 from tests.unit.docs.test_site import tool
 from tokenprune import Guard, OptionError
-from tokenprune.guard.floors import Floors, shipped
-from tokenprune.guard.prompts import KindReader
-from tokenprune.guard.settings import KINDS
-from tokenprune.startup import DEFAULT_METHOD
+from tokenprune.integrations.hf.guard.floors import Floors, shipped
+from tokenprune.integrations.hf.guard.prompts import KindReader
+from tokenprune.integrations.hf.guard.settings import KINDS
+from tokenprune.models.torch_import import DEFAULT_METHOD
 from tokenprune_bench.results import read_records
 from tokenprune_demo.heldout import load_heldout
 

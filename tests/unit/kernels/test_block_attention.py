@@ -16,7 +16,7 @@ from dense_blocks import allowed_pairs, attend_by_mask, ids_from
 from each import each
 from tokenprune import OptionError
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
-from tokenprune.view.frames import Visual
+from tokenprune.selection.frames import Visual
 
 
 def video(first: int, frames: int, size: int = 4, gap: int = 0, modality: str = "video") -> Visual:

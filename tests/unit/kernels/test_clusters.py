@@ -12,10 +12,10 @@ from torch import Tensor
 from each import each
 from tests.unit.methods.naive.flashvid import far_apart
 from tests.unit.methods.naive.ottvid import cover
+from tokenprune.kernels import clusters as kernels
+from tokenprune.kernels.clusters import covering, farthest_weighted, nearest, peaks_and_members, roots
 from tokenprune.kernels.pairs import distances
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.ops import clusters as kernels
-from tokenprune.ops.clusters import covering, farthest_weighted, nearest, peaks_and_members, roots
 from videos import best, clusters, cos
 
 COUNTS = [9, 5, 1]

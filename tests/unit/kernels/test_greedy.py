@@ -13,12 +13,11 @@ from torch import Tensor
 from far_device import Far, counting
 from greedy import next_pick
 from tokenprune.kernels import coverage as coverage_module
-from tokenprune.kernels import pairs
+from tokenprune.kernels import pairs, suppress
 from tokenprune.kernels.coverage import Coverage, alike, cosines, cover, coverage_gain, most_covering
 from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.kernels.pairs import Known, Products, Relation
-from tokenprune.ops import suppress
-from tokenprune.ops.suppress import unsuppressed
+from tokenprune.kernels.suppress import unsuppressed
 
 COUNTS, WANTED = [12, 7, 1], [5, 6, 1]
 

@@ -326,7 +326,7 @@ def test_nothing_to_do(kernel_device: torch.device) -> None:
 
 def test_the_whole_model_runs_on_the_kernels(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What observes a layer hands on what the kernels take."""
-    from tokenprune.integrations.shared.observation import Observation
+    from tokenprune.kernels.observation import Observation
 
     query, key, mask, options = make((2, 4, 2, 5, 7, 6), kind="of_keys")
     seen = Observation(*on(kernel_device, (query, key, mask)), options["scaling"])

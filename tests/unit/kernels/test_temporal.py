@@ -13,7 +13,7 @@ from torch import Tensor
 
 from each import each
 from tokenprune.kernels.take import settle
-from tokenprune.ops.temporal import (
+from tokenprune.kernels.temporal import (
     by_frame,
     curvature,
     density_peaks,

@@ -24,8 +24,8 @@ from tests.unit.methods.test_dymu import InputImage, mixed, naive_groups, naive_
 from tests.unit.tower.test_encoder import tiles
 from tests.unit.tower.test_timm import build as build_timm
 from tokenprune import AlreadyPatchedError, BudgetError, OptionError, TokenPruneError, UnsupportedSetupError
-from tokenprune.extend import Tower
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.selection import Tower
 from tokenprune_bench.calibration import Thresholds, calibrate
 from tokenprune_bench.calibration.merge import merges_per_block
 from tokenprune_bench.profiling.model import load

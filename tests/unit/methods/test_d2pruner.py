@@ -16,7 +16,7 @@ from several_cuts import SHARES, Arrived, best, check_in_model, rows, view, want
 from tests.unit.api.test_cli import call
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.methods.in_llm.d2pruner import AttentionPrior, stretched
-from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune.models.fingerprint import fingerprint
 from tokenprune_bench.calibration import fit_d2pruner
 from zoo import FAMILIES
 

@@ -16,7 +16,7 @@ from process_defaults import DEFAULTS, defaulting
 from tests.unit.methods.test_dyrate_rates import made_up
 from tokenprune import Site
 from tokenprune.errors import TokenPruneError
-from tokenprune.extend import Tower
+from tokenprune.selection import Tower
 from tokenprune_bench.calibration import Thresholds
 from zoo import FAMILIES, Family
 

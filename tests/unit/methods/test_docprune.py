@@ -15,8 +15,8 @@ from each import each
 from families import FAMILIES
 from tests.unit.tower.test_unit_dropping import encode
 from tokenprune import OptionError
-from tokenprune.abilities import unserved
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.shared.abilities import unserved
 from tokenprune.methods.encoder.docprune import relevance_map
 from tokenprune.testing import check_method
 

@@ -17,8 +17,8 @@ from merging_models import SUPPORTED, blocks_of, tower_of
 from oracle import close
 from tests.unit.tower.test_encoder import tiles, tokens_in_mlps
 from tokenprune import BudgetError, OptionError
-from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.ops.merging import best_partners, bipartite_match, ragged_merge, threshold_match
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.kernels.merging import best_partners, bipartite_match, ragged_merge, threshold_match
 from tokenprune_bench.calibration import Thresholds, calibrate
 from zoo import FAMILIES, Family
 

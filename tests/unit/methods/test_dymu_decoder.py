@@ -18,11 +18,11 @@ from merging_models import SUPPORTED, image_arguments, tower_of
 from oracle import close, generate_logits, reduced, survivors
 from tests.unit.tower.test_encoder import BATCHES, expected_sources, with_features
 from tokenprune import Budget, BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.extend import EncoderMethod, Tower
-from tokenprune.files import File
-from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.ops.merging import most
-from tokenprune.shapes.fingerprint import Fingerprint
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.kernels.merging import most
+from tokenprune.models.fingerprint import Fingerprint
+from tokenprune.selection import EncoderMethod, Tower
+from tokenprune.selection.files import File
 from tokenprune_bench.calibration import Thresholds
 from tokenprune_bench.profiling.model import load
 from tokenprune_demo.heldout import load_heldout

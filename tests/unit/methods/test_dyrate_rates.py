@@ -12,7 +12,7 @@ from oracle import generate_logits
 from tests.unit.api.test_cli import call, refused
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.methods.decode.rate_predictor import RatePredictor
-from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune.models.fingerprint import fingerprint
 from tokenprune_bench.calibration import fit_dyrate
 from tokenprune_bench.calibration.rate_fitting import _regress
 from zoo import FAMILIES

@@ -14,8 +14,8 @@ import tokenprune
 from each import each
 from naive_frames import chosen, mix, mixed, segments
 from tokenprune import OptionError
-from tokenprune.abilities import unserved
-from tokenprune.extend import FrameMix
+from tokenprune.integrations.shared.abilities import unserved
+from tokenprune.selection import FrameMix
 from tokenprune.testing import check_method
 
 PLACES, WIDTH = 5, 8

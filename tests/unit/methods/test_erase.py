@@ -21,7 +21,7 @@ from families import FAMILIES as EVERY_FAMILY
 from oracle import close
 from several_cuts import Arrived, best, check_in_model, counts_of, rows
 from tokenprune import Budget, BudgetError, OptionError, UnsupportedSetupError, VisualTokens
-from tokenprune.view.registry import find_observable
+from tokenprune.selection.observable_registry import find_observable
 from zoo import FAMILIES
 
 MEAN, STD = [0.48, 0.46, 0.41], [0.27, 0.26, 0.28]
@@ -160,7 +160,7 @@ def test_the_observable_in_models(name: str, build: Any, monkeypatch: pytest.Mon
         return select(method, tokens)
 
     monkeypatch.setattr(type(tokenprune.method("erase")), "select", look)
-    monkeypatch.setattr("tokenprune.integrations.hf.tower.attention_scores._TOKENS", 5)
+    monkeypatch.setattr("tokenprune.integrations.hf.towers.attention_scores._TOKENS", 5)
     with tokenprune.patched(model, "erase", keep=0.25, processor=PROCESSOR, guard=None):
         model(**inputs)
     ((counts, found),) = seen

@@ -15,7 +15,7 @@ from each import each
 from several_cuts import counts_of
 from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.methods.in_llm.fitprune import Recipe, shares
-from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune.models.fingerprint import fingerprint
 from tokenprune_bench.calibration import fit_fitprune
 from tokenprune_bench.calibration.attention_fitting import left_over
 from zoo import FAMILIES

@@ -66,7 +66,7 @@ def test_its_cuts_keep_what_is_asked_for_on_average() -> None:
 
 
 def _shape(layers: int) -> Any:
-    from tokenprune.shapes.decoder import DecoderShape
+    from tokenprune.models.decoder_shape import DecoderShape
 
     return DecoderShape(layers, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16)
 

@@ -15,7 +15,7 @@ import torch
 import tokenprune
 from tests.unit.methods.naive.flowcut import LAYERS, naive, naive_tile, tokens_of
 from tests.unit.tower.test_encoder_attention import attentions_of
-from tokenprune.integrations.shared.tower_scores import block_index
+from tokenprune.integrations.shared.towers.tower_scores import block_index
 from tower_tokens import chosen as chosen_by
 from tower_tokens import tower_tokens
 from zoo import FAMILIES

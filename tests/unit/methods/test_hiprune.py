@@ -10,7 +10,7 @@ import torch
 
 import tokenprune
 from tests.unit.methods.naive.hiprune import LAYERS
-from tokenprune.integrations.shared.tower_scores import block_index
+from tokenprune.integrations.shared.towers.tower_scores import block_index
 from tower_tokens import best, tower_tokens
 from tower_tokens import chosen as chosen_by
 

@@ -12,7 +12,7 @@ import torch
 from anyres_views import PICTURES, Picture, split, views
 from each import each
 from tokenprune import OptionError
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.tokens import VisualTokens
 from tower_tokens import best, chosen
 
 

@@ -20,12 +20,12 @@ from oracle import close, generate_logits, reduced, survivors
 from tests.unit.tower.test_packed_units import in_rows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, NAMES, UNIT, as_encoded, drawn, encode, tensors_of, tower_of
 from tokenprune import OptionError, Site
-from tokenprune.abilities import unserved
-from tokenprune.budget import Budget
-from tokenprune.cost.model import CostModel, Load
-from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.integrations.shared.units import Units, WayBack
-from tokenprune.ops.merging import Merge
+from tokenprune.budgets import Budget
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.shared.abilities import unserved
+from tokenprune.integrations.shared.towers.units import Units, WayBack
+from tokenprune.kernels.merging import Merge
+from tokenprune.settings.cost import CostModel, Load
 from tokenprune.testing import check_method
 
 KEEP = 0.4

@@ -12,10 +12,10 @@ from torch import Tensor
 import tokenprune
 from each import each
 from tests.unit.methods.naive.llava_scissor import connected, naive
+from tokenprune.kernels import clusters as kernels
+from tokenprune.kernels.clusters import LikePairs, components
 from tokenprune.kernels.pairs import unit
 from tokenprune.methods.video import llava_scissor as scissor
-from tokenprune.ops import clusters as kernels
-from tokenprune.ops.clusters import LikePairs, components
 from videos import compare, given, moving, select, shares_of
 
 

@@ -12,7 +12,8 @@ import pytest
 import tokenprune
 from basics import METHODS
 from each import each
-from tokenprune import Method, Pruner, registry
+from tokenprune import Method, Pruner
+from tokenprune.methods import registry
 
 CALLS = {name: partial(tokenprune.method, name) for name in METHODS}
 

@@ -16,10 +16,10 @@ import tokenprune
 from basics import METHODS, MODEL_METHODS
 from each import each
 from tokenprune import Pruner, Selection, Site, VisualTokens
+from tokenprune.selection.observable import ObservedAt
+from tokenprune.selection.observable_registry import find_observable
+from tokenprune.selection.segments import Patches, Sizes
 from tokenprune.testing import visual_tokens
-from tokenprune.view.observable import ObservedAt
-from tokenprune.view.registry import find_observable
-from tokenprune.view.segments import Patches, Sizes
 
 
 def made_up(
@@ -35,7 +35,9 @@ def made_up(
     scores = given.get("encoder", dict.fromkeys((0.25, -1), keys[:, :longest, 0]))
     seen["encoder_attention"] = {layer: one[:, None] for layer, one in scores.items()}
     seen["patches"] = given.get("patches") or raster(counts, grids or [None] * rows)
-    for one in map(find_observable, tokenprune.extend.available_observables()):  # what else a tower tells, of any block
+    for one in map(
+        find_observable, tokenprune.selection.available_observables()
+    ):  # what else a tower tells, of any block
         if one.where in (ObservedAt.TOWER, ObservedAt.TOWER_BLOCK) and one.name not in seen:
             seen[one.name] = one.example(Sizes(tuple(counts)), g)
     behind = {"hidden": hidden[:, longest:], "keys": keys[:, longest:]}
@@ -287,7 +289,7 @@ def test_methods_are_frozen_and_described() -> None:
     for name in METHODS:
         info = tokenprune.method_info(name)
         assert info.summary.endswith((".", "!")) and len(info.summary) < 300
-        assert info.paper and info.site in Site and info.needs <= set(tokenprune.extend.available_observables())
+        assert info.paper and info.site in Site and info.needs <= set(tokenprune.selection.available_observables())
         method = tokenprune.method(name)
         assert method.name == name and method == tokenprune.method(name, **info.options)
         assert not (method.query_aware and method.prefix_cache_safe)

@@ -16,8 +16,8 @@ from oracle import survivors
 from several_cuts import counts_of
 from tests.unit.methods.naive.mustdrop import ties
 from tokenprune import Budget, VisualTokens
+from tokenprune.selection import observable
 from tokenprune.testing import visual_tokens
-from tokenprune.view import observable
 from zoo import FAMILIES, IMAGE
 
 COUNTS = [40, 17, 9]

@@ -14,9 +14,9 @@ import torch
 
 from each import each
 from tests.unit.methods.naive.ottvid import cover, naive, sinkhorn
+from tokenprune.kernels.clusters import covering
+from tokenprune.kernels.masses import transport
 from tokenprune.methods.video.ottvid import picks_of_frames
-from tokenprune.ops.clusters import covering
-from tokenprune.ops.masses import transport
 from videos import attention_of, cos, given, moving, same, select, shares_of
 
 

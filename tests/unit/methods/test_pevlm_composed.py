@@ -23,7 +23,7 @@ from block_settings import (
 )
 from oracle import close, generate_logits, reduced
 from tokenprune import Budget, BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.integrations.hf.attention.observer import Observer, Tap
+from tokenprune.integrations.hf.attention_observer import Observer, Tap
 from tokenprune.kernels.block_attention import SINK, TAIL
 from zoo import FAMILIES, VIDEO, Family
 

@@ -11,7 +11,7 @@ import torch
 import tokenprune
 from tests.unit.methods.naive.prumerge import BOTH, naive
 from tokenprune import Selection
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.tokens import VisualTokens
 from tower_tokens import LAYOUTS, kept_of, merged, tower_tokens
 
 
@@ -69,5 +69,5 @@ def test_clusters_are_means_by_attention() -> None:
 def test_many_kept_ones_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tower_tokens(LAYOUTS[1], [30, 9])
     whole = select("prumerge", tokens, merge="clusters").assign
-    monkeypatch.setattr("tokenprune.ops.clusters._AT_ONCE", 3 * tokens.mask.numel())
+    monkeypatch.setattr("tokenprune.kernels.clusters._AT_ONCE", 3 * tokens.mask.numel())
     assert torch.equal(select("prumerge", tokens, merge="clusters").assign, whole)

@@ -8,7 +8,7 @@ import pytest
 import tokenprune
 from several_cuts import counts_of
 from tokenprune import Budget, BudgetError, OptionError
-from tokenprune.schedule import place
+from tokenprune.budgets.schedule import place
 
 
 def test_the_schedule_is_the_papers() -> None:

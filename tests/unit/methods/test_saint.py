@@ -22,10 +22,10 @@ from tests.unit.tower.test_encoder import with_features
 from tests.unit.tower.test_packed_units import in_rows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, MODALITIES, NAMES, UNIT, encode, masked, tensors_of, tower_of
 from tokenprune import Budget, OptionError, Site, UnsupportedSetupError
-from tokenprune.abilities import unserved
-from tokenprune.extend import Tower
-from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.ops.merging import Merge
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.shared.abilities import unserved
+from tokenprune.kernels.merging import Merge
+from tokenprune.selection import Tower
 from tokenprune.testing import check_method
 from zoo import FAMILIES
 

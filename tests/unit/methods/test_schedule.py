@@ -14,8 +14,8 @@ import tokenprune
 from basics import pieces
 from pyramid import Pyramid
 from tokenprune import Budget, BudgetError, Method, OptionError
-from tokenprune.schedule import profile
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.budgets.schedule import profile
+from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES, Family
 
 

@@ -14,8 +14,9 @@ import tokenprune
 from anyres_views import Picture
 from basics import MODEL_METHODS, TILE_METHODS, pieces
 from tests.unit.engine.test_oracle import BATCHES, check_generate, compare_forward
-from tokenprune import UnsupportedSetupError, abilities
-from tokenprune.families import SUPPORTED
+from tokenprune import UnsupportedSetupError
+from tokenprune.integrations.shared import abilities
+from tokenprune.models.families import SUPPORTED
 from zoo import FAMILIES
 
 TILED = ("llava_next", "llava_onevision")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from each import each
 from tokenprune import Budget, BudgetError, OptionError
+from tokenprune.kernels.merging import Merge, bipartite_match, most
 from tokenprune.methods.encoder.tome import ToMe
-from tokenprune.ops.merging import Merge, bipartite_match, most
-from tokenprune.sites.encoder import Tower
+from tokenprune.selection.sites.encoder import Tower
 
 SHAPES = [(1, 2, 0), (2, 7, 0), (2, 8, 0), (3, 7, 1), (2, 16, 1), (1, 17, 2), (2, 12, 5), (1, 3, 1)]
 CASES = [(b, n, p, r) for b, n, p in SHAPES for r in sorted({1, 2, n // 3, n, 0})]

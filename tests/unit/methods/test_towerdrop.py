@@ -16,8 +16,8 @@ from oracle import close
 from tests.unit.tower.test_packed_units import in_rows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, MODALITIES, UNIT, encode, masked, tensors_of, tower_of
 from tokenprune import OptionError
-from tokenprune.abilities import unserved
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.shared.abilities import unserved
 from tokenprune.testing import check_method
 
 SCORES = ("diverse", "change", "norm", "detail", "random")

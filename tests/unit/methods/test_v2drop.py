@@ -9,7 +9,7 @@ import torch
 
 import tokenprune
 from tokenprune import Budget
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES
 
 

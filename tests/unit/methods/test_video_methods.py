@@ -16,10 +16,10 @@ from basics import VIDEO_METHODS
 from each import each
 from naive_video import NAIVE, Places, spread
 from tokenprune import VisualTokens
+from tokenprune.selection.observable import ObservedAt
+from tokenprune.selection.observable_registry import available_observables, find_observable
+from tokenprune.selection.segments import Patches, Sizes
 from tokenprune.testing import visual_tokens
-from tokenprune.view.observable import ObservedAt
-from tokenprune.view.registry import available_observables, find_observable
-from tokenprune.view.segments import Patches, Sizes
 
 PLACES, WIDTH = 6, 12
 MERGING = [name for name in VIDEO_METHODS if tokenprune.method_info(name).merges]

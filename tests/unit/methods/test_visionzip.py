@@ -11,7 +11,7 @@ import torch
 import tokenprune
 from tests.unit.methods.naive.visionzip import naive
 from tokenprune import Selection
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.tokens import VisualTokens
 from tower_tokens import merged, tower_tokens
 
 

@@ -15,8 +15,8 @@ from merging_models import blocks_of, tower_of
 from several_cuts import Arrived, check_in_model, counts_of
 from tokenprune import Budget
 from tokenprune.methods.pre_llm.vitcop import centres_of
+from tokenprune.selection.tokens import VisualTokens
 from tokenprune.testing import visual_tokens
-from tokenprune.view.tokens import VisualTokens
 from tower_tokens import LAYOUTS, budgets, tower_tokens
 from zoo import FAMILIES
 

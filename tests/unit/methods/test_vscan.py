@@ -16,8 +16,8 @@ from oracle import close, generate_logits, reduced, survivors
 from tests.unit.methods.test_methods import made_up, raster, unit
 from tests.unit.tower.test_encoder_attention import BATCHES, CASES, naive_scores
 from tokenprune import Budget, BudgetError, OptionError, Selection
-from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.view.segments import Patches
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.selection.segments import Patches
 from zoo import FAMILIES, Family
 
 

@@ -11,7 +11,7 @@ import torch
 import tokenprune
 from oracle import close, generate_logits, reduced
 from tokenprune import Budget, BudgetError
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES
 
 SHAPE = DecoderShape(32, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16)

@@ -20,7 +20,7 @@ from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, special
 from tokenprune import Budget, BudgetError, OptionError, count_visual_tokens, patch_processor, unpatch_processor
 from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.methods.pixels.dynres import _cells, look
-from tokenprune.view.images import InputImage
+from tokenprune.selection.images import InputImage
 
 KEEPS = [0.0625, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0]
 

@@ -27,7 +27,7 @@ from tokenprune.integrations.shared.pixel_counts import PixelCounts
 from zoo import FAMILIES
 
 INFOS = [tokenprune.method_info(name) for name in METHODS]
-PIXEL_METHODS = [info.name for info in INFOS if issubclass(info.cls, tokenprune.extend.ResizeMethod)]
+PIXEL_METHODS = [info.name for info in INFOS if issubclass(info.cls, tokenprune.selection.ResizeMethod)]
 KEEPS = [0.75, 0.5, 0.25, 1 / 9, 0.04]
 
 

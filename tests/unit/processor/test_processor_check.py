@@ -209,8 +209,8 @@ def test_sessions_and_two_passes_refuse_it_too() -> None:
     with pytest.raises(OptionError, match="not the processor of the model"):
         tokenprune.escalate(model, other, images=[photo(64, 64)], text="<image>what?")
     with pytest.raises(OptionError, match="not the processor of the model"):
-        tokenprune.sessions.session(model, other, memory=512)
-    tokenprune.sessions.session(model, processor, memory=512)
+        tokenprune.integrations.hf.sessions.session(model, other, memory=512)
+    tokenprune.integrations.hf.sessions.session(model, processor, memory=512)
 
 
 def test_a_larger_vocabulary_is_refused() -> None:

@@ -31,7 +31,7 @@ from tokenprune import (
 from zoo import FAMILIES
 
 INFOS = [tokenprune.method_info(name) for name in METHODS]
-PIXEL_METHODS = [info.name for info in INFOS if issubclass(info.cls, tokenprune.extend.ResizeMethod)]
+PIXEL_METHODS = [info.name for info in INFOS if issubclass(info.cls, tokenprune.selection.ResizeMethod)]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 from each import each
 from processors import COUNTED, llava, tokenizer, written
 from tokenprune import OptionError, UnsupportedSetupError, count_visual_tokens
-from tokenprune.shapes.token_counts import countable_processors
+from tokenprune.models.token_counts import countable_processors
 
 NUMBER = 50
 # Qwen3-VL's published settings: the same class with patches of 16 and higher limits.

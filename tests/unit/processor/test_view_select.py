@@ -15,8 +15,8 @@ from processors import llava, photo, tokenizer
 from tokenprune import (
     OptionError,
 )
+from tokenprune.integrations.hf.pixels.prompts import PromptReader
 from tokenprune.methods.pixels.view_select import similarity
-from tokenprune.processor.prompts import PromptReader
 
 CAMERAS = ["CAM_FRONT", "CAM_FRONT_LEFT", "CAM_FRONT_RIGHT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT"]
 VIEWS = [photo(40 + 8 * number, 64, number) for number in range(6)]

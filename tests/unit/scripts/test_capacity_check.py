@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
-from tokenprune.cost.gpus import GPU
+from tokenprune.integrations.vllm.gpus import GPU
 
 TEXT, COMPUTE = 20, 0.8
 

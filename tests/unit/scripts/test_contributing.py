@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.base import Pruner, Site
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Site
+from tokenprune.methods.registry import register
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("largest_norm", site=Site.PRE_LLM, paper="none")

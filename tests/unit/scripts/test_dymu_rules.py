@@ -20,7 +20,7 @@ from made_up_thresholds import TAUS, by_hand, tower_shape
 from merging_models import blocks_of, tower_of
 from tests.unit.methods.test_dymu import mixed
 from tests.unit.tower.test_encoder import tiles
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune_bench.calibration import calibrate
 from tokenprune_bench.calibration.merge import merges_per_block
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.setting.configuration import split
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.serve.offer import Offer
+from tokenprune.integrations.vllm.settings.configuration import split
+from tokenprune.integrations.vllm.settings.offer import Offer
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
 SERVED = "uniform;keep=0.11;profile=fast;by=name;in=16;out=2"
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.serve.offer import Offer
-from tokenprune.serve.overload import StepInForce
+from tokenprune.integrations.vllm.settings.offer import Offer
+from tokenprune.integrations.vllm.settings.overload import StepInForce
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
 
 @pytest.fixture(scope="module")

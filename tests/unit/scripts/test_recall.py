@@ -15,8 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tokenprune import sessions
-from tokenprune.sessions.results import HeldEntries
+from tokenprune.integrations.hf import sessions
+from tokenprune.integrations.hf.sessions.results import HeldEntries
 from tokenprune_bench.profiling.model import load
 from tokenprune_demo.drawn_streams import EVENT_KINDS, SEED, STREAM_CHANCE, draw_stream
 from tokenprune_demo.drawn_videos import ANSWERS, FRAMES

@@ -13,9 +13,9 @@ import torch
 import tokenprune
 from families import FAMILIES
 from selection import REASONS
-from tokenprune.families import SUPPORTED
-from tokenprune.view.observable import ObservedAt
-from tokenprune.view.registry import observables_of
+from tokenprune.models.families import SUPPORTED
+from tokenprune.selection.observable import ObservedAt
+from tokenprune.selection.observable_registry import observables_of
 from zoo import FAMILIES as ZOO
 
 # Refusals that patch() cannot know, because other prompts run: an image of many tiles has too few tokens per tile for

@@ -11,9 +11,9 @@ import torch
 from jinja2 import Template as Jinja
 
 from processors import demo_model, llava, photo
-from tokenprune import sessions
 from tokenprune.errors import SessionError
-from tokenprune.sessions.prompts import Template
+from tokenprune.integrations.hf import sessions
+from tokenprune.integrations.hf.sessions.prompts import Template
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n"

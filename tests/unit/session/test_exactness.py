@@ -10,7 +10,7 @@ import torch
 
 from each import each
 from session_oracle import NAMES, close, images_of, played, recorded
-from tokenprune.families import SUPPORTED
+from tokenprune.models.families import SUPPORTED
 from zoo import FAMILIES
 
 POLICIES = ["window", "uniform", "random"]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import tokenprune
 from policy_views import view_of
 from session_oracle import close, played, recorded
-from tokenprune.sessions.policies.base import PolicyView
+from tokenprune.integrations.hf.sessions.policies.base import PolicyView
 from zoo import FAMILIES
 
-INFINIPOT = tokenprune.sessions.policy("infinipot_v")
+INFINIPOT = tokenprune.integrations.hf.sessions.policy("infinipot_v")
 
 
 def naive(view: PolicyView, keep: int, tar: float = 0.5, recent: float = 0.25) -> list[list[int]]:
@@ -48,7 +48,7 @@ def naive(view: PolicyView, keep: int, tar: float = 0.5, recent: float = 0.25) -
 
 
 def chosen(view: PolicyView, keep: int, **options: float) -> list[list[int]]:
-    return tokenprune.sessions.policy("infinipot_v", **options).select(view, keep).tolist()
+    return tokenprune.integrations.hf.sessions.policy("infinipot_v", **options).select(view, keep).tolist()
 
 
 @given(frames=st.integers(2, 9), cells=st.integers(1, 6), share=st.floats(0.1, 0.9), seed=st.integers(0, 5),

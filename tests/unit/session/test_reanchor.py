@@ -11,8 +11,8 @@ from transformers import AutoProcessor
 
 from processors import DEMO, demo_model, photo
 from session_oracle import Recorded, close, images_of, recorded
-from tokenprune import sessions
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
+from tokenprune.integrations.hf import sessions
 from zoo import FAMILIES
 
 TURNING = ["llava", "qwen2_5_vl", "qwen3_vl", "internvl"]

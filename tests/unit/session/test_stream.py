@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from session_oracle import NAMES, close, images_of, played, recorded
-from tokenprune import sessions
+from tokenprune.integrations.hf import sessions
 from zoo import FAMILIES, IMAGE, VIDEO, InputImage
 
 WITH_VIDEOS = [name for name in NAMES if FAMILIES[name].video is not None]

@@ -16,17 +16,17 @@ from typer.testing import CliRunner
 
 import tokenprune
 from session_oracle import close, played, recorded
-from tokenprune import registry
 from tokenprune.cli import app, scaffold
 from tokenprune.errors import ConformanceError, RegistrationError
-from tokenprune.sessions.policies import registry as policies
+from tokenprune.integrations.hf.sessions.policies import registry as policies
+from tokenprune.methods import registry
 from zoo import FAMILIES
 
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Policies and modules that a test makes are gone after it."""
-    tokenprune.sessions.available_policies()
+    tokenprune.integrations.hf.sessions.available_policies()
     monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
     monkeypatch.setattr(sys, "path", list(sys.path))
     modules = set(sys.modules)
@@ -44,7 +44,7 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     point = EntryPoint(name, module, policies.ENTRY_POINT_GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
     monkeypatch.setattr(policies, "_loaded", False)
-    assert name in tokenprune.sessions.available_policies()
+    assert name in tokenprune.integrations.hf.sessions.available_policies()
     return importlib.import_module(f"test_{name}")
 
 
@@ -55,7 +55,7 @@ def test_a_package_passes_its_own_test_and_holds_a_session(tmp_path: Path, monke
     assert mark.args[1] == [{}, {"order": 1}]
     for options in mark.args[1]:
         test.test_it_keeps_the_rules_of_all_policies(options)
-        assert tokenprune.sessions.policy("my_policy", **options).order == options.get("order", 2)
+        assert tokenprune.integrations.hf.sessions.policy("my_policy", **options).order == options.get("order", 2)
     for path in (one for one in folder.rglob("*") if one.is_file() and one.suffix != ".pyc"):
         assert "$" not in path.read_text(), path.name
     made = played(recorded(FAMILIES["llava"], build(FAMILIES["llava"]), memory=110, policy="my_policy"))
@@ -79,7 +79,9 @@ def test_a_class_does_not_shadow_what_it_uses(name: str, tmp_path: Path, monkeyp
 
 
 def test_the_name_of_a_policy_is_taken_and_that_of_a_method_not(tmp_path: Path) -> None:
-    with pytest.raises(RegistrationError, match=r"'window' is taken by tokenprune.sessions.policies.window"):
+    with pytest.raises(
+        RegistrationError, match=r"'window' is taken by tokenprune.integrations.hf.sessions.policies.window"
+    ):
         scaffold.new_method("window", "session", tmp_path / "made")
     scaffold.new_method("divprune", "session", tmp_path / "made")
     with pytest.raises(RegistrationError, match=r"is taken by tokenprune\.methods"):

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from tokenprune.observables.tiling import Tiling
+from tokenprune.selection.observables.tiling import Tiling
+from tokenprune.selection.segments import Patches
+from tokenprune.selection.tokens import VisualTokens
 from tokenprune.testing import visual_tokens
-from tokenprune.view.segments import Patches
-from tokenprune.view.tokens import VisualTokens
 
 Cell = tuple[int, int, int]  # tile, row, column; tile -1 is a newline
 

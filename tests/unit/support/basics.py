@@ -10,11 +10,11 @@ from torch import nn
 
 import tokenprune
 from tokenprune import Budget, Method, Site
-from tokenprune.abilities.obstacle import not_on
-from tokenprune.families import SUPPORTED
-from tokenprune.integrations.shared.tower_scores import read_of_pixels
-from tokenprune.view.observable import ObservedAt
-from tokenprune.view.registry import observables_of
+from tokenprune.integrations.shared.abilities.obstacle import not_on
+from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels
+from tokenprune.models.families import SUPPORTED
+from tokenprune.selection.observable import ObservedAt
+from tokenprune.selection.observable_registry import observables_of
 from zoo import IMAGE, VIDEO, Family
 
 METHODS = tokenprune.available_methods()

@@ -16,7 +16,7 @@ from oracle import seen_before
 from tests.unit.kernels.test_block_attention import naive_ids
 from tokenprune.integrations.hf import compat
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL
-from tokenprune.view.frames import Visual
+from tokenprune.selection.frames import Visual
 from zoo import FAMILIES, VIDEO, Family
 
 VIDEO_FAMILIES = [family for family in FAMILIES.values() if family.video]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tokenprune.attention import blockwise as block_attention
+from tokenprune.integrations.hf.attention import blockwise as block_attention
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.api import attachment_of
-from tokenprune.attention.virtual_unmerging import Unmerged, VirtualUnmerging
-from tokenprune.integrations.hf.attention.observer import Tap
+from tokenprune.integrations.hf.attention.virtual_unmerging import Unmerged, VirtualUnmerging
+from tokenprune.integrations.hf.attention_observer import Tap
 from tokenprune.integrations.hf.sequence.masks import causal_mask
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from tokenprune.guard.images import blocks_of, text_shares
+from tokenprune.integrations.hf.guard.images import blocks_of, text_shares
 
 
 def page(side: int = 336, letters: int = 12, paper: str = "white", ink: str = "black") -> Image.Image:

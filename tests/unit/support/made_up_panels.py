@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 
 
 class Fake:

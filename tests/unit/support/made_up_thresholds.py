@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 import tokenprune
-from tokenprune.extend import Tower
+from tokenprune.selection import Tower
 from tokenprune_bench.calibration import Thresholds
 
 
 def tower_shape(model: Any) -> Tower:
     from tokenprune.integrations.hf.families import adapter_for
-    from tokenprune.integrations.hf.tower.merging import EncoderPatch
+    from tokenprune.integrations.hf.towers.merging import EncoderPatch
 
     return EncoderPatch(adapter_for(model), tokenprune.method("tome", r=0), tokenprune.Budget(keep=0.5)).shape
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenprune.sessions.policies.base import PolicyView
+from tokenprune.integrations.hf.sessions.policies.base import PolicyView
 
 
 def view_of(

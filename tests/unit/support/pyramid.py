@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from tokenprune import Budget, Method, Pruner, Site, VisualTokens
-from tokenprune.schedule import profile
+from tokenprune.budgets.schedule import profile
 
 
 @dataclass(frozen=True)

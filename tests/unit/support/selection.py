@@ -18,10 +18,10 @@ import tokenprune
 import zoo
 from families import FAMILIES, REFUSED
 from tokenprune import Budget, Pruner
-from tokenprune.families import SUPPORTED
 from tokenprune.integrations.hf import compat
-from tokenprune.view.observable import ObservedAt
-from tokenprune.view.registry import find_observable
+from tokenprune.models.families import SUPPORTED
+from tokenprune.selection.observable import ObservedAt
+from tokenprune.selection.observable_registry import find_observable
 
 # `-m fast` runs one family of each kind, and on families one method of each kind.
 FAST_FAMILIES = {

@@ -15,10 +15,10 @@ import tokenprune
 from basics import pieces
 from oracle import reduced, survivors
 from tokenprune import Selection, VisualTokens
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.selection.observable_registry import find_observable
+from tokenprune.selection.segments import Sizes
 from tokenprune.testing import visual_tokens
-from tokenprune.view.registry import find_observable
-from tokenprune.view.segments import Sizes
 from zoo import FAMILIES
 
 TEXT = 5

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import tokenprune
 from tokenprune import Selection
-from tokenprune.integrations.shared.selection import merge_tokens
+from tokenprune.selection.apply import merge_tokens
+from tokenprune.selection.segments import Patches
+from tokenprune.selection.tokens import VisualTokens
 from tokenprune.testing import visual_tokens
-from tokenprune.view.segments import Patches
-from tokenprune.view.tokens import VisualTokens
 
 # Of each image its tiles, (height, width), and how many newlines stand behind them.
 Layout = Sequence[tuple[Sequence[tuple[int, int]], int]]

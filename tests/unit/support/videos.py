@@ -12,8 +12,8 @@ from torch import Tensor
 
 import tokenprune
 from tokenprune import Selection, VisualTokens
+from tokenprune.selection.segments import Patches
 from tokenprune.testing import visual_tokens
-from tokenprune.view.segments import Patches
 
 WIDTH = 12
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForImageTextToText, LlavaConfig
 import tokenprune
 from basics import MODEL_METHODS, snapshot
 from oracle import close, reduced
-from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError, families
+from tokenprune import OptionError, TokenPruneError, UnsupportedSetupError
+from tokenprune.models import families
 from tower_attention import make_seer
 from zoo import FAMILIES, IMAGE, TEXT
 

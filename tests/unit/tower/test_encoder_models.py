@@ -15,7 +15,7 @@ from basics import snapshot
 from families.plain import FAMILIES as OTHERS
 from merging_models import SUPPORTED, UNITS, blocks_of, image_arguments, tower_of
 from tokenprune import Budget, BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.sequence.record import record_of
 from zoo import FAMILIES, Family
 
 PACKED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]  # test_packed_encoder.py

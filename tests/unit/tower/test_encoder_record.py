@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 import tokenprune
 from families import FAMILIES
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.encoded.record import KEY, EncoderRecord, open_record, record_of
+from tokenprune.integrations.hf.sequence.record import KEY, EncoderRecord, open_record, record_of
 
 # A method each that leaves something of its own, and the fields that a Qwen image then has.
 LEFT = {

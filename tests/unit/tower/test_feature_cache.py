@@ -19,8 +19,8 @@ from asked_again import ROOM, another_question, counts, tower_calls
 from basics import check_takes
 from oracle import close, generate_logits
 from tokenprune import NotPatchedError, TokenPruneError
-from tokenprune.families import SUPPORTED
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.models.families import SUPPORTED
 from zoo import FAMILIES, Family
 
 # By the tower's attention, by features, by the question, inside the decoder, inside the tower, while decoding.
@@ -273,7 +273,7 @@ def test_models_that_encode_in_another_way(build: Callable) -> None:
 
 
 def test_a_setting_does_not_name_it(build: Callable) -> None:
-    from tokenprune.integrations.vllm.setting.settings import ServedSetting
+    from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
     setting = {"method": "divprune", "keep": 0.5}
     for read in (tokenprune.read_config, ServedSetting.of):

@@ -15,7 +15,7 @@ from accelerate import cpu_offload
 import tokenprune
 from asked_again import ROOM, counts
 from each import each
-from tokenprune.reuse.cache import FeatureCache
+from tokenprune.integrations.hf.feature_cache.cache import FeatureCache
 from zoo import FAMILIES
 
 # -- what makes another image ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from families import FAMILIES
 from tests.unit.tower.test_frame_merging import NAMES, SET, clips
 from tokenprune import Budget, BudgetError, OptionError, TokenPruneError
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.extend import FrameMerger, FrameMix
+from tokenprune.selection import FrameMerger, FrameMix
 from zoo import Family
 
 

@@ -20,7 +20,7 @@ from tests.unit.methods.test_towerdrop import naive, seen_by
 from tests.unit.tower.test_encoder import with_features
 from tests.unit.tower.test_tile_dropping import KEEP, SCORES, masked
 from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.sequence.record import record_of
 
 LFM2 = FAMILIES["lfm2_vl"]
 BATCHES = {"of three sizes": {"images": (2, 1)}, "alone": {"only": 1}}

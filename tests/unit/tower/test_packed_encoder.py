@@ -24,7 +24,7 @@ from tests.unit.methods.test_tome import naive
 from tests.unit.tower.test_encoder import with_features
 from tests.unit.tower.test_encoder_models import PACKED
 from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
 

@@ -17,12 +17,12 @@ from oracle import close
 from tests.unit.tower.test_packed_encoder import order_of_windows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, UNIT, drawn, encode, kept_by, masked, tensors_of, tower_of
 from tokenprune import OptionError
-from tokenprune.abilities import unserved
-from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.integrations.shared.parts import joining
-from tokenprune.integrations.shared.reducer import TowerRun
-from tokenprune.integrations.shared.units import Units
-from tokenprune.ops.merging import Merge
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.shared.abilities import unserved
+from tokenprune.integrations.shared.towers.parts import joining
+from tokenprune.integrations.shared.towers.reducer import TowerRun
+from tokenprune.integrations.shared.towers.units import Units
+from tokenprune.kernels.merging import Merge
 from tokenprune.testing import ConformanceError, check_method
 
 
@@ -96,7 +96,7 @@ def test_units_may_leave_at_several_blocks() -> None:
 
 
 @dataclass(frozen=True)
-class Loudest(tokenprune.extend.UnitDropper):
+class Loudest(tokenprune.selection.UnitDropper):
     """Keep the units whose hidden states are the largest, at the input of block `at`, from the end if negative."""
 
     name: ClassVar[str] = "loudest"

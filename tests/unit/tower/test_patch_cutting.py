@@ -19,13 +19,13 @@ from merging_models import blocks_of, tower_of
 from oracle import close, reduced, survivors
 from tests.unit.tower.test_encoder import tiles, tokens_in_mlps
 from tokenprune import OptionError, Site, UnsupportedSetupError
-from tokenprune.extend import Tower
-from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.integrations.shared.observation import Observation
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.kernels.merging import Merge
+from tokenprune.kernels.observation import Observation
 from tokenprune.methods.pre_llm import flowcut
-from tokenprune.ops.merging import Merge
+from tokenprune.selection import Tower
+from tokenprune.selection.observable_registry import find_observable
 from tokenprune.testing import ConformanceError, check_method
-from tokenprune.view.registry import find_observable
 from tower_tokens import best
 from zoo import FAMILIES
 

@@ -20,8 +20,8 @@ from oracle import close, reduced, survivors
 from tests.unit.methods.test_towerdrop import naive, seen_by
 from tests.unit.tower.test_encoder import with_features
 from tokenprune import OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune.integrations.shared.attachable import with_output
 from tower_attention import attending_by
 from zoo import FAMILIES

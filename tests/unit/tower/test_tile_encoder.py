@@ -16,9 +16,9 @@ from merging_models import blocks_of, image_arguments, tower_of
 from oracle import close
 from tests.unit.methods.test_tome import naive
 from tokenprune import Budget, BudgetError
-from tokenprune.extend import Tower
-from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.integrations.shared.tile_goals import parts_of_tiles, share_out
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.shared.towers.tile_goals import parts_of_tiles, share_out
+from tokenprune.selection import Tower
 from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
 

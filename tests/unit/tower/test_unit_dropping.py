@@ -20,8 +20,8 @@ from oracle import close, generate_logits, reduced, survivors
 from tests.unit.tower.test_encoder import with_features
 from tests.unit.tower.test_packed_encoder import order_of_windows
 from tokenprune import OptionError, Site
-from tokenprune.families import SUPPORTED
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.models.families import SUPPORTED
 from tower_attention import attending_by
 
 NAMES = sorted(name for name, family in FAMILIES.items() if SUPPORTED[family.kind].units)

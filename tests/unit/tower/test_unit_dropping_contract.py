@@ -79,7 +79,7 @@ def test_refused(build) -> None:
 
 
 def test_a_method_that_answers_wrongly_is_told(build) -> None:
-    class Wrong(tokenprune.extend.UnitDropper):
+    class Wrong(tokenprune.selection.UnitDropper):
         name = "wrong"
 
         def keep_units(self, pixels: Tensor, most: int) -> Tensor:

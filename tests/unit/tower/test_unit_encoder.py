@@ -21,8 +21,8 @@ from tests.unit.methods.test_dymu import naive_match
 from tests.unit.methods.test_tome import naive
 from tests.unit.tower.test_encoder import with_features
 from tokenprune import BudgetError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.encoded.record import record_of
-from tokenprune.integrations.shared.squares import Squares
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.shared.towers.squares import Squares
 from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
 

@@ -10,7 +10,7 @@ import pytest
 
 from made_up_panels import Fake, candidates
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.tuning import Promise, Tuner, betting, grid
 from tokenprune_bench.tuning.estimate import Estimate, promote, safest, sequence

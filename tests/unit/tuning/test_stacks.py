@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from made_up_panels import Fake, candidates
-from tokenprune.base import Site
-from tokenprune.setting import Setting
+from tokenprune.selection.method import Site
+from tokenprune.settings import Setting
 from tokenprune_bench.profiling.model import load
 from tokenprune_bench.profiling.timing import compare, compare_batches
 from tokenprune_bench.tuning import Evaluator, Promise, Tuner, grid

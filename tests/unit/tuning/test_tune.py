@@ -20,7 +20,7 @@ from made_up_panels import Fake, candidates
 from tokenprune.api import attachment_of
 from tokenprune.cli import app
 from tokenprune.errors import OptionError
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.backend import HfBackend
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.group import Group

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tokenprune.setting import Setting
+from tokenprune.settings import Setting
 from tokenprune_bench.tuning import Promise, Tuner
 from tokenprune_demo.scenes import KINDS
 

@@ -11,16 +11,16 @@ import pytest
 from each import each
 from tests.unit.vllm.test_offer import offer
 from tokenprune import Budget
-from tokenprune.budget.by_age import aged
+from tokenprune.budgets.by_age import aged
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.integrations.vllm.front.served import Served, ServedRequest
-from tokenprune.integrations.vllm.setting.plan import Plan, runs_of
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest
+from tokenprune.integrations.vllm.gateway import choice
+from tokenprune.integrations.vllm.gateway.answers import header
+from tokenprune.integrations.vllm.gateway.choice import HeldBack
+from tokenprune.integrations.vllm.settings.plan import Plan, runs_of
+from tokenprune.integrations.vllm.settings.rules import LimitError
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.methods.pre_llm.divprune import DivPrune
-from tokenprune.serve import choice
-from tokenprune.serve.answers import header
-from tokenprune.serve.choice import HeldBack
-from tokenprune.serve.rules import LimitError
 
 AGE = [[0, 1.0], [1, 0.5], [3, 4]]
 KEEPS: list[dict[str, Any]] = [

@@ -11,8 +11,8 @@ import pytest
 from each import each
 from tests.unit.vllm.test_offer import PROFILES, offer
 from tokenprune.errors import OptionError
-from tokenprune.serve.callers import CallerError, Callers
-from tokenprune.serve.offer import ProfileError
+from tokenprune.integrations.vllm.settings.callers import CallerError, Callers
+from tokenprune.integrations.vllm.settings.offer import ProfileError
 
 SECRET = "sk-very-secret"
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from each import each
-from tokenprune import registry
-from tokenprune.abilities import reads_tower
-from tokenprune.base import Pruner
+from tokenprune.integrations.shared.abilities import reads_tower
 from tokenprune.integrations.vllm.selection import before_llm
-from tokenprune.integrations.vllm.setting.plan import Plan, runs_of
-from tokenprune.integrations.vllm.setting.servable import servable
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.plan import Plan, runs_of
+from tokenprune.integrations.vllm.settings.servable import servable
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.worker.rows import AwaitedRows
-from tokenprune.view.registry import compares_frames
+from tokenprune.methods import registry
+from tokenprune.selection.method import Pruner
+from tokenprune.selection.observable_registry import compares_frames
 
 NAMES = [name for name in servable() if isinstance(registry.build(name, {}), Pruner)]
 

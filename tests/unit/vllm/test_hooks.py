@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.families import SERVED
 from tokenprune.integrations.vllm import compat
+from tokenprune.models.families import SERVED
 
 ROOT = Path(__file__).parents[3]
 
@@ -219,7 +219,7 @@ def test_what_is_lacking_is_named(script: Any, made: Path, monkeypatch: pytest.M
         "vllm:Outer.early takes no a",
         "no model Three",
     ]
-    own = "tokenprune.serve.in_llm.scheduler:WholeImages"
+    own = "tokenprune.integrations.vllm.in_llm.scheduler:WholeImages"
     replaced = {"vllm:Outer.inherited": f"{own}._cut_back", "vllm:Outer.told": f"{own}._cut_back"}
     monkeypatch.setattr(script, "REPLACED", replaced)
     assert script.lacks(has, {}, []) == []  # ours has stars

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from each import each
 from tokenprune import available_methods, method_info
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
-from tokenprune.integrations.vllm.setting.configuration import ServerKeys, check_spelling, split
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.configuration import ServerKeys, check_spelling, split
+from tokenprune.integrations.vllm.settings.offer import Offer, ProfileError
+from tokenprune.integrations.vllm.settings.overload import Overload
+from tokenprune.integrations.vllm.settings.rules import LimitError
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.methods.pre_llm.divprune import DivPrune
-from tokenprune.serve.offer import Offer, ProfileError
-from tokenprune.serve.overload import Overload
-from tokenprune.serve.rules import LimitError
 
 SERVER = {"method": "divprune", "keep": 0.25}
 PROFILES = {"fast": {"keep": 0.11}, "ocr": {"off": True}, "small": {"method": "dynres", "keep": 0.5}}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from each import each
 from tokenprune.errors import OptionError
-from tokenprune.serve.overload import Overload, StepInForce
+from tokenprune.integrations.vllm.settings.overload import Overload, StepInForce
 
 ROOT = Path(__file__).parents[3]
 RULE = Overload((8, 32), ("normal", "fast"))

@@ -11,20 +11,20 @@ import torch
 
 import tokenprune
 from each import each
-from tokenprune import registry
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.families import SERVED
-from tokenprune.integrations.shared.patch_grid import image_grid
+from tokenprune.integrations.shared.towers.patch_grid import image_grid
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
-from tokenprune.integrations.vllm.setting.plan import Plan, Run, _decoded, field_name, runs_of
-from tokenprune.integrations.vllm.setting.settings import ServedSetting, servable
+from tokenprune.integrations.vllm.settings.plan import Plan, Run, _decoded, field_name, runs_of
+from tokenprune.integrations.vllm.settings.settings import ServedSetting, servable
 from tokenprune.integrations.vllm.worker.runner import chunks, in_small_batches
+from tokenprune.methods import registry
 from tokenprune.methods.encoder.pixelprune import PixelPrune
 from tokenprune.methods.pre_llm.divprune import DivPrune
 from tokenprune.methods.pre_llm.random import Random
+from tokenprune.models.families import SERVED
+from tokenprune.selection.observable_registry import compares_frames
+from tokenprune.selection.segments import square_grid
 from tokenprune.testing import visual_tokens
-from tokenprune.view.registry import compares_frames
-from tokenprune.view.segments import square_grid
 
 
 def text_of(pieces: str) -> tuple[Run, ...]:
@@ -153,7 +153,7 @@ def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
         alone = segments_of([count], None, "image", rows.device)
         if name == "random":  # draws by the segment's place
             alone.ordinal[0] = index
-        selection = method.select(tokenprune.view.tokens.VisualTokens(alone, [number], _Hidden(own[None, :, :6])))
+        selection = method.select(tokenprune.selection.tokens.VisualTokens(alone, [number], _Hidden(own[None, :, :6])))
         assert stays[start : start + count].tolist() == selection.keep[0].tolist()
         for place in selection.keep[0].nonzero().flatten().tolist():
             members = [place] if selection.assign is None else (selection.assign[0] == place).nonzero().flatten()
@@ -181,7 +181,7 @@ def test_every_frame_has_its_budget() -> None:
             made(frames, pieces, number)
 
 
-class _Hidden(tokenprune.extend.TokenSource):
+class _Hidden(tokenprune.selection.TokenSource):
     needs = frozenset()
 
     def __init__(self, hidden: torch.Tensor) -> None:

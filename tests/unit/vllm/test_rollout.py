@@ -10,10 +10,10 @@ import pytest
 
 from tests.unit.vllm.test_offer import offer
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.front.served import Served
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.serve.choice import Choice, HeldBack, lot_of
-from tokenprune.serve.offer import Offer
+from tokenprune.integrations.vllm.frontend.served import Served
+from tokenprune.integrations.vllm.gateway.choice import Choice, HeldBack, lot_of
+from tokenprune.integrations.vllm.settings.offer import Offer
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
 PROFILES = {"fast": {"keep": 0.11}, "new": {"keep": 0.5, "rollout": 0.5}, "ocr": {"off": True}}
 

@@ -17,17 +17,16 @@ import torch
 import tokenprune
 import zoo
 from each import each
-from tokenprune import Pruner, Site, registry
-from tokenprune.base import Selection
-from tokenprune.budget import Budget
+from tokenprune import Pruner, Site
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
-from tokenprune.families import REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.integrations import vllm
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.tower.build import tower_patch
-from tokenprune.integrations.vllm.setting.configuration import check_model
-from tokenprune.integrations.vllm.setting.settings import ServedSetting, servable
-from tokenprune.integrations.vllm.setting.towers import served_tower
+from tokenprune.integrations.hf.towers.build import tower_patch
+from tokenprune.integrations.vllm.settings.configuration import check_model
+from tokenprune.integrations.vllm.settings.settings import ServedSetting, servable
+from tokenprune.integrations.vllm.settings.towers import served_tower
+from tokenprune.methods import registry
 from tokenprune.methods.encoder.pixelprune import PixelPrune
 from tokenprune.methods.pixels.downsample import Downsample
 from tokenprune.methods.pixels.dynres import DynRes
@@ -35,7 +34,9 @@ from tokenprune.methods.pre_llm.divprune import DivPrune
 from tokenprune.methods.pre_llm.pool import Pool
 from tokenprune.methods.pre_llm.random import Random
 from tokenprune.methods.pre_llm.uniform import Uniform
-from tokenprune.setting import IN_LLM
+from tokenprune.models.families import REFUSED_IN_VLLM, SERVED, SUPPORTED
+from tokenprune.selection.method import Selection
+from tokenprune.settings import IN_LLM
 
 SERVER = {"method": "divprune", "keep": 0.25}
 TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
@@ -312,7 +313,7 @@ def test_no_architecture_is_both_served_and_refused() -> None:
 
 
 def test_nothing_else_imports_vllm() -> None:
-    modules = ["tokenprune", "tokenprune.cli", "tokenprune.integrations.hf.decoder.engine"]
+    modules = ["tokenprune", "tokenprune.cli", "tokenprune.integrations.hf.engine.engine"]
     names = ("setting.settings", "setting.plan", "selection.before_llm", "plugin", "worker.runner")
     modules += [f"tokenprune.integrations.vllm.{name}" for name in names]
     code = f"import sys; sys.modules['vllm'] = None; import {', '.join(modules)}; tokenprune.available_methods()"

@@ -9,14 +9,14 @@ from pathlib import Path
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from tokenprune import abilities
-from tokenprune.abilities import reads_tower
 from tokenprune.errors import TokenPruneError
-from tokenprune.families import SERVED, Family
-from tokenprune.integrations.vllm.setting.servable import servable
-from tokenprune.integrations.vllm.setting.towers import is_known
-from tokenprune.registry import build, method_class
-from tokenprune.view.observable import Backend
+from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared.abilities import reads_tower
+from tokenprune.integrations.vllm.settings.servable import servable
+from tokenprune.integrations.vllm.settings.towers import is_known
+from tokenprune.methods.registry import build, method_class
+from tokenprune.models.families import SERVED, Family
+from tokenprune.selection.observable import Backend
 
 PAGE = (Path(__file__).parents[3] / "docs/serving-in-full.md").read_text()
 

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.integrations.shared.observation import Join, Observation
+from tokenprune.kernels.observation import Join, Observation
 
 # transformers recognises flash back ends by "flash" in the name.
 _NAMES = ("tokenprune_observed", "tokenprune_observed_flash")

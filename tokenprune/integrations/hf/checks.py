@@ -10,8 +10,6 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from tokenprune import abilities
-from tokenprune.base import Site
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import is_offloaded, is_quantized
@@ -19,10 +17,12 @@ from tokenprune.integrations.hf.cache.static_cache import ReducedStatic, is_stat
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
-from tokenprune.sites.decode import DecodeMethod
-from tokenprune.sites.encoder import TowerMethod
-from tokenprune.view.observable import ObservedAt
-from tokenprune.view.registry import observables_of
+from tokenprune.integrations.shared import abilities
+from tokenprune.selection.method import Site
+from tokenprune.selection.observable import ObservedAt
+from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.sites.decode import DecodeMethod
+from tokenprune.selection.sites.encoder import TowerMethod
 
 # Arguments of a decoder that hold one entry per token and are known to the engine.
 _PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", *compat.CACHE_NAMES}
@@ -62,7 +62,7 @@ class Places:
 
 
 def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:
-    """Raise an error of ours for a method that may not act on this family; see `tokenprune.abilities`."""
+    """Raise an error of ours for a method that may not act on this family; see `tokenprune.integrations.shared.abilities`."""
     for step in steps:
         method, acts = step.method, step.acts
         if isinstance(method, TowerMethod):

@@ -13,46 +13,46 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tokenprune import abilities
 from tokenprune.addons import add_on
-from tokenprune.base import Method, Pruner, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.hf.checks import check_abilities, check_steps
-from tokenprune.integrations.hf.decoder.engine import Engine
-from tokenprune.integrations.hf.decoder.packed_calls import PackedCalls
-from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
+from tokenprune.integrations.hf.engine.call_check import CallCheck
+from tokenprune.integrations.hf.engine.decode_pruning import DecodePruning
+from tokenprune.integrations.hf.engine.drafts import Drafts
+from tokenprune.integrations.hf.engine.engine import Engine
+from tokenprune.integrations.hf.engine.kept_inputs import KeptInputs
+from tokenprune.integrations.hf.engine.layer_attention import LayerAttention
+from tokenprune.integrations.hf.engine.packed_calls import PackedCalls
+from tokenprune.integrations.hf.engine.static_steps import StaticSteps
+from tokenprune.integrations.hf.engine.video_frames import VideoFrames, compares_frames
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.parts.call_check import CallCheck
-from tokenprune.integrations.hf.parts.decode_pruning import DecodePruning
-from tokenprune.integrations.hf.parts.drafts import Drafts
-from tokenprune.integrations.hf.parts.kept_inputs import KeptInputs
-from tokenprune.integrations.hf.parts.layer_attention import LayerAttention
-from tokenprune.integrations.hf.parts.video_frames import VideoFrames, compares_frames
 from tokenprune.integrations.hf.processor_check import check_processor
-from tokenprune.integrations.hf.tower.attention_scores import BlockReader
-from tokenprune.integrations.hf.tower.base import InTower
-from tokenprune.integrations.hf.tower.build import tower_patch
-from tokenprune.integrations.hf.tower.frame_merging import FrameMerging
-from tokenprune.integrations.hf.tower.lost_features import ChunkedPrefillCheck
-from tokenprune.integrations.hf.tower.tile_dropping import GridDrop, TileDrop
-from tokenprune.integrations.hf.tower.unit_dropping import UnitDrop
-from tokenprune.integrations.shared.tower_scores import read_of_pixels
-from tokenprune.sites import check_places, composition_key
-from tokenprune.sites.attention import AttentionPattern
-from tokenprune.sites.decode import DecodeMethod
-from tokenprune.sites.encoder import EncoderMethod, TowerMethod
-from tokenprune.sites.frames import FrameMerger
-from tokenprune.sites.pixels import ImageChooser, ResizeMethod
-from tokenprune.sites.units import UnitDropper
-from tokenprune.view.observable import ObservedAt
-from tokenprune.view.registry import observables_of
+from tokenprune.integrations.hf.towers.attention_scores import BlockReader
+from tokenprune.integrations.hf.towers.base import InTower
+from tokenprune.integrations.hf.towers.build import tower_patch
+from tokenprune.integrations.hf.towers.frame_merging import FrameMerging
+from tokenprune.integrations.hf.towers.lost_features import ChunkedPrefillCheck
+from tokenprune.integrations.hf.towers.tile_dropping import GridDrop, TileDrop
+from tokenprune.integrations.hf.towers.unit_dropping import UnitDrop
+from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels
+from tokenprune.selection.method import Method, Pruner, Site
+from tokenprune.selection.observable import ObservedAt
+from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.sites import check_places, composition_key
+from tokenprune.selection.sites.attention import AttentionPattern
+from tokenprune.selection.sites.decode import DecodeMethod
+from tokenprune.selection.sites.encoder import EncoderMethod, TowerMethod
+from tokenprune.selection.sites.frames import FrameMerger
+from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
+from tokenprune.selection.sites.units import UnitDropper
 
 if TYPE_CHECKING:
-    from tokenprune.graphs.settings import Graphs
-    from tokenprune.guard.settings import Guard
+    from tokenprune.integrations.hf.graphs.settings import Graphs
+    from tokenprune.integrations.hf.guard.settings import Guard
 
 
 def hf_parts(

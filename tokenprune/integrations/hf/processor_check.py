@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenprune.errors import OptionError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.shapes.token_counts import image_processor_of
+from tokenprune.models.token_counts import image_processor_of
 
 # Names of the placeholder in processors of transformers. `image_token` is another token in Gemma 3 and Llama 4.
 _IMAGE_TOKENS = ("image_token", "img_patch_token", "context_image_token")

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from tokenprune.base import Selection
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out, stored_bytes
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from tokenprune.integrations.hf.cache.static_cache import StaticReduction, is_static
-from tokenprune.ops.transfer import to_device
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.method import Selection
+from tokenprune.selection.segments import Segments
 from tokenprune.statistics import Cut, Stats
-from tokenprune.view.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call, OnHost

@@ -9,12 +9,12 @@ import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
-from tokenprune.shapes.token_counts import Reader, countable_processors, image_processor_of, rule_for
-from tokenprune.sites.pixels import ResizeMethod
-from tokenprune.view.images import InputImage, collect
+from tokenprune.models.token_counts import Reader, countable_processors, image_processor_of, rule_for
+from tokenprune.selection.images import InputImage, collect
+from tokenprune.selection.sites.pixels import ResizeMethod
 
 # `Rule.grid`.
 Grid = Callable[[Reader, int, int], tuple[int, int, int, int, int]]

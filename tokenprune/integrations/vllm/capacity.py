@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenprune.budget import Budget
-from tokenprune.cost.gpus import GPU
-from tokenprune.cost.model import DECODER_OF_PEAK, TOWER_OF_PEAK, CostModel, Load
+from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedModelError
+from tokenprune.integrations.vllm.gpus import GPU
+from tokenprune.settings.cost import DECODER_OF_PEAK, TOWER_OF_PEAK, CostModel, Load
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

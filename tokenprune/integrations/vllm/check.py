@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.setting.servable import KEY
+from tokenprune.integrations.vllm.settings.servable import KEY
 
 UNREACHABLE, NOT_LOADED, NO_SETTING, NOT_REDUCED = 3, 4, 5, 6
 NONE = "none"  # label of a server without a setting, see front/announce.py
-_HEADER = "x-tokenprune"  # see tokenprune/serve/answers.py
+_HEADER = "x-tokenprune"  # see tokenprune/integrations/vllm/gateway/answers.py
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SIDE = 448  # pixels of the drawn image
 

@@ -13,9 +13,9 @@ from types import FrameType
 from typing import Any
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.families import SERVED
 from tokenprune.integrations.shared.attachable import swap_class
 from tokenprune.integrations.vllm import compat
+from tokenprune.models.families import SERVED
 
 logger = logging.getLogger(__name__)
 # Modules whose functions start a server, or another command of vLLM's.
@@ -59,9 +59,9 @@ def _register_models(whole: bool) -> None:
 
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
     from tokenprune.addons import add_on
-    from tokenprune.integrations.vllm.front.of_workers import listen
-    from tokenprune.integrations.vllm.setting.configuration import configure, needs_add_on
-    from tokenprune.integrations.vllm.setting.settings import KEY
+    from tokenprune.integrations.vllm.frontend.of_workers import listen
+    from tokenprune.integrations.vllm.settings.configuration import configure, needs_add_on
+    from tokenprune.integrations.vllm.settings.settings import KEY
 
     kwargs = getattr(model_config.multimodal_config, "mm_processor_kwargs", None) or {}
     _announce()
@@ -99,7 +99,7 @@ def _one_line_in_commands() -> Iterator[None]:
 def _announce() -> None:
     """Have engines say that the plugin is loaded, whether or not there is a setting, if this vLLM has the hooks."""
     if not compat.missing_hooks("start"):
-        from tokenprune.integrations.vllm.front.announce import announce
+        from tokenprune.integrations.vllm.frontend.announce import announce
 
         compat.on_start(announce)
 
@@ -113,15 +113,15 @@ def _keep_in_step() -> None:
             "; ".join(problems),
         )
         return
-    from tokenprune.integrations.vllm.front.sender_cache import keep_in_step
+    from tokenprune.integrations.vllm.frontend.sender_cache import keep_in_step
 
     keep_in_step()
 
 
 def _after_engine_config(result: Any, vllm_config: Any) -> Any:
     from tokenprune.addons import add_on
-    from tokenprune.integrations.vllm.setting.configuration import check_engine, configured, family_of, in_llm
-    from tokenprune.integrations.vllm.setting.position_checks import original_positions
+    from tokenprune.integrations.vllm.settings.configuration import check_engine, configured, family_of, in_llm
+    from tokenprune.integrations.vllm.settings.position_checks import original_positions
 
     model_config = vllm_config.model_config
     if model_config is None or configured(model_config) is None:
@@ -135,10 +135,10 @@ def _after_engine_config(result: Any, vllm_config: Any) -> Any:
 
 
 def _after_verify(result: Any, params: Any, model_config: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.setting.configuration import configured
+    from tokenprune.integrations.vllm.settings.configuration import configured
 
     if configured(model_config) is not None:
-        from tokenprune.integrations.vllm.front.request import policy_of
+        from tokenprune.integrations.vllm.frontend.request import policy_of
 
         policy_of(model_config).check_parameters(params)
     return result
@@ -146,14 +146,14 @@ def _after_verify(result: Any, params: Any, model_config: Any, *_: Any, **__: An
 
 def _positions_change(result: bool, multimodal_config: Any) -> bool:
     """vLLM's switch for models that bring positions along with their embeddings (`supports_multimodal_pruning`)."""
-    from tokenprune.integrations.vllm.setting.settings import KEY
+    from tokenprune.integrations.vllm.settings.settings import KEY
 
     return result or getattr(multimodal_config, KEY, None) is not None
 
 
 def _with_reduction(processor: Any, registry: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.front.processor import reducing_class
-    from tokenprune.integrations.vllm.setting.configuration import configured
+    from tokenprune.integrations.vllm.frontend.processor import reducing_class
+    from tokenprune.integrations.vllm.settings.configuration import configured
 
     try:
         # The class of the object, because vLLM lets a function choose it. It lives with its engine: nothing undoes it.

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from tokenprune.base import Site
-from tokenprune.registry import register
-from tokenprune.sites.attention import AttentionPattern
-from tokenprune.view.frames import Visual
+from tokenprune.methods.registry import register
+from tokenprune.selection.frames import Visual
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.attention import AttentionPattern
 
 _LONG_TEXT = 32  # text between two visuals that is longer than this is a block of its own
 

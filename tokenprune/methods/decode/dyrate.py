@@ -10,14 +10,14 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge, Lt
 
-from tokenprune.base import Site
 from tokenprune.errors import OptionError
 from tokenprune.methods.decode.rate_predictor import RatePredictor
 from tokenprune.methods.fitted import FitAt
-from tokenprune.registry import register
-from tokenprune.shapes.fingerprint import fingerprint
-from tokenprune.shapes.per_layer import per_layer
-from tokenprune.sites.decode import DecodeMethod, Share, TokenType
+from tokenprune.methods.registry import register
+from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.per_layer import per_layer
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.decode import DecodeMethod, Share, TokenType
 
 
 @register(

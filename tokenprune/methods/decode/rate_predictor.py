@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError
-from tokenprune.files import File, reason
+from tokenprune.selection.files import File, reason
 
 _KIND = "tokenprune dyrate predictor"
 

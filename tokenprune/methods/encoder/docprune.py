@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.base import Site
 from tokenprune.kernels.take import top_mask
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.sites.units import UnitDropper
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.units import UnitDropper
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,15 +9,15 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
-from tokenprune.base import Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError
+from tokenprune.kernels.merging import threshold_match
 from tokenprune.methods.encoder.thresholds import Thresholds, shipped
 from tokenprune.methods.fitted import FitAt
-from tokenprune.ops.merging import threshold_match
-from tokenprune.registry import register
-from tokenprune.shapes.fingerprint import Fingerprint
-from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
+from tokenprune.methods.registry import register
+from tokenprune.models.fingerprint import Fingerprint
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
 
 
 @register("dymu", site=Site.IN_ENCODER, paper="arXiv 2504.17040, NeurIPS 2025", merges=True)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Site
 from tokenprune.kernels.pairs import rounded, unit
 from tokenprune.kernels.take import top_mask
-from tokenprune.registry import register
-from tokenprune.sites.frames import FrameMerger, FrameMix
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.frames import FrameMerger, FrameMix
 
 if TYPE_CHECKING:
     from torch import Tensor

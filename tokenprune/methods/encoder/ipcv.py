@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Site
 from tokenprune.kernels.take import top_mask
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.sites.units import Sees, UnitDropper
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.units import Sees, UnitDropper
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.encoder.prediction import (
     Distances,
     Prediction,
@@ -18,9 +18,9 @@ from tokenprune.methods.encoder.prediction import (
     from_neighbours,
 )
 from tokenprune.methods.pre_llm.uniform import spread
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.sites.units import UnitDropper
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.units import UnitDropper
 
 if TYPE_CHECKING:
     from torch import Tensor

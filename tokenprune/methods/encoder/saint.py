@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.kernels.match import TIE
+from tokenprune.kernels.merging import Merge
 from tokenprune.kernels.take import top_mask
-from tokenprune.ops.merging import Merge
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
 
 if TYPE_CHECKING:
     from torch import Tensor

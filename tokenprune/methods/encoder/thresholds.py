@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
-from tokenprune.files import File, reason
-from tokenprune.shapes.fingerprint import Fingerprint
+from tokenprune.models.fingerprint import Fingerprint
+from tokenprune.selection.files import File, reason
 
 _SHIPPED = Path(__file__).resolve().parents[2] / "assets" / "thresholds"
 _ENTRY, _VERSION = "tokenprune_thresholds", 1

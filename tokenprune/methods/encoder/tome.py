@@ -5,12 +5,12 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.base import Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError
-from tokenprune.ops.merging import bipartite_match, most
-from tokenprune.registry import register
-from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
+from tokenprune.kernels.merging import bipartite_match, most
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
 
 
 @register("tome", site=Site.IN_ENCODER, paper="arXiv 2210.09461, ICLR 2023", merges=True)

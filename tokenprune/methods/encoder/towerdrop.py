@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Site
+from tokenprune.kernels.drawn import uniform
 from tokenprune.kernels.farthest import farthest
 from tokenprune.kernels.take import top_mask
-from tokenprune.ops.drawn import uniform
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.sites.units import Sees, UnitDropper
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.units import Sees, UnitDropper
 
 if TYPE_CHECKING:
     from torch import Tensor

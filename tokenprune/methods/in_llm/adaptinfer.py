@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Site
+from tokenprune.methods.registry import register
 from tokenprune.methods.several_cuts import TEXT, SeveralCuts, text_votes
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("adaptinfer", site=Site.IN_LLM, needs=TEXT, paper="arXiv 2508.06084")

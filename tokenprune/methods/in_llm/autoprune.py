@@ -9,15 +9,15 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Method, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
+from tokenprune.budgets.schedule import place, profile
+from tokenprune.kernels.masses import evenly
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.several_cuts import TEXT, OneCut, SeveralCuts, text_votes
-from tokenprune.ops.masses import evenly
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.schedule import place, profile
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Method, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _LAYERS, _HEADS = 32, 32  # of the model that the curve's numbers are for
 _TOP, _MIDDLE = 0.75, 14.9  # of the curve: its height, and where it has fallen by half

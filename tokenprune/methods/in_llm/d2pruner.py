@@ -9,13 +9,13 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.pairs import PickedRows, Products, unit
 from tokenprune.kernels.take import settle, top_mask
+from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.fitted import FitAt, Fitted
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _LEAST = 1e-3  # of the prior's mean, which a cell of it counts at least
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.match import cosines
 from tokenprune.kernels.take import take_in_turn, top_mask
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("dart", site=Site.IN_LLM, needs=("keys",), paper="arXiv 2502.11494, EMNLP 2025")

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Pruner, Site
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Pruner, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _LEAST = 1e-10  # of an eigenvalue
 _ELEMENTS = 2**22  # of the matrices that are decomposed at a time

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Pruner, Site
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Pruner, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("fastv", site=Site.IN_LLM, paper="arXiv 2403.06764, ECCV 2024")

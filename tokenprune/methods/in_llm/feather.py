@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.base import Selection, Site
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.several_cuts import SeveralCuts
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("feather", site=Site.IN_LLM, needs=("unrotated_last_row",), paper="arXiv 2412.13180, ICCV 2025")

@@ -9,14 +9,14 @@ from typing import ClassVar
 
 import torch
 
-from tokenprune.base import Method, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError
 from tokenprune.methods.fitted import FitAt, Fitted
+from tokenprune.methods.registry import register
 from tokenprune.methods.several_cuts import CutsInside, OneCut
-from tokenprune.registry import register
-from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.selection.method import Method, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 class Recipe(Fitted):

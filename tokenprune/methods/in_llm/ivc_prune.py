@@ -8,13 +8,13 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Method, Pruner, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.take import top_mask
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Method, Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _SEEDS = 0.01  # of an image's tokens
 _SKIPPED = 2  # tokens after an image, what closes it in the prompt

@@ -10,14 +10,14 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Method, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
+from tokenprune.budgets.schedule import place, profile
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.several_cuts import OneCut, SeveralCuts
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.schedule import place, profile
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Method, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _HALVES = 40  # of the search for a ratio
 _STEP = 0.5  # from cut to cut, for a number of tokens, which is no share before an image is seen

@@ -8,14 +8,14 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.base import Method, Pruner, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.pairs import Products, rounded, unit
 from tokenprune.kernels.take import top_mask
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Method, Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _LAYER = 4 / 28  # of the layers of the model that the authors' numbers are for, before the one that rates
 _DENSITY = 2.0  # distance at which a token counts 1/e for how dense it is around another

@@ -9,10 +9,10 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Gt, Le
 
-from tokenprune.base import Site
+from tokenprune.methods.registry import register
 from tokenprune.methods.several_cuts import SeveralCuts
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("pyramiddrop", site=Site.IN_LLM, needs=("next_row_attention",), paper="arXiv 2410.17247, CVPR 2025")

@@ -7,15 +7,15 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Selection, Site
+from tokenprune.kernels.clusters import nearest, peaks
 from tokenprune.kernels.compact import gather_tokens, partition
+from tokenprune.kernels.masses import evenly
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.several_cuts import TEXT, SeveralCuts, text_votes
-from tokenprune.ops.clusters import nearest, peaks
-from tokenprune.ops.masses import evenly
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _A_CLUSTER = 10  # recycled tokens for each cluster
 

@@ -7,12 +7,12 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Method, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
+from tokenprune.kernels.masses import evenly
+from tokenprune.methods.registry import register
 from tokenprune.methods.several_cuts import OneCut, SeveralCuts
-from tokenprune.ops.masses import evenly
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Method, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _LOOKS = frozenset({"transitions"})
 

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 import torch
 
-from tokenprune.base import Site
+from tokenprune.methods.registry import register
 from tokenprune.methods.several_cuts import SeveralCuts
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("v2drop", site=Site.IN_LLM, needs=("previous_hidden",), paper="arXiv 2509.01552, CVPR 2026")

@@ -7,13 +7,13 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Method, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.take import top_mask
+from tokenprune.methods.registry import register
 from tokenprune.methods.several_cuts import CutsInside, OneCut
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Method, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _SHALLOW = 6 / 32  # of the layers, in which nothing leaves
 _CALM = 0.999  # cosine above which nothing that is left matters to a layer

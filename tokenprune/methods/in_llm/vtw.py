@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import torch
 
-from tokenprune.base import Method, Pruner, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError
-from tokenprune.registry import register
-from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.methods.registry import register
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.selection.method import Method, Pruner, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("vtw", site=Site.IN_LLM, paper="arXiv 2405.05803, AAAI 2025")

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tokenprune.base import Site
-from tokenprune.registry import register
-from tokenprune.sites.pixels import ResizeMethod
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.pixels import ResizeMethod
 
 
 @register("downsample", site=Site.PRE_ENCODER, paper="arXiv 2510.07143 (as a baseline)")

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import torch
 from annotated_types import Gt, Le
 
-from tokenprune.base import Site
 from tokenprune.errors import BudgetError
-from tokenprune.registry import register
-from tokenprune.sites.pixels import ResizeMethod
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.pixels import ResizeMethod
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenprune.view.images import InputImage
+    from tokenprune.selection.images import InputImage
 
 # log10 of the variance of the Laplacian (of grey values in 0..1, mean of the 8 differences) that count as no detail and
 # as all detail. Photographs lie around the middle; scans of text above the upper end.

@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge, Lt
 
-from tokenprune.base import Site
 from tokenprune.errors import OptionError
-from tokenprune.registry import register
-from tokenprune.sites.pixels import ImageChooser
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.pixels import ImageChooser
 
 _FRONT, _BACK, _LEFT, _RIGHT = ("front", "forward", "ahead"), ("back", "rear", "behind"), ("left",), ("right",)
 _DIRECTIONS = {word: group for group in (_FRONT, _BACK, _LEFT, _RIGHT) for word in group}

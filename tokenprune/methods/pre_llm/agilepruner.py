@@ -7,15 +7,15 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.coverage import alike
 from tokenprune.kernels.pairs import Relation, finite
+from tokenprune.kernels.suppress import unsuppressed
 from tokenprune.kernels.take import rank_in_group, settle
+from tokenprune.methods.registry import register
 from tokenprune.methods.scores import saliency
-from tokenprune.ops.clusters import by_rows
-from tokenprune.ops.suppress import unsuppressed
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _STEP = 0.01  # distance that the threshold grows by with each rank, in an image of average rank
 

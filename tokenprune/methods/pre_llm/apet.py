@@ -9,17 +9,17 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Lt
 
-from tokenprune.base import Method, Pruner, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
+from tokenprune.budgets.schedule import profile
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.pairs import finite
 from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.take import top_mask
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.schedule import profile
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Method, Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _RIDGE = 1e-5  # absolute, as in the authors' code
 _EXACT = 2.0**-16  # of a token's length: an error below it is rounding

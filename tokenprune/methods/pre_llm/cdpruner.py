@@ -8,13 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.kernels.pairs import unit
+from tokenprune.methods.registry import register
 from tokenprune.methods.scores import Centering, centred, needs_of, relevance, stretched
-from tokenprune.ops.clusters import by_rows
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _LOWEST = 1e-6  # relevance of the least relevant token, as a share of the range
 

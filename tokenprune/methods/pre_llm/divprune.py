@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import farthest_weighted
 from tokenprune.kernels.farthest import farthest
+from tokenprune.methods.registry import register
 from tokenprune.methods.scores import Centering, centred, needs_of
-from tokenprune.ops.clusters import farthest_weighted
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("divprune", site=Site.PRE_LLM, paper="arXiv 2503.02175, CVPR 2025")

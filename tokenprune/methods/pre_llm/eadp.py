@@ -8,14 +8,14 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.coverage import alike, cosines, cover
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import top_mask
+from tokenprune.methods.registry import register
 from tokenprune.methods.scores import stretched
-from tokenprune.ops.clusters import by_rows
-from tokenprune.registry import register
-from tokenprune.view.tokens import TextTokens, VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import TextTokens, VisualTokens
 
 _SHARPNESS = 100.0
 _TEMPERATURE = 0.01 + 1e-6

@@ -9,15 +9,15 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.base import Method, Pruner, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
+from tokenprune.budgets.schedule import place
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.several_cuts import TEXT, text_votes
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.schedule import place
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Method, Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _INPUTS = (2 / 28, 17 / 28)  # of the layers after which the text cuts
 

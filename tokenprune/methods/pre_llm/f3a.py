@@ -8,16 +8,16 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.compact import partition
+from tokenprune.kernels.drawn import normal
 from tokenprune.kernels.pairs import PickedRows, Products, finite, unit
 from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.take import top_mask
-from tokenprune.ops.clusters import by_rows
-from tokenprune.ops.drawn import normal
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _TINY = 1e-6
 _OPEN = 4  # heads, of 16, that a question opens

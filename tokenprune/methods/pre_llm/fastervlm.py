@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import Tiles, attended
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("fastervlm", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2412.01818v1")

@@ -8,14 +8,14 @@ from typing import ClassVar
 
 import torch
 
-from tokenprune.base import Method, Pruner, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
+from tokenprune.kernels.merging import Merge
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import Tiles
-from tokenprune.ops.merging import Merge
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.sites.encoder import EncoderMethod, Matcher, Tower
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Method, Pruner, Selection, Site
+from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
+from tokenprune.selection.tokens import VisualTokens
 
 _BLOCKS = 23  # of CLIP-L, up to the one that LLaVA reads
 _CUTS_END = _BLOCKS - 2  # the block after which the last cut is made

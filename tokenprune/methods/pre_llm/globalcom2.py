@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from annotated_types import Gt
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import Tiles
-from tokenprune.observables.tiling import Tiling
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.observables.tiling import Tiling
+from tokenprune.selection.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenprune.view.segments import Patches
+    from tokenprune.selection.segments import Patches
 
 
 @register("globalcom2", site=Site.PRE_LLM, needs=("encoder_logits", "tiling"), paper="arXiv 2501.05179, AAAI 2026")

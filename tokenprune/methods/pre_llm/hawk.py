@@ -11,12 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Pruner, Site
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.methods.fitted import FitAt, Fitted
+from tokenprune.methods.registry import register
 from tokenprune.methods.scores import stretched
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 class HeadWeights(Fitted):

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 
-from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.compact import partition
+from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import Tiles
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _WITH_NEIGHBOURS = 5  # tokens of a cross: an anchor, and what is above, below, left and right of it
 

@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.take import top_mask
+from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import Tiles, attended
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("hired", site=Site.PRE_LLM, needs=("encoder_attention", "tiling"), paper="arXiv 2408.10945, AAAI 2025")

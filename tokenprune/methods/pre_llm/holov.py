@@ -7,15 +7,15 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.pairs import unit
 from tokenprune.kernels.take import rank_in_group
+from tokenprune.kernels.temporal import shares
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import attended, ranked
-from tokenprune.ops.temporal import shares
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("holov", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2510.02912, NeurIPS 2025")

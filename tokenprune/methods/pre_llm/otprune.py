@@ -7,12 +7,12 @@ from typing import Annotated
 import torch
 from annotated_types import Gt
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.kernels.pairs import finite
-from tokenprune.ops.clusters import by_rows
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("otprune", site=Site.PRE_LLM, paper="arXiv 2602.20205, CVPR 2026")

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.base import Pruner, Selection, Site
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("pool", site=Site.PRE_LLM, paper="none (baseline)", merges=True)

@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import in_parts
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.pairs import unit
 from tokenprune.kernels.take import rank_in_group
+from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import Tiles, attended, ranked
-from tokenprune.ops.clusters import in_parts
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("prumerge", site=Site.PRE_LLM, paper="arXiv 2403.15388, ICCV 2025", merges=True)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.base import Site
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.pre_llm.prumerge import PruMerge
+from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import Tiles
-from tokenprune.registry import register
+from tokenprune.selection.method import Site
 
 
 @register("prumerge_plus", site=Site.PRE_LLM, paper="arXiv 2403.15388, ICCV 2025", merges=True)

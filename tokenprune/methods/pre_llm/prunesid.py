@@ -9,15 +9,15 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.coverage import alike
 from tokenprune.kernels.pairs import Relation
+from tokenprune.kernels.suppress import unsuppressed
 from tokenprune.kernels.take import rank_in_group
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.scores import saliency
-from tokenprune.ops.suppress import unsuppressed
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("prunesid", site=Site.PRE_LLM, paper="arXiv 2603.09480, ICLR 2026")

@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import torch
 
-from tokenprune.base import Pruner, Site
-from tokenprune.ops.drawn import uniform
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.kernels.drawn import uniform
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Pruner, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("random", site=Site.PRE_LLM, paper="none (baseline)")

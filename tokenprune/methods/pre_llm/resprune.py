@@ -8,14 +8,14 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.coverage import cosines
 from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.kernels.pairs import finite, unit
+from tokenprune.methods.registry import register
 from tokenprune.methods.scores import stretched
-from tokenprune.ops.clusters import by_rows
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _TINY = 1e-37  # the shortest length of float32, all but
 _LOWEST = 1e-3  # relevance of the least relevant token, as a share of the range

@@ -9,12 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Lt
 
-from tokenprune.base import SIZES, Pruner, Selection, Site
 from tokenprune.kernels.coverage import alike
 from tokenprune.kernels.take import rank_in_group, top_mask
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import build, register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import build, register
+from tokenprune.selection.method import SIZES, Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("restore", site=Site.PRE_LLM, paper="arXiv 2606.01711, ICML 2026 (notes of others and its code)", merges=True)

@@ -8,13 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.coverage import alike, cover
 from tokenprune.kernels.pairs import Relation
+from tokenprune.methods.registry import register
 from tokenprune.methods.scores import saliency
-from tokenprune.ops.clusters import by_rows
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("scope", site=Site.PRE_LLM, paper="arXiv 2510.24214, NeurIPS 2025")

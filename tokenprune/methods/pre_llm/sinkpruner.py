@@ -10,18 +10,18 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Method, Pruner, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
+from tokenprune.budgets.schedule import place, profile
+from tokenprune.kernels.clusters import in_parts
 from tokenprune.kernels.compact import partition
+from tokenprune.kernels.masses import evenly
 from tokenprune.kernels.pairs import Products, unit
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.several_cuts import TEXT, text_votes
-from tokenprune.ops.clusters import in_parts
-from tokenprune.ops.masses import evenly
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.schedule import place, profile
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Method, Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _AFTER = (3 / 32, 7 / 32, 16 / 32)
 _SIZES = (128.0, 86.0, 57.0, 35.0)  # before the decoder, and at its three cuts

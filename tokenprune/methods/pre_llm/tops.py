@@ -7,14 +7,14 @@ from typing import Annotated
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.coverage import Coverage, alike
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.picks import Picks
+from tokenprune.methods.registry import register
 from tokenprune.methods.scores import saliency
-from tokenprune.ops.clusters import by_rows
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("tops", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2606.27161 (reconstruction)")

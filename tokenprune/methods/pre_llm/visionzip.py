@@ -7,13 +7,13 @@ from typing import Annotated
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 
-from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import rank_in_group
+from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import Tiles, attended
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register(

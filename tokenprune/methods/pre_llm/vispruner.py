@@ -8,14 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import in_parts
 from tokenprune.kernels.pairs import Products, unit
 from tokenprune.kernels.take import rank_in_group
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import Tiles, attended, ranked
-from tokenprune.ops.clusters import in_parts
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _A_ROUND = 8  # tokens that go in a round
 _FEW = 32  # nearest ones that are known of a token of many

@@ -9,16 +9,16 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Gt, Le
 
-from tokenprune.base import Method, Pruner, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
+from tokenprune.budgets.schedule import place, profile
+from tokenprune.kernels.clusters import by_rows, roots
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.pairs import distances
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.ops.clusters import by_rows, roots
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.schedule import place, profile
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Method, Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
 
 _AFTER = (2 / 32, 22 / 32)
 _SIZES = (1.0, 7 / 11, 7 / 55)  # the tower's part, and the two cuts, for a quarter of the tokens on average

@@ -9,16 +9,16 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 
-from tokenprune.base import Method, Pruner, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
+from tokenprune.budgets.schedule import profile
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.registry import register
-from tokenprune.schedule import profile
-from tokenprune.view.segments import Patches
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Method, Pruner, Selection, Site
+from tokenprune.selection.segments import Patches
+from tokenprune.selection.tokens import VisualTokens
 
 
 @register("vscan", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2505.22654, TMLR 2026", merges=True)

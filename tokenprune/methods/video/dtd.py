@@ -7,13 +7,13 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.temporal import cosine, same_place
+from tokenprune.methods.registry import register
 from tokenprune.methods.video.evs import first_frame_scores
-from tokenprune.ops.temporal import cosine, same_place
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
-from tokenprune.view.videos import Videos
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
+from tokenprune.selection.videos import Videos
 
 _ALONE = -2.0  # below all cosines
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.base import Site
+from tokenprune.kernels.temporal import cosine, shares
+from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.pre_llm.uniform import spread_in_frames
-from tokenprune.methods.video.base import VideoPruner
-from tokenprune.ops.temporal import cosine, shares
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.videos import Videos
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.video import VideoPruner
+from tokenprune.selection.videos import Videos
 
 _WINDOW = 4
 _BEFORE = (0, 1, 2, 1)  # a frame of a window is compared with the one so many frames before it

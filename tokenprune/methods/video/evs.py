@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.base import Site
+from tokenprune.kernels.temporal import same_place
 from tokenprune.methods.pre_llm.uniform import spread_in_frames
-from tokenprune.methods.video.base import VideoPruner
-from tokenprune.ops.temporal import same_place
-from tokenprune.registry import register
-from tokenprune.view.videos import Videos
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.video import VideoPruner
+from tokenprune.selection.videos import Videos
 
 _FIRST = 4.0  # above all distances, which are at most 2
 

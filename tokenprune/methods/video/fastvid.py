@@ -7,9 +7,11 @@ from typing import Annotated
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.base import Site
+from tokenprune.kernels.clusters import peaks
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
+from tokenprune.kernels.temporal import cosine, frame_means, segments_at, shares
+from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
     VideoMerger,
     at,
@@ -20,10 +22,8 @@ from tokenprune.methods.video.merging import (
     spots,
     tower_attention,
 )
-from tokenprune.ops.clusters import peaks
-from tokenprune.ops.temporal import cosine, frame_means, segments_at, shares
-from tokenprune.registry import register
-from tokenprune.view.videos import Videos
+from tokenprune.selection.method import Site
+from tokenprune.selection.videos import Videos
 
 _NEIGHBOURS = 4  # of a token that tell how dense it is there
 

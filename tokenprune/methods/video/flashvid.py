@@ -7,10 +7,12 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 
-from tokenprune.base import Pruner, Site
+from tokenprune.kernels.clusters import farthest_weighted, roots
 from tokenprune.kernels.join import join
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import rank_in_group
+from tokenprune.kernels.temporal import cosine, frame_means, segments_at, shares
+from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
     TwoCutMerger,
     at,
@@ -21,11 +23,9 @@ from tokenprune.methods.video.merging import (
     spots,
     tower_attention,
 )
-from tokenprune.ops.clusters import farthest_weighted, roots
-from tokenprune.ops.temporal import cosine, frame_means, segments_at, shares
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
-from tokenprune.view.videos import Videos
+from tokenprune.selection.method import Pruner, Site
+from tokenprune.selection.tokens import VisualTokens
+from tokenprune.selection.videos import Videos
 
 _SCENE = 0.9  # frames less alike than that are of different segments
 _LONG = 4  # frames of a segment, at most on average

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.base import Site
+from tokenprune.kernels.clusters import roots
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.temporal import same_place
 from tokenprune.methods.pre_llm.uniform import spread_in_frames
+from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import VideoMerger, spots
-from tokenprune.ops.clusters import roots
-from tokenprune.ops.temporal import same_place
-from tokenprune.registry import register
-from tokenprune.view.videos import Videos
+from tokenprune.selection.method import Site
+from tokenprune.selection.videos import Videos
 
 
 @register("framefusion", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2501.01986, ICCV 2025", merges=True)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.base import Site
 from tokenprune.methods.pre_llm.uniform import even, spread_in_frames
-from tokenprune.methods.video.base import VideoPruner
-from tokenprune.registry import register
-from tokenprune.view.videos import Videos
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.video import VideoPruner
+from tokenprune.selection.videos import Videos
 
 
 @register("frames", site=Site.PRE_LLM, needs=("frames",), paper="none (baseline)")

@@ -7,8 +7,10 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.base import Pruner, Selection, Site
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.temporal import same_place, segments_by_stillness, shares
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
     StillPlaces,
     TwoCutMerger,
@@ -19,11 +21,9 @@ from tokenprune.methods.video.merging import (
     spots,
     tower_attention,
 )
-from tokenprune.ops.temporal import same_place, segments_by_stillness, shares
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
-from tokenprune.view.videos import Videos
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
+from tokenprune.selection.videos import Videos
 
 _FEW = 0.125  # of a video's tokens, below which the paper's lower threshold goes
 

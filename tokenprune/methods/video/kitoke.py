@@ -8,15 +8,15 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Gt
 
-from tokenprune.base import Site
+from tokenprune.kernels.clusters import in_parts
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import VideoMerger
-from tokenprune.ops.clusters import in_parts
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.videos import Videos
+from tokenprune.selection.method import Site
+from tokenprune.selection.videos import Videos
 
 _MEASURED = 1024  # tokens that tell how far apart those of a video are
 

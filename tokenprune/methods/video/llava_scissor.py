@@ -7,16 +7,16 @@ from typing import Annotated, ClassVar, NamedTuple
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Site
+from tokenprune.kernels.clusters import LikePairs, components
 from tokenprune.kernels.join import join
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.pairs import Products, unit
 from tokenprune.kernels.take import rank_in_group, top_mask
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import VideoMerger
-from tokenprune.ops.clusters import LikePairs, components
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.videos import Videos
+from tokenprune.selection.method import Site
+from tokenprune.selection.videos import Videos
 
 _HALVINGS = 12  # of the range of thresholds that is searched
 _ROWS = 256  # of products at a time

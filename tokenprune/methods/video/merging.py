@@ -11,17 +11,17 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge, Gt, Lt
 
-from tokenprune.base import Method, Pruner, Selection
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
+from tokenprune.budgets.schedule import profile
+from tokenprune.kernels.clusters import peaks_and_members
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import top_mask
-from tokenprune.ops.clusters import peaks_and_members
-from tokenprune.ops.temporal import shares
-from tokenprune.ops.transfer import to_device
-from tokenprune.schedule import profile
-from tokenprune.view.tokens import VisualTokens
-from tokenprune.view.videos import Videos
+from tokenprune.kernels.temporal import shares
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.method import Method, Pruner, Selection
+from tokenprune.selection.tokens import VisualTokens
+from tokenprune.selection.videos import Videos
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ from typing import Annotated, NamedTuple
 import torch
 from annotated_types import Gt
 
-from tokenprune.base import Site
+from tokenprune.kernels.clusters import covering, roots
 from tokenprune.kernels.compact import gather_tokens, partition
+from tokenprune.kernels.masses import evenly, transport
 from tokenprune.kernels.pairs import unit
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.temporal import same_place, shares_in_rounds
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import VideoMerger, spots, tower_attention
-from tokenprune.ops.clusters import covering, roots
-from tokenprune.ops.masses import evenly, transport
-from tokenprune.ops.temporal import same_place, shares_in_rounds
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.videos import Videos
+from tokenprune.selection.method import Site
+from tokenprune.selection.videos import Videos
 
 _WITHIN_FRAMES = 0.3  # of the reduction, on a logarithmic scale
 _TEMPERATURE = 0.3

@@ -9,9 +9,12 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 
-from tokenprune.base import Pruner, Selection, Site
+from tokenprune.kernels.clusters import nearest, peaks
 from tokenprune.kernels.pairs import unit
 from tokenprune.kernels.take import rank_in_group
+from tokenprune.kernels.temporal import frame_means, same_place, shares
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
     StillPlaces,
     TwoCutMerger,
@@ -22,12 +25,9 @@ from tokenprune.methods.video.merging import (
     segment_sums,
     spots,
 )
-from tokenprune.ops.clusters import nearest, peaks
-from tokenprune.ops.temporal import frame_means, same_place, shares
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.tokens import VisualTokens
-from tokenprune.view.videos import Videos
+from tokenprune.selection.method import Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
+from tokenprune.selection.videos import Videos
 
 _SEGMENTS = 0.25  # as many clusters of frames as this share of them
 _NEIGHBOURS = 7

@@ -7,12 +7,12 @@ from typing import Annotated
 import torch
 from annotated_types import Ge
 
-from tokenprune.base import Site
 from tokenprune.kernels.pairs import unit
-from tokenprune.methods.video.base import VideoPruner
-from tokenprune.ops.temporal import frame_means, likeness, quiet_channels, shares
-from tokenprune.registry import register
-from tokenprune.view.videos import Videos
+from tokenprune.kernels.temporal import frame_means, likeness, quiet_channels, shares
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.video import VideoPruner
+from tokenprune.selection.videos import Videos
 
 
 @register("stc", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2512.00891, CVPR 2026")

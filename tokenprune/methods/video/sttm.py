@@ -9,14 +9,14 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.base import Site
+from tokenprune.kernels.clusters import roots
 from tokenprune.kernels.pairs import Products, rounded, unit
 from tokenprune.kernels.take import top_mask
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import VideoMerger
-from tokenprune.ops.clusters import roots
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.view.videos import Videos
+from tokenprune.selection.method import Site
+from tokenprune.selection.videos import Videos
 
 _SPATIAL, _TEMPORAL = 0.85, 0.55  # the authors', of LLaVA-Video-7B where half is kept
 _HALVINGS = 18  # of the range of distances that is searched

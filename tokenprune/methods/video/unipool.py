@@ -9,21 +9,21 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 
-from tokenprune.base import Method, Pruner, Selection, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
+from tokenprune.budgets.schedule import profile
+from tokenprune.kernels.clusters import nearest, peaks
 from tokenprune.kernels.coverage import alike
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.pairs import Relation
+from tokenprune.kernels.suppress import unsuppressed
 from tokenprune.kernels.take import settle
+from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.registry import register
 from tokenprune.methods.scores import stretched
 from tokenprune.methods.video.merging import VideoMerger, others_joined, spots, tower_attention
-from tokenprune.ops.clusters import nearest, peaks
-from tokenprune.ops.suppress import unsuppressed
-from tokenprune.ops.transfer import to_device
-from tokenprune.registry import register
-from tokenprune.schedule import profile
-from tokenprune.view.tokens import VisualTokens
-from tokenprune.view.videos import Videos
+from tokenprune.selection.method import Method, Pruner, Selection, Site
+from tokenprune.selection.tokens import VisualTokens
+from tokenprune.selection.videos import Videos
 
 _NEIGHBOURS = 5  # of a token that tell how dense it is there, itself among them
 

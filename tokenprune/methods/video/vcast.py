@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.base import Site
-from tokenprune.methods.video.base import VideoPruner
-from tokenprune.ops.temporal import cosine, curvature, frame_means, shares
-from tokenprune.registry import register
-from tokenprune.view.videos import Videos
+from tokenprune.kernels.temporal import cosine, curvature, frame_means, shares
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.video import VideoPruner
+from tokenprune.selection.videos import Videos
 
 _TEMPERATURE, _EPS = 0.7, 1e-6
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.base import Site
 from tokenprune.kernels.pairs import unit
 from tokenprune.kernels.take import settle
-from tokenprune.methods.video.base import VideoPruner
-from tokenprune.ops.temporal import frame_means, likeness, quiet_channels
-from tokenprune.registry import register
-from tokenprune.view.videos import Videos
+from tokenprune.kernels.temporal import frame_means, likeness, quiet_channels
+from tokenprune.methods.registry import register
+from tokenprune.selection.method import Site
+from tokenprune.selection.sites.video import VideoPruner
+from tokenprune.selection.videos import Videos
 
 _TEMPERATURE = 0.01
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tokenprune.families.refused import REFUSED, REFUSED_IN_VLLM, UNCUT
-from tokenprune.families.row import OLDEST, Family, Vllm
-from tokenprune.families.table import FAMILIES, ROPE_DECODERS
-from tokenprune.families.towers import TOWERS, TowerRow, tower_kind, tower_of
+from tokenprune.models.families.refused import REFUSED, REFUSED_IN_VLLM, UNCUT
+from tokenprune.models.families.row import OLDEST, Family, Vllm
+from tokenprune.models.families.table import FAMILIES, ROPE_DECODERS
+from tokenprune.models.families.towers import TOWERS, TowerRow, tower_kind, tower_of
 
 __all__ = [
     "FAMILIES",

@@ -11,7 +11,7 @@ import math
 from functools import partial
 from typing import Any
 
-from tokenprune.families.row import TOKENS_OF_LAYERS, Family, Vllm
+from tokenprune.models.families.row import TOKENS_OF_LAYERS, Family, Vllm
 
 
 def _shuffled(config: Any) -> int:

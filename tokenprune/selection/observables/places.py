@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.view.frames import frame_and_place
-from tokenprune.view.observable import Backend, Observable, ObservedAt
-from tokenprune.view.registry import observables_of, register_observable
-from tokenprune.view.segments import Patches, SeenAttention, Segments, Sizes
-from tokenprune.view.source import TokenSource
+from tokenprune.selection.frames import frame_and_place
+from tokenprune.selection.observable import Backend, Observable, ObservedAt
+from tokenprune.selection.observable_registry import observables_of, register_observable
+from tokenprune.selection.segments import Patches, SeenAttention, Segments, Sizes
+from tokenprune.selection.source import TokenSource
 
 if TYPE_CHECKING:
     import torch

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tokenprune.ops.drawn import normal, uniform
-from tokenprune.ops.masses import evenly
-from tokenprune.ops.transfer import to_device
-from tokenprune.view.observable import AttentionToTokens, Backend, Observable, ObservedAt
-from tokenprune.view.registry import register_observable
-from tokenprune.view.segments import SeenAttention, Segments, Sizes
-from tokenprune.view.source import TokenSource
+from tokenprune.kernels.drawn import normal, uniform
+from tokenprune.kernels.masses import evenly
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.observable import AttentionToTokens, Backend, Observable, ObservedAt
+from tokenprune.selection.observable_registry import register_observable
+from tokenprune.selection.segments import SeenAttention, Segments, Sizes
+from tokenprune.selection.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

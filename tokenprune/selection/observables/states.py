@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenprune.ops.drawn import normal, uniform
-from tokenprune.view.observable import Backend, Observable, ObservedAt, PerToken
-from tokenprune.view.registry import register_observable
-from tokenprune.view.segments import Segments, Sizes, TextView
-from tokenprune.view.source import TokenSource
+from tokenprune.kernels.drawn import normal, uniform
+from tokenprune.selection.observable import Backend, Observable, ObservedAt, PerToken
+from tokenprune.selection.observable_registry import register_observable
+from tokenprune.selection.segments import Segments, Sizes, TextView
+from tokenprune.selection.source import TokenSource
 
 if TYPE_CHECKING:
     import torch

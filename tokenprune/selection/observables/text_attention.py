@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenprune.ops.drawn import uniform
-from tokenprune.view.observable import AttentionOfText, Backend, Observable, ObservedAt, add_up
-from tokenprune.view.registry import register_observable
-from tokenprune.view.segments import SeenAttention, Segments, Sizes
-from tokenprune.view.source import TokenSource
+from tokenprune.kernels.drawn import uniform
+from tokenprune.selection.observable import AttentionOfText, Backend, Observable, ObservedAt, add_up
+from tokenprune.selection.observable_registry import register_observable
+from tokenprune.selection.segments import SeenAttention, Segments, Sizes
+from tokenprune.selection.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.families import Family
-from tokenprune.view.observable import Backend, Observable, ObservedAt
-from tokenprune.view.registry import register_observable
-from tokenprune.view.segments import Patches, Segments, Sizes
-from tokenprune.view.source import TokenSource
+from tokenprune.models.families import Family
+from tokenprune.selection.observable import Backend, Observable, ObservedAt
+from tokenprune.selection.observable_registry import register_observable
+from tokenprune.selection.segments import Patches, Segments, Sizes
+from tokenprune.selection.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

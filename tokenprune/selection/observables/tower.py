@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tokenprune.families import Family
-from tokenprune.ops.drawn import uniform
-from tokenprune.view.observable import Backend, TowerBlock, TowerInput, TowerOutput, TowerScores
-from tokenprune.view.registry import register_observable
-from tokenprune.view.segments import SeenAttention, Segments, Sizes
-from tokenprune.view.source import TokenSource
+from tokenprune.kernels.drawn import uniform
+from tokenprune.models.families import Family
+from tokenprune.selection.observable import Backend, TowerBlock, TowerInput, TowerOutput, TowerScores
+from tokenprune.selection.observable_registry import register_observable
+from tokenprune.selection.segments import SeenAttention, Segments, Sizes
+from tokenprune.selection.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

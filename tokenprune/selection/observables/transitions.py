@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenprune.ops.drawn import uniform
-from tokenprune.view.observable import Observable, ObservedAt, Recorder
-from tokenprune.view.registry import register_observable
-from tokenprune.view.segments import Segments, Sizes
-from tokenprune.view.source import TokenSource
+from tokenprune.kernels.drawn import uniform
+from tokenprune.selection.observable import Observable, ObservedAt, Recorder
+from tokenprune.selection.observable_registry import register_observable
+from tokenprune.selection.segments import Segments, Sizes
+from tokenprune.selection.source import TokenSource
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError
+from tokenprune.selection.method import Method, Site
 
 
 def composition_key(method: Method) -> tuple[int, int]:

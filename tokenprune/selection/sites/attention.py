@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from tokenprune.base import Method, Site
+from tokenprune.selection.method import Method, Site
 
 if TYPE_CHECKING:
-    from tokenprune.view.frames import Visual
+    from tokenprune.selection.frames import Visual
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from tokenprune.base import Pruner
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.method import Pruner
+from tokenprune.selection.tokens import VisualTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

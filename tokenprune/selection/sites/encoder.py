@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from tokenprune.base import Method, Site
-from tokenprune.budget import Budget
-from tokenprune.ops.merging import Merge
-from tokenprune.shapes.fingerprint import Fingerprint
+from tokenprune.budgets import Budget
+from tokenprune.kernels.merging import Merge
+from tokenprune.models.fingerprint import Fingerprint
+from tokenprune.selection.method import Method, Site
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -120,7 +120,7 @@ class EncoderMethod(TowerMethod):
 
         A matcher takes the keys of a block's attention, float32 `[B, n, Dh]` (mean over the heads), and the number of
         real tokens in each row (the others are padding, after them), or None if all are real. It returns the `Merge`,
-        or None if nothing merges (see `tokenprune.ops.merging`). Called when the model is patched, and in each forward.
+        or None if nothing merges (see `tokenprune.kernels.merging`). Called when the model is patched, and in each forward.
         Blocks from `tower.read` on show no keys: theirs is None. Raises BudgetError for what cannot be reached.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement plan()")

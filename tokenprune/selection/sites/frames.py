@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from tokenprune.ops.transfer import to_device
-from tokenprune.sites.encoder import TowerMethod
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.sites.encoder import TowerMethod
 
 if TYPE_CHECKING:
     from torch import Tensor

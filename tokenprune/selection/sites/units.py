@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from tokenprune.sites.encoder import TowerMethod
+from tokenprune.selection.sites.encoder import TowerMethod
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.base import Pruner, Selection
-from tokenprune.view.tokens import VisualTokens
-from tokenprune.view.videos import Videos
+from tokenprune.selection.method import Pruner, Selection
+from tokenprune.selection.tokens import VisualTokens
+from tokenprune.selection.videos import Videos
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from method_rows import Tower
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.tokens import VisualTokens
 
 
 def farthest(x: Tensor, number: int) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 
 import tokenprune
 from method_rows import Tower
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.tokens import VisualTokens
 from tower_tokens import best, parts, tiles_of, tower_tokens
 
 LAYERS = tokenprune.method("flowcut").encoder_layers

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from method_rows import Tower
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.tokens import VisualTokens
 from tower_tokens import best
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from method_rows import Tower
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.tokens import VisualTokens
 from tower_tokens import best, parts, tiles_of
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from method_rows import Tower
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.tokens import VisualTokens
 from tower_tokens import parts, tiles_of, tower_tokens
 
 

@@ -16,23 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.integrations.hf.attention.observer import Tap
+from tokenprune.integrations.hf.attention_observer import Tap
 from tokenprune.integrations.hf.compat import reruns_layers
-from tokenprune.integrations.hf.encoded.alignment import align_per_image, check_rows
-from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part, PerCall
+from tokenprune.integrations.hf.sequence.alignment import align_per_image, check_rows
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
+from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune.integrations.hf.sequence.segments import find_segments
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
-from tokenprune.ops.transfer import to_device
-from tokenprune.sites.attention import AttentionPattern
-from tokenprune.view.frames import Visual
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.frames import Visual
+from tokenprune.selection.sites.attention import AttentionPattern
 
 # What some families' attention functions take that the block attention does not compute.
 _FOREIGN = ("softcap", "s_aux", "position_bias", "sliding_window")

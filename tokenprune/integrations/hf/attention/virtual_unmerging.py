@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import Selection
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.checks import check_arguments
 from tokenprune.integrations.hf.compat import reruns_layers
@@ -28,8 +27,9 @@ from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.statistics import note_cut
 from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
-from tokenprune.ops.transfer import to_device
-from tokenprune.view.segments import Segments
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.method import Selection
+from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

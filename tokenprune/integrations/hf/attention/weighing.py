@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.base import SIZES
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.attention.observer import Observer
+from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
@@ -25,8 +24,9 @@ from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
-from tokenprune.integrations.shared.observation import Observation
-from tokenprune.ops.transfer import to_device
+from tokenprune.kernels.observation import Observation
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.method import SIZES
 
 _ON_CACHE = "_tokenprune_weights"  # the logarithm of sizes, `[B, W]`, of the first W tokens that it holds
 _MOST = 2.0

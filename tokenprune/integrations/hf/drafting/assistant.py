@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenprune.api import attachment_of, is_patched, patch, unpatch
-from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError
-from tokenprune.registry import method_info
-from tokenprune.setting.saved import read_config
+from tokenprune.methods.registry import method_info
+from tokenprune.selection.method import Method, Site
+from tokenprune.settings.saved import read_config
 
 
 def assistant(
@@ -49,9 +49,9 @@ def assistant(
     Source: SpecVLM (arXiv 2508.16201) drafts on pruned video tokens. Differs from the paper: any registered method
     chooses, and the draft keeps the positions of the full prompt (our decision).
     """
-    from tokenprune.drafting.checks import check_pair, check_target
-    from tokenprune.drafting.copying import share_weights
-    from tokenprune.drafting.images import DraftImages, Target, needs_tower
+    from tokenprune.integrations.hf.drafting.checks import check_pair, check_target
+    from tokenprune.integrations.hf.drafting.copying import share_weights
+    from tokenprune.integrations.hf.drafting.images import DraftImages, Target, needs_tower
     from tokenprune.integrations.shared.attachable import unwrap
 
     # What torch.compile returns holds the model.

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.base import Method
-from tokenprune.budget import Budget
-from tokenprune.cost.model import TEXT, CostModel, Load
+from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedModelError
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.selection.method import Method
+from tokenprune.settings.cost import TEXT, CostModel, Load
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 

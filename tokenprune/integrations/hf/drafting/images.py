@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
-from tokenprune.drafting.checks import writer
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.encoded.record import KEY
+from tokenprune.integrations.hf.drafting.checks import writer
+from tokenprune.integrations.hf.engine.drafts import Drafts
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.parts.drafts import Drafts
-from tokenprune.integrations.hf.tower.attention_scores import BlockReader
-from tokenprune.integrations.hf.tower.base import InTower
-from tokenprune.integrations.hf.tower.feature_hook import FeatureRecorder
+from tokenprune.integrations.hf.sequence.record import KEY
+from tokenprune.integrations.hf.towers.attention_scores import BlockReader
+from tokenprune.integrations.hf.towers.base import InTower
+from tokenprune.integrations.hf.towers.feature_hook import FeatureRecorder
 from tokenprune.integrations.shared.attachable import Attachable
 
 _GIVEN = "tokenprune_given"

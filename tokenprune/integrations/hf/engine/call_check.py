@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from tokenprune.base import Method
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
@@ -16,7 +15,8 @@ from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Plan
 from tokenprune.integrations.hf.sequence.packing import borders, unread
 from tokenprune.integrations.shared.attachable import states
-from tokenprune.view.registry import observables_of
+from tokenprune.selection.method import Method
+from tokenprune.selection.observable_registry import observables_of
 
 logger = logging.getLogger("tokenprune")
 

@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
-from tokenprune.integrations.hf.decoder.method_inputs import Sources
+from tokenprune.integrations.hf.engine.decode_state import DecodeState, gather_keys, right_align, sum_by_type
+from tokenprune.integrations.hf.engine.method_inputs import Sources
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.parts.decode_state import DecodeState, gather_keys, right_align, sum_by_type
 from tokenprune.integrations.shared.attachable import hidden_states
-from tokenprune.ops.transfer import to_device
-from tokenprune.sites.decode import DecodeMethod, TokenType
-from tokenprune.view.segments import Segments
-from tokenprune.view.tokens import require
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.segments import Segments
+from tokenprune.selection.sites.decode import DecodeMethod, TokenType
+from tokenprune.selection.tokens import require
 
 if TYPE_CHECKING:
-    from tokenprune.base import Method
     from tokenprune.integrations.hf.cache.reduced_cache import Reduction
     from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.selection.method import Method
 
 
 @dataclass(frozen=True)

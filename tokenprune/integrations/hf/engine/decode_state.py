@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.take import top_mask
-from tokenprune.ops.transfer import to_device
-from tokenprune.sites.decode import DecodeMethod, TokenType
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.sites.decode import DecodeMethod, TokenType
 from tokenprune.statistics import Cut, Stats
 
 

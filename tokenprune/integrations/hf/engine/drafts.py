@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Have drafts of assisted generation kept out of the forward that reads a prompt; `tokenprune.drafting.prompts` does
+"""Have drafts of assisted generation kept out of the forward that reads a prompt; `tokenprune.integrations.hf.engine.draft_prompts` does
 so, and is loaded with the first draft."""
 
 from __future__ import annotations

@@ -23,12 +23,11 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import needs_masks_alone
 from tokenprune.integrations.hf.checks import Places, check_call
-from tokenprune.integrations.hf.decoder.entry import cut_entry, prepare
-from tokenprune.integrations.hf.decoder.packed_calls import PackedCalls
-from tokenprune.integrations.hf.decoder.planner import Planner
-from tokenprune.integrations.hf.decoder.pruning import apply, choose
-from tokenprune.integrations.hf.decoder.static_steps import StaticSteps
-from tokenprune.integrations.hf.encoded.alignment import check_rows
+from tokenprune.integrations.hf.engine.entry import cut_entry, prepare
+from tokenprune.integrations.hf.engine.packed_calls import PackedCalls
+from tokenprune.integrations.hf.engine.planner import Planner
+from tokenprune.integrations.hf.engine.pruning import apply, choose
+from tokenprune.integrations.hf.engine.static_steps import StaticSteps
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call_stack import CallStack
 from tokenprune.integrations.hf.forward.context import Call
@@ -37,11 +36,12 @@ from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.sequence.alignment import check_rows
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.packing import TELLING
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
 from tokenprune.integrations.hf.statistics import LatestStats, stats_after
-from tokenprune.integrations.hf.tower.feature_hook import MODALITIES, EncoderHook
+from tokenprune.integrations.hf.towers.feature_hook import MODALITIES, EncoderHook
 from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.attachable import (
     Attachable,
@@ -50,8 +50,8 @@ from tokenprune.integrations.shared.attachable import (
     with_hidden_states,
     with_output,
 )
-from tokenprune.ops.values import lack_values
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.kernels.values import lack_values
+from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.statistics import Stats
 
 P = TypeVar("P", bound=Part)

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
-from tokenprune.integrations.hf.decoder.pruning import apply, choose
+from tokenprune.integrations.hf.engine.pruning import apply, choose
 from tokenprune.integrations.hf.families.base import STATEFUL, Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
@@ -22,7 +22,7 @@ from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
-from tokenprune.ops.transfer import to_device
+from tokenprune.kernels.transfer import to_device
 
 
 def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[DecoderInputs, MaskFunctions | None]:

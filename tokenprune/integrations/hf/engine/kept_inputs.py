@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import Method
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.hf.engine.layer_attention import LayerAttention
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.part import Part, PerCall
-from tokenprune.integrations.hf.parts.layer_attention import LayerAttention
 from tokenprune.integrations.shared.attachable import hidden_states
-from tokenprune.integrations.shared.observation import Observation
-from tokenprune.view.observable import ObservedAt, Recorder
-from tokenprune.view.registry import observables_of
-from tokenprune.view.segments import LayerInput
+from tokenprune.kernels.observation import Observation
+from tokenprune.selection.method import Method
+from tokenprune.selection.observable import ObservedAt, Recorder
+from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.segments import LayerInput
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

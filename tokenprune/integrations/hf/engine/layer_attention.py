@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.attention.observer import Observer
+from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.checks import AFTER, BEFORE
+from tokenprune.integrations.hf.engine.decode_pruning import decides
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.parts.decode_pruning import decides
 from tokenprune.integrations.shared import eager
-from tokenprune.integrations.shared.observation import Observation
-from tokenprune.view.registry import observables_of
+from tokenprune.kernels.observation import Observation
+from tokenprune.selection.observable_registry import observables_of
 
 
 class _Stop(Exception):

@@ -15,12 +15,12 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.carry import Carry
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.observed import Observed
-from tokenprune.integrations.hf.tower.attention_scores import EncodedTokens
-from tokenprune.integrations.shared.observation import Observation
+from tokenprune.integrations.hf.towers.attention_scores import EncodedTokens
 from tokenprune.kernels.compact import partition
-from tokenprune.ops.transfer import to_device
-from tokenprune.view.segments import LayerInput, Patches, Segments
-from tokenprune.view.source import TokenSource
+from tokenprune.kernels.observation import Observation
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.segments import LayerInput, Patches, Segments
+from tokenprune.selection.source import TokenSource
 
 
 @dataclass

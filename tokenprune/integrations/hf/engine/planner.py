@@ -16,8 +16,8 @@ from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
 from tokenprune.integrations.hf.forward.report import Report
 from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, encoding_key, find_segments
-from tokenprune.ops.transfer import Recent
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.kernels.transfer import Recent
+from tokenprune.models.decoder_shape import DecoderShape
 
 
 class Planner:

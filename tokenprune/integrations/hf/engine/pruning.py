@@ -9,8 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from tokenprune.base import Pruner, Selection
-from tokenprune.integrations.hf.decoder.method_inputs import Sources
+from tokenprune.integrations.hf.engine.method_inputs import Sources
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.carry import Carry
 from tokenprune.integrations.hf.forward.context import Call
@@ -18,9 +17,10 @@ from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.statistics import note_cut
-from tokenprune.integrations.shared.row_ends import keep_row_ends
-from tokenprune.integrations.shared.selection import merge_tokens, validate_selection
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.selection.apply import merge_tokens, validate_selection
+from tokenprune.selection.method import Pruner, Selection
+from tokenprune.selection.row_ends import keep_row_ends
+from tokenprune.selection.tokens import VisualTokens
 
 
 def choose(call: Call, step: Step, observed: Observed, hidden: Tensor, adapter: Adapter) -> Selection:

@@ -12,7 +12,7 @@ from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Plan, Step
-from tokenprune.view import registry
+from tokenprune.selection import observable_registry as registry
 
 
 def compares_frames(step: Step) -> bool:

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tokenprune.errors import UnsupportedModelError
-from tokenprune.families import FAMILIES, SUPPORTED, UNCUT, Family, family_of, family_of_config
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import keys_of
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
-from tokenprune.integrations.shared.patch_grid import PatchSource, image_grid
-from tokenprune.ops.transfer import to_device
+from tokenprune.integrations.shared.towers.patch_grid import PatchSource, image_grid
+from tokenprune.kernels.transfer import to_device
+from tokenprune.models.families import FAMILIES, SUPPORTED, UNCUT, Family, family_of, family_of_config
 
 # Layers that keep a key and a value for each token.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}

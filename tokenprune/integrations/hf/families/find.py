@@ -8,11 +8,11 @@ import os
 from torch import nn
 
 from tokenprune.errors import UnsupportedModelError, short
-from tokenprune.families import REFUSED, SUPPORTED, UNCUT
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, how_to_add
 from tokenprune.integrations.hf.families.retrieval import whole_model
 from tokenprune.integrations.shared.versions import check_tested
+from tokenprune.models.families import REFUSED, SUPPORTED, UNCUT
 
 
 def adapter_for(model: nn.Module) -> Adapter:

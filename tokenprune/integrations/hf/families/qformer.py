@@ -21,9 +21,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families.base import Adapter, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.sequence.record import start_record
 from tokenprune.integrations.shared.attachable import refuse_replica, states
 from tokenprune.integrations.shared.frames import find_module_frame, is_running
 

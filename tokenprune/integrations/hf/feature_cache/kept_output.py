@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tokenprune.integrations.hf.encoded.record import KEY, EncoderRecord, record_of
-from tokenprune.integrations.shared.patch_grid import Placed
-from tokenprune.integrations.shared.tower_scores import Encoded
-from tokenprune.ops.transfer import AsyncValues, JoinedValues
+from tokenprune.integrations.hf.sequence.record import KEY, EncoderRecord, record_of
+from tokenprune.integrations.shared.towers.patch_grid import Placed
+from tokenprune.integrations.shared.towers.tower_scores import Encoded
+from tokenprune.kernels.transfer import AsyncValues, JoinedValues
 
 # What the tower's blocks gave, and the projector alone reads: many times as large as what it made of them.
 _OF_BLOCKS = ("hidden_states", "attentions")

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
-from tokenprune.integrations.hf.tower.tile_merging import tiles_of
-from tokenprune.reuse.cache import FeatureCache
-from tokenprune.reuse.content import (
+from tokenprune.integrations.hf.feature_cache.cache import FeatureCache
+from tokenprune.integrations.hf.feature_cache.content import (
     UnknownContentError,
     Weights,
     asks_for_gradients,
@@ -28,7 +26,9 @@ from tokenprune.reuse.content import (
     learns,
     settings,
 )
-from tokenprune.reuse.kept_output import OfImage, Whole, tensors_of
+from tokenprune.integrations.hf.feature_cache.kept_output import OfImage, Whole, tensors_of
+from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
+from tokenprune.integrations.hf.towers.tile_merging import tiles_of
 from tokenprune.statistics import Stats
 
 # One image: the arguments that are its own, cut down to what the encoder looks at; and, of those of the call, its rows.

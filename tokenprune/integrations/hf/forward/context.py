@@ -16,8 +16,8 @@ from tokenprune.integrations.hf.cache.view import CacheView, view_of
 from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.ops.transfer import Recent
-from tokenprune.view.segments import Segments
+from tokenprune.kernels.transfer import Recent
+from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.plan import Merged

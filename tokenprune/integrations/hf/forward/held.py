@@ -14,8 +14,8 @@ from torch import Tensor
 from tokenprune.integrations.hf.forward.carry import Carry
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
-from tokenprune.ops.transfer import to_device
-from tokenprune.view.segments import Segments
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.segments import Segments
 
 # (extras, slots, layout after the cut) -> extras after the cut: see `Adapter.cut_extras`.
 CutExtras = Callable[[Any, Tensor, Layout], Any]

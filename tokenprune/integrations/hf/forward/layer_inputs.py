@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tokenprune.families import Family
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, new_positions
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunction, MaskFunctions
 from tokenprune.integrations.shared.attachable import hidden_states
+from tokenprune.models.families import Family
 
 
 class LayerFacts(Protocol):

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.shared.observation import Observation
-from tokenprune.view.segments import LayerInput
+from tokenprune.kernels.observation import Observation
+from tokenprune.selection.segments import LayerInput
 
 
 @dataclass

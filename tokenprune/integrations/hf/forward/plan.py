@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tokenprune.base import Method, Selection
-from tokenprune.budget import Budget
-from tokenprune.budget.of_videos import Clip
-from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.view.segments import Segments
+from tokenprune.budgets import Budget
+from tokenprune.budgets.of_videos import Clip
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.selection.method import Method, Selection
+from tokenprune.selection.segments import Segments
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from tokenprune.errors import NotPatchedError, OptionError
-from tokenprune.graphs.settings import Graphs
+from tokenprune.integrations.hf.graphs.settings import Graphs
 
 
 @contextmanager
 def graphed(model: Any, graphs: bool | Graphs = True) -> Iterator[Any]:
     """Replay the prefill of a model without a patch as graphs within a `with` block: what a pruned one is fairly
     compared with. Raises OptionError for what is no setting, and UnsupportedModelError."""
-    from tokenprune.graphs.prefill import graphed_prefill
     from tokenprune.integrations.hf.families import adapter_for
+    from tokenprune.integrations.hf.graphs.prefill import graphed_prefill
 
     parts = graphed_prefill(adapter_for(model), graphs)
     for part in parts:
@@ -36,7 +36,7 @@ def warm_up(model: Any, lengths: Sequence[int], *, batch: int = 1) -> None:
     that is patched without graphs, and OptionError for lengths below 2.
     """
     from tokenprune.api import attachment_of
-    from tokenprune.graphs.prefill import GraphedPrefill
+    from tokenprune.integrations.hf.graphs.prefill import GraphedPrefill
 
     parts = getattr(attachment_of(model).engine, "parts", ())
     part = next((part for part in parts if isinstance(part, GraphedPrefill)), None)

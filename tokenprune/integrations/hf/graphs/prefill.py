@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.graphs.modules import KnownModules
-from tokenprune.graphs.replay import Buckets, NotGraphedError
-from tokenprune.graphs.settings import Graphs
-from tokenprune.graphs.walk import Groups, Walk
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.graphs.modules import KnownModules
+from tokenprune.integrations.hf.graphs.replay import Buckets, NotGraphedError
+from tokenprune.integrations.hf.graphs.settings import Graphs
+from tokenprune.integrations.hf.graphs.walk import Groups, Walk
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.statistics import GraphCounts, Stats
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tokenprune.graphs.settings import Graphs
 from tokenprune.integrations.hf import compat
+from tokenprune.integrations.hf.graphs.settings import Graphs
 
 States = dict[int, tuple[Tensor, Tensor]]
 

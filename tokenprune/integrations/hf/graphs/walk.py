@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.graphs.replay import Buckets, LayerCall, NotGraphedError, States
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
 from tokenprune.integrations.hf.cache.static_cache import is_static
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.graphs.replay import Buckets, LayerCall, NotGraphedError, States
 from tokenprune.integrations.shared.attachable import hidden_states
 
 LEARNING = "the first prompt of its kind shows which layers follow each other"

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tokenprune.guard.floors import Floors
-from tokenprune.guard.settings import Guard, is_tokens
+from tokenprune.integrations.hf.guard.floors import Floors
+from tokenprune.integrations.hf.guard.settings import Guard, is_tokens
 
 _SEEN = {
     ("image", "text"): "an image looks like text",

@@ -14,20 +14,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tokenprune.base import Method, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.guard.floors import Floors, shipped
-from tokenprune.guard.messages import statement, warning
-from tokenprune.guard.pixels import look, looks_of_segments
-from tokenprune.guard.prompts import KindReader
-from tokenprune.guard.settings import KINDS, Guard
-from tokenprune.guard.verdict import Verdict, Watch, Watched, share_of
-from tokenprune.integrations.hf.encoded.record import open_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
+from tokenprune.integrations.hf.guard.floors import Floors, shipped
+from tokenprune.integrations.hf.guard.messages import statement, warning
+from tokenprune.integrations.hf.guard.pixels import look, looks_of_segments
+from tokenprune.integrations.hf.guard.prompts import KindReader
+from tokenprune.integrations.hf.guard.settings import KINDS, Guard
+from tokenprune.integrations.hf.guard.verdict import Verdict, Watch, Watched, share_of
+from tokenprune.integrations.hf.sequence.record import open_record
 from tokenprune.integrations.shared.attachable import states
-from tokenprune.sites.pixels import ImageChooser
+from tokenprune.selection.method import Method, Site
+from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tokenprune.guard.images import SIDE, blocks_of, text_shares
-from tokenprune.integrations.hf.encoded.alignment import align_per_image
-from tokenprune.integrations.hf.encoded.record import record_of
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.guard.images import SIDE, blocks_of, text_shares
+from tokenprune.integrations.hf.sequence.alignment import align_per_image
+from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune.integrations.hf.sequence.segments import feature_total, pieces_of
-from tokenprune.ops.transfer import AsyncValues, to_device
+from tokenprune.kernels.transfer import AsyncValues, to_device
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

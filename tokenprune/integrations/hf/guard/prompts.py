@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from tokenprune.guard.settings import KINDS
+from tokenprune.integrations.hf.guard.settings import KINDS
 
 # Instructions for the form of an answer, which many benchmarks put after every question.
 _FORMS = (

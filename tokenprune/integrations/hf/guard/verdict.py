@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.base import Method, Site
-from tokenprune.budget import Budget
-from tokenprune.guard.pixels import SegmentLooks
-from tokenprune.guard.settings import KINDS, is_tokens
+from tokenprune.budgets import Budget
 from tokenprune.integrations.hf.forward.plan import Plan, Stage, Step, allowed
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.integrations.hf.guard.pixels import SegmentLooks
+from tokenprune.integrations.hf.guard.settings import KINDS, is_tokens
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.selection.method import Method, Site
 from tokenprune.statistics import Guarded
 
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from tokenprune.api import _budgets
-from tokenprune.base import Method, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import NotPatchedError, OptionError
-from tokenprune.registry import available_methods, build, method_info
-from tokenprune.setting.max_visual_tokens import LIMITER, check_limit
-from tokenprune.sites.pixels import ImageChooser, ResizeMethod
+from tokenprune.methods.registry import available_methods, build, method_info
+from tokenprune.selection.method import Method, Site
+from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
+from tokenprune.settings.max_visual_tokens import LIMITER, check_limit
 
 ProcessorT = TypeVar("ProcessorT")
 
@@ -39,9 +39,9 @@ def patch_processor(
     UnsupportedSetupError for the others, and OptionError, BudgetError or AlreadyPatchedError; the processor is then as
     it was before.
     """
-    from tokenprune.processor.image_selection import ViewPatch
-    from tokenprune.processor.marker import patch_on
-    from tokenprune.processor.resizing import PixelPatch
+    from tokenprune.integrations.hf.pixels.image_selection import ViewPatch
+    from tokenprune.integrations.hf.pixels.marker import patch_on
+    from tokenprune.integrations.hf.pixels.resizing import PixelPatch
 
     if isinstance(method, (list, tuple)):
         raise OptionError("patch_processor takes one method: those that act on the model go to tokenprune.patch")
@@ -75,7 +75,7 @@ def patch_processor(
 
 def unpatch_processor(processor: ProcessorT) -> ProcessorT:
     """Give the processor back as it was; raises NotPatchedError if there is no patch, or one that came with a model."""
-    from tokenprune.processor.marker import patch_on
+    from tokenprune.integrations.hf.pixels.marker import patch_on
 
     present = patch_on(processor)
     if present is None:

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError
+from tokenprune.integrations.hf.pixels.marker import MARK, refuse_second_patch
+from tokenprune.integrations.hf.pixels.prompts import PromptReader, intercepted, is_nested
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
-from tokenprune.processor.marker import MARK, refuse_second_patch
-from tokenprune.processor.prompts import PromptReader, intercepted, is_nested
-from tokenprune.shapes.token_counts import Reader, Rule, rule_for
-from tokenprune.sites.pixels import ImageChooser
-from tokenprune.view.images import InputImage
+from tokenprune.models.token_counts import Reader, Rule, rule_for
+from tokenprune.selection.images import InputImage
+from tokenprune.selection.sites.pixels import ImageChooser
 
 
 class ViewPatch(Attachable):

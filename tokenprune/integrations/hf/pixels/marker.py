@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenprune.errors import AlreadyPatchedError
-from tokenprune.shapes.token_counts import image_processor_of
+from tokenprune.models.token_counts import image_processor_of
 
 MARK = "_tokenprune_patch"
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.pixels.marker import MARK, refuse_second_patch
+from tokenprune.integrations.hf.pixels.prompts import PromptReader, intercepted
+from tokenprune.integrations.hf.pixels.videos import smaller_videos
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.resizing import Resizer
-from tokenprune.processor.marker import MARK, refuse_second_patch
-from tokenprune.processor.prompts import PromptReader, intercepted
-from tokenprune.processor.videos import smaller_videos
-from tokenprune.sites.pixels import ResizeMethod
+from tokenprune.selection.sites.pixels import ResizeMethod
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
-from tokenprune.integrations.hf.encoded.record import features_per_image, record_of
+from tokenprune.integrations.hf.sequence.record import features_per_image, record_of
 
 T = TypeVar("T")
 

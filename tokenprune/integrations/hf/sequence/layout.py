@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.kernels import compact
-from tokenprune.ops.transfer import Recent, to_device
+from tokenprune.kernels.transfer import Recent, to_device
 
 _RIGHT_ENDS = Recent()
 

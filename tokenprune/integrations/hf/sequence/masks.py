@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.shapes.per_layer import per_layer
+from tokenprune.models.per_layer import per_layer
 
 _ROWS = 512  # of a mask that are gathered at once
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.ops.transfer import to_device
+from tokenprune.kernels.transfer import to_device
 
 # Arguments that say where samples begin, or which sample each token is of; with these go others, of flash attention.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")

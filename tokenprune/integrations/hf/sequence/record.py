@@ -16,8 +16,8 @@ from torch import Tensor
 from tokenprune.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.shared.tower_scores import Encoded
-    from tokenprune.ops.transfer import AsyncValues
+    from tokenprune.integrations.shared.towers.tower_scores import Encoded
+    from tokenprune.kernels.transfer import AsyncValues
 
 KEY = "tokenprune_record"
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenprune.budget.of_videos import Clip
+from tokenprune.budgets.of_videos import Clip
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
-from tokenprune.integrations.hf.encoded.alignment import align_per_image
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.sequence.alignment import align_per_image
+from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune.kernels.compact import partition
-from tokenprune.ops.transfer import to_device
-from tokenprune.view.frames import frame_counts, tokens_per_frame
-from tokenprune.view.segments import Segments
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.frames import frame_counts, tokens_per_frame
+from tokenprune.selection.segments import Segments
 
 RunsPerImage = Callable[[int, list[tuple[int, int]]], list[int]]
 GridOf = Callable[[int], tuple[int, int, int] | None]

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 # Where each public name lives; a policy is written, and tried, without what runs a model.
 _HOMES = {
-    "tokenprune.sessions.api": ("Session", "session"),
-    "tokenprune.sessions.results": ("Answer", "HeldEntries", "SessionStats"),
-    "tokenprune.sessions.policies.base": ("Policy", "PolicyView"),
-    "tokenprune.sessions.policies.registry": ("available_policies", "policy", "register_policy"),
+    "tokenprune.integrations.hf.sessions.api": ("Session", "session"),
+    "tokenprune.integrations.hf.sessions.results": ("Answer", "HeldEntries", "SessionStats"),
+    "tokenprune.integrations.hf.sessions.policies.base": ("Policy", "PolicyView"),
+    "tokenprune.integrations.hf.sessions.policies.registry": ("available_policies", "policy", "register_policy"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 if TYPE_CHECKING:
-    from tokenprune.sessions.api import Session, session
-    from tokenprune.sessions.policies.base import Policy, PolicyView
-    from tokenprune.sessions.policies.registry import available_policies, policy, register_policy
-    from tokenprune.sessions.results import Answer, HeldEntries, SessionStats
+    from tokenprune.integrations.hf.sessions.api import Session, session
+    from tokenprune.integrations.hf.sessions.policies.base import Policy, PolicyView
+    from tokenprune.integrations.hf.sessions.policies.registry import available_policies, policy, register_policy
+    from tokenprune.integrations.hf.sessions.results import Answer, HeldEntries, SessionStats
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'tokenprune.sessions' has no attribute {name!r}")
+        raise AttributeError(f"module 'tokenprune.integrations.hf.sessions' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)
 
 

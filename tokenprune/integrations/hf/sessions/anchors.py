@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.sessions.memory import FRAME, POSITION, Memory
+from tokenprune.integrations.hf.sessions.memory import FRAME, POSITION, Memory
 
 _KINDS = ("default", "linear", "llama3")  # angles that are in proportion to the position, whatever the length
 

@@ -15,30 +15,30 @@ from annotated_types import Ge, Gt, Le
 from tokenprune.api import attachment_of, is_patched
 from tokenprune.errors import BudgetError, ConfigError, OptionError, SessionError, UnsupportedSetupError
 from tokenprune.integrations.hf.processor_check import check_processor
-from tokenprune.options import fits, in_words
-from tokenprune.sessions import storage
-from tokenprune.sessions.anchors import why_fixed
-from tokenprune.sessions.blocks import blocks_of
-from tokenprune.sessions.checks import adapter_of, check_patch, check_window, place_of
-from tokenprune.sessions.limits import Limits, entries_of
-from tokenprune.sessions.policies.registry import policy_named, policy_of
-from tokenprune.sessions.prompts import Words, as_frames
-from tokenprune.sessions.proxy import proxy_of
-from tokenprune.sessions.results import Answer, HeldEntries, SessionStats, held_of, stats_of
-from tokenprune.sessions.stream import Stream
+from tokenprune.integrations.hf.sessions import storage
+from tokenprune.integrations.hf.sessions.anchors import why_fixed
+from tokenprune.integrations.hf.sessions.blocks import blocks_of
+from tokenprune.integrations.hf.sessions.checks import adapter_of, check_patch, check_window, place_of
+from tokenprune.integrations.hf.sessions.limits import Limits, entries_of
+from tokenprune.integrations.hf.sessions.policies.registry import policy_named, policy_of
+from tokenprune.integrations.hf.sessions.prompts import Words, as_frames
+from tokenprune.integrations.hf.sessions.proxy import proxy_of
+from tokenprune.integrations.hf.sessions.results import Answer, HeldEntries, SessionStats, held_of, stats_of
+from tokenprune.integrations.hf.sessions.stream import Stream
+from tokenprune.selection.options import fits, in_words
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-    from tokenprune.sessions.policies.base import Policy
+    from tokenprune.integrations.hf.sessions.policies.base import Policy
 
 
 class Session:
     """A stream of images and text that a model has seen, of which a bounded number of visual tokens is held.
 
-    Made by `tokenprune.sessions.session`. It is a context manager, and leaves nothing on the model. One thread at a
+    Made by `tokenprune.integrations.hf.sessions.session`. It is a context manager, and leaves nothing on the model. One thread at a
     time: a call while another one is inside raises SessionError. Sessions on one model do not know of each other.
     """
 

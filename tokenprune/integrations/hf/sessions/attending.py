@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.sessions.memory import Memory
-from tokenprune.sessions.policies.most_attended import MostAttended
-from tokenprune.sessions.proxy import observed
+from tokenprune.integrations.hf.sessions.memory import Memory
+from tokenprune.integrations.hf.sessions.policies.most_attended import MostAttended
+from tokenprune.integrations.hf.sessions.proxy import observed
 
 
 class Attending(LogitsProcessor):

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tokenprune.sessions.prompts import Words
-from tokenprune.sessions.stream import Stream
+from tokenprune.integrations.hf.sessions.prompts import Words
+from tokenprune.integrations.hf.sessions.stream import Stream
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -10,12 +10,12 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from tokenprune.base import Site
 from tokenprune.errors import BudgetError, OptionError, UnsupportedModelError, UnsupportedSetupError
-from tokenprune.families import SUPPORTED
-from tokenprune.guard.part import GuardPart
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import Adapter, adapter_for
+from tokenprune.integrations.hf.guard.part import GuardPart
+from tokenprune.models.families import SUPPORTED
+from tokenprune.selection.method import Site
 
 SINCE = "5.19"  # the oldest transformers on which sessions are tested
 

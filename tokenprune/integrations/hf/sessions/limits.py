@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from tokenprune.errors import BudgetError, UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.options import fits, in_words
-from tokenprune.shapes.decoder import DecoderShape
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.selection.options import fits, in_words
 
 _BYTES = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])iB", re.IGNORECASE)
 
@@ -67,7 +67,7 @@ class Limits:
                 f"memory={self.given!r} has room for {self.room(text)} visual tokens{beside}, of which a compression "
                 f"leaves {self.target(text)}, and the policy pins {pinned}: nothing new would stay. Raise memory= to "
                 f"{self.least(pinned)} visual tokens at least, or have the policy pin fewer, as "
-                "tokenprune.sessions.policy('window', sink=0) does"
+                "tokenprune.integrations.hf.sessions.policy('window', sink=0) does"
             )
 
     def check_position(self, last: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of, restore
-from tokenprune.sessions.policies.base import Policy, PolicyView, check_choice
+from tokenprune.integrations.hf.sessions.policies.base import Policy, PolicyView, check_choice
 
 # Rows of a table; those from POSITION on are one for each axis of positions. Of text, frame and cell are -1.
 INDEX, FRAME, CELL, TOKEN, POSITION = range(5)

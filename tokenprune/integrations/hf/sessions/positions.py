@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.view.frames import tokens_per_frame
+from tokenprune.selection.frames import tokens_per_frame
 
 _TYPES = {"image": 1, "video": 2}
 

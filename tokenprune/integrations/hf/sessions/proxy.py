@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import OptionError, SessionError
-from tokenprune.integrations.hf.attention.observer import Observer
+from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.shared.observation import Observation
-from tokenprune.sessions.memory import Memory
-from tokenprune.sessions.policies.base import PROXY_ATTENTION, Policy
-from tokenprune.sessions.prompts import Words
+from tokenprune.integrations.hf.sessions.memory import Memory
+from tokenprune.integrations.hf.sessions.policies.base import PROXY_ATTENTION, Policy
+from tokenprune.integrations.hf.sessions.prompts import Words
+from tokenprune.kernels.observation import Observation
 
 # Sessions of several threads may share a model, whose attention one of them observes at a time.
 _OBSERVING = threading.Lock()
@@ -37,13 +37,13 @@ def proxy_of(policy: Policy, words: Words | None, adapter: Adapter) -> Tensor | 
     if words is None:
         raise SessionError(
             f"{policy.name} asks by a proxy in words, and without a processor there are none: make the session with "
-            f"session(model, processor, ...), or give ids, tokenprune.sessions.policy({policy.name!r}, proxy=[...])"
+            f"session(model, processor, ...), or give ids, tokenprune.integrations.hf.sessions.policy({policy.name!r}, proxy=[...])"
         )
     ids = words.closing() if query is None else words.said(query, closing=True)
     if not ids.numel():
         raise SessionError(
             f"the chat template writes nothing between a question and its answer, which {policy.name} takes for its "
-            f"proxy: give a text, tokenprune.sessions.policy({policy.name!r}, proxy='Describe the video.')"
+            f"proxy: give a text, tokenprune.integrations.hf.sessions.policy({policy.name!r}, proxy='Describe the video.')"
         )
     return ids
 

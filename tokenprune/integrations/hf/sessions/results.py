@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tokenprune.sessions.memory import CELL, FRAME, INDEX, POSITION
+from tokenprune.integrations.hf.sessions.memory import CELL, FRAME, INDEX, POSITION
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenprune.sessions.stream import Stream
+    from tokenprune.integrations.hf.sessions.stream import Stream
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tokenprune.errors import ConfigError
-from tokenprune.files import reason
-from tokenprune.sessions.memory import FRAME, Memory
-from tokenprune.sessions.positions import axes
-from tokenprune.sessions.stream import Progress, Stream
-from tokenprune.shapes.fingerprint import fingerprint
+from tokenprune.integrations.hf.sessions.memory import FRAME, Memory
+from tokenprune.integrations.hf.sessions.positions import axes
+from tokenprune.integrations.hf.sessions.stream import Progress, Stream
+from tokenprune.models.fingerprint import fingerprint
+from tokenprune.selection.files import reason
 
 logger = logging.getLogger(__name__)
 

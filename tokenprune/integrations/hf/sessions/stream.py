@@ -16,20 +16,20 @@ from transformers import LogitsProcessorList
 from tokenprune.errors import BudgetError, SessionError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.sessions.anchors import reanchor
-from tokenprune.sessions.attending import Attending
-from tokenprune.sessions.checks import check_mode, generate_options, place_of
-from tokenprune.sessions.limits import Limits
-from tokenprune.sessions.memory import TOKEN, Memory
-from tokenprune.sessions.policies.base import Policy
-from tokenprune.sessions.policies.window import WindowPolicy
-from tokenprune.sessions.positions import (
+from tokenprune.integrations.hf.sessions.anchors import reanchor
+from tokenprune.integrations.hf.sessions.attending import Attending
+from tokenprune.integrations.hf.sessions.checks import check_mode, generate_options, place_of
+from tokenprune.integrations.hf.sessions.limits import Limits
+from tokenprune.integrations.hf.sessions.memory import TOKEN, Memory
+from tokenprune.integrations.hf.sessions.policies.base import Policy
+from tokenprune.integrations.hf.sessions.policies.window import WindowPolicy
+from tokenprune.integrations.hf.sessions.positions import (
     axes,
     block_positions,
     frames_and_cells,
     text_positions,
 )
-from tokenprune.sessions.proxy import attention_of_proxy
+from tokenprune.integrations.hf.sessions.proxy import attention_of_proxy
 
 # What a processor makes beside an encoder's arguments; a session finds them itself.
 _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "position_ids")

@@ -17,22 +17,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import Pruner
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.families import TOWERS
-from tokenprune.integrations.hf.attention.observer import Observer
-from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
-from tokenprune.integrations.hf.encoded.record import open_record, record_of
+from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
+from tokenprune.integrations.hf.sequence.alignment import placeholder_to_feature
+from tokenprune.integrations.hf.sequence.record import open_record, record_of
 from tokenprune.integrations.hf.sequence.segments import feature_total
-from tokenprune.integrations.hf.tower.blocks import attention_of, find_blocks
-from tokenprune.integrations.hf.tower.unit_dropping import coloured, colours_of
+from tokenprune.integrations.hf.towers.blocks import attention_of, find_blocks
+from tokenprune.integrations.hf.towers.unit_dropping import coloured, colours_of
 from tokenprune.integrations.shared.attachable import states
-from tokenprune.integrations.shared.observation import Observation
-from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
-from tokenprune.integrations.shared.patch_grid import image_sizes, place
-from tokenprune.integrations.shared.tower_scores import (
+from tokenprune.integrations.shared.towers.packed_features import PackRecorder, take_packed
+from tokenprune.integrations.shared.towers.patch_grid import image_sizes, place
+from tokenprune.integrations.shared.towers.tower_scores import (
     OUTPUT,
     Blocks,
     Encoded,
@@ -45,10 +42,13 @@ from tokenprune.integrations.shared.tower_scores import (
     tower_features,
     without_tower,
 )
-from tokenprune.ops.transfer import to_device
-from tokenprune.view.observable import TowerInput, TowerOutput
-from tokenprune.view.registry import find_observable
-from tokenprune.view.segments import Patches, Segments
+from tokenprune.kernels.observation import Observation
+from tokenprune.kernels.transfer import to_device
+from tokenprune.models.families import TOWERS
+from tokenprune.selection.method import Pruner
+from tokenprune.selection.observable import TowerInput, TowerOutput
+from tokenprune.selection.observable_registry import find_observable
+from tokenprune.selection.segments import Patches, Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call

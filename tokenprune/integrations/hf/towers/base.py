@@ -13,16 +13,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tokenprune.base import Selection
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.encoded.record import open_record, record_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
-from tokenprune.integrations.hf.tower.merge_map import keep_one_per_group
+from tokenprune.integrations.hf.sequence.record import open_record, record_of
+from tokenprune.integrations.hf.towers.merge_map import keep_one_per_group
+from tokenprune.selection.method import Selection
 
 
 class InTower(Part):

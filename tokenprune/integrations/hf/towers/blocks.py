@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from tokenprune.abilities import AFTER_THE_TOWER
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.shared.abilities import AFTER_THE_TOWER
 
 _TOWERS = ("vision_tower", "visual", "vision_model")
 _LISTS = ("layers", "layer", "blocks")

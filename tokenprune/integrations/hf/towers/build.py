@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.tower.merging import EncoderPatch
-from tokenprune.integrations.hf.tower.packed import PackedTowerPatch
-from tokenprune.integrations.hf.tower.tile_merging import TilePatch
-from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.integrations.hf.towers.merging import EncoderPatch
+from tokenprune.integrations.hf.towers.packed import PackedTowerPatch
+from tokenprune.integrations.hf.towers.tile_merging import TilePatch
+from tokenprune.selection.sites.encoder import EncoderMethod
 
 
 def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> EncoderPatch | PackedTowerPatch:

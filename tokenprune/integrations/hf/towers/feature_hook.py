@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.encoded.record import start_record
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part, acting
+from tokenprune.integrations.hf.sequence.record import start_record
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.eager import run_eagerly
 

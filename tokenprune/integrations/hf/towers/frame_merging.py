@@ -16,26 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, TokenPruneError, UnsupportedSetupError
-from tokenprune.integrations.hf.attention.observer import Observer
-from tokenprune.integrations.hf.encoded.record import open_record
+from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
+from tokenprune.integrations.hf.sequence.record import open_record
 from tokenprune.integrations.hf.sequence.segments import feature_total
-from tokenprune.integrations.hf.tower.base import GroupedTokens
-from tokenprune.integrations.hf.tower.blocks import attention_of, check_layer, find_blocks
+from tokenprune.integrations.hf.towers.base import GroupedTokens
+from tokenprune.integrations.hf.towers.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.shared.attachable import hidden_states, states, with_output
-from tokenprune.integrations.shared.observation import Observation
-from tokenprune.integrations.shared.patch_grid import place
-from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun, check_checkpointing
-from tokenprune.integrations.shared.tower_scores import block_observable
-from tokenprune.integrations.shared.units import Units
-from tokenprune.ops.transfer import to_device
-from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.sites.frames import FrameMerger, FrameMix
+from tokenprune.integrations.shared.towers.patch_grid import place
+from tokenprune.integrations.shared.towers.reducer import Block, TowerReducer, TowerRun, check_checkpointing
+from tokenprune.integrations.shared.towers.tower_scores import block_observable
+from tokenprune.integrations.shared.towers.units import Units
+from tokenprune.kernels.observation import Observation
+from tokenprune.kernels.transfer import to_device
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.selection.sites.frames import FrameMerger, FrameMix
 
 _CLASS_TOKENS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}  # before the patches, by the class of blocks
 

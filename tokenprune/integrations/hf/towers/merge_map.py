@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.base import Selection
-from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
-from tokenprune.integrations.shared.packed_features import first_of_group, take_packed
-from tokenprune.ops.transfer import to_device
-from tokenprune.view.segments import Segments
+from tokenprune.integrations.hf.sequence.alignment import placeholder_to_feature
+from tokenprune.integrations.shared.towers.packed_features import first_of_group, take_packed
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.method import Selection
+from tokenprune.selection.segments import Segments
 
 
 def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor] | None:

@@ -15,23 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.attention.observer import Observer
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.tower.base import TowerPatch
-from tokenprune.integrations.hf.tower.blocks import attention_of, check_layer, find_blocks
-from tokenprune.integrations.hf.tower.merge_map import feature_groups
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.towers.base import TowerPatch
+from tokenprune.integrations.hf.towers.blocks import attention_of, check_layer, find_blocks
+from tokenprune.integrations.hf.towers.merge_map import feature_groups
 from tokenprune.integrations.shared.attachable import states, with_output
-from tokenprune.integrations.shared.merging import RowMerger
-from tokenprune.integrations.shared.observation import Observation
-from tokenprune.integrations.shared.packed_features import PackRecorder, take_packed
-from tokenprune.integrations.shared.patch_grid import patches_of
-from tokenprune.integrations.shared.reducer import Block, TowerRun
-from tokenprune.integrations.shared.squares import Squares
-from tokenprune.integrations.shared.tower_scores import block_observable
-from tokenprune.sites.encoder import Tower, TowerMethod
+from tokenprune.integrations.shared.towers.merging import RowMerger
+from tokenprune.integrations.shared.towers.packed_features import PackRecorder, take_packed
+from tokenprune.integrations.shared.towers.patch_grid import patches_of
+from tokenprune.integrations.shared.towers.reducer import Block, TowerRun
+from tokenprune.integrations.shared.towers.squares import Squares
+from tokenprune.integrations.shared.towers.tower_scores import block_observable
+from tokenprune.kernels.observation import Observation
+from tokenprune.selection.sites.encoder import Tower, TowerMethod
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.attention.observer import Observer
-from tokenprune.integrations.hf.encoded.record import record_of
+from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
-from tokenprune.integrations.hf.tower.base import GroupedTokens, ThreadKey, TowerPatch
+from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.towers.base import GroupedTokens, ThreadKey, TowerPatch
 from tokenprune.integrations.shared.attachable import hidden_states, states
-from tokenprune.integrations.shared.merging import PackedMerger, firsts
-from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun, packed_blocks
-from tokenprune.integrations.shared.unit_dropping import Grids
-from tokenprune.integrations.shared.units import mean_of_groups
-from tokenprune.sites.encoder import EncoderMethod, Tower
+from tokenprune.integrations.shared.towers.merging import PackedMerger, firsts
+from tokenprune.integrations.shared.towers.reducer import TowerReducer, TowerRun, packed_blocks
+from tokenprune.integrations.shared.towers.unit_dropping import Grids
+from tokenprune.integrations.shared.towers.units import mean_of_groups
+from tokenprune.selection.sites.encoder import EncoderMethod, Tower
 
 Order = Callable[[], Tensor | None]
 

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.tower.blocks import find_blocks
-from tokenprune.integrations.hf.tower.merging import EncoderPatch
-from tokenprune.integrations.hf.tower.unit_dropping import KeptUnits
+from tokenprune.integrations.hf.towers.blocks import find_blocks
+from tokenprune.integrations.hf.towers.merging import EncoderPatch
+from tokenprune.integrations.hf.towers.unit_dropping import KeptUnits
 from tokenprune.integrations.shared.attachable import states, with_output
-from tokenprune.integrations.shared.observation import Observation
-from tokenprune.integrations.shared.reducer import Block, TowerRun
-from tokenprune.integrations.shared.squares import by_units
-from tokenprune.integrations.shared.unit_dropping import Grids, RowDropper, choose_units, choosing
-from tokenprune.integrations.shared.units import Units
-from tokenprune.ops.merging import Merge
-from tokenprune.ops.transfer import to_device
-from tokenprune.sites.units import UnitDropper
+from tokenprune.integrations.shared.towers.reducer import Block, TowerRun
+from tokenprune.integrations.shared.towers.squares import by_units
+from tokenprune.integrations.shared.towers.unit_dropping import Grids, RowDropper, choose_units, choosing
+from tokenprune.integrations.shared.towers.units import Units
+from tokenprune.kernels.merging import Merge
+from tokenprune.kernels.observation import Observation
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.sites.units import UnitDropper
 
 
 class TileDrop(RowDropper, EncoderPatch):

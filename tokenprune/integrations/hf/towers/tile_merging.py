@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
-from tokenprune.integrations.hf.tower.base import ThreadKey
-from tokenprune.integrations.hf.tower.merging import EncoderPatch
+from tokenprune.integrations.hf.towers.base import ThreadKey
+from tokenprune.integrations.hf.towers.merging import EncoderPatch
 from tokenprune.integrations.shared.attachable import states
-from tokenprune.integrations.shared.packed_features import PackedFeatures, newline_number, numbered
-from tokenprune.integrations.shared.parts import Plan
-from tokenprune.integrations.shared.tile_goals import Goal, goals_of, parts_of_tiles
-from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, newline_number, numbered
+from tokenprune.integrations.shared.towers.parts import Plan
+from tokenprune.integrations.shared.towers.tile_goals import Goal, goals_of, parts_of_tiles
+from tokenprune.selection.sites.encoder import EncoderMethod
 
 
 class TilePatch(EncoderPatch):

@@ -11,20 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.base import Selection
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.integrations.hf.encoded.alignment import placeholder_to_feature
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.tower.base import GroupedTokens
-from tokenprune.integrations.hf.tower.packed import Order, PackedTower
-from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun, packed_blocks
-from tokenprune.integrations.shared.unit_dropping import Grids, choose_units, choosing_packed, come_back, dropping
-from tokenprune.integrations.shared.units import Units
-from tokenprune.ops.transfer import to_device
-from tokenprune.shapes.decoder import DecoderShape
-from tokenprune.sites.units import UnitDropper
+from tokenprune.integrations.hf.sequence.alignment import placeholder_to_feature
+from tokenprune.integrations.hf.towers.base import GroupedTokens
+from tokenprune.integrations.hf.towers.packed import Order, PackedTower
+from tokenprune.integrations.shared.towers.reducer import Block, TowerReducer, TowerRun, packed_blocks
+from tokenprune.integrations.shared.towers.unit_dropping import (
+    Grids,
+    choose_units,
+    choosing_packed,
+    come_back,
+    dropping,
+)
+from tokenprune.integrations.shared.towers.units import Units
+from tokenprune.kernels.transfer import to_device
+from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.selection.method import Selection
+from tokenprune.selection.sites.units import UnitDropper
 
 
 class KeptUnits(TowerReducer, GroupedTokens):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one answer to where a method may act, for patch(), the vLLM plugin, `recommend`, the commands and the pages.
 
-The facts come from tables: of a family and its vision tower in `tokenprune.families`, of an observable in its own class
+The facts come from tables: of a family and its vision tower in `tokenprune.models.families`, of an observable in its own class
 (`where`, `backends`), of a cache in `transformers.py`. This package turns them into sentences. The engines add checks
 that need a loaded model, the configuration of a server, or a request.
 """
@@ -12,13 +12,20 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tokenprune.abilities.obstacle import AFTER_THE_TOWER, Obstacle, reads_tower
-from tokenprune.abilities.transformers import DYNAMIC, STATIC, Cache, in_company, in_transformers, with_cache
-from tokenprune.abilities.vllm import in_vllm, refusal, unserved, unserved_family
-from tokenprune.base import Method, Site
-from tokenprune.budget import Budget
-from tokenprune.families import Family
-from tokenprune.view.observable import Backend
+from tokenprune.budgets import Budget
+from tokenprune.integrations.shared.abilities.obstacle import AFTER_THE_TOWER, Obstacle, reads_tower
+from tokenprune.integrations.shared.abilities.transformers import (
+    DYNAMIC,
+    STATIC,
+    Cache,
+    in_company,
+    in_transformers,
+    with_cache,
+)
+from tokenprune.integrations.shared.abilities.vllm import in_vllm, refusal, unserved, unserved_family
+from tokenprune.models.families import Family
+from tokenprune.selection.method import Method, Site
+from tokenprune.selection.observable import Backend
 
 __all__ = [
     "AFTER_THE_TOWER",

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.base import Method
 from tokenprune.errors import TokenPruneError, UnsupportedSetupError
-from tokenprune.families import Family
-from tokenprune.view.observable import ObservedAt
-from tokenprune.view.registry import observables_of
+from tokenprune.models.families import Family
+from tokenprune.selection.method import Method
+from tokenprune.selection.observable import ObservedAt
+from tokenprune.selection.observable_registry import observables_of
 
 AFTER_THE_TOWER = "use a method that acts after the tower, such as divprune"
 OTHER_OF_THE_TOWER = "use a method that goes by the tower alone, such as fastervlm"

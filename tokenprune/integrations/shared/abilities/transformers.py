@@ -7,17 +7,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.abilities.obstacle import AFTER_THE_TOWER, ON_IMAGES_TOO, Obstacle, in_joined_layers, in_reading
-from tokenprune.base import Method, Pruner, Site
 from tokenprune.errors import OptionError, UnsupportedModelError
-from tokenprune.families import FAMILIES, REFUSED, UNCUT, Family, family_of
-from tokenprune.registry import without_base
-from tokenprune.sites.encoder import VTU_FORMS, EncoderMethod
-from tokenprune.sites.frames import FrameMerger
-from tokenprune.sites.pixels import ResizeMethod
-from tokenprune.sites.units import UnitDropper
-from tokenprune.view.observable import Backend, ObservedAt
-from tokenprune.view.registry import compares_frames, not_served, observables_of
+from tokenprune.integrations.shared.abilities.obstacle import (
+    AFTER_THE_TOWER,
+    ON_IMAGES_TOO,
+    Obstacle,
+    in_joined_layers,
+    in_reading,
+)
+from tokenprune.methods.registry import without_base
+from tokenprune.models.families import FAMILIES, REFUSED, UNCUT, Family, family_of
+from tokenprune.selection.method import Method, Pruner, Site
+from tokenprune.selection.observable import Backend, ObservedAt
+from tokenprune.selection.observable_registry import compares_frames, not_served, observables_of
+from tokenprune.selection.sites.encoder import VTU_FORMS, EncoderMethod
+from tokenprune.selection.sites.frames import FrameMerger
+from tokenprune.selection.sites.pixels import ResizeMethod
+from tokenprune.selection.sites.units import UnitDropper
 
 
 @dataclass(frozen=True)

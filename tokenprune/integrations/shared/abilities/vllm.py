@@ -7,17 +7,23 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenprune.abilities.obstacle import AFTER_THE_TOWER, ON_IMAGES_TOO, Obstacle, in_joined_layers, in_reading
-from tokenprune.base import Method, Pruner, Site
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedModelError
-from tokenprune.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, tower_kind, tower_of
-from tokenprune.setting import IN_LLM
-from tokenprune.sites.encoder import EncoderMethod
-from tokenprune.sites.pixels import ImageChooser, ResizeMethod
-from tokenprune.sites.units import UnitDropper
-from tokenprune.view.observable import Backend
-from tokenprune.view.registry import compares_frames, not_served
+from tokenprune.integrations.shared.abilities.obstacle import (
+    AFTER_THE_TOWER,
+    ON_IMAGES_TOO,
+    Obstacle,
+    in_joined_layers,
+    in_reading,
+)
+from tokenprune.models.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, tower_kind, tower_of
+from tokenprune.selection.method import Method, Pruner, Site
+from tokenprune.selection.observable import Backend
+from tokenprune.selection.observable_registry import compares_frames, not_served
+from tokenprune.selection.sites.encoder import EncoderMethod
+from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
+from tokenprune.selection.sites.units import UnitDropper
+from tokenprune.settings import IN_LLM
 
 
 def in_vllm(method: Method, family: Family | str | None, in_llm: bool, config: Any) -> Iterator[Obstacle]:

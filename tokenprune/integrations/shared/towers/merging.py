@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import hidden_states, states
-from tokenprune.integrations.shared.packed_features import first_of_group
-from tokenprune.integrations.shared.parts import Plan, frames_apart
-from tokenprune.integrations.shared.reducer import Block, TowerReducer, TowerRun
-from tokenprune.integrations.shared.squares import Squares
-from tokenprune.integrations.shared.units import Units
-from tokenprune.ops.merging import Merge
-from tokenprune.sites.encoder import Matcher, Tower, TowerMethod
+from tokenprune.integrations.shared.towers.packed_features import first_of_group
+from tokenprune.integrations.shared.towers.parts import Plan, frames_apart
+from tokenprune.integrations.shared.towers.reducer import Block, TowerReducer, TowerRun
+from tokenprune.integrations.shared.towers.squares import Squares
+from tokenprune.integrations.shared.towers.units import Units
+from tokenprune.kernels.merging import Merge
+from tokenprune.selection.sites.encoder import Matcher, Tower, TowerMethod
 
 
 class Merger(TowerReducer):

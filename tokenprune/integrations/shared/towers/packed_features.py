@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.ops.transfer import to_device
+from tokenprune.kernels.transfer import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tokenprune.kernels.compact import partition
-from tokenprune.ops.merging import Merge
-from tokenprune.ops.transfer import to_device
-from tokenprune.sites.encoder import Matcher
+from tokenprune.kernels.merging import Merge
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.sites.encoder import Matcher
 
 Plan = list[Matcher | None]
 Goal = TypeVar("Goal", bound=Hashable)

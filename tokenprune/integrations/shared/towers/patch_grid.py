@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.families import Family, family_of_config
-from tokenprune.integrations.shared.packed_features import PackedFeatures
-from tokenprune.ops.transfer import Recent, to_device
-from tokenprune.view.segments import square_grid
+from tokenprune.integrations.shared.towers.packed_features import PackedFeatures
+from tokenprune.kernels.transfer import Recent, to_device
+from tokenprune.models.families import Family, family_of_config
+from tokenprune.selection.segments import square_grid
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -25,9 +25,9 @@ from tokenprune.integrations.shared.attachable import (
     with_hidden_states,
     with_output,
 )
-from tokenprune.integrations.shared.units import Units, WayBack
-from tokenprune.ops.merging import Merge
-from tokenprune.sites.encoder import Matcher
+from tokenprune.integrations.shared.towers.units import Units, WayBack
+from tokenprune.kernels.merging import Merge
+from tokenprune.selection.sites.encoder import Matcher
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.shared.packed_features import first_of_group
-from tokenprune.ops.merging import Merge
+from tokenprune.integrations.shared.towers.packed_features import first_of_group
+from tokenprune.kernels.merging import Merge
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import BudgetError
-from tokenprune.integrations.shared.packed_features import PackedFeatures
-from tokenprune.integrations.shared.parts import PartMatcher, Plan
-from tokenprune.ops.merging import most
-from tokenprune.sites.encoder import Tower
+from tokenprune.integrations.shared.towers.packed_features import PackedFeatures
+from tokenprune.integrations.shared.towers.parts import PartMatcher, Plan
+from tokenprune.kernels.merging import most
+from tokenprune.selection.sites.encoder import Tower
 
 # Of a tile: which of its patches are cropped, bool `[patches]`, and how many of those that are not, and of those that
 # are, are to be left.

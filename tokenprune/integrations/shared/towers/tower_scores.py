@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tokenprune.base import Method, Pruner
 from tokenprune.errors import OptionError
-from tokenprune.integrations.shared.patch_grid import Placed
-from tokenprune.view.observable import ObservedAt, TowerBlock, TowerInput, TowerOutput
-from tokenprune.view.registry import find_observable, observables_of
-from tokenprune.view.segments import Patches
+from tokenprune.integrations.shared.towers.patch_grid import Placed
+from tokenprune.selection.method import Method, Pruner
+from tokenprune.selection.observable import ObservedAt, TowerBlock, TowerInput, TowerOutput
+from tokenprune.selection.observable_registry import find_observable, observables_of
+from tokenprune.selection.segments import Patches
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenprune.integrations.shared.observation import Observation
+    from tokenprune.kernels.observation import Observation
 
 # The block in which an observable is read, by its name and the layer that a method named.
 Blocks = dict[tuple, int]

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.attachable import hidden_states, states
-from tokenprune.integrations.shared.merging import RowMerger
-from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun
-from tokenprune.integrations.shared.squares import Squares
-from tokenprune.integrations.shared.units import Units, WayBack
-from tokenprune.ops.merging import Merge
-from tokenprune.ops.transfer import to_device
-from tokenprune.sites.encoder import Tower
-from tokenprune.sites.units import UnitDropper
+from tokenprune.integrations.shared.towers.merging import RowMerger
+from tokenprune.integrations.shared.towers.reducer import TowerReducer, TowerRun
+from tokenprune.integrations.shared.towers.squares import Squares
+from tokenprune.integrations.shared.towers.units import Units, WayBack
+from tokenprune.kernels.merging import Merge
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.sites.encoder import Tower
+from tokenprune.selection.sites.units import UnitDropper
 
 Grids = Sequence[tuple[int, int, int]]  # (frames, height, width) in units of each image or video
 

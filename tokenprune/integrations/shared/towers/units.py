@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tokenprune.kernels.compact import gather_tokens
-from tokenprune.ops.merging import Merge
-from tokenprune.ops.transfer import to_device
+from tokenprune.kernels.merging import Merge
+from tokenprune.kernels.transfer import to_device
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenprune.integrations.vllm import compat
-from tokenprune.integrations.vllm.front import metrics
-from tokenprune.integrations.vllm.front.request import policy_of
+from tokenprune.integrations.vllm.frontend import metrics
+from tokenprune.integrations.vllm.frontend.request import policy_of
 from tokenprune.integrations.vllm.log import SERVER
-from tokenprune.integrations.vllm.setting.configuration import configured
-from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.configuration import configured
+from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 
 logger = logging.getLogger(SERVER)
 NONE = "none"

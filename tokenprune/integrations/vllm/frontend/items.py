@@ -13,14 +13,14 @@ from vllm.multimodal.parse import VideoProcessorItems
 from vllm.multimodal.processing import BaseProcessingInfo
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
-from tokenprune.families import Family
-from tokenprune.integrations.vllm.front.pixels import Shrinker, SmallerImages, kept_units
-from tokenprune.integrations.vllm.setting import towers
-from tokenprune.integrations.vllm.setting.configuration import family_of
-from tokenprune.integrations.vllm.setting.plan import Plan, Run, runs_of
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.integrations.vllm.setting.tower_items import check_tiles, crops
-from tokenprune.sites.encoder import TowerMethod
+from tokenprune.integrations.vllm.frontend.pixels import Shrinker, SmallerImages, kept_units
+from tokenprune.integrations.vllm.settings import towers
+from tokenprune.integrations.vllm.settings.configuration import family_of
+from tokenprune.integrations.vllm.settings.plan import Plan, Run, runs_of
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.tower_items import check_tiles, crops
+from tokenprune.models.families import Family
+from tokenprune.selection.sites.encoder import TowerMethod
 
 
 @dataclass

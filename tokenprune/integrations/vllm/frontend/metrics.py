@@ -14,11 +14,11 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.front.of_workers import of_workers
-from tokenprune.integrations.vllm.front.served import BY_KEY, NAME, Served, is_of_input
+from tokenprune.integrations.vllm.frontend.of_workers import of_workers
+from tokenprune.integrations.vllm.frontend.served import BY_KEY, NAME, Served, is_of_input
 from tokenprune.integrations.vllm.log import tell
-from tokenprune.integrations.vllm.setting.configuration import keys_of, settings_of
-from tokenprune.integrations.vllm.setting.servable import DEFAULT, REQUEST
+from tokenprune.integrations.vllm.settings.configuration import keys_of, settings_of
+from tokenprune.integrations.vllm.settings.servable import DEFAULT, REQUEST
 
 COUNTERS = {
     "tokenprune:visual_tokens": (

@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from tokenprune.integrations.vllm.setting.configuration import SECONDS
+from tokenprune.integrations.vllm.settings.configuration import SECONDS
 
 _PREFIX = "tokenprune-metrics-"
 _locks: list[int] = []  # held until this process ends

@@ -13,13 +13,13 @@ from torch import Tensor
 from vllm.multimodal.parse import ImageProcessorItems
 from vllm.multimodal.processing import BaseProcessingInfo
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.shared.resizing import Resizer
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.shapes.token_counts import Reader, rule_for
-from tokenprune.sites.pixels import ResizeMethod
-from tokenprune.sites.units import UnitDropper
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.models.token_counts import Reader, rule_for
+from tokenprune.selection.sites.pixels import ResizeMethod
+from tokenprune.selection.sites.units import UnitDropper
 
 
 class SmallerImages(ImageProcessorItems):

@@ -21,15 +21,15 @@ from vllm.multimodal.processing.processor import (
 )
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.vllm.front.items import CountedDetails, ModelItems, PromptItem
-from tokenprune.integrations.vllm.front.pixels import Shrinker
-from tokenprune.integrations.vllm.front.request import RequestRun, policy_of
-from tokenprune.integrations.vllm.front.served import Served, ServedRequest, selecting
-from tokenprune.integrations.vllm.setting.configuration import configured, settings_of
-from tokenprune.integrations.vllm.setting.plan import MODALITIES, field_name
-from tokenprune.integrations.vllm.setting.position_checks import longest, original_positions
-from tokenprune.integrations.vllm.setting.servable import NOTHING
-from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.frontend.items import CountedDetails, ModelItems, PromptItem
+from tokenprune.integrations.vllm.frontend.pixels import Shrinker
+from tokenprune.integrations.vllm.frontend.request import RequestRun, policy_of
+from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest, selecting
+from tokenprune.integrations.vllm.settings.configuration import configured, settings_of
+from tokenprune.integrations.vllm.settings.plan import MODALITIES, field_name
+from tokenprune.integrations.vllm.settings.position_checks import longest, original_positions
+from tokenprune.integrations.vllm.settings.servable import NOTHING
+from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 
 # How an item is put into the prompt, and the field that says what is written.
 _WRITTEN = {PromptReplacement: "replacement", PromptInsertion: "insertion"}

@@ -2,7 +2,7 @@
 """The seam between vLLM's request and the plugin: what serves a request is resolved once, and then only read.
 
 A processor asks the policy of its server for a `ServedRequest`, and has it served. The policy of a plain setting stands
-here. Where a setting names a key of `tokenprune.serve`, that package's policy stands in its place.
+here. Where a setting names a key of `tokenprune.integrations.vllm.gateway`, that package's policy stands in its place.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.abilities import reads_tower
 from tokenprune.addons import add_on
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.front import metrics
-from tokenprune.integrations.vllm.front.items import CountedDetails
-from tokenprune.integrations.vllm.front.served import BY_KEY, Served, ServedRequest, is_of_input, selecting
+from tokenprune.integrations.shared.abilities import reads_tower
+from tokenprune.integrations.vllm.frontend import metrics
+from tokenprune.integrations.vllm.frontend.items import CountedDetails
+from tokenprune.integrations.vllm.frontend.served import BY_KEY, Served, ServedRequest, is_of_input, selecting
 from tokenprune.integrations.vllm.log import tell
-from tokenprune.integrations.vllm.setting.configuration import (
+from tokenprune.integrations.vllm.settings.configuration import (
     checked,
     configured,
     in_llm,
     keys_of,
     needs_add_on,
 )
-from tokenprune.integrations.vllm.setting.position_checks import check_placeholders
-from tokenprune.integrations.vllm.setting.servable import DEFAULT, NOTHING, REQUEST
-from tokenprune.integrations.vllm.setting.settings import of_request
-from tokenprune.integrations.vllm.setting.tower_items import check_items
-from tokenprune.integrations.vllm.setting.towers import acts_in_tower
+from tokenprune.integrations.vllm.settings.position_checks import check_placeholders
+from tokenprune.integrations.vllm.settings.servable import DEFAULT, NOTHING, REQUEST
+from tokenprune.integrations.vllm.settings.settings import of_request
+from tokenprune.integrations.vllm.settings.tower_items import check_items
+from tokenprune.integrations.vllm.settings.towers import acts_in_tower
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from vllm.utils.cache import LRUCache
 
 from tokenprune.integrations.shared.attachable import swap_class
 from tokenprune.integrations.vllm.compat import on_start
-from tokenprune.integrations.vllm.setting.configuration import configured
+from tokenprune.integrations.vllm.settings.configuration import configured
 
 logger = logging.getLogger(__name__)
 Items = Mapping[str, list[Any]]  # of a request, by modality

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.vllm.setting.servable import DEFAULT
-from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.servable import DEFAULT
+from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 
 logger = logging.getLogger(__name__)
 

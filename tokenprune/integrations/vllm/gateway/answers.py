@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.integrations.vllm.compat import HOOKS, is_wrapped, missing_hooks, then
-from tokenprune.integrations.vllm.front.served import Served
-from tokenprune.integrations.vllm.setting.configuration import HTTP
-from tokenprune.integrations.vllm.setting.settings import KEY
+from tokenprune.integrations.vllm.frontend.served import Served
+from tokenprune.integrations.vllm.settings.configuration import HTTP
+from tokenprune.integrations.vllm.settings.settings import KEY
 
 HEADER = "x-tokenprune"
 _Message = MutableMapping[str, Any]

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.vllm.front.served import Served, ServedRequest, is_of_input, selecting
-from tokenprune.integrations.vllm.setting.servable import DEFAULT, PROFILE
-from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
-from tokenprune.serve.offer import Offer
-from tokenprune.serve.rules import FULL
+from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest, is_of_input, selecting
+from tokenprune.integrations.vllm.settings.offer import Offer
+from tokenprune.integrations.vllm.settings.rules import FULL
+from tokenprune.integrations.vllm.settings.servable import DEFAULT, PROFILE
+from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 
 ROLLOUT, FAILURE = "rollout", "failure"  # why a request is served in full, though its setting would reduce it
 KEPT, FAILED, INPUT = SHADOWS = ("kept", "failed", "input")  # what a rollout's setting would have done with a request

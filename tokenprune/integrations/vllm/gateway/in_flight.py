@@ -19,10 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenprune.integrations.vllm.front import metrics
-from tokenprune.integrations.vllm.setting.servable import DEFAULT
-from tokenprune.serve.offer import Offer, offered
-from tokenprune.serve.overload import Overload, StepInForce
+from tokenprune.integrations.vllm.frontend import metrics
+from tokenprune.integrations.vllm.settings.offer import Offer, offered
+from tokenprune.integrations.vllm.settings.overload import Overload, StepInForce
+from tokenprune.integrations.vllm.settings.servable import DEFAULT
 
 _PREFIX, _SUFFIX = "tokenprune-in-flight-", ".count"  # prometheus_client reads *.db there
 _BYTES = 8

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.integrations.vllm.front import metrics
-from tokenprune.integrations.vllm.front.items import CountedDetails
-from tokenprune.integrations.vllm.front.request import RequestPolicy, RequestRun
-from tokenprune.integrations.vllm.front.served import BY_KEY, CALLER, LOAD, Served, ServedRequest
-from tokenprune.integrations.vllm.setting.configuration import checked, settings_of
-from tokenprune.integrations.vllm.setting.servable import DEFAULT, PROFILE
-from tokenprune.serve.answers import attached
-from tokenprune.serve.choice import KEPT, SHADOWS, Choice, HeldBack, check_age
-from tokenprune.serve.offer import offer_of, offered
+from tokenprune.integrations.vllm.frontend import metrics
+from tokenprune.integrations.vllm.frontend.items import CountedDetails
+from tokenprune.integrations.vllm.frontend.request import RequestPolicy, RequestRun
+from tokenprune.integrations.vllm.frontend.served import BY_KEY, CALLER, LOAD, Served, ServedRequest
+from tokenprune.integrations.vllm.gateway.answers import attached
+from tokenprune.integrations.vllm.gateway.choice import KEPT, SHADOWS, Choice, HeldBack, check_age
+from tokenprune.integrations.vllm.settings.configuration import checked, settings_of
+from tokenprune.integrations.vllm.settings.offer import offer_of, offered
+from tokenprune.integrations.vllm.settings.servable import DEFAULT, PROFILE
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,17 @@ from typing import Any
 
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.compat import missing_hooks, on_start, require_hooks, wrap
-from tokenprune.integrations.vllm.front import metrics
-from tokenprune.integrations.vllm.front.served import BY_KEY, CALLER, LOAD, NAME, Served
+from tokenprune.integrations.vllm.frontend import metrics
+from tokenprune.integrations.vllm.frontend.served import BY_KEY, CALLER, LOAD, NAME, Served
+from tokenprune.integrations.vllm.gateway import answers
+from tokenprune.integrations.vllm.gateway.choice import Choice, lot_of
+from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad
+from tokenprune.integrations.vllm.gateway.policy import ServePolicy
 from tokenprune.integrations.vllm.log import clean_id
-from tokenprune.integrations.vllm.setting.configuration import checked, configured
-from tokenprune.integrations.vllm.setting.servable import DEFAULT, PROFILE
-from tokenprune.integrations.vllm.setting.settings import KEY
-from tokenprune.serve import answers
-from tokenprune.serve.choice import Choice, lot_of
-from tokenprune.serve.in_flight import RequestLoad
-from tokenprune.serve.offer import Offer, offer_of
-from tokenprune.serve.policy import ServePolicy
+from tokenprune.integrations.vllm.settings.configuration import checked, configured
+from tokenprune.integrations.vllm.settings.offer import Offer, offer_of
+from tokenprune.integrations.vllm.settings.servable import DEFAULT, PROFILE
+from tokenprune.integrations.vllm.settings.settings import KEY
 
 logger = logging.getLogger(__name__)
 _LOAD = f"{KEY}_load"

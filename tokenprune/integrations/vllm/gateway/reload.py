@@ -10,12 +10,12 @@ import threading
 from typing import Any
 
 from tokenprune.integrations.vllm.compat import on_start
-from tokenprune.integrations.vllm.front import announce, metrics
+from tokenprune.integrations.vllm.frontend import announce, metrics
+from tokenprune.integrations.vllm.gateway import answers, profiles
+from tokenprune.integrations.vllm.gateway.policy import ServePolicy
 from tokenprune.integrations.vllm.log import SERVER
-from tokenprune.integrations.vllm.setting.configuration import GIVEN, WARM_UP, configured, reader
-from tokenprune.serve import answers, profiles
-from tokenprune.serve.offer import Offer, begin_grace, offered, replace_offer
-from tokenprune.serve.policy import ServePolicy
+from tokenprune.integrations.vllm.settings.configuration import GIVEN, WARM_UP, configured, reader
+from tokenprune.integrations.vllm.settings.offer import Offer, begin_grace, offered, replace_offer
 
 logger = logging.getLogger(SERVER)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
-from tokenprune.base import Pruner
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
-from tokenprune.integrations.vllm.setting.configuration import configured, keys_of
-from tokenprune.integrations.vllm.setting.settings import IN_LLM, ServedSetting
-from tokenprune.serve.in_llm import limits
+from tokenprune.integrations.vllm.in_llm import limits
+from tokenprune.integrations.vllm.settings.configuration import configured, keys_of
+from tokenprune.integrations.vllm.settings.settings import IN_LLM, ServedSetting
+from tokenprune.selection.method import Pruner
 
 
 class RefusedRequestError(VLLMValidationError, OptionError):
@@ -54,14 +54,14 @@ def attach(model: Any, vllm_config: Any) -> Any:
     limits.check_engine(vllm_config, setting, free_kv)
     if vllm_config.scheduler_config.scheduler_cls not in limits.SCHEDULERS.values():
         raise UnsupportedSetupError(f"{IN_LLM} needs its own scheduler, which was replaced: leave --scheduler-cls out")
-    from tokenprune.serve.in_llm import runner
-    from tokenprune.serve.in_llm.reducer import Reducer, decoder_of
+    from tokenprune.integrations.vllm.in_llm import runner
+    from tokenprune.integrations.vllm.in_llm.reducer import Reducer, decoder_of
 
     decoder, method = decoder_of(model), setting.acting
     assert isinstance(method, Pruner)
     limits.check_layers(decoder)
     if free_kv:
-        from tokenprune.serve.in_llm.kv_cache import split
+        from tokenprune.integrations.vllm.in_llm.kv_cache import split
 
         split(decoder, method.cut_layer)
     runner.install()

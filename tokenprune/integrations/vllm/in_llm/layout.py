@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
-from tokenprune.integrations.vllm.setting.plan import Plan
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.plan import Plan
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tokenprune.base import Method
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.vllm.setting.servable import FREE_KV
-from tokenprune.integrations.vllm.setting.settings import IN_LLM, ServedSetting
+from tokenprune.integrations.vllm.settings.servable import FREE_KV
+from tokenprune.integrations.vllm.settings.settings import IN_LLM, ServedSetting
+from tokenprune.selection.method import Method
 
-_PLACE = "tokenprune.serve.in_llm.scheduler"
+_PLACE = "tokenprune.integrations.vllm.in_llm.scheduler"
 SCHEDULERS = {False: f"{_PLACE}.InLLMScheduler", True: f"{_PLACE}.AsyncInLLMScheduler"}
 # Attention whose metadata can be made twice for one step; others keep what they planned in buffers of their own.
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")

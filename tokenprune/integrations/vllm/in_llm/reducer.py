@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import Pruner
-from tokenprune.integrations.shared.observation import Observation
+from tokenprune.integrations.vllm.in_llm.layout import Share, VisualPiece
 from tokenprune.integrations.vllm.selection.before_llm import Grid, grid_of
-from tokenprune.serve.in_llm.layout import Share, VisualPiece
-from tokenprune.serve.in_llm.selection import RequestSource, choose, segments_of
-from tokenprune.view.observable import ObservedAt
-from tokenprune.view.registry import observables_of
-from tokenprune.view.segments import LayerInput
+from tokenprune.integrations.vllm.selection.in_llm import RequestSource, choose, segments_of
+from tokenprune.kernels.observation import Observation
+from tokenprune.selection.method import Pruner
+from tokenprune.selection.observable import ObservedAt
+from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.segments import LayerInput
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.compat import wrap
-from tokenprune.serve.in_llm.layout import Share, StepLayout, VisualPiece, lay_out, pieces_of, plans_of
-from tokenprune.serve.in_llm.reducer import DecoderPass, Reducer, RequestCut, grids_of
+from tokenprune.integrations.vllm.in_llm.layout import Share, StepLayout, VisualPiece, lay_out, pieces_of, plans_of
+from tokenprune.integrations.vllm.in_llm.reducer import DecoderPass, Reducer, RequestCut, grids_of
 
 logger = logging.getLogger(__name__)
 

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.base import Pruner, Selection
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.shared.patch_grid import Placed
-from tokenprune.integrations.shared.selection import merge_tokens, validate_selection
-from tokenprune.integrations.shared.tower_scores import Encoded, as_patches
+from tokenprune.integrations.shared.towers.patch_grid import Placed
+from tokenprune.integrations.shared.towers.tower_scores import Encoded, as_patches
 from tokenprune.kernels.compact import partition
-from tokenprune.ops.drawn import normal
-from tokenprune.ops.transfer import to_device
-from tokenprune.view.observable import Backend, ObservedAt, TowerScores
-from tokenprune.view.registry import compares_frames, observables_of
-from tokenprune.view.segments import Patches, Segments, Sizes, VisualView
-from tokenprune.view.source import Readable, TokenSource
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.apply import merge_tokens, validate_selection
+from tokenprune.selection.method import Pruner, Selection
+from tokenprune.selection.observable import Backend, ObservedAt, TowerScores
+from tokenprune.selection.observable_registry import compares_frames, observables_of
+from tokenprune.selection.segments import Patches, Segments, Sizes, VisualView
+from tokenprune.selection.source import Readable, TokenSource
+from tokenprune.selection.tokens import VisualTokens
 
 logger = logging.getLogger(__name__)
 

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.base import Pruner, Selection
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.shared.observation import Observation
-from tokenprune.integrations.shared.row_ends import keep_row_ends
 from tokenprune.integrations.vllm.selection.before_llm import Grid, Norm, exact_keep
-from tokenprune.ops.drawn import normal
-from tokenprune.view.observable import Backend
-from tokenprune.view.registry import not_served, served_by
-from tokenprune.view.segments import LayerInput, SeenAttention, Segments, VisualView
-from tokenprune.view.source import Readable, TokenSource
-from tokenprune.view.tokens import VisualTokens
+from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.observation import Observation
+from tokenprune.selection.method import Pruner, Selection
+from tokenprune.selection.observable import Backend
+from tokenprune.selection.observable_registry import not_served, served_by
+from tokenprune.selection.row_ends import keep_row_ends
+from tokenprune.selection.segments import LayerInput, SeenAttention, Segments, VisualView
+from tokenprune.selection.source import Readable, TokenSource
+from tokenprune.selection.tokens import VisualTokens
 
 
 @dataclass(frozen=True)

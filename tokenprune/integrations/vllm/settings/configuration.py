@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server's own setting: found when vLLM makes its ModelConfig, checked there, and kept beside its config.
 
-Beside the reduction it may hold keys of the whole server (`ServerKeys`), and keys of `tokenprune.serve` (`ADD_ON`),
+Beside the reduction it may hold keys of the whole server (`ServerKeys`), and keys of `tokenprune.integrations.vllm.gateway` (`ADD_ON`),
 which is not imported unless one of them is named, or the server speaks HTTP.
 """
 
@@ -14,24 +14,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune import abilities
 from tokenprune.addons import add_on
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError, short
-from tokenprune.families import SERVED, Family
-from tokenprune.integrations.vllm.setting.position_checks import arrange
-from tokenprune.integrations.vllm.setting.servable import ADD_ON, BESIDE, DEFAULT, FREE_KV, NOTHING, PROFILE
-from tokenprune.integrations.vllm.setting.settings import IN_LLM, KEY, ServedSetting
-from tokenprune.integrations.vllm.setting.towers import acts_in_tower, check_tower
-from tokenprune.registry import available_methods, method_info
-from tokenprune.setting import SCOPE
-from tokenprune.setting.saved import read_config
-from tokenprune.view.observable import Backend
+from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.vllm.settings.position_checks import arrange
+from tokenprune.integrations.vllm.settings.servable import ADD_ON, BESIDE, DEFAULT, FREE_KV, NOTHING, PROFILE
+from tokenprune.integrations.vllm.settings.settings import IN_LLM, KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.towers import acts_in_tower, check_tower
+from tokenprune.methods.registry import available_methods, method_info
+from tokenprune.models.families import SERVED, Family
+from tokenprune.selection.observable import Backend
+from tokenprune.settings import SCOPE
+from tokenprune.settings.saved import read_config
 
 logger = logging.getLogger(__name__)
 POSITIONS = ("original", "renumbered")
 HTTP = "vllm.entrypoints.launchers.app"  # imported in the process of a server
 _KEYS = f"{KEY}_keys"
-OFFER = f"{KEY}_offer"  # attribute of a multimodal config: what `tokenprune.serve` made of the keys `ADD_ON`
+OFFER = f"{KEY}_offer"  # attribute of a multimodal config: what `tokenprune.integrations.vllm.gateway` made of the keys `ADD_ON`
 GIVEN = f"{KEY}_given"  # the layers of the setting, and the keys beside them, as they were given
 WARM_UP = f"{KEY}_warm_up"  # method of vLLM's workers that a reload calls with the new profiles
 SECONDS = f"{KEY}_seconds"  # attribute of a multimodal config: the folder with the selection times of the workers
@@ -55,7 +55,7 @@ def settings_of(model_config: Any) -> dict[str, ServedSetting]:
 
 
 def needs_add_on(model_config: Any, asked: Any = NOTHING) -> bool:
-    """Return True if `tokenprune.serve` has a part in a server with a setting, or in a request to it. asked: the
+    """Return True if `tokenprune.integrations.vllm.gateway` has a part in a server with a setting, or in a request to it. asked: the
     request's value of our key."""
     if HTTP in sys.modules or hasattr(model_config.multimodal_config, OFFER) or not isinstance(asked, Mapping):
         return True

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.errors import ConfigError, OptionError, TokenPruneError, short
-from tokenprune.files import File
 from tokenprune.integrations.vllm.log import SERVER
-from tokenprune.integrations.vllm.setting.configuration import OFFER, check_key, configured, split
-from tokenprune.integrations.vllm.setting.servable import ADD_ON, BESIDE, DEFAULT, NOTHING, PROFILE, REQUEST, RULES
-from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting, check_override, of_request
-from tokenprune.serve.callers import CallerError, Callers
-from tokenprune.serve.overload import Overload
-from tokenprune.serve.rules import REFUSE, Rules
-from tokenprune.setting.json_values import plain
+from tokenprune.integrations.vllm.settings.callers import CallerError, Callers
+from tokenprune.integrations.vllm.settings.configuration import OFFER, check_key, configured, split
+from tokenprune.integrations.vllm.settings.overload import Overload
+from tokenprune.integrations.vllm.settings.rules import REFUSE, Rules
+from tokenprune.integrations.vllm.settings.servable import ADD_ON, BESIDE, DEFAULT, NOTHING, PROFILE, REQUEST, RULES
+from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting, check_override, of_request
+from tokenprune.selection.files import File
+from tokenprune.settings.json_values import plain
 
 logger = logging.getLogger(SERVER)
 SECONDS = 60.0  # for which profiles are served that a reload has removed

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.errors import short
-from tokenprune.integrations.vllm.setting.configuration import check_key
+from tokenprune.integrations.vllm.settings.configuration import check_key
 
 _MOST = 32  # steps
 _LONGEST = 3600.0  # seconds of rise and dwell

@@ -17,10 +17,10 @@ from cachetools import LRUCache, cached
 from torch import Tensor
 
 from tokenprune.errors import OptionError, PlaceholderMismatchError
-from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
-from tokenprune.integrations.vllm.setting.towers import acts_in_tower
-from tokenprune.view.frames import frame_counts, tokens_per_frame
-from tokenprune.view.registry import compares_frames
+from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.towers import acts_in_tower
+from tokenprune.selection.frames import frame_counts, tokens_per_frame
+from tokenprune.selection.observable_registry import compares_frames
 
 # Items of these modalities lose tokens; others (audio) do not.
 MODALITIES = ("image", "video")

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.families import ROPE_DECODERS, Family
-from tokenprune.integrations.vllm.setting.servable import KEY
-from tokenprune.setting import IN_LLM
+from tokenprune.integrations.vllm.settings.servable import KEY
+from tokenprune.models.families import ROPE_DECODERS, Family
+from tokenprune.settings import IN_LLM
 
 _MARK = f"{KEY}_original_positions"
 # vLLM's table of angles with M-RoPE, in lengths that the config names (`max_position_embeddings`).

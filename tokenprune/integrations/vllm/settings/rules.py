@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import OptionError, short
-from tokenprune.integrations.vllm.setting.configuration import check_key
-from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
-from tokenprune.registry import method_class
+from tokenprune.integrations.vllm.settings.configuration import check_key
+from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
+from tokenprune.methods.registry import method_class
 
 REFUSE, FULL = "refuse", "full"  # values of `on_error`
 _MOST = 32  # methods

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of keys in a setting for vLLM; and the methods that it can serve: `tokenprune.abilities` allows them, and they
+"""Names of keys in a setting for vLLM; and the methods that it can serve: `tokenprune.integrations.shared.abilities` allows them, and they
 pass a trial run."""
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, cast
 
-from tokenprune import abilities
 from tokenprune.addons import add_on
-from tokenprune.base import Method, Site
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.registry import available_methods, method_class
-from tokenprune.sites.encoder import EncoderMethod
-from tokenprune.sites.units import UnitDropper
+from tokenprune.integrations.shared import abilities
+from tokenprune.methods.registry import available_methods, method_class
+from tokenprune.selection.method import Method, Site
+from tokenprune.selection.sites.encoder import EncoderMethod
+from tokenprune.selection.sites.units import UnitDropper
 
 KEY = "tokenprune"
 NOTHING: Mapping[str, Any] = {}  # a request's value of our key, where it has none
 FREE_KV = "experimental_free_kv"
 RULES = ("min_keep", "methods", "rollout", "on_error")  # of a server's requests, or of those of one profile
-ADD_ON = ("profiles", *RULES, "callers", "overload", "reload")  # keys that `tokenprune.serve` reads
+ADD_ON = ("profiles", *RULES, "callers", "overload", "reload")  # keys that `tokenprune.integrations.vllm.gateway` reads
 BESIDE = (*ADD_ON, "log", FREE_KV, "positions")  # keys of a server's setting, of no request's
 PROFILE = "profile"  # the key by which a request names one of the server's profiles
 DEFAULT = "default"  # the profile that every server has: its own setting

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from tokenprune.base import Method, Site
-from tokenprune.budget import AGES, Budget, as_json
-from tokenprune.budget.by_age import Tiers, ages, left, reached
+from tokenprune.budgets import AGES, Budget, as_json
+from tokenprune.budgets.by_age import Tiers, ages, left, reached
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, short
-from tokenprune.files import File
-from tokenprune.integrations.vllm.setting.servable import KEY, check_method, servable
-from tokenprune.setting import IN_LLM, Setting
-from tokenprune.setting.budget_checks import check_scope
-from tokenprune.setting.json_values import plain
-from tokenprune.setting.one_line import Entry
-from tokenprune.sites import check_places
-from tokenprune.sites.pixels import ResizeMethod
-from tokenprune.view.registry import compares_frames
+from tokenprune.integrations.vllm.settings.servable import KEY, check_method, servable
+from tokenprune.selection.files import File
+from tokenprune.selection.method import Method, Site
+from tokenprune.selection.observable_registry import compares_frames
+from tokenprune.selection.sites import check_places
+from tokenprune.selection.sites.pixels import ResizeMethod
+from tokenprune.settings import IN_LLM, Setting
+from tokenprune.settings.budget_checks import check_scope
+from tokenprune.settings.json_values import plain
+from tokenprune.settings.one_line import Entry
 
 __all__ = ["IN_LLM", "KEY", "ServedSetting", "check_method", "check_override", "servable"]
 
@@ -47,7 +47,7 @@ class ServedSetting:
     in_llm:        True if `method` acts inside the language model, and leaves the prompt as it is.
     files:         options of `method` that were given as files: name, path and digest of the content.
     age, step:     see `Budget`: what `method` keeps of an image follows from its place in the request, by `of_items`.
-    bounds:        of an image that is no longer new, within which `keep` is (see `tokenprune.budget.by_age.reached`).
+    bounds:        of an image that is no longer new, within which `keep` is (see `tokenprune.budgets.by_age.reached`).
     """
 
     method: Method | None = None

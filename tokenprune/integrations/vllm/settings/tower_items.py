@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from tokenprune.abilities import AFTER_THE_TOWER
-from tokenprune.base import Method
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError
-from tokenprune.families import SERVED, family_of_config
-from tokenprune.integrations.shared.packed_features import PackedFeatures, newline_number, numbered
-from tokenprune.integrations.shared.tile_goals import Goal, goals_of, parts_of_tiles
-from tokenprune.integrations.vllm.setting.settings import ServedSetting
-from tokenprune.integrations.vllm.setting.towers import merges_in_tower, served_tower
-from tokenprune.sites.encoder import EncoderMethod
-from tokenprune.view.registry import compares_frames
+from tokenprune.integrations.shared.abilities import AFTER_THE_TOWER
+from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, newline_number, numbered
+from tokenprune.integrations.shared.towers.tile_goals import Goal, goals_of, parts_of_tiles
+from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.towers import merges_in_tower, served_tower
+from tokenprune.models.families import SERVED, family_of_config
+from tokenprune.selection.method import Method
+from tokenprune.selection.observable_registry import compares_frames
+from tokenprune.selection.sites.encoder import EncoderMethod
 
 _HOST = torch.device("cpu")
 

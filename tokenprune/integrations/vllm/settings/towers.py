@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tokenprune.abilities import AFTER_THE_TOWER
-from tokenprune.base import Method, Pruner
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.families import TOWERS, TowerRow, family_of, family_of_config, tower_kind, tower_of
-from tokenprune.integrations.shared.patch_grid import patches_of
-from tokenprune.integrations.shared.squares import Squares
-from tokenprune.integrations.shared.tower_scores import block_index, read_block, without_tower
-from tokenprune.shapes.fingerprint import Fingerprint
-from tokenprune.sites import encoder
-from tokenprune.sites.encoder import EncoderMethod, TowerMethod
-from tokenprune.sites.units import UnitDropper
+from tokenprune.integrations.shared.abilities import AFTER_THE_TOWER
+from tokenprune.integrations.shared.towers.patch_grid import patches_of
+from tokenprune.integrations.shared.towers.squares import Squares
+from tokenprune.integrations.shared.towers.tower_scores import block_index, read_block, without_tower
+from tokenprune.models.families import TOWERS, TowerRow, family_of, family_of_config, tower_kind, tower_of
+from tokenprune.models.fingerprint import Fingerprint
+from tokenprune.selection.method import Method, Pruner
+from tokenprune.selection.sites import encoder
+from tokenprune.selection.sites.encoder import EncoderMethod, TowerMethod
+from tokenprune.selection.sites.units import UnitDropper
 
 
 def merges_in_tower(method: Method | None) -> bool:

@@ -47,7 +47,7 @@ class Clock:
     def of(cls, vllm_config: Any) -> Clock:
         """Return the clock of a worker of a server with a setting. Workers that share a model choose the same tokens,
         so only the first one reports."""
-        from tokenprune.integrations.vllm.setting.configuration import SECONDS, keys_of
+        from tokenprune.integrations.vllm.settings.configuration import SECONDS, keys_of
 
         if vllm_config.parallel_config.rank != 0:
             return cls(None)

@@ -16,15 +16,13 @@ from torch import Tensor
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 from tokenprune.addons import add_on
-from tokenprune.base import Pruner
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
-from tokenprune.families import Family
-from tokenprune.integrations.shared.patch_grid import image_grid
+from tokenprune.integrations.shared.towers.patch_grid import image_grid
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
-from tokenprune.integrations.vllm.setting.configuration import check_engine, configured, in_llm
-from tokenprune.integrations.vllm.setting.plan import MODALITIES, Plan, field_name
-from tokenprune.integrations.vllm.setting.position_checks import original_positions
-from tokenprune.integrations.vllm.setting.towers import is_known
+from tokenprune.integrations.vllm.settings.configuration import check_engine, configured, in_llm
+from tokenprune.integrations.vllm.settings.plan import MODALITIES, Plan, field_name
+from tokenprune.integrations.vllm.settings.position_checks import original_positions
+from tokenprune.integrations.vllm.settings.towers import is_known
 from tokenprune.integrations.vllm.worker import positions
 from tokenprune.integrations.vllm.worker.clock import Clock
 from tokenprune.integrations.vllm.worker.position_notes import PositionNotes
@@ -35,8 +33,10 @@ from tokenprune.integrations.vllm.worker.tower import TowerReader
 from tokenprune.integrations.vllm.worker.tower_merging import stretches
 from tokenprune.integrations.vllm.worker.tower_treatments import TowerResult, tower_treatment
 from tokenprune.integrations.vllm.worker.weights import mapper
-from tokenprune.ops.transfer import to_device
-from tokenprune.view.segments import Segments
+from tokenprune.kernels.transfer import to_device
+from tokenprune.models.families import Family
+from tokenprune.selection.method import Pruner
+from tokenprune.selection.segments import Segments
 
 # Fields of an item that the models' own rules of positions read.
 _SHAPES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import states
-from tokenprune.integrations.shared.merging import PackedMerger, firsts
-from tokenprune.integrations.shared.reducer import TowerReducer, TowerRun, packed_blocks
-from tokenprune.integrations.shared.unit_dropping import Grids, choosing_packed, dropping
-from tokenprune.integrations.shared.units import Units, mean_of_groups
-from tokenprune.integrations.vllm.setting.plan import Plan
-from tokenprune.integrations.vllm.setting.towers import served_tower
+from tokenprune.integrations.shared.towers.merging import PackedMerger, firsts
+from tokenprune.integrations.shared.towers.reducer import TowerReducer, TowerRun, packed_blocks
+from tokenprune.integrations.shared.towers.unit_dropping import Grids, choosing_packed, dropping
+from tokenprune.integrations.shared.towers.units import Units, mean_of_groups
+from tokenprune.integrations.vllm.settings.plan import Plan
+from tokenprune.integrations.vllm.settings.towers import served_tower
 from tokenprune.integrations.vllm.worker.tower import all_heads, attend, attentions_of
-from tokenprune.sites.encoder import EncoderMethod
-from tokenprune.sites.units import UnitDropper
+from tokenprune.selection.sites.encoder import EncoderMethod
+from tokenprune.selection.sites.units import UnitDropper
 
 
 class Wrapping(TowerReducer):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.kernels.compact import partition
-from tokenprune.ops.transfer import to_device
+from tokenprune.kernels.transfer import to_device
 
 
 @dataclass(frozen=True)

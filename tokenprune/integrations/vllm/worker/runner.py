@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks, wrap
-from tokenprune.integrations.vllm.setting.configuration import keys_of
-from tokenprune.integrations.vllm.setting.plan import Plan
+from tokenprune.integrations.vllm.settings.configuration import keys_of
+from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.worker import requests
 from tokenprune.integrations.vllm.worker.warm_up import answer_reloads, before_ready
 

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.base import Pruner
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError, UnsupportedSetupError
-from tokenprune.families import tower_of
-from tokenprune.integrations.shared.observation import Observation
-from tokenprune.integrations.shared.patch_grid import PatchSource, place
-from tokenprune.integrations.shared.tower_scores import Blocks, Encoded, Seen, blocks_read, empty, take_patches
+from tokenprune.integrations.shared.towers.patch_grid import PatchSource, place
+from tokenprune.integrations.shared.towers.tower_scores import Blocks, Encoded, Seen, blocks_read, empty, take_patches
 from tokenprune.integrations.vllm.compat import TESTED
-from tokenprune.integrations.vllm.setting.tower_items import pack
-from tokenprune.integrations.vllm.setting.towers import depth_of, heads_of
-from tokenprune.ops.drawn import normal
+from tokenprune.integrations.vllm.settings.tower_items import pack
+from tokenprune.integrations.vllm.settings.towers import depth_of, heads_of
+from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.observation import Observation
+from tokenprune.models.families import tower_of
+from tokenprune.selection.method import Pruner
 
 
 class TowerReader:

@@ -21,23 +21,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.budget import Budget
+from tokenprune.budgets import Budget
 from tokenprune.errors import PlaceholderMismatchError
-from tokenprune.families import tower_kind
-from tokenprune.integrations.shared.merging import RowMerger
-from tokenprune.integrations.shared.packed_features import PackedFeatures, first_of_group
-from tokenprune.integrations.shared.parts import PartMatcher
-from tokenprune.integrations.shared.parts import Plan as BlockPlan
-from tokenprune.integrations.shared.reducer import Block, TowerRun
-from tokenprune.integrations.shared.tile_goals import Goal, parts_of_tiles
-from tokenprune.integrations.shared.unit_dropping import RowDropper
-from tokenprune.integrations.vllm.setting.plan import Plan
-from tokenprune.integrations.vllm.setting.tower_items import goals_of_image, pack
-from tokenprune.integrations.vllm.setting.towers import heads_of, merges_in_tower, served_tower, units_of
+from tokenprune.integrations.shared.towers.merging import RowMerger
+from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, first_of_group
+from tokenprune.integrations.shared.towers.parts import PartMatcher
+from tokenprune.integrations.shared.towers.parts import Plan as BlockPlan
+from tokenprune.integrations.shared.towers.reducer import Block, TowerRun
+from tokenprune.integrations.shared.towers.tile_goals import Goal, parts_of_tiles
+from tokenprune.integrations.shared.towers.unit_dropping import RowDropper
+from tokenprune.integrations.vllm.settings.plan import Plan
+from tokenprune.integrations.vllm.settings.tower_items import goals_of_image, pack
+from tokenprune.integrations.vllm.settings.towers import heads_of, merges_in_tower, served_tower, units_of
 from tokenprune.integrations.vllm.worker.packed import Wrapping, dropping_plan
 from tokenprune.integrations.vllm.worker.tower import all_heads, attend, attentions_of, blocks_of, heads_first
-from tokenprune.sites.encoder import EncoderMethod, Tower, TowerMethod
-from tokenprune.sites.units import UnitDropper
+from tokenprune.models.families import tower_kind
+from tokenprune.selection.sites.encoder import EncoderMethod, Tower, TowerMethod
+from tokenprune.selection.sites.units import UnitDropper
 
 # Names in a block, where they are not those of CLIP and SigLIP: the second norm, and what scales the MLP's output.
 _NAMES = {"internvl_vision": ("layernorm_after", "lambda_2"), "intern_vit_6b": ("norm2", "ls2")}

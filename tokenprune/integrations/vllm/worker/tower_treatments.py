@@ -11,17 +11,17 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tokenprune.abilities import reads_tower
-from tokenprune.base import Pruner
 from tokenprune.errors import PlaceholderMismatchError
-from tokenprune.integrations.shared.tower_scores import Encoded
-from tokenprune.integrations.shared.tower_scores import Seen as BlockScores
-from tokenprune.integrations.vllm.setting.plan import Plan
-from tokenprune.integrations.vllm.setting.tower_items import crops
+from tokenprune.integrations.shared.abilities import reads_tower
+from tokenprune.integrations.shared.towers.tower_scores import Encoded
+from tokenprune.integrations.shared.towers.tower_scores import Seen as BlockScores
+from tokenprune.integrations.vllm.settings.plan import Plan
+from tokenprune.integrations.vllm.settings.tower_items import crops
 from tokenprune.integrations.vllm.worker.packed import PackedTowerMerger, UnitDropping, dropping_plan
 from tokenprune.integrations.vllm.worker.tower import TowerReader
 from tokenprune.integrations.vllm.worker.tower_merging import TileDropping, TileTowerMerger, TowerMerger, merging
-from tokenprune.sites.encoder import EncoderMethod
+from tokenprune.selection.method import Pruner
+from tokenprune.selection.sites.encoder import EncoderMethod
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from tokenprune.abilities import reads_tower
 from tokenprune.addons import add_on
-from tokenprune.base import Pruner
 from tokenprune.errors import TokenPruneError, UnsupportedSetupError
+from tokenprune.integrations.shared.abilities import reads_tower
 from tokenprune.integrations.vllm.compat import wrap
 from tokenprune.integrations.vllm.selection import before_llm
-from tokenprune.integrations.vllm.setting.configuration import WARM_UP, settings_of
-from tokenprune.integrations.vllm.setting.plan import MODALITIES
-from tokenprune.integrations.vllm.setting.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.configuration import WARM_UP, settings_of
+from tokenprune.integrations.vllm.settings.plan import MODALITIES
+from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 from tokenprune.kernels.dispatch import compiles
-from tokenprune.ops.drawn import normal
+from tokenprune.kernels.drawn import normal
+from tokenprune.selection.method import Pruner
 
 logger = logging.getLogger(f"vllm.{KEY}")  # whose lines of INFO vLLM shows: it says why the start takes longer
 SMALLEST = 64  # tokens; there is little to choose in smaller images

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import SessionError
-from tokenprune.options import ReprIsCall, check_options
+from tokenprune.selection.options import ReprIsCall, check_options
 
 PROXY_ATTENTION = "proxy_attention"  # what a policy may need beside keys and values
 

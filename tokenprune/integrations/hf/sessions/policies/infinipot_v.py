@@ -8,8 +8,8 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch.nn.functional import normalize
 
-from tokenprune.sessions.policies.base import Policy, PolicyView
-from tokenprune.sessions.policies.registry import register_policy
+from tokenprune.integrations.hf.sessions.policies.base import Policy, PolicyView
+from tokenprune.integrations.hf.sessions.policies.registry import register_policy
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tokenprune.sessions.policies.base import Policy, PolicyView
+from tokenprune.integrations.hf.sessions.policies.base import Policy, PolicyView
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from tokenprune.sessions.policies.base import Policy, PolicyView
-from tokenprune.sessions.policies.registry import register_policy
+from tokenprune.integrations.hf.sessions.policies.base import Policy, PolicyView
+from tokenprune.integrations.hf.sessions.policies.registry import register_policy
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tokenprune.errors import OptionError, RegistrationError, UnknownPolicyError
-from tokenprune.registry import configured, import_all, nearest
-from tokenprune.sessions.policies.base import Policy
+from tokenprune.integrations.hf.sessions.policies.base import Policy
+from tokenprune.methods.registry import configured, import_all, nearest
 
 ENTRY_POINT_GROUP = "tokenprune.policies"
 
@@ -41,7 +41,7 @@ def _problem(name: str, cls: type) -> str | None:
     if not name.isidentifier() or name != name.lower() or keyword.iskeyword(name):
         return "a name is a lower-case identifier and no word of Python's own, like its module"
     if not (inspect.isclass(cls) and issubclass(cls, Policy)):
-        return "the class must derive from tokenprune.sessions.Policy"
+        return "the class must derive from tokenprune.integrations.hf.sessions.Policy"
     own = cls.__dict__.get("__dataclass_params__")  # not an inherited one: the class's own fields would not exist
     if own is None or not own.frozen:
         return "decorate the class with @dataclass(frozen=True) below @register_policy(...)"
@@ -58,7 +58,7 @@ def _load() -> None:
     global _loaded
     if not _loaded:
         _loaded = True
-        import_all("tokenprune.sessions.policies", ENTRY_POINT_GROUP)
+        import_all("tokenprune.integrations.hf.sessions.policies", ENTRY_POINT_GROUP)
 
 
 def available_policies() -> list[str]:
@@ -73,7 +73,7 @@ def policy(name: str, **options: Any) -> Policy:
     _load()
     if not isinstance(name, str) or name not in _POLICIES:
         raise UnknownPolicyError(
-            f"unknown policy {name!r}: {nearest(name, _POLICIES)}tokenprune.sessions.available_policies() lists them "
+            f"unknown policy {name!r}: {nearest(name, _POLICIES)}tokenprune.integrations.hf.sessions.available_policies() lists them "
             "all"
         )
     return configured(name, _POLICIES[name], options)
@@ -90,10 +90,10 @@ def policy_of(given: Any) -> Policy:
         return policy(given)
     if not isinstance(given, Policy):
         raise OptionError(
-            f"policy={given!r} must be a name out of {available_policies()}, or a tokenprune.sessions.Policy"
+            f"policy={given!r} must be a name out of {available_policies()}, or a tokenprune.integrations.hf.sessions.Policy"
         )
     if not given.name:
         raise OptionError(
-            f"{type(given).__name__} is not registered: decorate it with @tokenprune.sessions.register_policy"
+            f"{type(given).__name__} is not registered: decorate it with @tokenprune.integrations.hf.sessions.register_policy"
         )
     return given

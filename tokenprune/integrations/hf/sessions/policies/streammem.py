@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tokenprune.sessions.policies.base import PROXY_ATTENTION
-from tokenprune.sessions.policies.most_attended import MostAttended
-from tokenprune.sessions.policies.registry import register_policy
+from tokenprune.integrations.hf.sessions.policies.base import PROXY_ATTENTION
+from tokenprune.integrations.hf.sessions.policies.most_attended import MostAttended
+from tokenprune.integrations.hf.sessions.policies.registry import register_policy
 
 
 @register_policy("streammem")

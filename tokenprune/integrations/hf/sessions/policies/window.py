@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import torch
 from annotated_types import Ge
 
-from tokenprune.sessions.policies.base import Policy, PolicyView
-from tokenprune.sessions.policies.registry import register_policy
+from tokenprune.integrations.hf.sessions.policies.base import Policy, PolicyView
+from tokenprune.integrations.hf.sessions.policies.registry import register_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
