@@ -18,7 +18,11 @@ GPU_TABLES = (
     "a_correctness", "b_llava_next", "c_memory", "d_video", "e_kernels", "f_llava15", "g_decode", "h_vllm_answers",
     "h_vllm_times", "i_graphs",
 )  # fmt: skip
-ELSEWHERE = ("b_llava_next", "f_llava15", "e_kernels")  # shown by experiments/peers.py, and by kernel_page.py
+ELSEWHERE = (
+    "b_llava_next",
+    "f_llava15",
+    "e_kernels",
+)  # shown by benchmarks/experiments/peers.py, and by kernel_page.py
 FLOOR = 0.95  # of efficiency
 OF_LIMIT = 0.97  # of what a method's own arithmetic allows, where that is less
 SHARE = 0.02  # of the unpatched prefill that choosing may take

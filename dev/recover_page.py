@@ -109,4 +109,6 @@ def _interval(found: Any) -> str:
 
 def _source(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
-    return f"By `python experiments/{path.stem}.py`; raw data, with the machine's load: [{name}](../../{name})."
+    return (
+        f"By `python benchmarks/experiments/{path.stem}.py`; raw data, with the machine's load: [{name}](../../{name})."
+    )

@@ -122,7 +122,9 @@ def reserved() -> str:
         cells = [one["setting"], f"{one['largest']:,}", f"{one['bytes'] / 1e6:.0f}", f"{one['kv_tokens']:,}"]
         cells += [f"{1000 * statistics.median(one['front_end_seconds']):.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"By `python experiments/reserved.py`; raw data: {link(RESERVED, '../')}."])
+    return "\n".join(
+        [*lines, "", f"By `python benchmarks/experiments/reserved.py`; raw data: {link(RESERVED, '../')}."]
+    )
 
 
 def mixed_load() -> str:
@@ -148,7 +150,9 @@ def overhead() -> str:
         shares = [mine / theirs for mine, theirs in zip(one["seconds"], bare[one["what"]], strict=True)]
         over = f"{one['share']:.2f} ({min(shares):.2f}–{max(shares):.2f})"
         lines.append(f"| {one['what']} | {one['server']} | {1000 * statistics.median(one['seconds']):.0f} | {over} |")
-    return "\n".join([*lines, "", f"By `python experiments/overhead.py`; raw data: {link(OVERHEAD, '../')}."])
+    return "\n".join(
+        [*lines, "", f"By `python benchmarks/experiments/overhead.py`; raw data: {link(OVERHEAD, '../')}."]
+    )
 
 
 def chats() -> str:

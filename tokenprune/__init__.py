@@ -8,21 +8,16 @@ Importing this package changes nothing in torch or transformers, and loads neith
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
-from tokenprune.models.torch_import import require
+from tokenprune.errors import require
 
 __version__ = "0.1.0"
 
-# Where each public name lives. What extensions, sessions and readers of statistics need, and the other errors, are in
-# public modules of their own: `_MODULES`.
+# The module of each public name. `_MODULES` has the public modules with further names.
 _HOMES = {
-    "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "feature_cache", "method"),
+    "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "feature_cache", "method", "assistant"),
     "tokenprune.integrations.hf.pixels.api": ("patch_processor", "unpatch_processor"),
-    "tokenprune_bench.two_pass": ("escalate", "Escalation"),
-    "tokenprune.integrations.hf.drafting.assistant": ("assistant",),
-    "tokenprune_bench.frame_weights": ("frame_weights",),
     "tokenprune_bench.recommend.recommendation": ("recommend",),
     "tokenprune_bench.profiling.model": ("demo_model",),
     "tokenprune_bench.show.side_by_side": ("plot",),
@@ -48,32 +43,22 @@ _HOMES = {
         "NotPatchedError",
     ),
 }
-_MODULES = ("errors", "extend", "sessions", "statistics")
+_MODULES = {
+    "errors": "tokenprune.errors",
+    "graphs": "tokenprune.integrations.hf.graphs",
+    "selection": "tokenprune.selection",
+    "sessions": "tokenprune.integrations.hf.sessions",
+    "statistics": "tokenprune.statistics",
+}
 # These change only after a deprecation; all others are experimental (docs/reference/stability.md).
 _STABLE = frozenset(
     "patch unpatch patched is_patched stats method available_methods method_info register Budget Stats "
     "Config read_config write_config Method Pruner Selection VisualTokens Site MethodInfo".split()
 ) | {*_HOMES["tokenprune.errors"]}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-# Names that stood here; each works for one more release, warns, and says where it is.
-_MOVED = {
-    name: home
-    for home, names in {
-        "tokenprune.errors": "UnknownPolicyError SessionError RegistrationError PlaceholderMismatchError ConfigError "
-        "ConformanceError MissingPackageError",
-        "tokenprune.selection": "ResizeMethod ImageChooser AttentionPattern EncoderMethod Tower UnitDropper FrameMerger "
-        "FrameMix DecodeMethod VideoPruner Videos Observable TokenSource available_observables register_observable",
-        "tokenprune.integrations.hf.sessions": "session Session SessionStats Answer HeldEntries available_policies policy "
-        "register_policy Policy PolicyView",
-        "tokenprune.statistics": "Cut Removal Guarded FeatureCacheCounts",
-        "tokenprune_bench.calibration": "calibrate fit_d2pruner fit_dyrate fit_fitprune Thresholds",
-        "tokenprune_bench.recommend.recommendation": "Recommendation",
-    }.items()
-    for name in names.split()
-}
 
 if TYPE_CHECKING:
-    from tokenprune.api import feature_cache, is_patched, method, patch, patched, stats, unpatch
+    from tokenprune.api import assistant, feature_cache, is_patched, method, patch, patched, stats, unpatch
     from tokenprune.budgets import Budget
     from tokenprune.errors import (
         AlreadyPatchedError,
@@ -85,7 +70,6 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedSetupError,
     )
-    from tokenprune.integrations.hf.drafting.assistant import assistant
     from tokenprune.integrations.hf.drafting.cost import DraftCost
     from tokenprune.integrations.hf.families.retrieval import vectors
     from tokenprune.integrations.hf.feature_cache.cache import FeatureCache
@@ -97,21 +81,16 @@ if TYPE_CHECKING:
     from tokenprune.selection.tokens import VisualTokens
     from tokenprune.settings.saved import Config, read_config, write_config
     from tokenprune.statistics import Stats
-    from tokenprune_bench.frame_weights import frame_weights
-    from tokenprune_bench.two_pass import Escalation, escalate
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"tokenprune.{name}")
-    if (home := _HOME_OF.get(name) or _MOVED.get(name)) is None:
+        return importlib.import_module(_MODULES[name])
+    if (home := _HOME_OF.get(name)) is None:
         raise AttributeError(f"module 'tokenprune' has no attribute {name!r}")
     module = importlib.import_module(home) if home.startswith("tokenprune.") else require(home, f"tokenprune.{name}")
     value = getattr(module, name)
-    if name in _MOVED:
-        warnings.warn(f"tokenprune.{name} is {home}.{name} now", DeprecationWarning, stacklevel=2)
-    else:
-        globals()[name] = value
+    globals()[name] = value
     return value
 
 

@@ -4,31 +4,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from annotated_types import Ge
 
-from tokenprune.addons import add_on
-from tokenprune.budgets import Budget, joint_share
+from tokenprune.budgets import Budget
 from tokenprune.errors import (
     AlreadyPatchedError,
-    BudgetError,
     NotPatchedError,
     OptionError,
     TokenPruneError,
     UnsupportedSetupError,
     short,
 )
-from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.methods.registry import build, did_you_mean
-from tokenprune.models.torch_import import DEFAULT_METHOD
+from tokenprune.integrations.shared.attachment import Attachment, attachment_of, find_attachment, is_patched
+from tokenprune.methods import DEFAULT_METHOD
+from tokenprune.methods.registry import build
 from tokenprune.selection.method import Method
 from tokenprune.selection.options import fits, in_words
-from tokenprune.settings.budget_checks import check_scope
+from tokenprune.settings.arguments import read_budgets, read_methods
 from tokenprune.settings.max_visual_tokens import limited
 from tokenprune.settings.saved import read_config
 from tokenprune.statistics import Stats
@@ -38,7 +35,6 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.graphs.settings import Graphs
     from tokenprune.integrations.hf.guard.settings import Guard
 
-_ATTRIBUTE = "_tokenprune_patch"
 _BYTES = Annotated[int, Ge(1)] | None
 ModelT = TypeVar("ModelT")
 
@@ -80,7 +76,7 @@ def patch(
     feature_cache: bytes, on the tower's device, that encoded images may take, so that further questions about an image
     do not encode it again (docs/guide/feature-cache.md). None: nothing is kept.
     max_visual_tokens: the most tokens of an image, ahead of the tower and of the methods: `downsample` with a number.
-    graphs:    True, or a `tokenprune.integrations.hf.graphs.Graphs`: replay the decoder's prefill as CUDA graphs where a call fits them
+    graphs:    True, or a `tokenprune.graphs.Graphs`: replay the decoder's prefill as CUDA graphs where a call fits them
     (docs/guide/gpu.md); with keep=1.0 the unpruned model's.
     options:   the method's own options (`method_info(name).options`); for a list of methods pass configured `Method`s
     instead.
@@ -104,9 +100,9 @@ def patch(
         guard = read.guard if guard is None else guard
     guard = _guard(guard, processor)
     alone = max_visual_tokens is not None and method is None and keep is None and not options
-    methods = [] if alone else _methods(DEFAULT_METHOD if method is None else method, options)
-    methods, budgets = limited(methods, _budgets(keep, methods), max_visual_tokens)
-    present = _found(model)
+    methods = [] if alone else read_methods(DEFAULT_METHOD if method is None else method, options, _PATCH_ARGUMENTS)
+    methods, budgets = limited(methods, read_budgets(keep, methods), max_visual_tokens)
+    present = find_attachment(model)
     if present is not None and not replace:
         raise AlreadyPatchedError(
             f"the model is patched already with {present.describe()}: call tokenprune.unpatch(model) first, "
@@ -139,41 +135,10 @@ def _guard(given: Any, processor: Any) -> Guard | None:
     """Return the guard that is meant, None where it is off; raises OptionError."""
     if given == "off" or (given is None and processor is None):
         return None
-    made: Guard = add_on("guard.settings").Guard.of("warn" if given is None else given)
+    from tokenprune.integrations.hf.guard.settings import Guard
+
+    made: Guard = Guard.of("warn" if given is None else given)
     return None if made.mode == "off" else made
-
-
-def _methods(method: str | Method | Sequence[str | Method], options: dict[str, Any]) -> list[Method]:
-    given: list[Any] = list(method) if isinstance(method, (list, tuple)) else [method]
-    if not given:
-        raise OptionError("method is an empty list: name at least one method")
-    if len(given) > 1 and options:
-        for option in options:
-            if hint := did_you_mean(option, _PATCH_ARGUMENTS):
-                raise OptionError(f"patch() has no argument {option!r}: {hint.strip()}")
-        raise OptionError(
-            f"options {', '.join(options)} are ambiguous for several methods: pass configured methods, "
-            'for example method=[tokenprune.method("fastv", layer=3), "divprune"]'
-        )
-    if options and isinstance(given[0], Method):
-        raise OptionError(f"options {', '.join(options)} are ignored by a configured method: set them when you make it")
-    return [one if isinstance(one, Method) else build(one, options, _PATCH_ARGUMENTS) for one in given]
-
-
-def _budgets(keep: Any, methods: Sequence[Method]) -> list[Budget]:
-    if keep is None:
-        return [Budget.of(method.default_keep) for method in methods]
-    if isinstance(keep, (list, tuple)):
-        if len(keep) != len(methods):
-            raise BudgetError(
-                f"keep has {len(keep)} entries for {len(methods)} methods: give one number, or one for each method"
-            )
-        budgets = [Budget.of(one) for one in keep]
-    else:
-        budgets = [Budget.of(keep)] * len(methods)
-    for method, budget in zip(methods, budgets, strict=True):
-        check_scope(method, budget)
-    return budgets
 
 
 def _parts(
@@ -204,74 +169,6 @@ def _parts(
     return hf_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
 
 
-class Attachment(Attachable):
-    """The parts that `patch` attached to a model; the last one, the engine, has the statistics.
-
-    While it is attached, it stands in the module that the engine acts on: wrappers come and go around that, and all of
-    them find it there.
-    """
-
-    def __init__(
-        self, methods: list[Method], budgets: list[Budget], parts: list[Any], feature_cache: int | None
-    ) -> None:
-        super().__init__()
-        self.feature_cache = feature_cache
-        self.methods, self.budgets, self.parts, self.engine = methods, budgets, parts, parts[-1]
-
-    def _attach(self) -> None:
-        for part in self.parts:
-            self.attach_part(part)
-        self.wrap(self.engine.model, "extra_repr", self._with_lines)
-        setattr(self.engine.owner, _ATTRIBUTE, self)
-        self.on_detach(partial(delattr, self.engine.owner, _ATTRIBUTE))
-
-    def add(self, part: Attachable) -> None:
-        """Attach one more part, which goes with the patch and comes back with it."""
-        self.attach_part(part)
-        self.parts.append(part)
-
-    def _with_lines(self, extra_repr: Callable[[], str]) -> Callable[[], str]:
-        return partial(_joined, extra_repr, self.lines())
-
-    def lines(self) -> list[str]:
-        """Return what `print(model)` shows of the patch: a line for each method, one for encoded images, one for the
-        guard."""
-        lines = [
-            f"tokenprune: {method!r}, keep={budget.short()}, site={method.site}"
-            for method, budget in zip(self.methods, self.budgets, strict=True)
-        ]
-        together = joint_share(self.budgets) if len(self.budgets) > 1 else None
-        if together is not None:
-            lines.append(f"tokenprune: {len(self.budgets)} methods, together keep={together:.4g}")
-        if self.feature_cache is not None:
-            lines.append(f"tokenprune: feature_cache={self.feature_cache}")
-        return lines + [f"tokenprune: {part.line}" for part in getattr(self.engine, "parts", ()) if part.line]
-
-    def describe(self) -> str:
-        return " + ".join(
-            f"{method.name} ({budget})" for method, budget in zip(self.methods, self.budgets, strict=True)
-        )
-
-
-def _joined(extra_repr: Callable[[], str], lines: list[str]) -> str:
-    """Return what a module says of itself, with `lines` below it."""
-    return "\n".join([*filter(None, [extra_repr()]), *lines])
-
-
-def _found(model: Any) -> Attachment | None:
-    """Return what `patch` left on a model, or on one that it wraps; None if there is no patch."""
-    modules = model.modules() if hasattr(model, "modules") else ()
-    return next((vars(one)[_ATTRIBUTE] for one in modules if _ATTRIBUTE in vars(one)), None)
-
-
-def attachment_of(model: Any) -> Attachment:
-    """Return what `patch` left on the model; raises NotPatchedError."""
-    attachment = _found(model)
-    if attachment is None:
-        raise NotPatchedError(f"this {type(model).__name__} is not patched: call tokenprune.patch(model, ...) first")
-    return attachment
-
-
 def unpatch(model: ModelT) -> ModelT:
     """Give the model back as it was: hooks, attention functions and processor; raises NotPatchedError if there is no
     patch."""
@@ -285,7 +182,7 @@ def patched(model: ModelT, method: Any = None, *, keep: Any = None, **options: A
 
     A patch that the model had before (with `replace=True`) is put back at the end.
     """
-    before = _found(model)
+    before = find_attachment(model)
     patch(model, method, keep=keep, **options)
     try:
         yield model
@@ -294,11 +191,6 @@ def patched(model: ModelT, method: Any = None, *, keep: Any = None, **options: A
             unpatch(model)
         if before is not None:
             before.attach()
-
-
-def is_patched(model: Any) -> bool:
-    """Return whether the model carries a patch, as a whole or in what it wraps."""
-    return _found(model) is not None
 
 
 def stats(model: Any) -> Stats:
@@ -321,8 +213,59 @@ def feature_cache(model: Any) -> FeatureCache:
         raise NotPatchedError(
             f"this {type(model).__name__} is patched without a feature cache: pass feature_cache=, a number of bytes"
         )
-    found: FeatureCache = attachment.engine.part(add_on("reuse.part").FeatureReuse).cache
+    from tokenprune.integrations.hf.feature_cache.part import FeatureReuse
+
+    found: FeatureCache = attachment.engine.part(FeatureReuse).cache
     return found
+
+
+def assistant(
+    model: Any,
+    method: str | Method | Sequence[str | Method] | None = None,
+    *,
+    draft: Any = None,
+    keep: Any = None,
+    guard: Any = "off",
+    **options: Any,
+) -> Any:
+    """Return a draft for `model`, to be handed to its `generate`; the answer stays the one that `model` gives alone.
+
+        assistant = tokenprune.assistant(model, "divprune", keep=0.1)
+        model.generate(**inputs, assistant_model=assistant)
+
+    model:  the target, whose `generate` is called, one prompt at a time. It may be patched itself: then its own pruned
+            answer is what comes out.
+    method, keep, options: what the draft sees, as `tokenprune.patch` takes them.
+    draft:  a smaller model with the target's vocabulary and image processor; it is patched in place. None: a model that
+            shares every weight with the target. That is exact and takes no memory for weights, but it is hardly ever
+            faster: see `tokenprune.DraftCost`.
+    guard:  as in `patch`; off, since the target checks every token.
+
+    How many tokens are drafted at a time stands in `assistant.generation_config` (`num_assistant_tokens`), as for any
+    assistant of transformers. `tokenprune.stats(assistant)` tells what the draft saw, `tokenprune.unpatch(assistant)`
+    ends it. Until then the target notes what its images were encoded from, and reads a prompt before any draft, which
+    costs one forward of one token; its hooks, config and generation config are not touched. Make the assistant when the
+    target is as it will stay: weights that are moved or quantized later are not followed.
+
+    Raises what `patch` raises; OptionError for a method on pixels and for a draft that reads other prompts than the
+    target; UnsupportedModelError for models whose `generate` takes no assistant (layers with states, queries between
+    tower and decoder); UnsupportedSetupError for offloaded weights. A batch of several prompts raises transformers' own
+    ValueError.
+
+    Source: SpecVLM (arXiv 2508.16201) drafts on pruned video tokens. Differs from the paper: any registered method
+    chooses, and the draft keeps the positions of the full prompt (our decision).
+    """
+    from tokenprune.integrations.hf.drafting.assistant import connect_draft, prepare_draft
+
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps the model
+    prepared = prepare_draft(model, draft, method, options)
+    patch(prepared, method, keep=keep, guard=guard, **options)
+    try:
+        connect_draft(model, prepared, shares_weights=draft is None)
+    except BaseException:
+        unpatch(prepared)
+        raise
+    return prepared
 
 
 def method(name: str, **options: Any) -> Method:
@@ -330,4 +273,14 @@ def method(name: str, **options: Any) -> Method:
     return build(name, options)
 
 
-__all__ = ["TokenPruneError", "feature_cache", "is_patched", "method", "patch", "patched", "stats", "unpatch"]
+__all__ = [
+    "TokenPruneError",
+    "assistant",
+    "feature_cache",
+    "is_patched",
+    "method",
+    "patch",
+    "patched",
+    "stats",
+    "unpatch",
+]

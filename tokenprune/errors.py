@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 __all__ = [
@@ -91,3 +92,17 @@ def short(value: Any) -> str:
     except Exception:  # too deep, or a number of too many digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def require(module: str, what: str) -> Any:
+    """Import a module of tokenprune-demo or tokenprune-bench. what: what to say in front of "pip install".
+
+    Raises MissingPackageError, which says what to install, where the package is absent.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise MissingPackageError(f"{what}: pip install {package.replace('_', '-')}") from None

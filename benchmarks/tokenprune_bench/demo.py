@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from tokenprune.cli.table import Cell, Table
-from tokenprune.models.torch_import import require
+from tokenprune.errors import require
 from tokenprune.statistics import Stats
 from tokenprune_bench.profiling.cost import record, spent
 from tokenprune_bench.profiling.machine_load import busy_note, machine_load

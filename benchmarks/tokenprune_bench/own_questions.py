@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenprune.errors import require
 from tokenprune.models.model_config import SHIPPED
-from tokenprune.models.torch_import import require
 
 
 def demo(module: str) -> Any:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tokenprune.addons import add_on
 from torch import Tensor
 
 from tokenprune.api import is_patched, patched, stats
 from tokenprune.budgets import Budget
 from tokenprune.errors import AlreadyPatchedError, OptionError
+from tokenprune.integrations.hf.pixels.prompts import PromptReader
 from tokenprune.methods.registry import build
 from tokenprune.selection.method import Method, Site
 
@@ -101,7 +101,7 @@ def escalate(
     one = method if isinstance(method, Method) else build(method, {})
     reason = None
     if guard:
-        question = add_on("processor.prompts").PromptReader(processor, ESCALATE).prompt(text).question
+        question = PromptReader(processor, ESCALATE).prompt(text).question
         reason = "question" if asks_for_detail(question) else "image" if any_detailed(processor, images) else None
 
     margin = entropy = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between vLLM's request and the plugin: a setting is resolved once, a plain one without tokenprune.integrations.vllm.gateway."""
+"""The seam between vLLM's request and the plugin: a setting is resolved once, a plain one without the gateway."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_plain_setting_needs_no_tokenprune_serve(folder: Callable[[str], Path]
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-ASIDE = ("tokenprune.integrations.vllm.gateway", "tokenprune.integrations.vllm.in_llm", "tokenprune.integrations.vllm.selection.in_llm")
+ASIDE = ("tokenprune.integrations.vllm.gateway", "tokenprune.integrations.vllm.in_llm")
 from checkpoints import CHECKPOINTS
 from tokenprune.integrations.vllm.worker import models, warm_up
 from vllm.engine.arg_utils import EngineArgs

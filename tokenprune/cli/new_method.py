@@ -38,5 +38,5 @@ def new_method(
     console.print(f"try it:  cd {place} && python -m pytest", markup=False, soft_wrap=True)
     use = f"pip install -e {place} && tokenprune bench --methods {name}"
     if site.lower() == scaffold.SESSION:
-        use = f'pip install -e {place}; tokenprune.integrations.hf.sessions.session(model, processor, memory=512, policy="{name}")'
+        use = f'pip install -e {place}; tokenprune.sessions.session(model, processor, memory=512, policy="{name}")'
     console.print(f"use it:  {use}", markup=False, soft_wrap=True)

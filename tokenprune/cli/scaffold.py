@@ -15,7 +15,7 @@ from tokenprune.integrations.hf.sessions.policies import registry as policies
 from tokenprune.methods.registry import ENTRY_POINT_GROUP, available_methods, method_class
 from tokenprune.selection.method import Site
 
-_TEMPLATES = Path(__file__).parent.parent / "assets/new_method"
+_TEMPLATES = Path(__file__).parent / "templates/new_method"
 _NAME = re.compile(r"[a-z](?:[a-z0-9_]*[a-z0-9])?")
 # Not registered, and yet taken: words of the benchmark's tables, and what makes the name of the library's own package.
 RESERVED = ("unpatched", "escalate", "vlm")

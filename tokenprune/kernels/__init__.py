@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that selecting tokens is made of, each once in plain PyTorch and once as a Triton kernel.
+"""Tensor operations of the methods; most have a PyTorch reference and a Triton kernel.
 
 The PyTorch function is what the operation means, what the kernel is tested against, and what runs on CPU. See
 `dispatch.py` for how one of the two is picked, and docs/kernels.md for what each kernel costs.

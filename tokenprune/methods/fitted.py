@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Self
 import torch
 from safetensors import SafetensorError
 
-from tokenprune.errors import OptionError
+from tokenprune.errors import OptionError, require
 from tokenprune.models.fingerprint import fingerprint
-from tokenprune.models.torch_import import require
 from tokenprune.selection.files import File, reason
 
 

@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from tokenprune.errors import TokenPruneError
-from tokenprune.models.torch_import import require, torch_hidden
+from tokenprune.errors import TokenPruneError, require
+from tokenprune.models.torch_import import torch_hidden
 
 # Models of tokenprune-demo; the first is the default of commands.
 SHIPPED = ("demo_vlm", "demo_qwen", "demo_video", "demo_smol")

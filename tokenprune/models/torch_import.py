@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a process of our own that come before torch is imported, and packages that are installed apart. This module
-imports nothing heavy itself."""
+"""Control how and when a process imports torch: OpenMP settings, and imports on first use."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import sys
@@ -13,27 +11,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, cast
 
-from tokenprune.errors import MissingPackageError
-
-# The method of who names none; it stands here because a command's help is shown without torch. Why this one:
-# docs/guide/which-method.md.
-DEFAULT_METHOD = "divprune"
 _HIDDEN = ("torch", "torchvision")
 _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-
-
-def require(module: str, what: str) -> Any:
-    """Import a module of tokenprune-demo or tokenprune-bench. what: what to say in front of "pip install".
-
-    Raises MissingPackageError, which says what to install, where the package is absent.
-    """
-    package = module.partition(".")[0]
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        raise MissingPackageError(f"{what}: pip install {package.replace('_', '-')}") from None
 
 
 def calm_threads() -> None:

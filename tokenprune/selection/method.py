@@ -132,7 +132,7 @@ class Method(ReprIsCall):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the observables that it reads (see `tokenprune.selection.observables`): set by `register`, or a property of a
+        """Names of the observables that it reads (see `selection.observables`): set by `register`, or a property of a
         class whose options decide."""
         return frozenset()
 

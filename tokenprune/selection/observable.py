@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observables: the facts about visual tokens that a method may read, each a class registered by name like a method.
 
-Ours lie in `tokenprune/selection/observables/`, in files named for what they read. A class of yours is registered by the same
+Ours lie in `selection/observables/`, in files named for what they read. A class of yours is registered by the same
 decorator; a method then names it in its `needs` and reads it as an attribute of its `VisualTokens`. Engines know no
 observable by name: they observe what `where` says, and refuse what `backends` does not have.
 """

@@ -47,7 +47,7 @@ class ReadableByRow(Readable, Protocol):
 class TokenSource:
     """Base of what stands behind a `VisualTokens`: all that an engine knows of the tokens at a cut.
 
-    Observables are computed from its members (see `tokenprune.selection.observable`). An engine overrides what it has; what
+    Observables are computed from its members (see `selection.observable`). An engine overrides what it has; what
     it has not is refused here, with TokenPruneError.
 
     needs: what the method declared. hidden: `[B, W, D]`, what arrives at the cut, B rows of W slots. carry: what

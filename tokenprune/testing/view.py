@@ -47,7 +47,7 @@ def visual_tokens(
     modality: "image" or "video", of all or of each.
     final_norm: stands for the decoder's final norm; None leaves hidden states as they are.
     carry:   what earlier stages of the method remember.
-    observables: by their names (`tokenprune.selection.available_observables()`), the tensors that the method reads, each
+    observables: by their names (`selection.available_observables()`), the tensors that the method reads, each
              `[S, N, ...]` or as its documentation says; of one that is read by block of the vision tower a dict
              {layer: tensor}, or a tensor for every layer.
 

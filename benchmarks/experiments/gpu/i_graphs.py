@@ -8,7 +8,7 @@ replayed, as the raw data say. "first replay": the call that captures, after one
 between the logits of the two ways, as a share of their length. "GPU busy": kernels of the eager run, by the profiler.
 64 tokens: `generate` from pixels on, with the cache that grows, with `cache_implementation="static"`, whose steps
 transformers compiles by itself on a GPU, with graphs, and with both. `none` is the unpatched model, in graphs by
-`tokenprune.integrations.hf.graphs.graphed`.
+`tokenprune.graphs.graphed`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from efficiency import TILE, Case
 from prefills import NONE, model_of
 
 import tokenprune
-from tokenprune.api import attachment_of
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.graphs import Graphs
 from tokenprune.integrations.hf.graphs.prefill import GraphedPrefill, graphed_prefill
+from tokenprune.integrations.shared.attachment import attachment_of
 
 METHODS = ("random", "divprune", "visionzip", "cdpruner", "fastv", "dart")
 ANSWER, ROUNDS = 64, 3  # tokens; runs of each turn

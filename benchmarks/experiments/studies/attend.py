@@ -43,7 +43,7 @@ def drawn() -> Iterator[None]:
     """Have answers read entries that are drawn in the place of those that the question attends to."""
     draw = torch.Generator().manual_seed(0)
 
-    def select(policy: Any, view: tokenprune.integrations.hf.sessions.PolicyView, keep: int) -> torch.Tensor:
+    def select(policy: Any, view: tokenprune.sessions.PolicyView, keep: int) -> torch.Tensor:
         return torch.randperm(view.count, generator=draw)[:keep].sort().values
 
     with patch.object(MostAttended, "select", select):
@@ -68,9 +68,7 @@ def main() -> None:
     same: dict[Any, list[bool]] = {way: [] for way in ways}
     for _, of_image in groupby(examples, key=lambda one: one.path):
         questions = list(of_image)
-        session = tokenprune.integrations.hf.sessions.session(subject.model, subject.processor, memory=4096).see(
-            [questions[0].image]
-        )
+        session = tokenprune.sessions.session(subject.model, subject.processor, memory=4096).see([questions[0].image])
         for one in questions:
             whole = session.ask(one.question, max_new_tokens=32, return_dict=True)
             if len(whole.ids) < 4:  # with the end

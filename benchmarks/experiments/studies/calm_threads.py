@@ -5,7 +5,7 @@ scripts beside them share."""
 import sys
 from pathlib import Path
 
-from tokenprune.models import torch_import as startup
+from tokenprune.models.torch_import import calm_threads
 
 sys.path.append(str(Path(__file__).parents[1]))
-startup.calm_threads()
+calm_threads()

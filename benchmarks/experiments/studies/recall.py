@@ -54,7 +54,7 @@ COUNTED = 24  # streams that show one to three stars
 
 
 @dataclass(frozen=True)
-class Event(tokenprune.integrations.hf.sessions.Policy):
+class Event(tokenprune.sessions.Policy):
     """Keep the event's tokens and the newest, or the newest without them.
 
     places: (frame, cell) of each of them. keep_them: whether they stay.
@@ -66,7 +66,7 @@ class Event(tokenprune.integrations.hf.sessions.Policy):
     name: ClassVar[str] = "event"  # of a policy that is not registered: no other process needs it
     shared: ClassVar[bool] = True
 
-    def select(self, view: tokenprune.integrations.hf.sessions.PolicyView, keep: int) -> torch.Tensor:
+    def select(self, view: tokenprune.sessions.PolicyView, keep: int) -> torch.Tensor:
         mine = is_of(view.frame[0], view.cell[0], self.places)
         order = torch.arange(view.count) + view.count * (mine if self.keep_them else ~mine)
         return order.argsort(descending=True)[:keep].sort().values
@@ -98,7 +98,7 @@ def places_of(stream: DrawnStream, first: int) -> list[list[tuple[int, int]]]:
     return found
 
 
-def closed(session: tokenprune.integrations.hf.sessions.Session) -> tokenprune.integrations.hf.sessions.Session:
+def closed(session: tokenprune.sessions.Session) -> tokenprune.sessions.Session:
     """Return a copy of a session in which no positions lie between the frames that it holds."""
     made = session.fork()
     stream = made._stream
@@ -107,7 +107,7 @@ def closed(session: tokenprune.integrations.hf.sessions.Session) -> tokenprune.i
     return made
 
 
-def answers(session: tokenprune.integrations.hf.sessions.Session, stream: DrawnStream) -> list[str]:
+def answers(session: tokenprune.sessions.Session, stream: DrawnStream) -> list[str]:
     """Return the first word of the answer to each question, as `ask` does, without what `generate` takes to begin."""
     found = []
     for one in stream.questions:
@@ -135,17 +135,14 @@ def encoded_once(model: Any) -> Iterator[None]:
 
 def sessions(
     subject: Any, stream: DrawnStream, memories: Sequence[int]
-) -> dict[tuple[str, int], tokenprune.integrations.hf.sessions.Session]:
+) -> dict[tuple[str, int], tokenprune.sessions.Session]:
     """Return a session for each policy and memory, and the controls."""
     places = tuple(place for of_kind in places_of(stream, stream.before * FRAMES // 2) for place in of_kind)
-    made = {
-        name: tokenprune.integrations.hf.sessions.policy(policy, **options)
-        for name, (policy, options) in POLICIES.items()
-    }
+    made = {name: tokenprune.sessions.policy(policy, **options) for name, (policy, options) in POLICIES.items()}
     made |= {name: Event(places, name == "event") for name in ORACLES}
 
-    def begun(memory: int, policy: Any) -> tokenprune.integrations.hf.sessions.Session:
-        return tokenprune.integrations.hf.sessions.session(
+    def begun(memory: int, policy: Any) -> tokenprune.sessions.Session:
+        return tokenprune.sessions.session(
             subject.model, subject.processor, memory=memory, policy=policy, block=FRAMES, seed=stream.number
         )
 
@@ -204,9 +201,7 @@ def counted(subject: Any) -> dict[str, Any]:
     said: dict[str, list[str]] = {}
     for number in range(COUNTED):
         stars, attempt = number % 3 + 1, 0
-        session = tokenprune.integrations.hf.sessions.session(
-            subject.model, subject.processor, memory=10**6, block=FRAMES
-        )
+        session = tokenprune.sessions.session(subject.model, subject.processor, memory=10**6, block=FRAMES)
         while session.stats.frames_seen < stars * FRAMES // 2:
             rng = np.random.default_rng((340_035, number, attempt := attempt + 1))
             video = draw_video(rng, (SIZE, SIZE), kinds=["still"])

@@ -3,7 +3,7 @@
 
     python benchmarks/experiments/training/calibrate_demo_vlm.py
 
-Writes tokenprune/methods/encoder/data/demo_vlm.safetensors. The seed is none that training or the held-out set draws from.
+Writes methods/encoder/data/demo_vlm.safetensors. The seed is none that training or the held-out set draws from.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ from typing import Any, get_type_hints
 import numpy as np
 from PIL import Image
 
-from tokenprune.errors import OptionError
+from tokenprune.errors import OptionError, require
 from tokenprune.methods.registry import available_methods, method_class
-from tokenprune.models.torch_import import require
 from tokenprune.selection.options import file_options, fits, in_words
 from tokenprune.settings.one_line import value_of
 from tokenprune_bench.calibration.images import ImageFiles, read_image

@@ -14,8 +14,8 @@ import typer
 from tokenprune.cli.common import METHODS_HELP, ModelOption, load_config, read_keeps, read_settings, say
 from tokenprune.cli.completion import complete_methods
 from tokenprune.cli.output import print_table, write_file
-from tokenprune.errors import OptionError
-from tokenprune.models.torch_import import defer_torch, require
+from tokenprune.errors import OptionError, require
+from tokenprune.models.torch_import import defer_torch
 from tokenprune.selection.files import check_output
 from tokenprune_bench.cli.common import (
     QUESTION,

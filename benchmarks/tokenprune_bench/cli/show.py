@@ -12,7 +12,7 @@ import typer
 from tokenprune.cli.common import METHODS_HELP, ModelOption, get_console, read_keeps, read_specs, say
 from tokenprune.cli.completion import complete_methods
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.models.torch_import import DEFAULT_METHOD
+from tokenprune.methods import DEFAULT_METHOD
 from tokenprune.selection.files import check_output
 from tokenprune_bench.cli.common import QUESTION, DeviceOption, ThreadsOption, load_model, show_progress
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenprune.models.torch_import import calm_threads, require
+from tokenprune.errors import require
+from tokenprune.models.torch_import import calm_threads
 
 if TYPE_CHECKING:
     from lmms_eval.models.registry_v2 import ModelManifest

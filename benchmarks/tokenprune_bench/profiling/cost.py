@@ -57,7 +57,7 @@ def load_of(subject: Model, inputs: dict[str, Any]) -> Load:
 
 
 def escalated(subject: Model, batch: list[Any], keep: float | int) -> tuple[list[str], dict[str, Any]]:
-    """Answer one question by `tokenprune.escalate` with its own defaults, and return the answer and what it cost.
+    """Answer one question by `two_pass.escalate` with its own defaults, and return the answer and what it cost.
 
     Both passes count as paid where there were two: their visual tokens and FLOPs (closed form) are added. The cache is
     that of the pass that counted.

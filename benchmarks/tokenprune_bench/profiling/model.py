@@ -19,7 +19,7 @@ import transformers
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tokenprune.errors import OptionError, TokenPruneError
+from tokenprune.errors import OptionError, TokenPruneError, require
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.models.model_config import (
@@ -30,7 +30,6 @@ from tokenprune.models.model_config import (
     shipped_checkpoint,
     shipped_folder,
 )
-from tokenprune.models.torch_import import require
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling.media import BadRow, check_sizes
 

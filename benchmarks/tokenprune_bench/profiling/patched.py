@@ -61,5 +61,5 @@ def escalating(keep: float | int) -> Setting:
 
 
 def escalates(setting: Setting | None) -> bool:
-    """Return True for a setting that asks twice (`tokenprune.escalate`), which is no patch."""
+    """Return True for a setting that asks twice (`tokenprune_bench.two_pass.escalate`), which is no patch."""
     return setting is not None and setting.name == ESCALATE

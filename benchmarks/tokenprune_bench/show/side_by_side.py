@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.models.torch_import import DEFAULT_METHOD
+from tokenprune.methods import DEFAULT_METHOD
 from tokenprune.settings import Setting
 from tokenprune.settings.one_line import split_methods
 from tokenprune_bench.profiling.kept import keep_in_words

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tokenprune.api import attachment_of
+from tokenprune.integrations.shared.attachment import attachment_of
 from tokenprune.selection.method import Pruner
 from tokenprune.statistics import Stats
 from tokenprune_bench.profiling.model import Model

@@ -273,7 +273,7 @@ def test_a_session_takes_no_list_of_frames(build: Any) -> None:
         tokenprune.patched(model, "divprune", keep=Budget(frames=[4] * 5)),
         pytest.raises(UnsupportedSetupError, match="block by block"),
     ):
-        tokenprune.integrations.hf.sessions.session(model, memory=64)
+        tokenprune.sessions.session(model, memory=64)
 
 
 def test_a_session_keeps_as_many_tokens_a_second(build: Any) -> None:

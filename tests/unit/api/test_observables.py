@@ -181,7 +181,8 @@ def test_a_wrong_observable_is_refused() -> None:
     for name, cls, says in (
         ("nowhere", Nowhere, "where"), ("silent", Silent, "docstring"), ("abroad", Abroad, "tpu"),
         ("keys", Fine, "taken by tokenprune.selection.observables.states"), ("my-keys", Fine, "identifier"),
-        ("_keys", Fine, "identifier"), ("mask", Fine, "attribute"), ("stranger", int, "tokenprune.selection.Observable"),
+        ("_keys", Fine, "identifier"), ("mask", Fine, "attribute"),
+        ("stranger", int, "tokenprune.selection.Observable"),
     ):  # fmt: skip
         with pytest.raises(RegistrationError, match=says):
             register_observable(name)(cls)

@@ -14,8 +14,8 @@ from basics import MODEL_METHODS, pieces, snapshot
 from each import each
 from oracle import close, reduced, survivors
 from tokenprune import AlreadyPatchedError, BudgetError, NotPatchedError, OptionError, TokenPruneError
-from tokenprune.api import attachment_of
 from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.attachment import attachment_of
 from zoo import FAMILIES, Family
 
 

@@ -96,15 +96,15 @@ def test_pixels_and_the_guard(method: str, default: str) -> None:
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("policy", tokenprune.integrations.hf.sessions.available_policies())
+@pytest.mark.parametrize("policy", tokenprune.sessions.available_policies())
 @torch.no_grad()
 def test_a_session(policy: str, default: str, build) -> None:
     family = FAMILIES["llava"]
     images = images_of(family, 6)
-    chosen = tokenprune.integrations.hf.sessions.policy(policy, **{"proxy": [20, 21]} if policy == "streammem" else {})
+    chosen = tokenprune.sessions.policy(policy, **{"proxy": [20, 21]} if policy == "streammem" else {})
 
     def logits() -> torch.Tensor:
-        session = tokenprune.integrations.hf.sessions.session(build(family), memory=120, horizon=10**6, policy=chosen)
+        session = tokenprune.sessions.session(build(family), memory=120, horizon=10**6, policy=chosen)
         session.say([1, 20, 21, 22])
         for start in (0, 2, 4):
             block = images[start : start + 2]

@@ -28,9 +28,9 @@ from tokenprune import (
     TokenPruneError,
     VisualTokens,
     register,
-    registry,
 )
 from tokenprune.errors import RegistrationError
+from tokenprune.methods import registry
 from zoo import FAMILIES, Family
 
 

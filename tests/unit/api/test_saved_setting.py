@@ -18,8 +18,8 @@ import tokenprune
 from basics import snapshot
 from each import each
 from tokenprune import BudgetError, Config, OptionError, UnknownMethodError
-from tokenprune.api import attachment_of
 from tokenprune.errors import ConfigError
+from tokenprune.integrations.shared.attachment import attachment_of
 from tokenprune.integrations.vllm.settings import configuration
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.models.fingerprint import fingerprint

@@ -163,10 +163,14 @@ def test_what_a_method_says_of_itself_is_what_running_it_says() -> None:
 
 # The add-ons, and what else of the core is loaded where it is asked for alone.
 ASIDE = (
+    "tokenprune.integrations.hf.attention.",
+    "tokenprune.integrations.hf.drafting",
+    "tokenprune.integrations.hf.feature_cache.part",
+    "tokenprune.integrations.hf.graphs.prefill",
+    "tokenprune.integrations.hf.pixels",
+    "tokenprune.integrations.hf.sessions",
     "tokenprune.integrations.vllm.gateway",
-    "tokenprune.integrations.hf.guard", "tokenprune.integrations.hf.sessions", "tokenprune.integrations.hf.drafting", "tokenprune.integrations.hf.feature_cache", "tokenprune.integrations.hf.attention",
-    "tokenprune.integrations.hf.pixels",    "tokenprune.workflows",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("method", ["divprune", "fastv", "dart"])

@@ -16,9 +16,9 @@ import tokenprune
 from basics import snapshot
 from each import each
 from processors import demo_model, llava, photo, state
-from tokenprune import AlreadyPatchedError, Budget, BudgetError, Escalation, OptionError, UnknownMethodError, escalate
+from tokenprune import AlreadyPatchedError, Budget, BudgetError, OptionError, UnknownMethodError
 from tokenprune.methods.pixels.dynres import asks_for_detail
-from tokenprune_bench.two_pass import any_detailed, certainty
+from tokenprune_bench.two_pass import Escalation, any_detailed, certainty, escalate
 from tokenprune_demo.heldout import load_heldout
 
 QUESTION = "what color is the circle?"

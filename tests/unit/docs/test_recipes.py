@@ -127,10 +127,7 @@ def of_a_camera(names: dict[str, Any], seen: list[str]) -> None:
     assert max(len(one) for one in re.split(r"[\r\n]", seen[0]) if " MiB, " in one) < 60
     of_file, of_folder = ([np.asarray(one) for one in names["frames"](source)] for source in ("clip.gif", "frames"))
     assert np.shape(of_file) == np.shape(of_folder) == (8, 64, 64, 3)
-    assert (
-        tokenprune.integrations.hf.sessions.Session.load("gate.safetensors", names["model"], names["processor"]).stats
-        == stats
-    )
+    assert tokenprune.sessions.Session.load("gate.safetensors", names["model"], names["processor"]).stats == stats
 
 
 def of_a_long_video(names: dict[str, Any], seen: list[str]) -> None:

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import tokenprune
-from each import each
 
 PAGE = (Path(__file__).parents[3] / "docs/reference/stability.md").read_text()
 
@@ -28,16 +24,6 @@ def test_every_public_name_is_in_one_tier() -> None:
     stable, experimental = named("Stable"), named("Experimental")
     assert sorted([*stable, *experimental]) == sorted(public)
     assert set(stable) == tokenprune._STABLE | {"tokenprune.errors"}
-
-
-@each("name", sorted(tokenprune._MOVED))
-def test_a_name_that_has_moved_works_and_says_where_it_is(name: str) -> None:
-    home = tokenprune._MOVED[name]
-    with pytest.warns(DeprecationWarning, match=rf"^tokenprune\.{name} is {re.escape(home)}\.{name} now$") as said:
-        found = getattr(tokenprune, name)
-    assert found is getattr(importlib.import_module(home), name) and said[0].filename == __file__
-    assert name not in dir(tokenprune) and name not in tokenprune.__all__
-    assert name in getattr(importlib.import_module(home), "__all__", ())
 
 
 def test_public_modules_are_found_without_an_import_of_their_own() -> None:

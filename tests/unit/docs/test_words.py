@@ -42,7 +42,11 @@ ALLOWED = {
     "benchmarks/experiments/serving.py": (r"What is in the picture\?",),
     "benchmarks/experiments/studies/guard_proof.py": (r'"pictures": \[FIRST',),
     # The function of benchmarks/experiments/training/make_heldout.py.
-    "experiments/studies/tuner_promise.py": (r"\bone_of_each\b", r"head\['pictures'\]", r"pictures=args\.images"),
+    "benchmarks/experiments/studies/tuner_promise.py": (
+        r"\bone_of_each\b",
+        r"head\['pictures'\]",
+        r"pictures=args\.images",
+    ),
 }
 
 

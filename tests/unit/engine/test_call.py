@@ -17,7 +17,6 @@ from transformers import DynamicCache
 
 import tokenprune
 from tokenprune import Budget
-from tokenprune.api import attachment_of
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
@@ -28,6 +27,7 @@ from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Plan, Step, plan_cuts
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import Attachable
+from tokenprune.integrations.shared.attachment import attachment_of
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.selection.segments import Segments
 from zoo import FAMILIES

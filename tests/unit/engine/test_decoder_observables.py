@@ -19,9 +19,9 @@ import tokenprune
 from basics import pieces
 from oracle import close
 from tokenprune import OptionError
-from tokenprune.api import attachment_of
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.forward.part import PerCall
+from tokenprune.integrations.shared.attachment import attachment_of
 from tokenprune.methods import registry
 from tokenprune.selection import observable
 from tokenprune.selection import observable_registry as observable_registry

@@ -11,6 +11,7 @@ import torch
 import tokenprune
 from basics import snapshot
 from tokenprune import Budget, OptionError, UnsupportedSetupError
+from tokenprune_bench.frame_weights import frame_weights
 from zoo import FAMILIES, VIDEO
 
 VIDEOS = [name for name, family in FAMILIES.items() if family.video is not None]
@@ -52,7 +53,7 @@ def test_equals_the_attention_of_an_eager_model(name: str, layers: Any, padding:
     want = naive(build(family, "eager"), inputs, (2, 3) if layers is None else layers)
     model = build(family)
     before = untouched(model)
-    got = tokenprune.frame_weights(model, layers=layers, **inputs)
+    got = frame_weights(model, layers=layers, **inputs)
     assert untouched(model) == before
     assert len(got) == len(want) == 2 and all(len(one) == 5 for one in got)
     for one, other in zip(got, want, strict=True):
@@ -65,7 +66,7 @@ def test_another_model_goes_by_them(build: Any) -> None:
     """The same frames, another depth: what a small model looks at keeps more of a large one's tokens."""
     family = FAMILIES["qwen2_5_vl"]
     inputs = family.make_inputs(images=(1,), video=5, padding=None)
-    (weights,) = tokenprune.frame_weights(build(FAMILIES["qwen2_vl"]), **{
+    (weights,) = frame_weights(build(FAMILIES["qwen2_vl"]), **{
         name: value for name, value in inputs.items() if name != "second_per_grid_ts"
     })  # fmt: skip
     model = build(family)
@@ -82,7 +83,7 @@ def test_another_model_goes_by_them(build: Any) -> None:
 def test_several_videos_of_a_prompt_are_each_for_themselves(build: Any) -> None:
     family = FAMILIES["qwen3_vl"]
     inputs = family.make_inputs(images=(1,), video=[[3, 2]], padding=None)
-    both = tokenprune.frame_weights(build(family), **inputs)
+    both = frame_weights(build(family), **inputs)
     assert [len(one) for one in both] == [3, 2] and all(sum(one) == pytest.approx(1) for one in both)
 
 
@@ -91,13 +92,13 @@ def test_what_cannot_be_weighed_is_refused(build: Any, monkeypatch: pytest.Monke
     model = build(family)
     video = family.make_inputs(rows=1, video=5)
     with pytest.raises(OptionError, match="holds no video"):
-        tokenprune.frame_weights(model, **family.make_inputs(rows=1))
+        frame_weights(model, **family.make_inputs(rows=1))
     for layers in ([0], [4], [], ["1"], [1.5]):
         with pytest.raises(OptionError, match="frame_weights: layers="):
-            tokenprune.frame_weights(model, layers=layers, **video)
+            frame_weights(model, layers=layers, **video)
     with tokenprune.patched(model, "divprune"), pytest.raises(tokenprune.AlreadyPatchedError):
-        tokenprune.frame_weights(model, **video)
+        frame_weights(model, **video)
     monkeypatch.setattr("tokenprune.integrations.hf.families.Adapter.video_frames", lambda self, arguments: None)
     with pytest.raises(UnsupportedSetupError, match="weights of your own"):
-        tokenprune.frame_weights(model, **video)
+        frame_weights(model, **video)
     assert not tokenprune.is_patched(model)

@@ -17,12 +17,12 @@ from basics import snapshot
 from each import each
 from guard_drawings import page, scene
 from tokenprune import Budget, Guard, OptionError, Pruner, UnsupportedSetupError
-from tokenprune.api import attachment_of
 from tokenprune.integrations.hf.guard import pixels as guard_pixels
 from tokenprune.integrations.hf.guard.floors import shipped
 from tokenprune.integrations.hf.guard.images import blocks_of
 from tokenprune.integrations.hf.guard.part import GuardPart
 from tokenprune.integrations.hf.guard.settings import KINDS, TEXT_LIMIT
+from tokenprune.integrations.shared.attachment import attachment_of
 from tokenprune.kernels.transfer import AsyncValues
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.heldout import load_heldout

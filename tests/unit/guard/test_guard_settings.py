@@ -16,7 +16,7 @@ from tokenprune import Guard, OptionError
 from tokenprune.integrations.hf.guard.floors import Floors, shipped
 from tokenprune.integrations.hf.guard.prompts import KindReader
 from tokenprune.integrations.hf.guard.settings import KINDS
-from tokenprune.models.torch_import import DEFAULT_METHOD
+from tokenprune.methods import DEFAULT_METHOD
 from tokenprune_bench.results import read_records
 from tokenprune_demo.heldout import load_heldout
 

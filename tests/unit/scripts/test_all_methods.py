@@ -165,7 +165,9 @@ def test_the_page_is_current(script: Any) -> None:
 
 def test_methods_for_comparison_are_the_ones_that_the_rows_say(script: Any) -> None:
     """`python benchmarks/experiments/all_methods.py page` would change nothing; what is advised is not among them."""
-    assert script.COMPARISON.read_text() == script.for_comparison(), "run python experiments/all_methods.py page"
+    assert script.COMPARISON.read_text() == script.for_comparison(), (
+        "run python benchmarks/experiments/all_methods.py page"
+    )
     named = for_comparison()
     assert named and not named.keys() & {one.method for one in advice().values()}
     tried = {method.name for one in grid(keeps=[0.5]) for method in one.methods}

@@ -54,7 +54,7 @@ def test_bytes_are_those_of_full_memories_and_all_frames_are_seen(flat: Any, tmp
 
 def test_the_frames_sent_anew_are_the_last_of_the_stream(flat: Any) -> None:
     model, frames = flat.qwen("tiny", torch.device("cpu"), torch.float32), flat.Frames(torch.device("cpu"))
-    session = tokenprune.integrations.hf.sessions.session(model, memory=1000)
+    session = tokenprune.sessions.session(model, memory=1000)
     session.see(**frames.block(62, 3)).see(**frames.block(65, 5))
     found = session.ask(flat.QUESTION, max_new_tokens=1, return_dict=True)
     assert (found.logits[0] - flat.anew(model, frames, 70, 8)).abs().max() < 1e-4

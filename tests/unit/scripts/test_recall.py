@@ -81,7 +81,9 @@ def test_streams_are_none_of_those_that_training_draws(streams: list[Any], monke
     stream = draw_stream(2, 1)
     stream.clip(0), stream.clip(4)
     assert len(drawn) >= 3 and all(seed[:2] == (SEED, 2) for seed in drawn)
-    said = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "experiments/training").rglob("*.py"))
+    said = " ".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks/experiments/training").rglob("*.py")
+    )
     assert str(SEED) not in said and "drawn_streams" not in said
 
 

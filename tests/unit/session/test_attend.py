@@ -197,7 +197,7 @@ def test_a_question_in_chunks_is_refused(build) -> None:
 
 
 def test_a_session_without_images_answers(build) -> None:
-    session = tokenprune.integrations.hf.sessions.session(build(FAMILIES["llava"]), memory=200)
+    session = tokenprune.sessions.session(build(FAMILIES["llava"]), memory=200)
     session.say([1, 20])
     assert session.ask(QUESTION, attend=0.5, max_new_tokens=2, return_dict=True).ids.shape == (2,)
 
@@ -205,7 +205,7 @@ def test_a_session_without_images_answers(build) -> None:
 def test_words_and_a_patched_model() -> None:
     model = demo_model()
     with tokenprune.patched(model, "divprune", keep=0.5):
-        session = tokenprune.integrations.hf.sessions.session(model, llava(), memory=2000)
+        session = tokenprune.sessions.session(model, llava(), memory=2000)
         session.say("look").see([photo(64, 64, seed) for seed in range(4)])
         held = [layer.keys.clone() for layer in session._stream.memory.cache.layers]
         answer = session.ask("what color is it?", attend=0.5, max_new_tokens=4, remember=True)

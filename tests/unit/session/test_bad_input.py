@@ -31,8 +31,8 @@ LLAVA = FAMILIES["llava"]
 
 
 @pytest.fixture
-def session(build) -> tokenprune.integrations.hf.sessions.Session:
-    made = tokenprune.integrations.hf.sessions.session(build(LLAVA), memory=100)
+def session(build) -> tokenprune.sessions.Session:
+    made = tokenprune.sessions.session(build(LLAVA), memory=100)
     return made.say([1, 20]).see(**block(2))
 
 
@@ -41,13 +41,13 @@ def block(frames: int) -> dict:
     return {"input_ids": [token for image in images for token in image.ids], **collated(LLAVA, images)}
 
 
-def state(session: tokenprune.integrations.hf.sessions.Session) -> tuple:
+def state(session: tokenprune.sessions.Session) -> tuple:
     held = [(one.index.tolist(), one.frame.tolist()) for one in session.held]
     layers = session._stream.memory.cache.layers
     return session.stats, held, [(layer.keys.clone(), layer.values.clone()) for layer in layers]
 
 
-def unchanged(session: tokenprune.integrations.hf.sessions.Session, before: tuple) -> bool:
+def unchanged(session: tokenprune.sessions.Session, before: tuple) -> bool:
     now = state(session)
     return now[:2] == before[:2] and all(
         torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(now[2], before[2], strict=True)
@@ -78,7 +78,7 @@ def unchanged(session: tokenprune.integrations.hf.sessions.Session, before: tupl
 )
 def test_settings_that_mean_nothing_are_refused(options: dict, error: type, says: str, build) -> None:
     with pytest.raises(error, match=says):
-        tokenprune.integrations.hf.sessions.session(build(LLAVA), **options)
+        tokenprune.sessions.session(build(LLAVA), **options)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_words_need_a_processor(session) -> None:
 
 def test_a_question_before_anything_was_said_is_answered(build) -> None:
     model = build(LLAVA)
-    session = tokenprune.integrations.hf.sessions.session(model, memory=100)
+    session = tokenprune.sessions.session(model, memory=100)
     answer = session.ask([1, 30, 31], max_new_tokens=3, return_dict=True)
     assert torch.equal(answer.ids, model.generate(torch.tensor([[1, 30, 31]]), max_new_tokens=3)[0, 3:])
     assert session.stats.tokens_seen == session.stats.kv_bytes == 0
@@ -236,17 +236,15 @@ def test_a_model_that_changed_since_is_refused(session, build) -> None:
 
 
 @each("target", [0.75, 0.7, 1.0])
-@pytest.mark.parametrize("name", tokenprune.integrations.hf.sessions.available_policies())
+@pytest.mark.parametrize("name", tokenprune.sessions.available_policies())
 def test_the_least_memory_is_what_the_error_and_the_page_say(name: str, target: float, build) -> None:
     """A block's tokens, and more than a policy pins after a compression."""
-    policy = tokenprune.integrations.hf.sessions.policy(name, **({"proxy": [20]} if name == "streammem" else {}))
+    policy = tokenprune.sessions.policy(name, **({"proxy": [20]} if name == "streammem" else {}))
     block_tokens = len(block(1)["input_ids"])
 
     def fits(memory: int) -> bool:
         try:
-            tokenprune.integrations.hf.sessions.session(build(LLAVA), memory=memory, policy=policy, target=target).see(
-                **block(1)
-            )
+            tokenprune.sessions.session(build(LLAVA), memory=memory, policy=policy, target=target).see(**block(1))
         except BudgetError as error:
             assert memory < block_tokens or f"Raise memory= to {least} visual tokens" in str(error)
             return False
@@ -260,7 +258,7 @@ def test_the_least_memory_is_what_the_error_and_the_page_say(name: str, target: 
 
 
 def test_a_position_past_the_horizon_is_refused(build) -> None:
-    session = tokenprune.integrations.hf.sessions.session(build(LLAVA), memory=100, horizon=90, reanchor=False)
+    session = tokenprune.sessions.session(build(LLAVA), memory=100, horizon=90, reanchor=False)
     session.say([1, 20]).see(**block(2))
     before = state(session)
     with pytest.raises(UnsupportedSetupError, match=r"position 109, the model's last one is 90.*reset\(\)"):
@@ -273,7 +271,7 @@ def test_a_position_past_the_horizon_is_refused(build) -> None:
 
 
 def test_the_horizon_is_that_of_the_config(build) -> None:
-    session = tokenprune.integrations.hf.sessions.session(build(LLAVA), memory=100, reanchor=False)
+    session = tokenprune.sessions.session(build(LLAVA), memory=100, reanchor=False)
     for _ in range(7):
         session.see(**block(2))
     with pytest.raises(UnsupportedSetupError, match="last one is 511"):
@@ -283,7 +281,7 @@ def test_the_horizon_is_that_of_the_config(build) -> None:
 @pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
 def test_families_without_a_test_are_refused_by_name(name: str, build) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"{name}.*llava"):
-        tokenprune.integrations.hf.sessions.session(build(FAMILIES[name]), memory=100)
+        tokenprune.sessions.session(build(FAMILIES[name]), memory=100)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
@@ -291,12 +289,12 @@ def test_a_cache_that_cannot_be_cut_is_refused_by_name(name: str) -> None:
     from families import FAMILIES as ALL
 
     with pytest.raises(UnsupportedModelError, match="from which no entries can be taken"):
-        tokenprune.integrations.hf.sessions.session(ALL[name].build(), memory=100)
+        tokenprune.sessions.session(ALL[name].build(), memory=100)
 
 
 def test_a_memory_smaller_than_a_sliding_window_is_refused(build) -> None:
     with pytest.raises(BudgetError, match="leaves 15 visual tokens, fewer than the 16"):
-        tokenprune.integrations.hf.sessions.session(build(FAMILIES["gemma3"]), memory=20, policy="uniform")
+        tokenprune.sessions.session(build(FAMILIES["gemma3"]), memory=20, policy="uniform")
 
 
 @pytest.mark.parametrize(
@@ -314,15 +312,15 @@ def test_a_memory_smaller_than_a_sliding_window_is_refused(build) -> None:
 def test_a_policy_that_chooses_otherwise_is_named(choice, says: str, build, monkeypatch) -> None:
     monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
 
-    @tokenprune.integrations.hf.sessions.register_policy("crooked")
+    @tokenprune.sessions.register_policy("crooked")
     @dataclass(frozen=True)
-    class Crooked(tokenprune.integrations.hf.sessions.Policy):
+    class Crooked(tokenprune.sessions.Policy):
         """Choose what a test says."""
 
         def select(self, view, keep):
             return choice(view, keep)
 
-    session = tokenprune.integrations.hf.sessions.session(build(LLAVA), memory=100, policy=Crooked()).see(**block(2))
+    session = tokenprune.sessions.session(build(LLAVA), memory=100, policy=Crooked()).see(**block(2))
     before = state(session)
     with pytest.raises(SessionError, match=f"crooked.*{says}"):
         session.see(**block(2))

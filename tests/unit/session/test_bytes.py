@@ -12,7 +12,7 @@ from tokenprune.errors import BudgetError
 from zoo import FAMILIES
 
 
-def storages(session: tokenprune.integrations.hf.sessions.Session) -> int:
+def storages(session: tokenprune.sessions.Session) -> int:
     """Return the bytes of all keys and values, counted tensor by tensor."""
     layers = session._stream.memory.cache.layers
     return sum(one.numel() * one.element_size() for layer in layers for one in (layer.keys, layer.values))
@@ -39,15 +39,13 @@ def test_one_token_more_would_be_too_many(name: str, dtype: torch.dtype, build) 
     """A session that holds all that its bytes have room for is within them, and with one token more is not."""
     family = FAMILIES[name]
     model = build(family) if dtype == torch.float32 else family.build().to(dtype)
-    session = tokenprune.integrations.hf.sessions.session(model, memory="150.5KiB", policy="uniform", horizon=10**6)
+    session = tokenprune.sessions.session(model, memory="150.5KiB", policy="uniform", horizon=10**6)
     session.say([5] * (session.stats.memory - 1))
     entries = session._stream.limits.entries
     assert session.stats.memory == 1 and session.stats.text == entries - 1
     assert entries > 60
     assert session.stats.kv_bytes == storages(session) <= 150.5 * 1024
-    free = tokenprune.integrations.hf.sessions.session(model, memory=10**6, policy="uniform", horizon=10**6).say(
-        [5] * entries
-    )
+    free = tokenprune.sessions.session(model, memory=10**6, policy="uniform", horizon=10**6).say([5] * entries)
     assert free.stats.kv_bytes <= 150.5 * 1024
     assert free.say([5]).stats.kv_bytes > 150.5 * 1024
 
@@ -64,9 +62,7 @@ def test_it_equals_the_same_number_of_tokens_while_nothing_is_said(build) -> Non
 
 def test_text_pushes_visual_tokens_out_and_is_refused_where_none_would_be_left(build) -> None:
     family = FAMILIES["llava"]
-    made = recorded(
-        family, build(family), memory="100KiB", policy=tokenprune.integrations.hf.sessions.policy("window", sink=10)
-    )
+    made = recorded(family, build(family), memory="100KiB", policy=tokenprune.sessions.policy("window", sink=10))
     made.see(images_of(family, 2))
     assert made.session.stats.visual == 72
     made.session.say([20] * 30)
@@ -84,7 +80,7 @@ def test_a_memory_in_bytes_is_saved(build, tmp_path) -> None:
     family = FAMILIES["llava"]
     session = played(recorded(family, build(family), memory="110KiB")).session
     session.save(tmp_path / "s.safetensors")
-    other = tokenprune.integrations.hf.sessions.Session.load(tmp_path / "s.safetensors", build(family))
+    other = tokenprune.sessions.Session.load(tmp_path / "s.safetensors", build(family))
     assert other.stats == session.stats and other.stats.memory == 110 - 9
     image = images_of(family, 3)
     for one in (session, other):

@@ -22,16 +22,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", tokenprune.integrations.hf.sessions.available_policies())
+@pytest.mark.parametrize("name", tokenprune.sessions.available_policies())
 def test_ours_keep_the_rules(name: str) -> None:
     check_policy(name)
-    check_policy(type(tokenprune.integrations.hf.sessions.policy(name)))
+    check_policy(type(tokenprune.sessions.policy(name)))
     for options in OPTIONS.get(name, []):
-        check_policy(tokenprune.integrations.hf.sessions.policy(name, **options))
+        check_policy(tokenprune.sessions.policy(name, **options))
 
 
 @dataclass(frozen=True)
-class Newest(tokenprune.integrations.hf.sessions.Policy):
+class Newest(tokenprune.sessions.Policy):
     """Keep what came last."""
 
     name = "newest"
@@ -117,7 +117,7 @@ class Pinning(Newest):
 
 
 @dataclass(frozen=True)
-class WithoutDefault(tokenprune.integrations.hf.sessions.Policy):
+class WithoutDefault(tokenprune.sessions.Policy):
     """Have an option without a default."""
 
     size: int

@@ -16,7 +16,7 @@ from session_oracle import close, played, recorded
 from tokenprune.integrations.hf.sessions.policies.base import PolicyView
 from zoo import FAMILIES
 
-INFINIPOT = tokenprune.integrations.hf.sessions.policy("infinipot_v")
+INFINIPOT = tokenprune.sessions.policy("infinipot_v")
 
 
 def naive(view: PolicyView, keep: int, tar: float = 0.5, recent: float = 0.25) -> list[list[int]]:
@@ -48,7 +48,7 @@ def naive(view: PolicyView, keep: int, tar: float = 0.5, recent: float = 0.25) -
 
 
 def chosen(view: PolicyView, keep: int, **options: float) -> list[list[int]]:
-    return tokenprune.integrations.hf.sessions.policy("infinipot_v", **options).select(view, keep).tolist()
+    return tokenprune.sessions.policy("infinipot_v", **options).select(view, keep).tolist()
 
 
 @given(frames=st.integers(2, 9), cells=st.integers(1, 6), share=st.floats(0.1, 0.9), seed=st.integers(0, 5),

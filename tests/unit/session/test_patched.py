@@ -87,7 +87,7 @@ def test_all_tokens_kept_is_the_session_of_the_unpatched_model(patched, build) -
 
 def test_it_reads_a_proxy_moves_down_and_is_saved(patched, tmp_path) -> None:
     family = FAMILIES["llava"]
-    policy = tokenprune.integrations.hf.sessions.policy("streammem", proxy=(30, 31))
+    policy = tokenprune.sessions.policy("streammem", proxy=(30, 31))
     model = patched("llava")
     made = recorded(family, model, memory=80, policy=policy, horizon=700, reanchor=True)
     for image in images_of(family, 30):
@@ -95,12 +95,12 @@ def test_it_reads_a_proxy_moves_down_and_is_saved(patched, tmp_path) -> None:
     session = made.session
     assert session.stats.compressions > 5 and session.stats.reanchored >= 1 and session.stats.visual <= 80
     session.save(tmp_path / "s.safetensors")
-    other = tokenprune.integrations.hf.sessions.Session.load(tmp_path / "s.safetensors", model)
+    other = tokenprune.sessions.Session.load(tmp_path / "s.safetensors", model)
     found = [one.ask([30], max_new_tokens=2, return_dict=True).logits for one in (session, other, session.fork())]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     tokenprune.unpatch(model)
     with pytest.raises(ConfigError, match=r"a model with tokenprune: divprune\(\), keep=0.5.*not none"):
-        tokenprune.integrations.hf.sessions.Session.load(tmp_path / "s.safetensors", model)
+        tokenprune.sessions.Session.load(tmp_path / "s.safetensors", model)
 
 
 def test_a_failed_block_leaves_the_cache_an_ordinary_one(patched, monkeypatch) -> None:
@@ -134,7 +134,7 @@ def test_a_failed_block_leaves_the_cache_an_ordinary_one(patched, monkeypatch) -
 )
 def test_other_patches_are_refused_by_name(name: str, method: str, keep, options: dict, says: str, patched) -> None:
     with pytest.raises(UnsupportedSetupError, match=rf"{says}.*tokenprune.unpatch\(model\) first"):
-        tokenprune.integrations.hf.sessions.session(patched(name, method, keep, **options), memory=100)
+        tokenprune.sessions.session(patched(name, method, keep, **options), memory=100)
 
 
 def test_a_patch_that_changed_since_is_refused(patched) -> None:

@@ -22,12 +22,12 @@ from tokenprune.methods import registry
 SIZES = given(frames=st.integers(2, 12), cells=st.integers(1, 9), share=st.floats(0.05, 0.95), seed=st.integers(0, 9))
 
 
-@pytest.mark.parametrize("name", tokenprune.integrations.hf.sessions.available_policies())
+@pytest.mark.parametrize("name", tokenprune.sessions.available_policies())
 @SIZES
 def test_a_policy_keeps_exactly_that_many_ascending_and_has_no_state(name, frames, cells, share, seed) -> None:
     view = view_of(frames, cells, seed=seed)
     keep = max(1, int(view.count * share))
-    one = tokenprune.integrations.hf.sessions.policy(name)
+    one = tokenprune.sessions.policy(name)
     chosen = one.select(view, keep)
     assert chosen.dtype == torch.long and chosen.shape[-1] == keep
     assert chosen.ndim == 1 or (not one.shared and chosen.shape == (2, keep))
@@ -40,23 +40,20 @@ def test_window_is_sink_and_the_latest(count: int, share: float, sink: int) -> N
     keep = max(1, int(count * share))
     early = min(sink, keep)
     wanted = [*range(early), *range(count - (keep - early), count)]
-    assert (
-        tokenprune.integrations.hf.sessions.policy("window", sink=sink).select(view_of(count, 1), keep).tolist()
-        == wanted
-    )
+    assert tokenprune.sessions.policy("window", sink=sink).select(view_of(count, 1), keep).tolist() == wanted
 
 
 @given(count=st.integers(2, 80), share=st.floats(0.05, 0.95))
 def test_uniform_is_spread_evenly(count: int, share: float) -> None:
     keep = max(1, int(count * share))
-    chosen = tokenprune.integrations.hf.sessions.policy("uniform").select(view_of(count, 1), keep).tolist()
+    chosen = tokenprune.sessions.policy("uniform").select(view_of(count, 1), keep).tolist()
     wanted = [place * (count - 1) / max(1, keep - 1) for place in range(keep)]
     assert all(abs(one - other) <= 0.5 for one, other in zip(chosen, wanted, strict=True))
 
 
 def test_random_depends_on_seed_and_step_alone() -> None:
     def draw(**options) -> list[int]:
-        return tokenprune.integrations.hf.sessions.policy("random").select(view_of(9, 5, **options), 20).tolist()
+        return tokenprune.sessions.policy("random").select(view_of(9, 5, **options), 20).tolist()
 
     assert draw() == draw(seed=5)
     assert draw() != draw(step=1) and draw() != draw(session_seed=1)
@@ -69,7 +66,7 @@ def murmur(number: int) -> int:
 
 
 def test_a_reservoir_holds_the_least_hashes_of_all_that_was_seen() -> None:
-    reservoir, held, seen = tokenprune.integrations.hf.sessions.policy("uniform", reservoir=True), [], []
+    reservoir, held, seen = tokenprune.sessions.policy("uniform", reservoir=True), [], []
     for first in range(0, 40, 4):
         view = view_of(4, 5, first=first)
         new = view.index[0].tolist()
@@ -83,29 +80,29 @@ def test_a_reservoir_holds_the_least_hashes_of_all_that_was_seen() -> None:
 
 def test_a_name_that_is_almost_right_is_offered() -> None:
     with pytest.raises(UnknownPolicyError, match="did you mean 'window'"):
-        tokenprune.integrations.hf.sessions.policy("windows")
+        tokenprune.sessions.policy("windows")
     with pytest.raises(UnknownPolicyError, match="the nearest are"):
-        tokenprune.integrations.hf.sessions.policy("zzzz")
+        tokenprune.sessions.policy("zzzz")
     with pytest.raises(OptionError, match=r"window has no option 'sinks': did you mean 'sink'"):
-        tokenprune.integrations.hf.sessions.policy("window", sinks=3)
+        tokenprune.sessions.policy("window", sinks=3)
     with pytest.raises(OptionError, match=r"window: sink=-1 must be an int >= 0"):
-        tokenprune.integrations.hf.sessions.policy("window", sink=-1)
+        tokenprune.sessions.policy("window", sink=-1)
 
 
 @pytest.fixture
 def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenprune.integrations.hf.sessions.available_policies()
+    tokenprune.sessions.available_policies()
     monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
 
 
 def test_a_third_party_registers_its_own(empty_registry) -> None:
-    @tokenprune.integrations.hf.sessions.register_policy("newest")
+    @tokenprune.sessions.register_policy("newest")
     @dataclass(frozen=True)
-    class Newest(tokenprune.integrations.hf.sessions.Policy):
+    class Newest(tokenprune.sessions.Policy):
         """Keep the latest."""
 
-    assert "newest" in tokenprune.integrations.hf.sessions.available_policies()
-    assert tokenprune.integrations.hf.sessions.policy("newest") == Newest() and repr(Newest()) == "newest()"
+    assert "newest" in tokenprune.sessions.available_policies()
+    assert tokenprune.sessions.policy("newest") == Newest() and repr(Newest()) == "newest()"
 
 
 @pytest.mark.parametrize("problem", ["a lower-case identifier", "taken by", "frozen", "docstring", "derive from"])
@@ -129,14 +126,14 @@ def test_what_cannot_be_registered_is_refused(problem: str, empty_registry) -> N
         "derive from": ("fresh", int),
     }[problem]
     with pytest.raises(RegistrationError, match=problem):
-        tokenprune.integrations.hf.sessions.register_policy(name)(cls)
+        tokenprune.sessions.register_policy(name)(cls)
 
 
 def test_a_broken_package_leaves_its_policies_unknown(monkeypatch, caplog) -> None:
     broken = EntryPoint("broken", "no_such_module:x", policies.ENTRY_POINT_GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [broken] if group == broken.group else [])
     monkeypatch.setattr(policies, "_loaded", False)
-    assert "window" in tokenprune.integrations.hf.sessions.available_policies()
+    assert "window" in tokenprune.sessions.available_policies()
     assert "policies of the entry point 'broken'" in caplog.text
 
 
@@ -144,7 +141,7 @@ def test_hashes_are_spread() -> None:
     """Of many tokens that were seen, each tenth of the stream has about a tenth of those held."""
     index = torch.arange(10_000)[None]
     keys = torch.zeros(1, 10_000, 1)
-    held = tokenprune.integrations.hf.sessions.policy("uniform", reservoir=True).select(
+    held = tokenprune.sessions.policy("uniform", reservoir=True).select(
         PolicyView(keys, keys, index, index, index, index[None], 0, 1, 0, random.Random(0).randrange(99)), 1_000
     )
     assert all(60 <= count <= 140 for count in torch.histc(held.float(), 10, 0, 10_000).tolist())

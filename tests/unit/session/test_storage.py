@@ -21,11 +21,11 @@ from zoo import FAMILIES
 POLICIES = ["random", "infinipot_v"]
 
 
-def answered(session: tokenprune.integrations.hf.sessions.Session) -> torch.Tensor:
+def answered(session: tokenprune.sessions.Session) -> torch.Tensor:
     return session.ask([30, 31], max_new_tokens=4, return_dict=True).logits
 
 
-def go_on(session: tokenprune.integrations.hf.sessions.Session, name: str) -> torch.Tensor:
+def go_on(session: tokenprune.sessions.Session, name: str) -> torch.Tensor:
     """See more, so that it compresses again, and answer."""
     for image in images_of(FAMILIES[name], 4, seed=9):
         session.see(input_ids=image.ids, **FAMILIES[name].collate([[image]]))
@@ -38,7 +38,7 @@ def test_a_loaded_session_goes_on_bit_equal(name: str, policy: str, build, tmp_p
     model = build(FAMILIES[name])
     made = played(recorded(FAMILIES[name], model, memory=110, policy=policy, seed=3)).session
     made.save(tmp_path / "s.safetensors")
-    other = tokenprune.integrations.hf.sessions.Session.load(tmp_path / "s.safetensors", model)
+    other = tokenprune.sessions.Session.load(tmp_path / "s.safetensors", model)
     assert other.stats == made.stats and other.policy == made.policy
     assert torch.equal(answered(other), answered(made))
     assert torch.equal(go_on(other, name), go_on(made, name))
@@ -53,7 +53,7 @@ def test_a_session_is_loaded_by_another_process(build, tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(support)!r})\n"
         "import torch, tokenprune; from zoo import FAMILIES; torch.set_num_threads(1)\n"
-        f"s = tokenprune.integrations.hf.sessions.Session.load({str(tmp_path / 's.safetensors')!r}, FAMILIES['llava'].build())\n"
+        f"s = tokenprune.sessions.Session.load({str(tmp_path / 's.safetensors')!r}, FAMILIES['llava'].build())\n"
         "print(s.ask([30, 31], max_new_tokens=4, return_dict=True).ids.tolist())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -78,8 +78,8 @@ def test_forks_go_on_apart(name: str, build) -> None:
 
 def test_an_empty_session_is_saved_and_loaded(build, tmp_path: Path) -> None:
     model = build(FAMILIES["llava"])
-    tokenprune.integrations.hf.sessions.session(model, memory=110, policy="uniform").save(tmp_path / "s")
-    assert tokenprune.integrations.hf.sessions.Session.load(tmp_path / "s", model).stats.tokens_seen == 0
+    tokenprune.sessions.session(model, memory=110, policy="uniform").save(tmp_path / "s")
+    assert tokenprune.sessions.Session.load(tmp_path / "s", model).stats.tokens_seen == 0
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def changed(path: Path, change) -> Path:
 )
 def test_a_file_that_was_changed_is_refused(change, error: type, says: str, saved: Path, build) -> None:
     with pytest.raises(error, match=says):
-        tokenprune.integrations.hf.sessions.Session.load(changed(saved, change), build(FAMILIES["llava"]))
+        tokenprune.sessions.Session.load(changed(saved, change), build(FAMILIES["llava"]))
 
 
 def test_other_files_and_other_models_are_refused(saved: Path, build, tmp_path: Path) -> None:
@@ -133,11 +133,11 @@ def test_other_files_and_other_models_are_refused(saved: Path, build, tmp_path: 
     save_file({"x": torch.zeros(1)}, tmp_path / "other")
     for name, says in (("text", "cannot read"), ("absent", "cannot read"), ("other", "holds no session")):
         with pytest.raises(ConfigError, match=says):
-            tokenprune.integrations.hf.sessions.Session.load(tmp_path / name, model)
+            tokenprune.sessions.Session.load(tmp_path / name, model)
     with pytest.raises(ConfigError, match="another model"):
-        tokenprune.integrations.hf.sessions.Session.load(saved, build(FAMILIES["qwen2_5_vl"]))
+        tokenprune.sessions.Session.load(saved, build(FAMILIES["qwen2_5_vl"]))
     with pytest.raises(ConfigError, match="cannot write"):
-        tokenprune.integrations.hf.sessions.session(model, memory=110, policy="random").save(tmp_path / "no" / "folder")
+        tokenprune.sessions.session(model, memory=110, policy="random").save(tmp_path / "no" / "folder")
     said = "is of a model with no patch, not tokenprune: divprune"
     with tokenprune.patched(model, "divprune", keep=0.5), pytest.raises(ConfigError, match=said):
-        tokenprune.integrations.hf.sessions.Session.load(saved, model)
+        tokenprune.sessions.Session.load(saved, model)

@@ -23,8 +23,8 @@ PROXY = (30, 31, 32, 33)
 NAMES = ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3"]
 
 
-def streammem(**options) -> tokenprune.integrations.hf.sessions.Policy:
-    return tokenprune.integrations.hf.sessions.policy("streammem", proxy=PROXY, **options)
+def streammem(**options) -> tokenprune.sessions.Policy:
+    return tokenprune.sessions.policy("streammem", proxy=PROXY, **options)
 
 
 def made(name: str, model: PreTrainedModel, memory: int = 110, **options) -> Recorded:
@@ -109,7 +109,7 @@ def test_heads_hold_their_own_and_it_equals_one_prefill_under_masks(name: str, b
 @pytest.mark.parametrize("name", NAMES)
 def test_the_proxy_leaves_no_trace(name: str, build) -> None:
     """A policy that reads the proxy's attention, and keeps what one does that reads nothing, leaves the same bits."""
-    model, policy = build(FAMILIES[name]), tokenprune.integrations.hf.sessions.policy("uniform")
+    model, policy = build(FAMILIES[name]), tokenprune.sessions.policy("uniform")
 
     class Reads(type(policy)):
         needs = frozenset({"proxy_attention"})
@@ -139,23 +139,21 @@ def test_what_the_proxy_overlooks_goes_first() -> None:
     view = view_of(6, 5)
     attention = view.proxy_attention.clone()
     attention[:, ::3] = 0
-    kept = tokenprune.integrations.hf.sessions.policy("streammem").select(
-        dataclasses.replace(view, proxy_attention=attention), 20
-    )
+    kept = tokenprune.sessions.policy("streammem").select(dataclasses.replace(view, proxy_attention=attention), 20)
     assert kept.tolist() == [[place for place in range(30) if place % 3]] * 2
 
 
 def test_the_chat_template_is_the_proxy_or_a_text() -> None:
     model, processor = demo_model(), llava()
-    session = tokenprune.integrations.hf.sessions.session(model, processor, memory=400, policy="streammem")
+    session = tokenprune.sessions.session(model, processor, memory=400, policy="streammem")
     assert torch.equal(session._stream.proxy, session._said.closing()) and session._stream.proxy.numel()
     session.say("look").see([photo(64, 64, seed) for seed in range(6)])
     assert session.stats.compressions and session.stats.visual <= 400
-    asked = tokenprune.integrations.hf.sessions.session(
+    asked = tokenprune.sessions.session(
         model,
         processor,
         memory=400,
-        policy=tokenprune.integrations.hf.sessions.policy("streammem", proxy="what color is it?"),
+        policy=tokenprune.sessions.policy("streammem", proxy="what color is it?"),
     )
     asked.say("look").see([photo(64, 64, seed) for seed in range(6)])
     assert not torch.equal(asked.held[0].index, session.held[0].index)
@@ -166,7 +164,7 @@ def test_a_saved_session_goes_on_with_its_proxy(build, tmp_path) -> None:
     model = build(FAMILIES["llava"])
     one = played(made("llava", model)).session
     one.save(tmp_path / "s.safetensors")
-    other = tokenprune.integrations.hf.sessions.Session.load(tmp_path / "s.safetensors", model)
+    other = tokenprune.sessions.Session.load(tmp_path / "s.safetensors", model)
     assert other.policy == one.policy
     for image in images_of(FAMILIES["llava"], 5, seed=9):
         for session in (one, other):
@@ -177,14 +175,12 @@ def test_a_saved_session_goes_on_with_its_proxy(build, tmp_path) -> None:
 def test_a_proxy_that_cannot_be_is_refused(build) -> None:
     model = build(FAMILIES["llava"])
     with pytest.raises(SessionError, match=r"without a processor there are none.*proxy=\[...\]"):
-        tokenprune.integrations.hf.sessions.session(model, memory=100, policy="streammem")
+        tokenprune.sessions.session(model, memory=100, policy="streammem")
     for proxy in ((), (5, IMAGE)):
         with pytest.raises(OptionError, match="must be ids of text"):
-            tokenprune.integrations.hf.sessions.session(
-                model, memory=100, policy=tokenprune.integrations.hf.sessions.policy("streammem", proxy=proxy)
-            )
+            tokenprune.sessions.session(model, memory=100, policy=tokenprune.sessions.policy("streammem", proxy=proxy))
     with pytest.raises(OptionError, match="proxy=3 must be"):
-        tokenprune.integrations.hf.sessions.policy("streammem", proxy=3)
+        tokenprune.sessions.policy("streammem", proxy=3)
 
 
 def test_the_proxy_has_its_place_below_the_horizon(build) -> None:

@@ -26,7 +26,7 @@ from zoo import FAMILIES
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Policies and modules that a test makes are gone after it."""
-    tokenprune.integrations.hf.sessions.available_policies()
+    tokenprune.sessions.available_policies()
     monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
     monkeypatch.setattr(sys, "path", list(sys.path))
     modules = set(sys.modules)
@@ -44,7 +44,7 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     point = EntryPoint(name, module, policies.ENTRY_POINT_GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
     monkeypatch.setattr(policies, "_loaded", False)
-    assert name in tokenprune.integrations.hf.sessions.available_policies()
+    assert name in tokenprune.sessions.available_policies()
     return importlib.import_module(f"test_{name}")
 
 
@@ -55,7 +55,7 @@ def test_a_package_passes_its_own_test_and_holds_a_session(tmp_path: Path, monke
     assert mark.args[1] == [{}, {"order": 1}]
     for options in mark.args[1]:
         test.test_it_keeps_the_rules_of_all_policies(options)
-        assert tokenprune.integrations.hf.sessions.policy("my_policy", **options).order == options.get("order", 2)
+        assert tokenprune.sessions.policy("my_policy", **options).order == options.get("order", 2)
     for path in (one for one in folder.rglob("*") if one.is_file() and one.suffix != ".pyc"):
         assert "$" not in path.read_text(), path.name
     made = played(recorded(FAMILIES["llava"], build(FAMILIES["llava"]), memory=110, policy="my_policy"))

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.api import attachment_of
 from tokenprune.integrations.hf.attention.virtual_unmerging import Unmerged, VirtualUnmerging
 from tokenprune.integrations.hf.attention_observer import Tap
 from tokenprune.integrations.hf.sequence.masks import causal_mask
+from tokenprune.integrations.shared.attachment import attachment_of
 
 
 @contextmanager

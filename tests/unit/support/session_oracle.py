@@ -35,7 +35,7 @@ class Recorded:
 
     family: Family
     model: PreTrainedModel
-    session: tokenprune.integrations.hf.sessions.Session
+    session: tokenprune.sessions.Session
     forwards: list[Forward] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ def joined(inputs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def recorded(family: Family, model: PreTrainedModel, **options: Any) -> Recorded:
     options = {"memory": 10**6, "horizon": 10**6} | options
-    return Recorded(family, model, tokenprune.integrations.hf.sessions.session(model, **options))
+    return Recorded(family, model, tokenprune.sessions.session(model, **options))
 
 
 def images_of(family: Family, number: int, seed: int = 3, size: int = 0) -> list[InputImage]:

@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 
 import tokenprune
 from made_up_panels import Fake, candidates
-from tokenprune.api import attachment_of
 from tokenprune.cli import app
 from tokenprune.errors import OptionError
+from tokenprune.integrations.shared.attachment import attachment_of
 from tokenprune.settings import Setting
 from tokenprune_bench.backend import HfBackend
 from tokenprune_bench.errors import RunError

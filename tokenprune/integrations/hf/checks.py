@@ -62,7 +62,7 @@ class Places:
 
 
 def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:
-    """Raise an error of ours for a method that may not act on this family; see `tokenprune.integrations.shared.abilities`."""
+    """Raise an error of ours for a method that may not act on this family; see `shared.abilities`."""
     for step in steps:
         method, acts = step.method, step.acts
         if isinstance(method, TowerMethod):

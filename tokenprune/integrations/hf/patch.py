@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the parts of a patch out of methods and budgets: one place where it is decided which part does what.
-
-Parts of add-ons are loaded where they are asked for: a plain patch loads none.
-"""
+"""Make the parts of a patch out of methods and budgets: one place where it is decided which part does what."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tokenprune.addons import add_on
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.hf.checks import check_abilities, check_steps
@@ -29,6 +25,8 @@ from tokenprune.integrations.hf.engine.video_frames import VideoFrames, compares
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.guard.part import check_processor as check_unread_processor
+from tokenprune.integrations.hf.guard.part import guard_for
 from tokenprune.integrations.hf.processor_check import check_processor
 from tokenprune.integrations.hf.towers.attention_scores import BlockReader
 from tokenprune.integrations.hf.towers.base import InTower
@@ -99,15 +97,20 @@ def _parts(
     check_abilities(stages, adapter)
     check_processor(processor, adapter)
 
-    pixels, steps = [], []
+    pixels: list[Any] = []
+    steps = []
     parts: list[Part] = []
     for step in stages:
         method, budget = step.method, step.budget
         match method:
             case ResizeMethod():
-                pixels.append(add_on("processor.resizing").PixelPatch(method, budget, processor, adapter))
+                from tokenprune.integrations.hf.pixels.resizing import PixelPatch
+
+                pixels.append(PixelPatch(method, budget, processor, adapter))
             case ImageChooser():
-                pixels.append(add_on("processor.image_selection").ViewPatch(method, budget, processor, adapter))
+                from tokenprune.integrations.hf.pixels.image_selection import ViewPatch
+
+                pixels.append(ViewPatch(method, budget, processor, adapter))
             case TowerMethod() if method.is_identity(budget):
                 pass
             case UnitDropper():
@@ -120,15 +123,19 @@ def _parts(
             case EncoderMethod():
                 parts.append(tower_patch(adapter, method, budget))
                 if method.vtu != "off":
-                    parts.append(add_on("attention.virtual_unmerging").VirtualUnmerging(adapter, method.vtu))
+                    from tokenprune.integrations.hf.attention.virtual_unmerging import VirtualUnmerging
+
+                    parts.append(VirtualUnmerging(adapter, method.vtu))
             case AttentionPattern():
-                parts.append(add_on("attention.blockwise").BlockAttention(adapter, method, budget))
+                from tokenprune.integrations.hf.attention.blockwise import BlockAttention
+
+                parts.append(BlockAttention(adapter, method, budget))
             case Pruner():
                 steps.append(step)
     read = pixels or any(isinstance(part, UnitDrop) for part in parts) or any(map(read_of_pixels, acting))
     unread = processor is not None and not read
     if guard is not None and unread:
-        add_on("guard.part").check_processor(processor, methods)
+        check_unread_processor(processor, methods)
     check_steps(steps, adapter)
     # A method that will not cut needs to see nothing.
     cutting = [step.method for step in steps if step.acts]
@@ -151,15 +158,20 @@ def _parts(
         merges = [method.name for method in inside if method.removes]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
     weighed = [step for step in steps if step.acts and isinstance(step.method, Pruner) and step.method.weighs]
-    parts += [add_on("attention.weighing").Weighing(adapter, step) for step in weighed]
+    if weighed:
+        from tokenprune.integrations.hf.attention.weighing import Weighing
+
+        parts += [Weighing(adapter, step) for step in weighed]
     removes = bool(cutting or parts)
     if guard is not None:
-        parts += add_on("guard.part").guard_for(adapter, guard, methods, budgets, processor)
+        parts += guard_for(adapter, guard, methods, budgets, processor)
     if feature_cache is not None:
         if any(method.query_aware for method in inside):
             raise OptionError("feature_cache= keeps what left the tower, here chosen by a question: leave it out")
+        from tokenprune.integrations.hf.feature_cache.part import FeatureReuse
+
         # What happens to tokens inside the tower is counted for a whole call.
-        parts.append(add_on("reuse.part").FeatureReuse(adapter, feature_cache, not inside))
+        parts.append(FeatureReuse(adapter, feature_cache, not inside))
     if removes:
         parts += [CallCheck(adapter, cutting), PackedCalls(adapter)]
         parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
@@ -169,9 +181,13 @@ def _parts(
         near = {layer for step in steps if step.layer for layer in (step.layer - 1, step.layer)}
         whole = [step.method.name for step in stages if step.method.site is Site.ATTENTION or step in weighed]
         why_not = f"{whole[0]} changes what all layers attend to" if whole else ""
-        parts += add_on("graphs.prefill").graphed_prefill(adapter, graphs, near, why_not)
+        from tokenprune.integrations.hf.graphs.prefill import graphed_prefill
+
+        parts += graphed_prefill(adapter, graphs, near, why_not)
     if pixels:
-        parts.append(add_on("processor.resizing").FullCounts(pixels))
+        from tokenprune.integrations.hf.pixels.resizing import FullCounts
+
+        parts.append(FullCounts(pixels))
     reading = [method.name for method in acting if not isinstance(method, (ResizeMethod, ImageChooser))]
     parts += _decoder_parts(adapter, steps, record)
     return [*pixels, Engine(adapter, steps, parts, record, reading if removes else ())]

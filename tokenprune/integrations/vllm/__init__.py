@@ -4,7 +4,7 @@
 The number of tokens that a method keeps follows from an item's shape alone, so the processor (front end) can write the
 shorter prompt before anything is encoded. It sends a plan with each item; the model (worker) lets the method choose
 among the features of the encoder, and returns as many rows as the prompt has room for. Nothing happens on a server
-that is not configured for it; see docs/serving.md. Nothing outside this package, and `tokenprune.integrations.vllm.gateway` above it,
+that is not configured for it; see docs/serving.md. Nothing outside this package, and `gateway` above it,
 imports vllm.
 
 The path of one request, through the files that it passes:
@@ -22,5 +22,5 @@ The path of one request, through the files that it passes:
 9.  `worker/rows.py: AwaitedRows` puts together the rows for the prompt.
 10. `worker/positions.py: place` gives kept tokens the positions that they have in the full prompt.
 
-Methods that act inside the language model leave the prompt as it is; for them see `tokenprune.integrations.vllm.in_llm`.
+Methods that act inside the language model leave the prompt as it is; for them see `in_llm`.
 """

@@ -28,6 +28,9 @@ def register() -> None:
 
     if compat.is_wrapped(ModelConfig.__post_init__):
         return
+    from tokenprune.integrations.vllm.frontend.request import use_gateway
+
+    use_gateway(_gateway_policy)
     problems = compat.missing_hooks("weights", "setting")
     compat.then(ModelConfig, "__post_init__", functools.partial(_after_config, problems))
     if not compat.missing_hooks("weights"):
@@ -46,6 +49,12 @@ def register() -> None:
     compat.then(MultiModalRegistry, "create_processor", _with_reduction)
 
 
+def _gateway_policy() -> Any:
+    from tokenprune.integrations.vllm.gateway.policy import ServePolicy
+
+    return ServePolicy
+
+
 def _register_models(whole: bool) -> None:
     """Register our classes in place of vLLM's models. whole: True for classes that reduce; the others only read
     checkpoints of transformers 5."""
@@ -58,9 +67,9 @@ def _register_models(whole: bool) -> None:
 
 
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.addons import add_on
     from tokenprune.integrations.vllm.frontend.of_workers import listen
-    from tokenprune.integrations.vllm.settings.configuration import configure, needs_add_on
+    from tokenprune.integrations.vllm.settings.configuration import needs_gateway
+    from tokenprune.integrations.vllm.settings.configure import configure
     from tokenprune.integrations.vllm.settings.settings import KEY
 
     kwargs = getattr(model_config.multimodal_config, "mm_processor_kwargs", None) or {}
@@ -71,8 +80,10 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
         compat.require_hooks(problems)
         compat.check_version()
         configure(model_config)
-        if needs_add_on(model_config):
-            add_on("serve.reload").attach(model_config)
+        if needs_gateway(model_config):
+            from tokenprune.integrations.vllm.gateway.reload import attach
+
+            attach(model_config)
     listen(model_config)
     _keep_in_step()
     return result
@@ -119,7 +130,6 @@ def _keep_in_step() -> None:
 
 
 def _after_engine_config(result: Any, vllm_config: Any) -> Any:
-    from tokenprune.addons import add_on
     from tokenprune.integrations.vllm.settings.configuration import check_engine, configured, family_of, in_llm
     from tokenprune.integrations.vllm.settings.position_checks import original_positions
 
@@ -129,8 +139,10 @@ def _after_engine_config(result: Any, vllm_config: Any) -> Any:
     with _one_line_in_commands():
         check_engine(vllm_config, family_of(model_config), original_positions(model_config))
         if in_llm(model_config):
+            from tokenprune.integrations.vllm.in_llm.attach import configure
+
             compat.require_hooks(compat.missing_hooks("in_llm_engine"))
-            add_on("serve.in_llm.attach").configure(vllm_config)
+            configure(vllm_config)
     return result
 
 

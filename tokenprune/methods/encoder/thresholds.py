@@ -17,7 +17,7 @@ from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection.files import File, reason
 
-_SHIPPED = Path(__file__).resolve().parents[2] / "assets" / "thresholds"
+_SHIPPED = Path(__file__).resolve().parent / "data"
 _ENTRY, _VERSION = "tokenprune_thresholds", 1
 
 

@@ -120,7 +120,7 @@ class EncoderMethod(TowerMethod):
 
         A matcher takes the keys of a block's attention, float32 `[B, n, Dh]` (mean over the heads), and the number of
         real tokens in each row (the others are padding, after them), or None if all are real. It returns the `Merge`,
-        or None if nothing merges (see `tokenprune.kernels.merging`). Called when the model is patched, and in each forward.
+        or None if nothing merges (see `kernels.merging`). Called when the model is patched, and in each forward.
         Blocks from `tower.read` on show no keys: theirs is None. Raises BudgetError for what cannot be reached.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement plan()")

@@ -105,7 +105,9 @@ def zero_other_code(path: Path, arch: int = ARCH) -> None:
 def unpack(pieces: Path, to: Path) -> None:
     """Unpack the pieces into a folder of packages. Raises SystemExit where one is missing."""
     if missing := [name for name in (SITE, *LIBRARIES) if not (pieces / name).exists()]:
-        raise SystemExit(f"{pieces} has no {', '.join(missing)}: make them with a network (experiments/gpu/plan.md)")
+        raise SystemExit(
+            f"{pieces} has no {', '.join(missing)}: make them with a network (benchmarks/experiments/gpu/plan.md)"
+        )
     with ProcessPoolExecutor(len(LIBRARIES) + 1) as pool:
         list(pool.map(partial(_unpacked, pieces, to), (SITE, *LIBRARIES)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Have drafts of assisted generation kept out of the forward that reads a prompt; `tokenprune.integrations.hf.engine.draft_prompts` does
+"""Have drafts of assisted generation kept out of the forward that reads a prompt; `hf.engine.draft_prompts` does
 so, and is loaded with the first draft."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers.generation import GenerationMixin
 
-from tokenprune.addons import add_on
+from tokenprune.integrations.hf.engine.draft_prompts import hold_back
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.shared.attachable import states
 
@@ -66,5 +66,5 @@ class Drafts(Part):
             note = f"{self.decides} decides by one token after the other: drafts of assisted generation are not used"
             logger.warning(note)
             states()[self] = note
-        add_on("drafting.prompts").hold_back(generator, always=self.decides is not None)
+        hold_back(generator, always=self.decides is not None)
         return generator

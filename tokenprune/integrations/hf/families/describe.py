@@ -19,7 +19,7 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families.base import STATEFUL, placeholder_ids
 from tokenprune.models.families import FAMILIES, REFUSED, Family, tower_kind
 
-_TEMPLATES = Path(__file__).parents[3] / "assets/new_family"
+_TEMPLATES = Path(__file__).parents[3] / "cli/templates/new_family"
 _KNOWN = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "kwargs", *compat.CACHE_NAMES}
 _UNTOLD = {
     "patches": "how patches of its tower become visual tokens",

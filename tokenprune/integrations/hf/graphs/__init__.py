@@ -35,8 +35,8 @@ def warm_up(model: Any, lengths: Sequence[int], *, batch: int = 1) -> None:
     lengths: tokens of the prompts to come, after the cut. batch: rows of a call. Raises NotPatchedError for a model
     that is patched without graphs, and OptionError for lengths below 2.
     """
-    from tokenprune.api import attachment_of
     from tokenprune.integrations.hf.graphs.prefill import GraphedPrefill
+    from tokenprune.integrations.shared.attachment import attachment_of
 
     parts = getattr(attachment_of(model).engine, "parts", ())
     part = next((part for part in parts if isinstance(part, GraphedPrefill)), None)

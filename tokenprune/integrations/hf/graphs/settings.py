@@ -50,7 +50,7 @@ class Graphs:
             return graphs
         if graphs is None or isinstance(graphs, bool):
             return Graphs() if graphs else None
-        raise OptionError(f"graphs={graphs!r} must be True, False or a tokenprune.integrations.hf.graphs.Graphs")
+        raise OptionError(f"graphs={graphs!r} must be True, False or a tokenprune.graphs.Graphs")
 
     def bucket(self, length: int) -> int:
         """Return `length` rounded up to a multiple of `step`."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).resolve().parent.parent / "assets" / "guard.json"
+FILE = Path(__file__).resolve().with_name("guard.json")
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from tokenprune.api import _budgets
 from tokenprune.budgets import Budget
 from tokenprune.errors import NotPatchedError, OptionError
 from tokenprune.methods.registry import available_methods, build, method_info
 from tokenprune.selection.method import Method, Site
 from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
+from tokenprune.settings.arguments import read_budgets
 from tokenprune.settings.max_visual_tokens import LIMITER, check_limit
 
 ProcessorT = TypeVar("ProcessorT")
@@ -63,7 +63,7 @@ def patch_processor(
             )
         check_limit(max_visual_tokens, [])
         keep = Budget(tokens=max_visual_tokens)
-    (budget,) = _budgets(keep, [method])
+    (budget,) = read_budgets(keep, [method])
     kind: Any = ViewPatch if isinstance(method, ImageChooser) else PixelPatch
     made = kind(method, budget, processor)
     present = patch_on(processor)

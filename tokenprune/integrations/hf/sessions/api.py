@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.api import attachment_of, is_patched
 from tokenprune.errors import BudgetError, ConfigError, OptionError, SessionError, UnsupportedSetupError
 from tokenprune.integrations.hf.processor_check import check_processor
 from tokenprune.integrations.hf.sessions import storage
@@ -25,6 +24,7 @@ from tokenprune.integrations.hf.sessions.prompts import Words, as_frames
 from tokenprune.integrations.hf.sessions.proxy import proxy_of
 from tokenprune.integrations.hf.sessions.results import Answer, HeldEntries, SessionStats, held_of, stats_of
 from tokenprune.integrations.hf.sessions.stream import Stream
+from tokenprune.integrations.shared.attachment import attachment_of, is_patched
 from tokenprune.selection.options import fits, in_words
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class Session:
     """A stream of images and text that a model has seen, of which a bounded number of visual tokens is held.
 
-    Made by `tokenprune.integrations.hf.sessions.session`. It is a context manager, and leaves nothing on the model. One thread at a
+    Made by `tokenprune.sessions.session`. It is a context manager, and leaves nothing on the model. One thread at a
     time: a call while another one is inside raises SessionError. Sessions on one model do not know of each other.
     """
 

@@ -67,7 +67,7 @@ class Limits:
                 f"memory={self.given!r} has room for {self.room(text)} visual tokens{beside}, of which a compression "
                 f"leaves {self.target(text)}, and the policy pins {pinned}: nothing new would stay. Raise memory= to "
                 f"{self.least(pinned)} visual tokens at least, or have the policy pin fewer, as "
-                "tokenprune.integrations.hf.sessions.policy('window', sink=0) does"
+                "tokenprune.sessions.policy('window', sink=0) does"
             )
 
     def check_position(self, last: int) -> None:

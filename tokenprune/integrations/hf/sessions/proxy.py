@@ -37,13 +37,13 @@ def proxy_of(policy: Policy, words: Words | None, adapter: Adapter) -> Tensor | 
     if words is None:
         raise SessionError(
             f"{policy.name} asks by a proxy in words, and without a processor there are none: make the session with "
-            f"session(model, processor, ...), or give ids, tokenprune.integrations.hf.sessions.policy({policy.name!r}, proxy=[...])"
+            f"session(model, processor, ...), or give ids, tokenprune.sessions.policy({policy.name!r}, proxy=[...])"
         )
     ids = words.closing() if query is None else words.said(query, closing=True)
     if not ids.numel():
         raise SessionError(
             f"the chat template writes nothing between a question and its answer, which {policy.name} takes for its "
-            f"proxy: give a text, tokenprune.integrations.hf.sessions.policy({policy.name!r}, proxy='Describe the video.')"
+            f"proxy: give a text, tokenprune.sessions.policy({policy.name!r}, proxy='Describe the video.')"
         )
     return ids
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one answer to where a method may act, for patch(), the vLLM plugin, `recommend`, the commands and the pages.
 
-The facts come from tables: of a family and its vision tower in `tokenprune.models.families`, of an observable in its own class
+The facts come from tables: of a family and its vision tower in `models.families`, of an observable in its own class
 (`where`, `backends`), of a cache in `transformers.py`. This package turns them into sentences. The engines add checks
 that need a loaded model, the configuration of a server, or a request.
 """

@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Merging and dropping in vision towers, for every engine."""

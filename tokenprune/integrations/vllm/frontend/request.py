@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.addons import add_on
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.abilities import reads_tower
 from tokenprune.integrations.vllm.frontend import metrics
@@ -25,7 +24,7 @@ from tokenprune.integrations.vllm.settings.configuration import (
     configured,
     in_llm,
     keys_of,
-    needs_add_on,
+    needs_gateway,
 )
 from tokenprune.integrations.vllm.settings.position_checks import check_placeholders
 from tokenprune.integrations.vllm.settings.servable import DEFAULT, NOTHING, REQUEST
@@ -134,7 +133,9 @@ class RequestPolicy:
     def check_parameters(self, params: Any) -> None:
         """Raise an error for sampling parameters, or a request that has some, which this server cannot answer."""
         if in_llm(self.model_config):
-            add_on("serve.in_llm.attach").check_request(params)
+            from tokenprune.integrations.vllm.in_llm.attach import check_request
+
+            check_request(params)
 
     def facts(self) -> dict[str, list[str]]:
         """Return what the line at the start says beside the setting (see `announce.facts`)."""
@@ -145,7 +146,17 @@ class RequestPolicy:
         metrics.start_at_zero(self.model_config)
 
 
+_gateway_policy: Callable[[], type[RequestPolicy]]  # set by the plugin when it registers
+
+
 def policy_of(model_config: Any, asked: Any = NOTHING) -> RequestPolicy:
-    """Return the policy of a server with a setting, for a request with this value of our key."""
-    serves = add_on("serve.policy").ServePolicy if needs_add_on(model_config, asked) else RequestPolicy
-    return serves(model_config)
+    """Return the policy of a server for a request. asked: the request's value of our key."""
+    if not needs_gateway(model_config, asked):
+        return RequestPolicy(model_config)
+    return _gateway_policy()(model_config)
+
+
+def use_gateway(policy: Callable[[], type[RequestPolicy]]) -> None:
+    """Set the function that imports and returns the policy class for keys of the gateway."""
+    global _gateway_policy
+    _gateway_policy = policy

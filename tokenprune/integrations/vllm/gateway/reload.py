@@ -14,7 +14,8 @@ from tokenprune.integrations.vllm.frontend import announce, metrics
 from tokenprune.integrations.vllm.gateway import answers, profiles
 from tokenprune.integrations.vllm.gateway.policy import ServePolicy
 from tokenprune.integrations.vllm.log import SERVER
-from tokenprune.integrations.vllm.settings.configuration import GIVEN, WARM_UP, configured, reader
+from tokenprune.integrations.vllm.settings.configuration import GIVEN, WARM_UP, configured
+from tokenprune.integrations.vllm.settings.configure import reader
 from tokenprune.integrations.vllm.settings.offer import Offer, begin_grace, offered, replace_offer
 
 logger = logging.getLogger(SERVER)

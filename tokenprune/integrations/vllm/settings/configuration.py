@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server's own setting: found when vLLM makes its ModelConfig, checked there, and kept beside its config.
 
-Beside the reduction it may hold keys of the whole server (`ServerKeys`), and keys of `tokenprune.integrations.vllm.gateway` (`ADD_ON`),
+Beside the reduction it may hold keys of the whole server (`ServerKeys`), and keys of `gateway` (`ADD_ON`),
 which is not imported unless one of them is named, or the server speaks HTTP.
 """
 
@@ -10,28 +10,25 @@ from __future__ import annotations
 import difflib
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.addons import add_on
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError, short
 from tokenprune.integrations.shared import abilities
-from tokenprune.integrations.vllm.settings.position_checks import arrange
-from tokenprune.integrations.vllm.settings.servable import ADD_ON, BESIDE, DEFAULT, FREE_KV, NOTHING, PROFILE
+from tokenprune.integrations.vllm.settings.servable import BESIDE, DEFAULT, FREE_KV, NOTHING, PROFILE
 from tokenprune.integrations.vllm.settings.settings import IN_LLM, KEY, ServedSetting
 from tokenprune.integrations.vllm.settings.towers import acts_in_tower, check_tower
 from tokenprune.methods.registry import available_methods, method_info
 from tokenprune.models.families import SERVED, Family
 from tokenprune.selection.observable import Backend
 from tokenprune.settings import SCOPE
-from tokenprune.settings.saved import read_config
 
 logger = logging.getLogger(__name__)
 POSITIONS = ("original", "renumbered")
 HTTP = "vllm.entrypoints.launchers.app"  # imported in the process of a server
-_KEYS = f"{KEY}_keys"
-OFFER = f"{KEY}_offer"  # attribute of a multimodal config: what `tokenprune.integrations.vllm.gateway` made of the keys `ADD_ON`
+KEYS = f"{KEY}_keys"
+OFFER = f"{KEY}_offer"  # attribute of a multimodal config: what `gateway` made of the keys `ADD_ON`
 GIVEN = f"{KEY}_given"  # the layers of the setting, and the keys beside them, as they were given
 WARM_UP = f"{KEY}_warm_up"  # method of vLLM's workers that a reload calls with the new profiles
 SECONDS = f"{KEY}_seconds"  # attribute of a multimodal config: the folder with the selection times of the workers
@@ -44,7 +41,7 @@ def configured(model_config: Any) -> dict[str, Any] | None:
 
 def keys_of(model_config: Any) -> ServerKeys:
     """Return the keys of a server with a setting that hold for all of it."""
-    return getattr(model_config.multimodal_config, _KEYS)
+    return getattr(model_config.multimodal_config, KEYS)
 
 
 def settings_of(model_config: Any) -> dict[str, ServedSetting]:
@@ -54,8 +51,8 @@ def settings_of(model_config: Any) -> dict[str, ServedSetting]:
     return {name: ServedSetting.of(one) for name, one in whole.items()}
 
 
-def needs_add_on(model_config: Any, asked: Any = NOTHING) -> bool:
-    """Return True if `tokenprune.integrations.vllm.gateway` has a part in a server with a setting, or in a request to it. asked: the
+def needs_gateway(model_config: Any, asked: Any = NOTHING) -> bool:
+    """Return True if `gateway` has a part in a server with a setting, or in a request to it. asked: the
     request's value of our key."""
     if HTTP in sys.modules or hasattr(model_config.multimodal_config, OFFER) or not isinstance(asked, Mapping):
         return True
@@ -153,74 +150,6 @@ class ServerKeys:
         wanted = f'"original" (where they stood) or "renumbered" (counted anew), not {short(positions)}'
         check_key(known, "positions", wanted)
         return cls(log is not None, free_kv, positions)
-
-
-def _read(layer: Any, model_config: Any) -> Any:
-    """Return the setting in the file that a server's setting names, as a text or as {"config": file}: one that
-    `tokenprune tune` wrote. Anything else is returned as it is. Raises ConfigError or OptionError."""
-    named = layer.get("config") if isinstance(layer, Mapping) else layer if isinstance(layer, str) else None
-    if named is None:
-        return layer
-    if isinstance(layer, Mapping) and len(layer) > 1:
-        others = ", ".join(sorted(set(layer) - {"config"}))
-        raise OptionError(f"{KEY}: config names a file with a whole setting: leave out {others}")
-    config = read_config(named)
-    if config.guard == "auto":
-        raise OptionError(
-            f"{named} is meant with the guard, which the plugin has not: give a higher keep in its place, as "
-            '`tokenprune recommend` prints it for vLLM, and take "guard" out'
-        )
-    tuned_on, served = (config.tuned.get("model") or {}).get("type"), model_config.hf_config.model_type
-    if tuned_on not in (None, served):
-        logger.warning("%s was tuned on %s, not on %s: what it promises was not measured here", named, tuned_on, served)
-    return config.setting
-
-
-def configure(model_config: Any) -> None:
-    """Find the setting of a server that starts, in its `--mm-processor-kwargs` or in the checkpoint's config, and
-    check all that can be checked before a model is loaded."""
-    multimodal = model_config.multimodal_config
-    checkpoint = getattr(model_config.hf_config, KEY, None)
-    kwargs = dict((multimodal.mm_processor_kwargs if multimodal is not None else None) or {})
-    given = [split(layer) for layer in (checkpoint, kwargs.pop(KEY, None)) if layer is not None]
-    if not given:
-        return
-    if multimodal is None:
-        raise UnsupportedModelError(f"{KEY} is set, but {model_config.model} takes no images: leave the setting out")
-    layers = [_read(layer, model_config) for layer, _ in given if layer is not None]
-    family = family_of(model_config)
-    for layer in layers:
-        check_spelling(layer)
-    beside = {key: value for _, one in given for key, value in one.items()}
-    whole = reader(model_config, layers)
-    setting = whole()
-    keys = ServerKeys.of(beside, setting)
-    named = bool(set(beside) & set(ADD_ON)) or setting.age is not None
-    offer = add_on("serve.offer").Offer.of(beside, setting, whole) if named else None
-    if multimodal.video_pruning_rate:
-        raise OptionError(
-            f"video_pruning_rate and {KEY} both prune videos: leave one of them out "
-            f'({{"{KEY}": {{"off": true}}}} needs no video_pruning_rate either)'
-        )
-    arrange(keys.positions, model_config, family, setting.in_llm)
-    # Not in mm_processor_kwargs any more: a model's own processor does not know the key.
-    multimodal.mm_processor_kwargs = kwargs or None
-    setattr(multimodal, KEY, setting.as_dict())
-    setattr(multimodal, _KEYS, keys)
-    if offer is not None:
-        setattr(multimodal, GIVEN, (layers, beside))
-        setattr(multimodal, OFFER, offer)
-
-
-def reader(model_config: Any, layers: list[Any]) -> Callable[..., ServedSetting]:
-    """Return a function that makes the setting of a server, or of one of its profiles over it, of these layers."""
-
-    def whole(*profile: Any) -> ServedSetting:
-        setting = ServedSetting.of(*layers, *(_read(layer, model_config) for layer in profile))
-        check_model(setting, model_config)
-        return setting
-
-    return whole
 
 
 def check_engine(vllm_config: Any, family: Family, original: bool = False) -> None:

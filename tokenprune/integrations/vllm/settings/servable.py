@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of keys in a setting for vLLM; and the methods that it can serve: `tokenprune.integrations.shared.abilities` allows them, and they
+"""Names of keys in a setting for vLLM; and the methods that it can serve: `shared.abilities` allows them, and they
 pass a trial run."""
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, cast
 
-from tokenprune.addons import add_on
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.shared import abilities
 from tokenprune.methods.registry import available_methods, method_class
@@ -50,12 +49,11 @@ def _failure(method: Any, in_llm: bool) -> str | None:
     """Return the reason why a method fails on a small example, or None if it passes."""
     if method.site is Site.PRE_ENCODER or isinstance(method, (EncoderMethod, UnitDropper)):
         return None  # these see pixels, or the tower
-    if in_llm:
-        choosing = add_on("serve.in_llm.selection")
-    else:
-        from tokenprune.integrations.vllm.selection import before_llm as choosing
+    from tokenprune.integrations.vllm.selection import before_llm
+    from tokenprune.integrations.vllm.selection import in_llm as inside
+
     try:
-        choosing.probe(method)
+        (inside if in_llm else before_llm).probe(method)
     except TokenPruneError as error:
         return abilities.refusal(method, str(error), in_llm)
     return None

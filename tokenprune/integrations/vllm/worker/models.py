@@ -15,7 +15,6 @@ from cachetools import LRUCache
 from torch import Tensor
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
-from tokenprune.addons import add_on
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.shared.towers.patch_grid import image_grid
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
@@ -63,7 +62,9 @@ class ReducingModel(_Model):
             self.tokenprune_tower = TowerReader(self) if is_known(self.config) else None
             self.tokenprune_clock = Clock.of(vllm_config)
         if in_llm(vllm_config.model_config):
-            self.tokenprune_in_llm = add_on("serve.in_llm.attach").attach(self, vllm_config)
+            from tokenprune.integrations.vllm.in_llm.attach import attach
+
+            self.tokenprune_in_llm = attach(self, vllm_config)
         self.tokenprune_width = vllm_config.model_config.hf_text_config.hidden_size
         self.tokenprune_made: LRUCache[Any, tuple[Plan, Any]] = LRUCache(64)  # see `_once`
 

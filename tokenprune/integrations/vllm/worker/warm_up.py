@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from tokenprune.addons import add_on
 from tokenprune.errors import TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.shared.abilities import reads_tower
 from tokenprune.integrations.vllm.compat import wrap
 from tokenprune.integrations.vllm.selection import before_llm
+from tokenprune.integrations.vllm.selection.in_llm import rehearse
 from tokenprune.integrations.vllm.settings.configuration import WARM_UP, settings_of
 from tokenprune.integrations.vllm.settings.plan import MODALITIES
 from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
@@ -127,7 +127,7 @@ def _run(
         hidden = normal(1, count + 2 * _TEXT, width, generator=generator).to(device, dtype)
         heads = (reducer.attention.num_heads, reducer.attention.num_kv_heads, reducer.attention.head_size)
         places = [list(range(_TEXT, _TEXT + count))]
-        add_on("serve.in_llm.selection").rehearse(method, places, keep, hidden, heads, reducer.decoder.norm)
+        rehearse(method, places, keep, hidden, heads, reducer.decoder.norm)
         return
     encoded = None
     if reads_tower(method):

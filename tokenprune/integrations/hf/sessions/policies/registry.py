@@ -73,7 +73,7 @@ def policy(name: str, **options: Any) -> Policy:
     _load()
     if not isinstance(name, str) or name not in _POLICIES:
         raise UnknownPolicyError(
-            f"unknown policy {name!r}: {nearest(name, _POLICIES)}tokenprune.integrations.hf.sessions.available_policies() lists them "
+            f"unknown policy {name!r}: {nearest(name, _POLICIES)}tokenprune.sessions.available_policies() lists them "
             "all"
         )
     return configured(name, _POLICIES[name], options)
@@ -90,10 +90,10 @@ def policy_of(given: Any) -> Policy:
         return policy(given)
     if not isinstance(given, Policy):
         raise OptionError(
-            f"policy={given!r} must be a name out of {available_policies()}, or a tokenprune.integrations.hf.sessions.Policy"
+            f"policy={given!r} must be a name out of {available_policies()}, or a tokenprune.sessions.Policy"
         )
     if not given.name:
         raise OptionError(
-            f"{type(given).__name__} is not registered: decorate it with @tokenprune.integrations.hf.sessions.register_policy"
+            f"{type(given).__name__} is not registered: decorate it with @tokenprune.sessions.register_policy"
         )
     return given
