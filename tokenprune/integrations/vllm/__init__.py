@@ -15,7 +15,7 @@ The path of one request, through the files that it passes:
 4.  `frontend/pixels.py: Shrinker` resizes images, for methods that act on pixels.
 5.  `frontend/items.py: PromptItem` turns each item and its setting into a `settings/plan.py: Plan`. The prompt is
     written from the plan, and the plan travels with the item.
-6.  `frontend/metrics.py: COUNTERS` counts it; `frontend/sender_cache.py: SenderCache` sends items that the engine lacks.
+6.  `frontend/metrics.py: COUNTERS` counts it; `frontend/sender_cache.py: SenderCache` sends missing items.
 7.  `worker/models.py: ReducingModel` reads the plans of a batch and runs the vision tower through
     `worker/tower_treatments.py: tower_treatment`.
 8.  `selection/before_llm.py: choose` calls the method on the features of an item.
