@@ -26,10 +26,10 @@ from test_plugin import config
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.frontend.request import policy_of
 from tokenprune.integrations.vllm.frontend.served import Served
-from tokenprune.integrations.vllm.gateway import offer as offers
 from tokenprune.integrations.vllm.gateway import profiles, reload
 from tokenprune.integrations.vllm.gateway.choice import Choice
 from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad
+from tokenprune.integrations.vllm.settings import offer as offers
 from tokenprune.integrations.vllm.settings.offer import ProfileError, offered
 from tokenprune.integrations.vllm.settings.rules import LimitError
 
