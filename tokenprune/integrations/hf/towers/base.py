@@ -18,44 +18,39 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
+from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.sequence.record import open_record, record_of
-from tokenprune.integrations.hf.towers.merge_map import keep_one_per_group
+from tokenprune.integrations.hf.towers.merge_map import keep_one_per_group, keep_units
+from tokenprune.integrations.shared.towers.reducer import TowerReducer
 from tokenprune.selection.method import Selection
-
-
-class InTower(Part):
-    """Base of the parts that act in a vision tower, or ahead of it, so that fewer visual tokens come out of it.
-
-    step: what the engine reports the cut as.
-    """
-
-    adapter: Adapter
-    method: Any
-    budget: Budget
-    step: Step
-
-    def belong(self, adapter: Adapter, method: Any, budget: Budget) -> None:
-        """Note the model that the part is for, and what it carries out."""
-        self.adapter, self.method, self.budget, self.step = adapter, method, budget, Step(method, budget)
+from tokenprune.selection.sites.encoder import TowerMethod
 
 
 class ThreadKey:
     """Under which a thread keeps what a part found out about images before their tower runs."""
 
 
-class GroupedTokens(InTower):
-    """Base of those that leave in the `EncoderRecord` which features are one; of each group one token is kept at the
-    decoder's entry.
+class TowerPart(Part):
+    """Base of the parts that act in a vision tower, so that fewer visual tokens come out of it.
 
-    modalities: of which the tower changes anything. merges: whether tokens joined others; if not, they were dropped.
-    leaves: the field of the record that tells what is left.
+    A subclass makes its `reducer` and writes to the tower's output, as an `EncoderRecord`, which features are one. Of
+    each group one token is kept at the decoder's entry.
+
+    step: what the engine reports the cut as. modalities: of which the tower changes anything. merges: whether tokens
+    joined others; if not, they were dropped. leaves: the field of the record that tells what is left. reads_processor:
+    whether the part reads the processor that `patch` gets.
     """
 
     modalities: tuple[str, ...] = ("image", "video")
     merges = True
     leaves: Literal["groups", "kept"] = "groups"
+    reads_processor = False
+    reducer: TowerReducer
+
+    def __init__(self, adapter: Adapter, method: Any, budget: Budget) -> None:
+        super().__init__()
+        self.adapter, self.method, self.budget, self.step = adapter, method, budget, Step(method, budget)
 
     def leave_tokens(
         self, output: Any, block_tokens: list[int], owners: Tensor | list[Tensor] | None = None,
@@ -84,60 +79,38 @@ class GroupedTokens(InTower):
                     f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
                 )
             left[modality] = of_images
-        selection = self.select(call, inputs.embeds.device, left) if left else None
+        selection = self._select(call, inputs.embeds.device, left) if left else None
         call.report.stats.encoder_tokens_per_layer = [sum(block) for block in zip(*filter(None, counts), strict=True)]
         if selection is not None:
             call.merged = Merged(self.step, selection)
 
-    def select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
+    def _select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
         """Return which of a call's visual tokens stay, on `device`; None where all do. left: of each modality what
         `leaves` names."""
-        return keep_one_per_group(call.held.segments.to(device), call.host.masks, left, merges=self.merges)
+        if self.leaves == "groups":
+            return keep_one_per_group(call.held.segments.to(device), call.host.masks, left, merges=self.merges)
+        return keep_units(call.held.segments.to(device), call.host.masks, left) if self.method.removes else None
 
 
-class TowerPatch(GroupedTokens):
-    """Base of all merging inside a tower: it brings the provenance of merged tokens to the decoder's entry.
+def check_bias(method: TowerMethod, config: Any, uneven: bool) -> None:
+    """Raise UnsupportedSetupError if the attention named by `config` takes no bias and the method needs one.
 
-    As the tower ends, a subclass calls `leave_tokens` with the owner of each token. After the tower, `groups_of`
-    returns which features are one. Both are kept in the `EncoderRecord` of the output.
-
-    traced: modalities whose features can be traced to tokens of the tower; others are refused before the tower runs.
+    uneven: whether some rows may be left with fewer tokens than others, and are then padded.
     """
+    attention = config._attn_implementation or "eager"
+    if attention in ("eager", "sdpa") or not (method.proportional or uneven):
+        return
+    why = "the padding of images that are left with fewer tokens" if uneven else "proportional attention"
+    way_out = "" if uneven else ", or pass proportional=False"
+    raise UnsupportedSetupError(
+        f"{method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs; load "
+        f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
+    )
 
-    traced: tuple[str, ...] = ("image", "video")
 
-    @property
-    def uneven(self) -> bool:
-        """True if some rows may be left with fewer tokens than others, and are then padded."""
-        return self.method.ragged
-
-    def check_bias(self, config: Any) -> None:
-        """Raise UnsupportedSetupError if the attention named by `config` takes no bias and the method needs one."""
-        attention = config._attn_implementation or "eager"
-        if attention in ("eager", "sdpa") or not (self.method.proportional or self.uneven):
-            return
-        why = "the padding of images that are left with fewer tokens" if self.uneven else "proportional attention"
-        way_out = "" if self.uneven else ", or pass proportional=False"
-        raise UnsupportedSetupError(
-            f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs; load "
-            f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
-        )
-
-    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
-        if encoding.modality not in self.traced:
-            raise self.not_traced(encoding.modality)
-        output = encode(encoding)
-        self.leave_groups(output, self.groups_of(encoding.modality, encoding.on_host, output))
-        return output
-
-    def not_traced(self, modality: str) -> UnsupportedSetupError:
-        """Return the error for features that cannot be traced to tokens of the tower."""
-        return UnsupportedSetupError(
-            f"{self.method.name}: the {modality} features of {self.adapter.config.model_type!r} do not tell which "
-            "patches they were made of; leave them out of the prompt, or use a method that acts after the tower"
-        )
-
-    def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor] | None:
-        """Return the groups of an `EncoderRecord`, of the output of an `Encoding` with `arguments` on the host; None
-        where the tower did not leave its tokens."""
-        raise NotImplementedError
+def not_traced(method: TowerMethod, adapter: Adapter, modality: str) -> UnsupportedSetupError:
+    """Return the error for features that cannot be traced to tokens of the tower."""
+    return UnsupportedSetupError(
+        f"{method.name}: the {modality} features of {adapter.config.model_type!r} do not tell which "
+        "patches they were made of; leave them out of the prompt, or use a method that acts after the tower"
+    )

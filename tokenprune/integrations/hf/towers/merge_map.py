@@ -80,3 +80,20 @@ def keep_one_per_group(
         return None
     # All tokens of a group are the same: the first is taken as it is, so that no rounding comes in.
     return Selection(keep, assign, keep.float(), counts) if merges else Selection(keep, counts=counts)
+
+
+def keep_units(segments: Segments, masks: dict[str, Tensor], kept: dict[str, list[Tensor]]) -> Selection | None:
+    """Return the selection that keeps the tokens of the units that stay; None if all do.
+
+    masks: bool `[B, L]` of placeholders for each modality, on the host. kept: bool `[features]` for each image, on the
+    host.
+    """
+    if all(bool(image.all()) for images in kept.values() for image in images):
+        return None
+    stays = torch.ones_like(next(iter(masks.values())))
+    for modality, images in kept.items():
+        features, mask = torch.cat(images), masks[modality]
+        numbers = placeholder_to_feature(modality, mask, len(features))
+        stays[mask] = features[numbers[mask]]
+    keep = to_device(stays, segments.mask.device)[segments.row_index, segments.position] & segments.mask
+    return Selection(keep, counts=keep.sum(1).tolist())
