@@ -61,7 +61,9 @@ def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Bu
 
 
 class TimmHost(Host):
-    """Blocks of timm, which take a bias as `attn_mask`. name: of the method, for errors."""
+    """timm, whose blocks take a bias as `attn_mask`. `name` is the name of the method, for errors."""
+
+    takes_bias = True
 
     def __init__(self, name: str) -> None:
         self.name = name

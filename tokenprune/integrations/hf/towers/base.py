@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of all merging inside vision towers: the way of the merged tokens from the tower to the decoder.
+"""Base of the parts that reduce tokens in vision towers: from the tower's output to the decoder's entry.
 
-The tower returns a feature for each patch, as always; the patches of a merged token have the same one. The groups
-travel with the tower's output, since `generate` encodes images before any forward. At the decoder's entry the first
+The tower returns a feature for each patch, as always; the patches of a merged token share one feature. The groups are
+attached to the tower's output, because `generate` encodes images before any forward. At the decoder's entry the first
 visual token of each group is kept.
 """
 
@@ -28,18 +28,22 @@ from tokenprune.selection.sites.encoder import TowerMethod
 
 
 class ThreadKey:
-    """Under which a thread keeps what a part found out about images before their tower runs."""
+    """Key of a thread's facts about images that their tower does not get."""
 
 
 class TowerPart(Part):
-    """Base of the parts that act in a vision tower, so that fewer visual tokens come out of it.
+    """Base of the parts that reduce visual tokens in a vision tower.
 
-    A subclass makes its `reducer` and writes to the tower's output, as an `EncoderRecord`, which features are one. Of
-    each group one token is kept at the decoder's entry.
+    A subclass owns a reducer and records in the tower's output (`EncoderRecord`) the groups of merged features, or the
+    kept ones. At the decoder's entry one token of each group is kept.
 
-    step: what the engine reports the cut as. modalities: of which the tower changes anything. merges: whether tokens
-    joined others; if not, they were dropped. leaves: the field of the record that tells what is left. reads_processor:
-    whether the part reads the processor that `patch` gets.
+    Attributes:
+        step: The step in which the engine reports the cut.
+        modalities: The modalities that the tower reduces.
+        merges: Whether tokens are merged; if not, they are dropped.
+        leaves: The field of the record that the cut reads.
+        reads_processor: Whether the part reads the processor given to `patch`.
+        reducer: The reducer of the tower's blocks.
     """
 
     modalities: tuple[str, ...] = ("image", "video")
@@ -56,12 +60,12 @@ class TowerPart(Part):
         self, output: Any, block_tokens: list[int], owners: Tensor | list[Tensor] | None = None,
         kept: list[Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """Write to a tower's output what became of its tokens; see `EncoderRecord`."""
+        """Record in a tower's output where its tokens went; see `EncoderRecord`."""
         record = open_record(output)
         record.block_tokens, record.owners, record.kept = block_tokens, owners, kept
 
     def leave_groups(self, output: Any, groups: list[Tensor] | None) -> None:
-        """Write to an encoder's output which features are one, see `EncoderRecord`."""
+        """Record in an encoder's output the groups of merged features; see `EncoderRecord`."""
         open_record(output).groups = groups
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
@@ -85,17 +89,25 @@ class TowerPart(Part):
             call.merged = Merged(self.step, selection)
 
     def _select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
-        """Return which of a call's visual tokens stay, on `device`; None where all do. left: of each modality what
-        `leaves` names."""
+        """Return the selection of a call's visual tokens, or None if all are kept.
+
+        Args:
+            call: The call.
+            device: Device of the selection.
+            left: For each modality, the recorded field that `leaves` names.
+        """
         if self.leaves == "groups":
             return keep_one_per_group(call.held.segments.to(device), call.host.masks, left, merges=self.merges)
         return keep_units(call.held.segments.to(device), call.host.masks, left) if self.method.removes else None
 
 
 def check_bias(method: TowerMethod, config: Any, uneven: bool) -> None:
-    """Raise UnsupportedSetupError if the attention named by `config` takes no bias and the method needs one.
+    """Raise UnsupportedSetupError if the method needs an attention bias that the configured attention cannot take.
 
-    uneven: whether some rows may be left with fewer tokens than others, and are then padded.
+    Args:
+        method: The method.
+        config: Config of the tower's attention.
+        uneven: Whether rows may keep different numbers of tokens, and are then padded.
     """
     attention = config._attn_implementation or "eager"
     if attention in ("eager", "sdpa") or not (method.proportional or uneven):
@@ -109,7 +121,7 @@ def check_bias(method: TowerMethod, config: Any, uneven: bool) -> None:
 
 
 def not_traced(method: TowerMethod, adapter: Adapter, modality: str) -> UnsupportedSetupError:
-    """Return the error for features that cannot be traced to tokens of the tower."""
+    """Return the error for features that cannot be matched to tokens of the tower."""
     return UnsupportedSetupError(
         f"{method.name}: the {modality} features of {adapter.config.model_type!r} do not tell which "
         "patches they were made of; leave them out of the prompt, or use a method that acts after the tower"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a patch that acts in a vision tower, for each kind of tower."""
+"""Build the part that reduces tokens in a vision tower."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenprune.selection.sites.units import UnitDropper
 def tower_part(
     adapter: Adapter, method: TowerMethod, budget: Budget, processor: Any = None
 ) -> RowTower | PackedTower | GridTower:
-    """Return the part for the kind of tower that `adapter`'s model has; see the classes for what they raise."""
+    """Return the part for the tower of a model. For the errors see the classes."""
     if adapter.family.units:
         return PackedTower(adapter, method, budget, processor)
     if adapter.family.own_grids and isinstance(method, UnitDropper):

@@ -72,7 +72,7 @@ class FramesRun(TowerRun):
 
 
 class FrameLayout(Layout):
-    """Each row is a frame. frames: returns how many the videos of a forward have."""
+    """One frame per row. `frames` returns the number of frames of each video of a forward."""
 
     begins = True
 
@@ -143,7 +143,7 @@ class FrameMerging(TowerPart):
         return output
 
     def _take_frames(self) -> list[int]:
-        """Return the frames of each video that is encoded; none for a tower that is called by itself."""
+        """Return the number of frames of each video; empty if the tower is called outside of the encoder."""
         return states().pop(self, None) or []
 
     def _enter_mixed(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

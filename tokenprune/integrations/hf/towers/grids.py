@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop units at the input of a block, in towers each of whose rows is a grid of its own, with padding (NaFlex)."""
+"""Drop units at the input of a block, in towers with one padded row per image of any shape (NaFlex)."""
 
 from __future__ import annotations
 
@@ -29,24 +29,28 @@ from tokenprune.selection.sites.units import UnitDropper
 
 
 class GridHost(Host):
-    """Blocks of NaFlex towers, which get their attention mask as an argument."""
+    """NaFlex towers of transformers, whose blocks take the attention mask as an argument."""
+
+    takes_bias = True
 
     def pass_bias(self, bias: Tensor | None, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return args[:1], kwargs | {"attention_mask": bias}  # of the rows that are left, None where they are alike
+        return args[:1], kwargs | {"attention_mask": bias}  # None if the kept rows have the same length
 
 
 class GridLayout(Layout):
-    """Each image has a row, of as many patches as its grid."""
+    """One image per row, with as many patches as its grid."""
 
     def __init__(self, method: UnitDropper, blocks: Sequence[Block]) -> None:
         self.method, self.blocks = method, blocks
 
 
 class GridTower(TowerPart):
-    """Drops units in a tower each of whose rows is a grid of its own, with padding after it (NaFlex).
+    """Drops units in a NaFlex tower, and records the kept units.
 
-    Raises UnsupportedSetupError for towers that are not known, BudgetError for a budget that is not one of an image by
-    itself, OptionError for a block that there is not.
+    Raises:
+        UnsupportedSetupError: If the tower is not supported, or dropped units should come back.
+        BudgetError: If the budget is not per image.
+        OptionError: If the method names a block that does not exist.
     """
 
     leaves = "kept"
@@ -75,12 +79,17 @@ class GridTower(TowerPart):
         shapes = kwargs["spatial_shapes"] if "spatial_shapes" in kwargs else args[2]
         pixels = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
         weight = next(self.encoder.parameters())
-        device = pixels.device if weight.is_meta else weight.device  # that of offloaded weights is not known yet
+        device = pixels.device if weight.is_meta else weight.device  # offloaded weights have no device yet
         self.reducer.start(self._begin(shapes.tolist(), pixels.shape[1], device))
 
     def _begin(self, shapes: list[list[int]], width: int, device: torch.device) -> TowerRun:
-        """Return the state of a forward that begins. shapes: (height, width) in patches of each image; width: of rows,
-        in patches."""
+        """Return the state of a forward.
+
+        Args:
+            shapes: (height, width) of each image, in patches.
+            width: Patches per row, with padding.
+            device: Device of the tower.
+        """
         grids: Grids = [(1, height // self.side, width // self.side) for height, width in shapes]
         sizes, patches = [math.prod(grid) for grid in grids], self.side**2
         most = [self.budget.resolve([size], layer=0, shape=self.decoder, text_tokens=0)[0] for size in sizes]
@@ -90,7 +99,7 @@ class GridTower(TowerPart):
         run.acts = any(left < size for left, size in zip(most, sizes, strict=True))
         host = torch.device("cpu")
         of_rows = [row * width + by_units(h, w, self.side, host) for row, (h, w) in enumerate(shapes)]
-        places = torch.cat(of_rows)  # of patches unit by unit, in rows end to end
+        places = torch.cat(of_rows)  # flat indices of patches, unit by unit
 
         def fold(hidden: Tensor) -> Tensor:
             return hidden.flatten(0, 1)[to_device(places, hidden.device)].unflatten(0, (-1, patches))

@@ -83,10 +83,12 @@ def keep_one_per_group(
 
 
 def keep_units(segments: Segments, masks: dict[str, Tensor], kept: dict[str, list[Tensor]]) -> Selection | None:
-    """Return the selection that keeps the tokens of the units that stay; None if all do.
+    """Return the selection that keeps the tokens of the kept units, or None if all are kept.
 
-    masks: bool `[B, L]` of placeholders for each modality, on the host. kept: bool `[features]` for each image, on the
-    host.
+    Args:
+        segments: The visual tokens of the call.
+        masks: Placeholders of each modality, bool `[B, L]` on the host.
+        kept: Mask of the kept features of each image, bool on the host.
     """
     if all(bool(image.all()) for images in kept.values() for image in images):
         return None

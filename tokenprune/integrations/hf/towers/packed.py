@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge or drop units inside towers of transformers that pack the patches of all images into one sequence (Qwen2-VL to
-Qwen3.5, GLM); see base.py for what lies behind."""
+"""Merge or drop units inside towers that pack the patches of all images into one sequence (Qwen2-VL to Qwen3.5, GLM).
+
+The layout is shared with vLLM (shared/towers/packed.py); this file reads the inputs of transformers' towers.
+"""
 
 from __future__ import annotations
 
@@ -32,24 +34,25 @@ from tokenprune.selection.sites.units import UnitDropper
 
 
 def tower_of(adapter: Adapter) -> Any:
-    """Return the tower of packed patches, which families with `units` have."""
+    """Return the packed tower of a family with `units`."""
     towers = (getattr(adapter.base, name, None) for name in ("visual", "vision_model"))
     return next(tower for tower in towers if hasattr(tower, "merger"))
 
 
 class PackedTower(TowerPart):
-    """Merges or drops units inside a packed tower of `adapter`'s model, and tells which visual tokens became one.
+    """Merges or drops units inside a packed tower, and records the groups of merged tokens, or the kept ones.
 
-    Raises UnsupportedSetupError for attention back ends that take no bias; of a method that drops units BudgetError for
-    a budget that is not one of an image by itself, and OptionError for a block that there is not, or where colours are
-    needed and no processor tells them.
+    Raises:
+        UnsupportedSetupError: If attention takes no bias and the method needs one.
+        BudgetError: If a method that drops units gets a budget that is not per image.
+        OptionError: If a method that drops units names a block that does not exist, or needs the processor's colours.
     """
 
     def __init__(self, adapter: Adapter, method: TowerMethod, budget: Budget, processor: Any = None) -> None:
         super().__init__(adapter, method, budget)
         self.tower, self.key = tower_of(adapter), ThreadKey()  # of grids
         dropper = method if isinstance(method, UnitDropper) else None
-        # Of merged units a merger gets rows of all: the model's features then are those of a full grid, to the bit.
+        # Merged units are restored before the mergers, so that features are bit-equal to those of an unmerged grid.
         fills = dropper is None or not dropper.removes
         self.layout = PackedLayout(self.tower, method, fills, budget)
         self.reducer = TowerReducer(self.layout, Host())
@@ -71,7 +74,7 @@ class PackedTower(TowerPart):
 
     def _check_attention(self) -> None:
         config = self.tower.blocks[0].attn.config if not self.observers else self.observers[0].config
-        check_bias(self.method, config, uneven=False)  # frames lie end to end
+        check_bias(self.method, config, uneven=False)  # rows are not padded
 
     def _attach(self) -> None:
         self.attach_part(self.reducer)
@@ -89,7 +92,7 @@ class PackedTower(TowerPart):
     # -- the encoder
 
     def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
-        # GLM's towers are handed each frame of a video as an image of its own.
+        # GLM's towers get each frame of a video as a separate image.
         states()[self.key] = self.adapter.grids(encoding.modality, encoding.on_host)
         try:
             output = encode(encoding)
@@ -100,13 +103,13 @@ class PackedTower(TowerPart):
             self.leave_groups(output, None if owners is None else first_units(list(owners)))
         return output
 
-    # -- the tower's outside contract
+    # -- input and output of the tower
 
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         grids = kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]
         order = partial(self._order, grids, kwargs.get("window_index"))
         pixels, weight = hidden_states(args, kwargs), next(self.tower.merger.parameters())
-        device = pixels.device if weight.is_meta else weight.device  # that of offloaded weights is not known yet
+        device = pixels.device if weight.is_meta else weight.device  # offloaded weights have no device yet
         known = states().pop(self.key, None)
         if known is None or sum(map(math.prod, known)) * self.layout.patches != len(pixels):
             known = self.layout.grids(grids)
@@ -119,7 +122,7 @@ class PackedTower(TowerPart):
     def _order(self, grids: Tensor, known: Tensor | None) -> Tensor | None:
         if known is not None or not hasattr(self.tower, "window_size"):
             return known
-        return compat.window_order(self.tower, grids)  # its units stand window by window
+        return compat.window_order(self.tower, grids)  # the tower groups its units by window
 
     def _begin_dropping(
         self, method: UnitDropper, pixels: Tensor, grids: Grids, order: Order, device: torch.device
@@ -145,24 +148,24 @@ class PackedTower(TowerPart):
             output.last_hidden_state = run.units.full(output.last_hidden_state)
             run.restore_states(output)
         features = getattr(output, "deepstack_features", None)
-        if owners and features and self.merges:  # of blocks at which not all members of a group were one yet
+        if owners and features and self.merges:  # of blocks before all members of a group were merged
             output.deepstack_features = [mean_of_groups(x, torch.cat(owners)) for x in features]
         return output
 
     # -- hooks of the blocks
 
     def _note_keys(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
-        """Keep the keys before the rotary embedding, so that units are compared by content and not by place."""
+        """Record the keys before the rotary embedding, so that units are compared by content, not by position."""
         run = self.reducer.state()
         if run is not None and run.plan[index] is not None:
             attention = self.tower.blocks[index].attn
             heads, first = output.view(len(output), -1, attention.head_dim), attention.num_heads
-            # Keys, which may have fewer heads, stand between queries and values, or have a projection of their own.
+            # Keys may have fewer heads; they follow the queries, or have a separate projection.
             keys = heads[:, first : (first + heads.shape[1]) // 2] if hasattr(attention, "qkv") else heads
             run.keys = keys.float().mean(1)
 
     def _bias(self, observation: Any) -> Tensor | None:
-        """Return the logarithm of the units' weights, for the next piece that attends to itself."""
+        """Return the bias of the next image, frame or window that attends to itself."""
         run = self.reducer.state()
         if run is None or run.bias is None:
             return None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge or drop units inside towers whose images or tiles have rows of their own (CLIP, SigLIP and their like,
-InternVL); see base.py for what lies behind.
+"""Merge or drop units inside towers with one image or tile per row (CLIP, SigLIP and variants, InternVL).
 
-Where a square of patches becomes one visual token after the tower (`Family.unit_side`), such units merge as
-wholes, patch by patch (squares.py).
+If a square of patches becomes one visual token after the tower (`Family.unit_side`), squares merge patch by patch
+(squares.py).
 """
 
 from __future__ import annotations
@@ -59,11 +58,12 @@ _KINDS = {
 
 
 class RowTower(TowerPart):
-    """Merges or drops units inside the tower of `adapter`'s model, and tells which visual tokens became one.
+    """Merges or drops units inside the tower of a model, and records the groups of merged visual tokens.
 
-    Raises UnsupportedSetupError for towers and projectors whose tokens cannot be merged, and for attention back ends
-    that take no bias; BudgetError for a budget that cannot be reached; OptionError for a block that there is not, or
-    whose output nobody reads.
+    Raises:
+        UnsupportedSetupError: If the tower or projector is not supported, or attention takes no bias.
+        BudgetError: If the budget cannot be reached.
+        OptionError: If the method names a block that does not exist, or whose output is not read.
     """
 
     def __init__(self, adapter: Adapter, method: TowerMethod, budget: Budget) -> None:
@@ -124,7 +124,7 @@ class RowTower(TowerPart):
         return run.bias
 
     def _shown(self, observation: Observation, padding: Tensor | None) -> Tensor:
-        """Return what the method reads of a block."""
+        """Return the observable of a block that the method reads."""
         if padding is not None:
             padding = padding.expand(-1, -1, observation.query.shape[2], -1)
             observation = replace(observation, mask=padding, causal=False)
@@ -132,7 +132,7 @@ class RowTower(TowerPart):
             return block_observable(self.method.reads).of_patches(observation, self.layout.shape.protected).float()
 
     def _note_masked(self, run: TowerRun, observation: Observation, mask: Tensor) -> None:
-        """Give masked patches the weight 0: they weigh nothing in a mean, and stay masked."""
+        """Give masked patches the weight 0, so that they do not count in a mean, and stay masked."""
         if isinstance(self.method, UnitDropper):
             raise UnsupportedSetupError(
                 f"{self.method.name}: some patches of these images are padding, which units that leave would mix with "
@@ -148,11 +148,11 @@ class RowTower(TowerPart):
         seen = observation.visible(first.expand(rows, 1))[:, 0, 0]
         run.units = replace(run.units, weight=seen.float().expand(rows, -1), masked=True)
 
-    # -- the tower's outside contract
+    # -- input and output of the tower
 
     def _enter_tower(self, module: nn.Module, args: tuple) -> None:
         self._check_attention()  # it may have been changed after the patch
-        take_packed()  # what a call that failed may have left
+        take_packed()  # a failed call may have left some
         self.reducer.end()
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The goals of tiles, where models crop these after the tower, and set rows apart by newlines (LLaVA-NeXT,
-LLaVA-OneVision)."""
+"""Goals of tiles, for models that crop tiles after the tower and add newline tokens (LLaVA-NeXT, LLaVA-OneVision)."""
 
 from __future__ import annotations
 
@@ -22,9 +21,10 @@ from tokenprune.selection.sites.encoder import EncoderMethod, Tower
 
 
 class TileGoals:
-    """The goals of tiles, with which each image, of however many tiles, is left with what the budget says.
+    """Computes how many patches each tile keeps, so that each image keeps the tokens of its budget.
 
-    exact: False if the number of tokens that are left is the method's own affair; there are no goals then.
+    Attributes:
+        exact: False if the method decides the number of kept tokens; there are no goals then.
     """
 
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget, shape: Tower) -> None:
@@ -33,9 +33,10 @@ class TileGoals:
         self.key = ThreadKey()
 
     def note(self, encoding: Encoding) -> None:
-        """Note the goals of the tiles of a call of the encoder, for this thread.
+        """Compute the goals of an encoder call and keep them for this thread.
 
-        Raises BudgetError where the budget leaves no patch of a tile beside the newlines.
+        Raises:
+            BudgetError: If a tile would keep no patch beside the newlines.
         """
         states().pop(self.key, None)
         if encoding.modality != "image" or not self.exact or encoding.on_host.get("image_sizes") is None:
@@ -48,7 +49,7 @@ class TileGoals:
         ]
 
     def take(self, rows: int) -> list[Goal] | None:
-        """Return the goals of `rows` tiles, once; None if there are none."""
+        """Return the goals of `rows` tiles and forget them; None if there are none."""
         goals = states().pop(self.key, None)
         return None if goals is None or len(goals) != rows else goals
 

@@ -15,8 +15,12 @@ from tokenprune.selection.sites.units import UnitDropper
 
 
 def check_drops(method: UnitDropper, budget: Budget, depth: int) -> None:
-    """Raise BudgetError for a budget that is not one of an image by itself, OptionError for a block that a tower of
-    `depth` blocks does not have."""
+    """Check a method that drops units, for a tower of `depth` blocks.
+
+    Raises:
+        BudgetError: If the budget is not per image.
+        OptionError: If the method names a block that does not exist.
+    """
     method.checked_block(depth)
     if budget.per != "image" or budget.flops_share is not None:
         raise BudgetError(
@@ -29,7 +33,7 @@ Colours = tuple[Tensor, Tensor]  # mean and standard deviation of each channel
 
 
 def coloured(pixels: Tensor, colours: Colours | None) -> Tensor:
-    """Return `pixels`, `[patches, channels * P]`, with colours from 0 to 1; as they are, where nothing tells these."""
+    """Undo the normalisation of `pixels`, `[patches, channels * P]`, if the processor's colours are known."""
     if colours is None:
         return pixels
     mean, std = (to_device(of, pixels.device) for of in colours)
@@ -37,8 +41,7 @@ def coloured(pixels: Tensor, colours: Colours | None) -> Tensor:
 
 
 def colours_of(processor: Any) -> Colours | None:
-    """Return mean and standard deviation of each channel by which a processor normalises colours from 0 to 1; None
-    where nothing tells."""
+    """Return the mean and standard deviation with which a processor normalises each channel, or None if unknown."""
     for one in (processor, *(getattr(processor, name, None) for name in ("image_processor", "video_processor"))):
         mean, std = getattr(one, "image_mean", None), getattr(one, "image_std", None)
         if mean is not None and std is not None:

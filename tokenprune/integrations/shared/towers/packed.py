@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of towers that lay the patches of all images end to end (Qwen2-VL to Qwen3.5, GLM)."""
+"""Layout of towers that pack the patches of all images into one sequence (Qwen2-VL to Qwen3.5, GLM)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,20 @@ Order = Callable[[], Tensor | None]  # returns `TowerRun.order`
 
 
 class PackedLayout(Layout):
-    """Patches of all images lie end to end. A unit, `patches` of them, merges with another of its image, or of its
-    frame of a video. Keys are `[n * patches, Dh]`, mean over heads.
+    """Patches of all images in one sequence. Units merge within an image, or within a frame of a video.
 
-    fills: whether a merger gets rows of all units, or brings these back. keep: of a method that merges. shape: what it
-    knows of the tower, if others than these facts.
+    Attention keys are `[n * patches, Dh]`, mean over the heads.
 
-    Raises what `check_method` does, and BudgetError for a budget that cannot be reached.
+    Args:
+        tower: The vision tower.
+        method: The method.
+        fills: Whether all units are restored before the mergers. If not, their outputs are expanded.
+        keep: Budget of a method that merges.
+        shape: Facts about the tower for a method that merges; by default derived from `tower`.
+
+    Raises:
+        BudgetError: If the budget has another form, or cannot be reached.
+        UnsupportedSetupError: See `check_method`.
     """
 
     def __init__(
@@ -46,22 +53,22 @@ class PackedLayout(Layout):
         if isinstance(method, UnitDropper):
             self.middle = not method.removes
             return
-        # How many units an image has, only the image tells: 1 stands for that.
+        # The number of units depends on the image: 1 is a placeholder.
         self.budget = keep if isinstance(keep, Budget) else Budget.of_checked(keep)
         self.shape = Tower(1, 0, len(self.blocks), len(self.blocks), tower) if shape is None else shape
         check_method(method, self.budget, self.shape.unit, shows=False)
         self.proportional, self.middle = method.proportional, True
-        method.plan(self.budget, self.shape)  # raises what cannot be reached
+        method.plan(self.budget, self.shape)  # raises for a budget that cannot be reached
 
     def grids(self, grid_thw: Any) -> Grids:
-        """Return (frames, height, width) in units of each image or video. grid_thw: the same in patches."""
+        """Convert the grids of images and videos, (frames, height, width), from patches to units."""
         rows = torch.as_tensor(grid_thw, device="cpu").tolist()
         return [(t, h // self.side, w // self.side) for t, h, w in rows]
 
     # -- a forward
 
     def begin_merging(self, method: TowerMethod, grids: Grids, order: Tensor | None, device: torch.device) -> TowerRun:
-        """Return the state of a forward in which units merge; for `order` see `TowerRun`."""
+        """Return the state of a forward that merges units. For `order` see `TowerRun`."""
         sizes = [math.prod(grid) for grid in grids]
 
         def plan_of_frame(count: int, keep: float | int) -> Plan:
@@ -76,10 +83,16 @@ class PackedLayout(Layout):
         self, method: UnitDropper, grids: Grids, num_kept: Sequence[int], order: Order, device: torch.device,
         chosen: Tensor | None = None,
     ) -> TowerRun:  # fmt: skip
-        """Return the state of a forward in which units leave.
+        """Return the state of a forward that drops units.
 
-        num_kept: how many units of each image may stay. chosen: which units stay, bool `[units]` on the host, in the
-        order of rows, where they were chosen ahead of the tower.
+        Args:
+            method: The method.
+            grids: (frames, height, width) of each image or video, in units.
+            num_kept: Maximum number of kept units of each image.
+            order: Returns `TowerRun.order`; only called if units leave.
+            device: Device of the tower.
+            chosen: Mask of the kept units, bool `[units]` on the host, in the order of rows, if they were chosen before
+                the tower.
         """
         sizes, depth = [math.prod(grid) for grid in grids], len(self.blocks)
         run = TowerRun(Units.packed(sum(sizes), self.patches, device), [None] * depth, sizes=sizes)
@@ -101,7 +114,7 @@ class PackedLayout(Layout):
     # -- the mergers, which turn units into visual tokens
 
     def attach(self, reducer: TowerReducer) -> None:
-        """Put the reducer of this layout around the mergers."""
+        """Let `reducer` expand the inputs or outputs of the mergers to all units."""
         for merger in self.mergers:
             if self.fills:
                 reducer.around(merger, partial(self._enter_merger, reducer))
@@ -118,7 +131,9 @@ class PackedLayout(Layout):
 
 
 def first_units(owners: Sequence[Tensor]) -> list[Tensor]:
-    """Return for each image of a packed tower, for each of its units, the first that is one with it; long `[units]`.
-    owners: see `TowerRun.owners`."""
-    units = sum(map(len, owners))  # more than there are groups
+    """Return, per image of a packed tower, the index of the first unit in each unit's group; long `[units]`.
+
+    For `owners` see `TowerRun.owners`.
+    """
+    units = sum(map(len, owners))  # at least the number of groups
     return [first_of_group(of_image[None], units)[0] for of_image in owners]

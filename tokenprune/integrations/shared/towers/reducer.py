@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reducer of vision towers: tokens leave at the input of a block, or merge inside it.
+"""Reduce the tokens of a vision tower: drop them at the input of a block, or merge them inside it.
 
-A block computes x + attention(norm(x)), then x + mlp(norm(x)). A merge sits between the two. No forward is replaced:
-the second norm is handed the merged tokens, so that the MLP runs on these alone; what the MLP returns is added to them,
-which is the block's output, and the block is handed a zero to add to the tokens before the merge.
+A block computes x + attention(norm(x)), then x + mlp(norm(x)). A merge happens between the two. No forward is replaced:
+the second norm receives the merged tokens, so the MLP runs only on them. The reducer adds the output of the MLP to the
+merged tokens and returns the sum as the output of the block. The block itself adds a zero to its unmerged tokens.
 
-`TowerReducer(layout, host)` is one class for all towers. A layout (rows.py, packed.py) knows how the units of images
-lie in the tower; a host is the library that runs the blocks.
+`TowerReducer(layout, host)` serves all towers. A layout (rows.py, packed.py) plans the merges and drops for the shape
+of a tower's input. A host adapts the reducer to the library that runs the blocks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from tokenprune.selection.sites.encoder import Matcher, Tower
 
 
 class Layout:
-    """How the units of images lie in a tower, and what a method does with them.
+    """Base of the layouts: how the units of images are arranged in a tower, and how a method reduces them.
 
-    shape: facts that the method knows of the tower. blocks: in their order. proportional: whether a unit counts in
-    attention as often as it has members. middle: whether units merge, or leave, in the middle of blocks. begins:
-    whether the first block begins a forward; if not, `TowerReducer.start` is called as the tower is entered.
+    Attributes:
+        shape: Facts about the tower that a method may read.
+        blocks: The blocks of the tower, in order.
+        proportional: Whether attention weighs a merged unit by its number of members.
+        middle: Whether units merge or leave between attention and MLP.
+        begins: Whether the first block begins a forward. If not, the engine calls `TowerReducer.start`.
     """
 
     method: Any
@@ -47,21 +50,23 @@ class Layout:
     begins = False
 
     def begin(self, hidden: Tensor) -> TowerRun:
-        """Return the state of a forward whose first block gets `hidden`."""
+        """Return the state of a forward from the input of its first block."""
         raise NotImplementedError
 
     def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
-        """Return the merge of the block that runs, from the keys of its attention."""
+        """Return the merge of the current block from the keys of its attention."""
         raise NotImplementedError
 
 
 class Host:
-    """The library that runs the blocks. This one calls modules, so that hooks of PyTorch act, and attention gets its
-    bias from the part of the engine.
+    """The library that runs the blocks. This base uses PyTorch hooks, and its blocks take no bias.
 
-    adds_in_place: whether blocks add their tokens to the output of the MLP in place.
+    Attributes:
+        takes_bias: Whether blocks take the bias of their attention logits as an argument.
+        adds_in_place: Whether blocks add their tokens to the output of the MLP in place.
     """
 
+    takes_bias = False
     adds_in_place = False
 
     def around(
@@ -74,13 +79,15 @@ class Host:
             part.hook(module.register_forward_hook, after, prepend=not last)
 
     def pass_bias(self, bias: Tensor | None, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments of a block with `bias`, see `Units.bias`, to be added to its attention logits; None
-        where units left and rows are alike."""
-        return args, kwargs
+        """Return the arguments of a block with the bias of its attention logits, see `Units.bias`.
+
+        Only called if blocks take one. After a drop `bias` is None if all rows have the same length.
+        """
+        raise NotImplementedError
 
 
 class TowerReducer(Attachable):
-    """Runs the blocks of one tower on the units that are left. The state of a forward is kept per thread."""
+    """Runs the blocks of one tower on the kept units. The state of a forward is kept per thread."""
 
     def __init__(self, layout: Layout, host: Host) -> None:
         super().__init__()
@@ -100,8 +107,14 @@ class TowerReducer(Attachable):
     def around(
         self, module: nn.Module, before: Callable | None, after: Callable | None = None, last: bool = False
     ) -> None:
-        """Have `before(module, args, kwargs)` return what `module` gets instead, (args, kwargs), or None; and
-        `after(module, args, output)` what it returns instead, or None, before the hooks of others, unless `last`."""
+        """Call functions before and after a module.
+
+        Args:
+            module: The module.
+            before: Gets (module, args, kwargs) and returns changed (args, kwargs), or None.
+            after: Gets (module, args, output) and returns a changed output, or None.
+            last: Whether `after` runs after the hooks of others, instead of before them.
+        """
         self.host.around(self, module, before, after, last)
 
     def detach(self) -> None:
@@ -130,14 +143,14 @@ class TowerReducer(Attachable):
             states()[self] = self.layout.begin(before)
         run = states().get(self)
         if run is None or not run.acts:
-            return None  # a block that checkpointing runs again, or all units stay
+            return None  # checkpointing runs the block again, or all units stay
         if index in run.drops or run.plan[index] is not None:
             check_checkpointing(module, before)
         hidden = run.enter(index, before, self.layout.proportional)
         changed = run.carry(kwargs) if run.sizes else {}
         if hidden is not before:
             args, kwargs = with_hidden_states(hidden, args, kwargs)
-        if run.bias is not None or run.units.drops:
+        if self.host.takes_bias and (run.bias is not None or run.units.drops):
             args, kwargs = self.host.pass_bias(run.bias, args, kwargs)
         elif hidden is before and not changed:
             return None
@@ -152,14 +165,14 @@ class TowerReducer(Attachable):
         if merge is None:
             return None
         if (residual := kwargs.get("residual")) is not None:
-            # Qwen2.5-VL's norm in vLLM adds it, and returns the sum, to which the block adds the output of the MLP.
+            # Qwen2.5-VL in vLLM: the norm adds the residual and returns the sum, to which the block adds the MLP.
             merged = run.apply(merge, args[0] + residual)
             return (merged,), {"residual": torch.zeros_like(merged)}
         run.entered, run.merged = args[0].shape, run.apply(merge, args[0])
         return (run.merged, *args[1:]), kwargs
 
     def _find_merge(self, index: int, run: TowerRun) -> Merge | None:
-        """Return the merge in the middle of the block at `index`, which runs; None if there is none."""
+        """Return the merge between attention and MLP of the block at `index`, or None."""
         if run.back is not None and index in run.back.attending:
             return run.back.drop
         if (match := run.plan[index]) is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts of towers whose images or tiles have rows of their own."""
+"""Layouts of towers with one image or tile per row."""
 
 from __future__ import annotations
 
@@ -25,10 +25,17 @@ from tokenprune.selection.sites.units import UnitDropper
 
 
 def check_method(method: TowerMethod, budget: Budget, unit: int, shows: bool) -> None:
-    """Raise BudgetError for a budget that is neither a share nor a number of tokens, and UnsupportedSetupError for a
-    method that reads what the tower does not show.
+    """Check a method and its budget against a tower.
 
-    unit: patches that become one visual token. shows: whether blocks show more than keys (`EncoderMethod.reads`).
+    Args:
+        method: The method.
+        budget: Its budget.
+        unit: Number of patches that become one visual token.
+        shows: Whether blocks provide more observables than keys (`EncoderMethod.reads`).
+
+    Raises:
+        BudgetError: If the budget is neither a share nor a number of tokens per image.
+        UnsupportedSetupError: If the method reads an observable that the tower does not provide.
     """
     if budget.keep is None or budget.per != "image":
         raise BudgetError(
@@ -44,13 +51,20 @@ def check_method(method: TowerMethod, budget: Budget, unit: int, shows: bool) ->
 
 
 class RowLayout(Layout):
-    """Images have rows of their own, `[B, n, D]`; keys are `[B, H, n, Dh]`.
+    """One image per row, `[B, n, D]`. Attention keys are `[B, H, n, Dh]`.
 
-    shape: what the method knows of the tower; its `tokens` are those of an image as the config has it. squares: the
-    patches that merge as one, which are tokens to the method; None where each patch is for itself. shows: see
-    `check_method`. num_kept: returns how many units of each row may stay; by default what the budget says.
+    Args:
+        method: The method.
+        budget: Its budget.
+        blocks: The blocks of the tower.
+        shape: Facts about the tower; its `tokens` follow from the image size in the config.
+        squares: Squares of patches that merge as one token; None if each patch is a token.
+        shows: See `check_method`.
+        num_kept: Returns the number of kept units of each row, for methods that drop. By default from the budget.
 
-    Raises what `check_method` does, and BudgetError for a budget that cannot be reached.
+    Raises:
+        BudgetError: If the budget has another form, or cannot be reached.
+        UnsupportedSetupError: See `check_method`.
     """
 
     begins = True
@@ -70,10 +84,10 @@ class RowLayout(Layout):
         self.num_kept = self._num_kept if num_kept is None else num_kept
         self.proportional = method.proportional
         self.middle = not (isinstance(method, UnitDropper) and method.removes)
-        self.plan(shape.tokens)  # raises what cannot be reached
+        self.plan(shape.tokens)  # raises for a budget that cannot be reached
 
     def plan(self, count: int) -> Plan:
-        """Return the matcher of each block, for `count` tokens that enter; None where a block merges nothing."""
+        """Return the matcher of each block for `count` tokens per row; None if a block merges nothing."""
         shape = self.shape if count == self.shape.tokens else self.shape.of(count)
         return self.method.plan(self.budget, shape)
 
@@ -101,14 +115,14 @@ class RowLayout(Layout):
         return self.squares.spread(merge, order)
 
     def _plan_merges(self, run: TowerRun, rows: int, count: int) -> None:
-        """Set the plan of a forward with `rows` images, of each of which `count` tokens enter."""
+        """Set the matchers of a forward with `rows` images of `count` tokens."""
         run.plan = self.plan(count if self.squares is None else self.squares.count(count))
 
     def _num_kept(self, rows: int, shape: Tower) -> Sequence[int]:
         return [shape.left(self.budget)] * rows
 
     def _plan_drops(self, run: TowerRun, method: UnitDropper, rows: int, count: int) -> None:
-        """Set the drops of a forward: as many units of each row leave, so that no row is padded. Class tokens stay."""
+        """Set the drops of a forward. Rows lose equally many units, so none is padded; class tokens stay."""
         squares = self.squares or Squares(1, self.shape.protected)
         shape = self.shape.of(count if self.squares is None else squares.count(count))
         units, kept = shape.patches, self.num_kept(rows, shape)
@@ -132,9 +146,10 @@ class RowLayout(Layout):
 
 
 class TileLayout(RowLayout):
-    """Tiles have rows, and each may have a goal of its own; see tile_goals.py.
+    """One tile per row, each with its own number of kept patches; see tile_goals.py.
 
-    goals: returns the goals of so many rows; None where the budget is for each row.
+    Args:
+        goals: Returns the goals of all rows, given their number; None if the budget applies to each row.
     """
 
     def __init__(
@@ -146,7 +161,8 @@ class TileLayout(RowLayout):
         squares: Squares | None,
         goals: Callable[[int], Sequence[Goal] | None],
     ) -> None:
-        super().__init__(method, budget, blocks, shape, squares)  # newlines stand between its tokens, and tiles overlap
+        # A method reads no observables here: newlines separate the tokens of an image, and tiles overlap.
+        super().__init__(method, budget, blocks, shape, squares)
         self.goals = goals
 
     def _plan_merges(self, run: TowerRun, rows: int, count: int) -> None:

@@ -18,8 +18,14 @@ from tokenprune.selection.sites.encoder import Matcher
 
 @dataclass(frozen=True)
 class Block:
-    """A pre-norm block: `norm` and `end` are the first and the last module of its MLP branch; `scale` is the name of
-    the parameter that multiplies what `end` returns, if there is one."""
+    """A pre-norm block.
+
+    Attributes:
+        module: The block.
+        norm: The first module of its MLP branch.
+        end: The last module of its MLP branch.
+        scale: Name of the parameter that multiplies the output of `end`, if any.
+    """
 
     module: nn.Module
     norm: nn.Module
@@ -29,18 +35,26 @@ class Block:
 
 @dataclass
 class TowerRun:
-    """One forward of a tower.
+    """The state of one forward of a tower.
 
-    units: what is left so far. plan: what finds the merge of each block. drops: what finds, of the hidden states that
-    reach the block of an index, the units that stay, see `Merge.dropping`; None where all do. Of packed towers, sizes:
-    how many units of each image entered, in the order of rows; order: long `[N]`, the units in the order in which the
-    tower lines them up, None where that is the order of rows. kept: of each image which units stay, bool on the host,
-    where units drop. acts: False where all stay. back: how units that left come back, if they do.
-
-    counts: units of each row that entered each block. history: the units that its hidden states are of. ordered:
-    whether patches stand square by square. bias: what is added to the attention logits of the block that runs. keys:
-    what its matcher gets. merged: what enters its MLP, if some merged; entered: the shape before that; output: what
-    leaves it then. parts: the tiles' parts, where these have goals of their own.
+    Attributes:
+        units: The units that are kept so far.
+        plan: Matcher of each block; None if the block merges nothing.
+        drops: By block index, a function from the hidden states to the drop at the input of the block, or None.
+        sizes: Packed towers: number of units of each image that entered, in the order of rows.
+        order: Packed towers: long `[N]`, unit index at each position of the tower's sequence; None if these are equal.
+        kept: Packed towers: mask of the kept units of each image, bool on the host, if units are dropped.
+        acts: False if all units are kept.
+        back: How dropped units come back, if they do.
+        counts: Number of units of each row that entered each block.
+        history: Units of the hidden states at the input of each block.
+        ordered: Whether the patches of a square are adjacent.
+        bias: Bias of the attention logits in the current block.
+        keys: Attention keys of the current block, for its matcher.
+        merged: Input of the MLP of the current block after a merge.
+        entered: Shape of that input before the merge.
+        output: Output of the current block after a merge.
+        parts: State of the matcher, if tiles have goals.
     """
 
     units: Units
@@ -63,18 +77,18 @@ class TowerRun:
     _carried: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     def apply(self, merge: Merge, hidden: Tensor) -> Tensor:
-        """Return what hidden states become by a merge."""
+        """Merge the units and return the hidden states of the remaining units."""
         self.units, hidden = self.units.apply(merge, hidden)
         self._carried = {}
         return hidden
 
     def enter(self, index: int, hidden: Tensor, proportional: bool) -> Tensor:
-        """Note that the block at `index` begins, and return what it gets of `hidden`."""
+        """Begin the block at `index` and return its input after a drop."""
         self.keys = self.merged = self.output = None
         if (drop := self.drops.get(index)) is not None:
             with torch.no_grad():
                 merge = drop(hidden)
-            if merge is not None and index:  # of the first block its input as it begins is noted
+            if merge is not None and index:  # the input of the first block is recorded below
                 self.history.append(self.units)
             hidden = hidden if merge is None else self.apply(merge, hidden)
         self.counts.append(self.units.left)
@@ -85,23 +99,23 @@ class TowerRun:
         return hidden
 
     def restore(self, hidden: Tensor) -> Tensor:
-        """Return hidden states of all units that entered, of those of the units that are left."""
+        """Expand hidden states of the kept units to all units that entered."""
         hidden = self.units.full(hidden)
         self.units, self._carried = replace(self.history[0], back=self.units.back), {}
         return hidden
 
     def carry(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a block that are others for the units that are left; see `Units.carry`."""
+        """Return the arguments of a block that change with the kept units; see `Units.carry`."""
         return self.units.carry(given, self._carried)
 
     def restore_states(self, output: Any) -> None:
-        """Give the hidden states on a tower's output, if any, what all units have that entered."""
+        """Expand the hidden states in a tower's output to all units that entered."""
         if (found := getattr(output, "hidden_states", None)) is not None:
             pairs = zip([*self.history, self.units], found, strict=False)
             output.hidden_states = tuple(None if x is None else units.full(x) for units, x in pairs)
 
     def owners(self) -> list[Tensor]:
-        """Return `Units.owner` of a packed tower image by image, in the order of rows."""
+        """Return `Units.owner` of a packed tower per image, in the order of rows."""
         (owner,) = self.units.owner
         if self.order is not None:
             owner = owner[self.order.to(owner.device).argsort()]

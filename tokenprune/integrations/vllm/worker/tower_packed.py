@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: merge or drop units in towers that lay the patches of a call's images end to end (Qwen2-VL to Qwen3.5, GLM).
+"""Merge or drop units inside towers that pack the patches of all images into one sequence (Qwen2-VL to Qwen3.5, GLM).
 
-Fused attention takes no bias, so proportional attention after the first merge is PyTorch's, piece by piece. Everything
-is attached for one call only.
+The layout is shared with transformers (shared/towers/packed.py); this file reads the inputs of vLLM's towers. Fused
+attention takes no bias, so after the first merge proportional attention runs in PyTorch. All hooks last for one call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tokenprune.selection.sites.units import UnitDropper
 
 
 class ForwardHost(Host):
-    """vLLM, which calls the forward of some modules by itself, past their hooks: it is wrapped."""
+    """vLLM, which calls `forward` of some modules directly and bypasses hooks; `forward` is wrapped instead."""
 
     def __init__(self, adds_in_place: bool = False) -> None:
         self.adds_in_place = adds_in_place
@@ -50,11 +50,12 @@ def _around(
 
 
 class PackedTower(Attachable):
-    """Merges or drops units in the tower of vLLM's `model` between `attach` and `detach`.
+    """Merges or drops units in the tower of a vLLM model while it is attached.
 
-    plans: of the items of one call, with one setting, in the order in which their patches stand in the tower's
-    sequence. kept: after a forward bool, of the units of all images and videos end to end; True for those that stay,
-    and for the first of each merged one. left: how many these are.
+    Attributes:
+        plans: Plans of the items of one call, in the order of the tower's sequence. One forward treats them alike.
+        kept: After a forward, mask of the kept units of all items; True for the first unit of each merged group.
+        left: Number of kept units.
     """
 
     def __init__(self, model: Any, method: TowerMethod, plans: Sequence[Plan]) -> None:
@@ -79,7 +80,7 @@ class PackedTower(Attachable):
 
     @property
     def run(self) -> TowerRun:
-        """The forward that runs."""
+        """The state of the current forward."""
         run = self.reducer.state()
         assert run is not None  # `_describe` makes it, before the first block
         return run
@@ -93,10 +94,10 @@ class PackedTower(Attachable):
                 f"{refused} a vision tower that attends by FlashInfer, which takes lengths in a form of its own: "
                 "start with --mm-encoder-attn-backend FLASH_ATTN, or use a method after the tower, such as divprune"
             )
-        order = known.get("window_index")  # Qwen2.5-VL: units stand window by window
+        order = known.get("window_index")  # Qwen2.5-VL groups its units by window
         grids, device = self.layout.grids(grid_thw), known["rotary_pos_emb_cos"].device
         if isinstance(self.method, UnitDropper):
-            # The front end chose the units, where the method sees pixels (frontend/pixels.py).
+            # If the method reads pixels, the front end chose the units (frontend/pixels.py).
             chosen = None if self.plans[0].kept is None else torch.cat([plan.mask for plan in self.plans])
             num_kept = [sum(plan.keep) for plan in self.plans]
             run = self.layout.begin_dropping(self.method, grids, num_kept, lambda: order, device, chosen)
@@ -108,7 +109,7 @@ class PackedTower(Attachable):
     # -- hooks of the blocks
 
     def _note_keys(self, index: int, module: nn.Module, args: tuple, output: Any) -> None:
-        """Note the keys before the rotary embedding, so that units are compared by content, not by place."""
+        """Record the keys before the rotary embedding, so that units are compared by content, not by position."""
         if self.run.plan[index] is not None:
             attention, qkv = self.tower.blocks[index].attn, output[0] if isinstance(output, tuple) else output
             if hasattr(attention, "split_qkv"):  # Qwen2-VL, whose weights may be cut anywhere between devices
@@ -127,7 +128,7 @@ class PackedTower(Attachable):
     # -- the output
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        """Note the units that are left, and average the features for deeper layers over each merged unit."""
+        """Record the kept units, and average the features of deepstack layers over each merged unit."""
         run = self.run
         if isinstance(self.method, UnitDropper):
             assert run.kept is not None  # units were chosen
@@ -146,5 +147,5 @@ class PackedTower(Attachable):
 
 
 def dropping_plan(plan: Plan) -> bool:
-    """Return True if units of an item leave in the tower."""
+    """Return whether the tower drops units of an item."""
     return plan.reduces and isinstance(plan.setting.method, UnitDropper)

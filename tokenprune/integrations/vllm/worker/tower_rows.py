@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: merge or drop units in towers whose images or tiles have rows of their own.
+"""Merge or drop units inside towers with one image or tile per row.
 
-The blocks' own forward runs, with a `TowerReducer` around it, so merged tokens cost neither MLP nor
-attention in what is left of the tower. Fused attention takes no bias, so while tokens are merged proportionally, or
-rows are padded, the blocks attend by PyTorch's. Everything is attached for one call only.
+All rows of a tower have the same size. A visual token is a patch (LLaVA-1.5) or a square of patches (pixel shuffle and
+pooling: Idefics3, SmolVLM, InternVL, Gemma 3); squares merge patch by patch. So the number of kept tokens is known
+before the tower runs. If tiles are cropped after the tower (LLaVA-NeXT, LLaVA-OneVision), each tile has a goal.
 
-An image or tile is one row of its tower, all of one size, and its visual tokens are the row's patches (LLaVA-1.5) or
-squares of them (pixel shuffle and pooling: Idefics3, SmolVLM, InternVL, Gemma 3), which then merge as wholes; so their
-number is known beforehand. Where tiles are cropped after the tower (LLaVA-NeXT, LLaVA-OneVision), each has its goal.
-Units leave such rows, at the input of a block, alike.
+Fused attention takes no bias, so attention runs in PyTorch while tokens are merged proportionally, or rows are padded.
+All hooks last for one call.
 """
 
 from __future__ import annotations
@@ -67,11 +65,12 @@ def merging(plan: Plan) -> bool:
 
 
 class RowTower(Attachable):
-    """Merges or drops units in the tower of vLLM's `model` between `attach` and `detach`.
+    """Merges or drops units in the tower of a vLLM model while it is attached.
 
-    plans: of the items of one call, with one setting, in the order of the tower's rows. kwargs: arguments of
-    `embed_multimodal`. kept: after a forward bool, of the patches or units of all images end to end; True for those
-    that stay, and for the first of each merged one. left: how many these are.
+    Attributes:
+        plans: Plans of the items of one call, in the order of the tower's rows. One forward treats them alike.
+        kept: After a forward, mask of the kept units of all items; True for the first unit of each merged group.
+        left: Number of kept units.
     """
 
     def __init__(self, model: Any, method: TowerMethod, plans: Sequence[Plan], kwargs: Mapping[str, Any]) -> None:
@@ -83,13 +82,13 @@ class RowTower(Attachable):
         blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
         budget, shape = Budget.of_checked(plans[0].setting.keep), served_tower(method, model.config)
         squares = units_of(model.config)
-        self.packed: list[tuple[int, PackedFeatures]] = []  # of each image of tiles, with how many it has
+        self.packed: list[tuple[int, PackedFeatures]] = []  # number of tiles and packing of each image
         if crops(model.config) and not isinstance(method, UnitDropper):
             self.layout: RowLayout = TileLayout(method, budget, blocks, shape, squares, self._take_goals)
             self.goals = self._find_goals(model, kwargs)
         else:
             self.layout = RowLayout(method, budget, blocks, shape, squares, num_kept=self._num_kept)
-        self.reducer = TowerReducer(self.layout, ForwardHost(adds_in_place=True))  # as SigLIP's do
+        self.reducer = TowerReducer(self.layout, ForwardHost(adds_in_place=True))  # SigLIP does
         self.kept: Tensor | None = None
         self.left = 0
 
@@ -99,7 +98,7 @@ class RowTower(Attachable):
             self.wrap(attention, "forward", partial(partial, self._attend, index, attention))
         self.hook(self.encoder.register_forward_hook, self._leave_encoder)
 
-    # -- how much each row keeps
+    # -- kept units per row
 
     def _num_kept(self, rows: int, shape: Tower) -> Sequence[int]:
         if [count for plan in self.plans for count in plan.counts] != [shape.patches] * rows:
@@ -107,7 +106,7 @@ class RowTower(Attachable):
         return [keep for plan in self.plans for keep in plan.keep]
 
     def _find_goals(self, model: Any, kwargs: Mapping[str, Any]) -> list[Goal]:
-        """Return the goals of the tiles of all images, with which each is left with what its plan says."""
+        """Return the goals of all tiles, from the plans of their images. `kwargs` are those of `embed_multimodal`."""
         goals: list[Goal] = []
         for plan, tiles, size in zip(self.plans, kwargs["pixel_values"], kwargs["image_sizes"], strict=True):
             count, shape = len(tiles), torch.as_tensor(size, device="cpu")
@@ -150,9 +149,13 @@ class RowTower(Attachable):
         return run.units.full(output)
 
     def _note_tiles(self, parts: PartMatcher, first: Tensor) -> None:
-        """Set `kept` and `left` of images of tiles. first: long `[tiles, patches]`, for each the first of those that it
-        is one with."""
-        self.left = sum(parts.left[::2])  # of each tile what is shown, then what is cropped
+        """Set `kept` and `left` of images that are split into tiles.
+
+        Args:
+            parts: State of the matcher at the end of the tower.
+            first: Index of the first patch in the group of each patch, long `[tiles, patches]`.
+        """
+        self.left = sum(parts.left[::2])  # parts alternate: shown patches of a tile, cropped patches
         kept, sizes = [], [count for count, _ in self.packed]
         for tiles, (_, packed) in zip(first.split(sizes), self.packed, strict=True):
             (image,) = packed.images
