@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.shared.towers.merging import RowMerger
-from tokenprune.integrations.shared.towers.reducer import Block
+from tokenprune.integrations.shared.attachable import Attachable
+from tokenprune.integrations.shared.towers.reducer import Host, TowerReducer
+from tokenprune.integrations.shared.towers.rows import RowLayout
+from tokenprune.integrations.shared.towers.run import Block
 from tokenprune.selection.method import Method
 from tokenprune.selection.sites import check_places
 from tokenprune.selection.sites.encoder import EncoderMethod, Tower
@@ -58,7 +60,24 @@ def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Bu
     return TimmPatch(model, method, budgets[0])
 
 
-class TimmPatch(RowMerger):
+class TimmHost(Host):
+    """timm, whose blocks take a bias as `attn_mask`. `name` is the name of the method, for errors."""
+
+    takes_bias = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def pass_bias(self, bias: Tensor | None, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if bias is None:
+            return args, kwargs
+        hidden, *given = args
+        if any(one is not None for one in (*given[:1], kwargs.get("attn_mask"))):
+            raise UnsupportedSetupError(f"{self.name}: the tower's blocks got an attention mask of their own")
+        return (hidden, bias, *given[1:]), {name: value for name, value in kwargs.items() if name != "attn_mask"}
+
+
+class TimmPatch(Attachable):
     """Merges in the blocks of `model`. After the last one each patch gets the feature of its merged token, so that
     every kind of pooling weighs a merged token by its size."""
 
@@ -66,13 +85,16 @@ class TimmPatch(RowMerger):
         blocks = [Block(block, block.norm2, block.drop_path2) for block in model.blocks]
         protected = model.num_prefix_tokens
         tokens = model.patch_embed.num_patches + protected
-        super().__init__(method, budget, blocks, Tower(tokens, protected, len(blocks), len(blocks), model))
+        super().__init__()
+        self.method = method
+        self.layout = RowLayout(method, budget, blocks, Tower(tokens, protected, len(blocks), len(blocks), model))
+        self.reducer = TowerReducer(self.layout, TimmHost(method.name))
         self.model = self.owner = model
         self.stats = Stats()
 
     def _attach(self) -> None:
         self.hook(self.model.blocks[0].register_forward_pre_hook, self._check_mode)
-        super()._attach()
+        self.attach_part(self.reducer)
         for index, block in enumerate(self.model.blocks):
             self.hook(block.attn.k_norm.register_forward_hook, partial(self._see_keys, index))
         self.hook(self.model.blocks[-1].register_forward_hook, self._leave)
@@ -85,20 +107,14 @@ class TimmPatch(RowMerger):
             )
 
     def _see_keys(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
-        run = self.state()
+        run = self.reducer.state()
         if run is not None and run.plan[index] is not None:
             run.keys = output
 
-    def _with_bias(self, index: int, bias: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
-        hidden, *given = args
-        if any(one is not None for one in (*given[:1], kwargs.get("attn_mask"))):
-            raise UnsupportedSetupError(f"{self.method.name}: the tower's blocks got an attention mask of their own")
-        return (hidden, bias, *given[1:]), {name: value for name, value in kwargs.items() if name != "attn_mask"}
-
     def _leave(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        run = self.end()
+        run = self.reducer.end()
         assert run is not None  # the first block of this forward made it
-        counts, protected = [*run.counts, run.units.left], self.shape.protected
+        counts, protected = [*run.counts, run.units.left], self.layout.shape.protected
         patches = [sum(n - protected for n in rows) for rows in counts]
         flops, full = self._flops(counts), self._flops([counts[0]] * len(counts))
         self.stats = Stats(

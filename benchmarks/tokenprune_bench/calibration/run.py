@@ -16,13 +16,14 @@ from tokenprune.api import is_patched
 from tokenprune.budgets import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError
 from tokenprune.integrations.shared import abilities
-from tokenprune.integrations.shared.towers.merging import Merger
 from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune_bench.calibration.images import ImageFiles, PackedPixels, Pixels
 from tokenprune_bench.calibration.merge import SCHEDULES, Calibrator
 from tokenprune_bench.calibration.state import State
 
 if TYPE_CHECKING:
+    from tokenprune.integrations.hf.towers.base import TowerPart
+    from tokenprune.integrations.timm import TimmPatch
     from tokenprune_bench.calibration.fitting import FitSamples
 
 Step = Callable[[str, int, int], None]
@@ -69,7 +70,7 @@ def calibrate(
         raise OptionError(f"batch_size={batch_size!r} must be an int >= 1")
     calibrators = [Calibrator(schedule=schedule) for _ in keeps]
     parts = [_part(model, one, share) for one, share in zip(calibrators, keeps, strict=True)]
-    tower = parts[0].shape
+    tower = parts[0].reducer.layout.shape
     assert tower.module is not None  # engines give it
     source, pixels = ImageFiles(images), _pixels(parts[0], model, processor)
     settings = {"keeps": keeps, "schedule": schedule, "batch_size": batch_size}
@@ -143,27 +144,27 @@ def _keeps(keep: Any) -> list[float]:
     return keeps
 
 
-def _part(model: Any, calibrator: Calibrator, keep: float) -> Merger:
+def _part(model: Any, calibrator: Calibrator, keep: float) -> TowerPart | TimmPatch:
     from tokenprune.integrations.timm import is_timm, timm_patch
 
     if is_timm(model):
         return timm_patch(model, [calibrator], [Budget.of(keep)])
     from tokenprune.integrations.hf.families import adapter_for
-    from tokenprune.integrations.hf.towers.build import tower_patch
+    from tokenprune.integrations.hf.towers.build import tower_part
 
     adapter = adapter_for(model)
     abilities.check(calibrator, adapter.family, config=adapter.config)
-    return tower_patch(adapter, calibrator, Budget.of(keep))
+    return tower_part(adapter, calibrator, Budget.of(keep))
 
 
-def _pixels(part: Merger, model: Any, processor: Any) -> Pixels:
-    module = part.shape.module
+def _pixels(part: TowerPart | TimmPatch, model: Any, processor: Any) -> Pixels:
+    module = part.reducer.layout.shape.module
     assert module is not None  # engines give it
     return (PackedPixels if hasattr(module, "spatial_merge_size") else Pixels)(model, module, processor)
 
 
 @contextmanager
-def _attached(part: Merger) -> Iterator[None]:
+def _attached(part: TowerPart | TimmPatch) -> Iterator[None]:
     part.attach()
     try:
         yield

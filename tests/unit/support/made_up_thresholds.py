@@ -14,9 +14,11 @@ from tokenprune_bench.calibration import Thresholds
 
 def tower_shape(model: Any) -> Tower:
     from tokenprune.integrations.hf.families import adapter_for
-    from tokenprune.integrations.hf.towers.merging import EncoderPatch
+    from tokenprune.integrations.hf.towers.rows import RowTower
 
-    return EncoderPatch(adapter_for(model), tokenprune.method("tome", r=0), tokenprune.Budget(keep=0.5)).shape
+    return RowTower(
+        adapter_for(model), tokenprune.method("tome", r=0), tokenprune.Budget(keep=0.5)
+    ).reducer.layout.shape
 
 
 def by_hand(model: Any, values: list[float]) -> Thresholds:

@@ -29,12 +29,10 @@ from tokenprune.integrations.hf.guard.part import check_processor as check_unrea
 from tokenprune.integrations.hf.guard.part import guard_for
 from tokenprune.integrations.hf.processor_check import check_processor
 from tokenprune.integrations.hf.towers.attention_scores import BlockReader
-from tokenprune.integrations.hf.towers.base import InTower
-from tokenprune.integrations.hf.towers.build import tower_patch
+from tokenprune.integrations.hf.towers.base import TowerPart
+from tokenprune.integrations.hf.towers.build import tower_part
 from tokenprune.integrations.hf.towers.frame_merging import FrameMerging
 from tokenprune.integrations.hf.towers.lost_features import ChunkedPrefillCheck
-from tokenprune.integrations.hf.towers.tile_dropping import GridDrop, TileDrop
-from tokenprune.integrations.hf.towers.unit_dropping import UnitDrop
 from tokenprune.integrations.shared import abilities
 from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels
 from tokenprune.selection.method import Method, Pruner, Site
@@ -114,14 +112,11 @@ def _parts(
             case TowerMethod() if method.is_identity(budget):
                 pass
             case UnitDropper():
-                if adapter.family.units:
-                    parts.append(UnitDrop(adapter, method, budget, processor))
-                else:
-                    parts.append((GridDrop if adapter.family.own_grids else TileDrop)(adapter, method, budget))
+                parts.append(tower_part(adapter, method, budget, processor))
             case FrameMerger():
                 parts.append(FrameMerging(adapter, method, budget))
             case EncoderMethod():
-                parts.append(tower_patch(adapter, method, budget))
+                parts.append(tower_part(adapter, method, budget))
                 if method.vtu != "off":
                     from tokenprune.integrations.hf.attention.virtual_unmerging import VirtualUnmerging
 
@@ -132,7 +127,8 @@ def _parts(
                 parts.append(BlockAttention(adapter, method, budget))
             case Pruner():
                 steps.append(step)
-    read = pixels or any(isinstance(part, UnitDrop) for part in parts) or any(map(read_of_pixels, acting))
+    towers = [part for part in parts if isinstance(part, TowerPart)]
+    read = pixels or any(part.reads_processor for part in towers) or any(map(read_of_pixels, acting))
     unread = processor is not None and not read
     if guard is not None and unread:
         check_unread_processor(processor, methods)
@@ -144,7 +140,7 @@ def _parts(
         for method in cutting
         if isinstance(method, Pruner) and observables_of(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
     ]
-    inside = [part.method for part in parts if isinstance(part, InTower)]
+    inside = [part.method for part in towers]
     if readers:
         if inside:
             ahead = "ahead of it" if isinstance(inside[0], UnitDropper) else "on the way"

@@ -25,7 +25,7 @@ from tokenprune.integrations.hf.engine.drafts import Drafts
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.sequence.record import KEY
 from tokenprune.integrations.hf.towers.attention_scores import BlockReader
-from tokenprune.integrations.hf.towers.base import InTower
+from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.feature_hook import FeatureRecorder
 from tokenprune.integrations.shared.attachable import Attachable
 
@@ -93,7 +93,7 @@ class Target(Attachable):
 def needs_tower(part: Any) -> bool:
     """Return whether a part of a patch acts in the vision tower, or reads it: features that another tower made are
     then not enough."""
-    return isinstance(part, (InTower, BlockReader))
+    return isinstance(part, (TowerPart, BlockReader))
 
 
 class DraftImages(Attachable):

@@ -28,7 +28,7 @@ from tokenprune.integrations.hf.feature_cache.content import (
 )
 from tokenprune.integrations.hf.feature_cache.kept_output import OfImage, Whole, tensors_of
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
-from tokenprune.integrations.hf.towers.tile_merging import tiles_of
+from tokenprune.integrations.hf.towers.tiles import tiles_of
 from tokenprune.statistics import Stats
 
 # One image: the arguments that are its own, cut down to what the encoder looks at; and, of those of the call, its rows.

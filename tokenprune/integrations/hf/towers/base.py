@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of all merging inside vision towers: the way of the merged tokens from the tower to the decoder.
+"""Base of the parts that reduce tokens in vision towers: from the tower's output to the decoder's entry.
 
-The tower returns a feature for each patch, as always; the patches of a merged token have the same one. The groups
-travel with the tower's output, since `generate` encodes images before any forward. At the decoder's entry the first
+The tower returns a feature for each patch, as always; the patches of a merged token share one feature. The groups are
+attached to the tower's output, because `generate` encodes images before any forward. At the decoder's entry the first
 visual token of each group is kept.
 """
 
@@ -18,55 +18,54 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
+from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Merged, Step
 from tokenprune.integrations.hf.sequence.record import open_record, record_of
-from tokenprune.integrations.hf.towers.merge_map import keep_one_per_group
+from tokenprune.integrations.hf.towers.merge_map import keep_one_per_group, keep_units
+from tokenprune.integrations.shared.towers.reducer import TowerReducer
 from tokenprune.selection.method import Selection
-
-
-class InTower(Part):
-    """Base of the parts that act in a vision tower, or ahead of it, so that fewer visual tokens come out of it.
-
-    step: what the engine reports the cut as.
-    """
-
-    adapter: Adapter
-    method: Any
-    budget: Budget
-    step: Step
-
-    def belong(self, adapter: Adapter, method: Any, budget: Budget) -> None:
-        """Note the model that the part is for, and what it carries out."""
-        self.adapter, self.method, self.budget, self.step = adapter, method, budget, Step(method, budget)
+from tokenprune.selection.sites.encoder import TowerMethod
 
 
 class ThreadKey:
-    """Under which a thread keeps what a part found out about images before their tower runs."""
+    """Key of a thread's facts about images that their tower does not get."""
 
 
-class GroupedTokens(InTower):
-    """Base of those that leave in the `EncoderRecord` which features are one; of each group one token is kept at the
-    decoder's entry.
+class TowerPart(Part):
+    """Base of the parts that reduce visual tokens in a vision tower.
 
-    modalities: of which the tower changes anything. merges: whether tokens joined others; if not, they were dropped.
-    leaves: the field of the record that tells what is left.
+    A subclass owns a reducer and records in the tower's output (`EncoderRecord`) the groups of merged features, or the
+    kept ones. At the decoder's entry one token of each group is kept.
+
+    Attributes:
+        step: The step in which the engine reports the cut.
+        modalities: The modalities that the tower reduces.
+        merges: Whether tokens are merged; if not, they are dropped.
+        leaves: The field of the record that the cut reads.
+        reads_processor: Whether the part reads the processor given to `patch`.
+        reducer: The reducer of the tower's blocks.
     """
 
     modalities: tuple[str, ...] = ("image", "video")
     merges = True
     leaves: Literal["groups", "kept"] = "groups"
+    reads_processor = False
+    reducer: TowerReducer
+
+    def __init__(self, adapter: Adapter, method: Any, budget: Budget) -> None:
+        super().__init__()
+        self.adapter, self.method, self.budget, self.step = adapter, method, budget, Step(method, budget)
 
     def leave_tokens(
         self, output: Any, block_tokens: list[int], owners: Tensor | list[Tensor] | None = None,
         kept: list[Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """Write to a tower's output what became of its tokens; see `EncoderRecord`."""
+        """Record in a tower's output where its tokens went; see `EncoderRecord`."""
         record = open_record(output)
         record.block_tokens, record.owners, record.kept = block_tokens, owners, kept
 
     def leave_groups(self, output: Any, groups: list[Tensor] | None) -> None:
-        """Write to an encoder's output which features are one, see `EncoderRecord`."""
+        """Record in an encoder's output the groups of merged features; see `EncoderRecord`."""
         open_record(output).groups = groups
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
@@ -84,60 +83,46 @@ class GroupedTokens(InTower):
                     f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
                 )
             left[modality] = of_images
-        selection = self.select(call, inputs.embeds.device, left) if left else None
+        selection = self._select(call, inputs.embeds.device, left) if left else None
         call.report.stats.encoder_tokens_per_layer = [sum(block) for block in zip(*filter(None, counts), strict=True)]
         if selection is not None:
             call.merged = Merged(self.step, selection)
 
-    def select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
-        """Return which of a call's visual tokens stay, on `device`; None where all do. left: of each modality what
-        `leaves` names."""
-        return keep_one_per_group(call.held.segments.to(device), call.host.masks, left, merges=self.merges)
+    def _select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
+        """Return the selection of a call's visual tokens, or None if all are kept.
+
+        Args:
+            call: The call.
+            device: Device of the selection.
+            left: For each modality, the recorded field that `leaves` names.
+        """
+        if self.leaves == "groups":
+            return keep_one_per_group(call.held.segments.to(device), call.host.masks, left, merges=self.merges)
+        return keep_units(call.held.segments.to(device), call.host.masks, left) if self.method.removes else None
 
 
-class TowerPatch(GroupedTokens):
-    """Base of all merging inside a tower: it brings the provenance of merged tokens to the decoder's entry.
+def check_bias(method: TowerMethod, config: Any, uneven: bool) -> None:
+    """Raise UnsupportedSetupError if the method needs an attention bias that the configured attention cannot take.
 
-    As the tower ends, a subclass calls `leave_tokens` with the owner of each token. After the tower, `groups_of`
-    returns which features are one. Both are kept in the `EncoderRecord` of the output.
-
-    traced: modalities whose features can be traced to tokens of the tower; others are refused before the tower runs.
+    Args:
+        method: The method.
+        config: Config of the tower's attention.
+        uneven: Whether rows may keep different numbers of tokens, and are then padded.
     """
+    attention = config._attn_implementation or "eager"
+    if attention in ("eager", "sdpa") or not (method.proportional or uneven):
+        return
+    why = "the padding of images that are left with fewer tokens" if uneven else "proportional attention"
+    way_out = "" if uneven else ", or pass proportional=False"
+    raise UnsupportedSetupError(
+        f"{method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs; load "
+        f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
+    )
 
-    traced: tuple[str, ...] = ("image", "video")
 
-    @property
-    def uneven(self) -> bool:
-        """True if some rows may be left with fewer tokens than others, and are then padded."""
-        return self.method.ragged
-
-    def check_bias(self, config: Any) -> None:
-        """Raise UnsupportedSetupError if the attention named by `config` takes no bias and the method needs one."""
-        attention = config._attn_implementation or "eager"
-        if attention in ("eager", "sdpa") or not (self.method.proportional or self.uneven):
-            return
-        why = "the padding of images that are left with fewer tokens" if self.uneven else "proportional attention"
-        way_out = "" if self.uneven else ", or pass proportional=False"
-        raise UnsupportedSetupError(
-            f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs; load "
-            f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
-        )
-
-    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
-        if encoding.modality not in self.traced:
-            raise self.not_traced(encoding.modality)
-        output = encode(encoding)
-        self.leave_groups(output, self.groups_of(encoding.modality, encoding.on_host, output))
-        return output
-
-    def not_traced(self, modality: str) -> UnsupportedSetupError:
-        """Return the error for features that cannot be traced to tokens of the tower."""
-        return UnsupportedSetupError(
-            f"{self.method.name}: the {modality} features of {self.adapter.config.model_type!r} do not tell which "
-            "patches they were made of; leave them out of the prompt, or use a method that acts after the tower"
-        )
-
-    def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor] | None:
-        """Return the groups of an `EncoderRecord`, of the output of an `Encoding` with `arguments` on the host; None
-        where the tower did not leave its tokens."""
-        raise NotImplementedError
+def not_traced(method: TowerMethod, adapter: Adapter, modality: str) -> UnsupportedSetupError:
+    """Return the error for features that cannot be matched to tokens of the tower."""
+    return UnsupportedSetupError(
+        f"{method.name}: the {modality} features of {adapter.config.model_type!r} do not tell which "
+        "patches they were made of; leave them out of the prompt, or use a method that acts after the tower"
+    )

@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a patch that merges in a vision tower, for each kind of tower."""
+"""Build the part that reduces tokens in a vision tower."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tokenprune.budgets import Budget
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.towers.merging import EncoderPatch
-from tokenprune.integrations.hf.towers.packed import PackedTowerPatch
-from tokenprune.integrations.hf.towers.tile_merging import TilePatch
-from tokenprune.selection.sites.encoder import EncoderMethod
+from tokenprune.integrations.hf.towers.grids import GridTower
+from tokenprune.integrations.hf.towers.packed import PackedTower
+from tokenprune.integrations.hf.towers.rows import RowTower
+from tokenprune.selection.sites.encoder import TowerMethod
+from tokenprune.selection.sites.units import UnitDropper
 
 
-def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> EncoderPatch | PackedTowerPatch:
-    """Return the patch for the kind of tower that `adapter`'s model has; see the classes for what they raise."""
+def tower_part(
+    adapter: Adapter, method: TowerMethod, budget: Budget, processor: Any = None
+) -> RowTower | PackedTower | GridTower:
+    """Return the part for the tower of a model. For the errors see the classes."""
     if adapter.family.units:
-        return PackedTowerPatch(adapter, method, budget)
-    return (TilePatch if hasattr(adapter.base, "pack_image_features") else EncoderPatch)(adapter, method, budget)
+        return PackedTower(adapter, method, budget, processor)
+    if adapter.family.own_grids and isinstance(method, UnitDropper):
+        return GridTower(adapter, method, budget)
+    return RowTower(adapter, method, budget)

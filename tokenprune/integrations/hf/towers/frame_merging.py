@@ -9,6 +9,7 @@ decoder's entry the tokens of all frames but the first of each leave, and those 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,11 +26,12 @@ from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.sequence.record import open_record
 from tokenprune.integrations.hf.sequence.segments import feature_total
-from tokenprune.integrations.hf.towers.base import GroupedTokens
+from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.shared.attachable import hidden_states, states, with_output
 from tokenprune.integrations.shared.towers.patch_grid import place
-from tokenprune.integrations.shared.towers.reducer import Block, TowerReducer, TowerRun, check_checkpointing
+from tokenprune.integrations.shared.towers.reducer import Host, Layout, TowerReducer, check_checkpointing
+from tokenprune.integrations.shared.towers.run import Block, TowerRun
 from tokenprune.integrations.shared.towers.tower_scores import block_observable
 from tokenprune.integrations.shared.towers.units import Units
 from tokenprune.kernels.observation import Observation
@@ -69,7 +71,21 @@ class FramesRun(TowerRun):
         self.units, self.left = replace(self.units, owner=owner, left=[sum(left)]), left
 
 
-class FrameMerging(TowerReducer, GroupedTokens):
+class FrameLayout(Layout):
+    """One frame per row. `frames` returns the number of frames of each video of a forward."""
+
+    begins = True
+
+    def __init__(self, method: FrameMerger, blocks: Sequence[Block], frames: Callable[[], list[int]]) -> None:
+        self.method, self.blocks, self.frames = method, blocks, frames
+
+    def begin(self, hidden: Tensor) -> TowerRun:
+        frames, (rows, width) = self.frames(), hidden.shape[:2]
+        units, plan = Units.packed(rows, 1, torch.device("cpu")), [None] * len(self.blocks)
+        return FramesRun(units, plan, sizes=frames, width=width, left=frames)
+
+
+class FrameMerging(TowerPart):
     """Has `method` merge frames in the tower of `adapter`'s model, and takes what it leaves out from the prompt.
 
     Raises UnsupportedSetupError for towers whose rows are no frames, BudgetError for a budget that is not one of a
@@ -79,8 +95,7 @@ class FrameMerging(TowerReducer, GroupedTokens):
     modalities = ("video",)
 
     def __init__(self, adapter: Adapter, method: FrameMerger, budget: Budget) -> None:
-        super().__init__()
-        self.belong(adapter, method, budget)
+        super().__init__(adapter, method, budget)
         self.merges = method.merges
         if budget.per != "image" or budget.flops_share is not None or budget.of_videos or budget.age is not None:
             raise BudgetError(
@@ -92,59 +107,59 @@ class FrameMerging(TowerReducer, GroupedTokens):
         self.protected = _CLASS_TOKENS[type(self.layers[0]).__name__]
         self.layer = getattr(adapter.config, "vision_feature_layer", -1)
         depth = self.layer if self.layer >= 0 else len(self.layers) + 1 + self.layer
-        self.blocks = [Block(layer, layer, layer) for layer in self.layers]
+        layout = FrameLayout(method, [Block(layer, layer, layer) for layer in self.layers], self._take_frames)
+        self.reducer = TowerReducer(layout, Host())
         self.mixed = method.blocks(depth)
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.observer = Observer(attention_of(self.layers[self.mixed[-1]]), self._observe)
 
     def _attach(self) -> None:
         self.attach_part(self.observer)
-        super()._attach()
+        self.attach_part(self.reducer)
         for index in self.mixed:
-            self.around(self.layers[index], None, partial(self._leave_mixed, index))
+            self.reducer.around(self.layers[index], self._enter_mixed, partial(self._leave_mixed, index))
         self.hook(self.encoder.register_forward_hook, self._leave_encoder)
         self.hook(self.tower.register_forward_hook, self._leave_tower)
 
-    def state(self) -> FramesRun | None:
-        state = states().get(self)
-        return state if isinstance(state, FramesRun) else None
+    def _state(self) -> FramesRun | None:
+        run = self.reducer.state()
+        assert run is None or isinstance(run, FramesRun)
+        return run
 
     # -- inside the tower
 
     def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
-        states().pop(self, None)  # what a call that failed may have left
+        self.reducer.end()  # what a call that failed may have left
         frames = self.adapter.video_frames(encoding.on_host) if encoding.modality == "video" else []
         if frames is None:
             raise UnsupportedSetupError(f"{self.method.name}: nothing tells how many frames these videos have")
         check_layer(self.method.name, self.layer, encoding.on_host)
         states()[self] = frames  # until the tower begins
-        output = encode(encoding)
+        try:
+            output = encode(encoding)
+        finally:
+            states().pop(self, None)
         self._leave_frames(encoding, output)
         return output
 
-    def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        hidden = hidden_states(args, kwargs)
-        if index == 0:
-            announced = states().get(self)
-            # A tower that is called by itself gets no frames of which it is known what they are.
-            frames = announced if isinstance(announced, list) else []
-            rows, width = hidden.shape[:2]
-            units, none = Units.packed(rows, 1, torch.device("cpu")), [None] * len(self.blocks)
-            states()[self] = FramesRun(units, none, sizes=frames, width=width, left=frames)
-        run = self.state()
-        if run is not None and run.sizes and index in self.mixed:
-            check_checkpointing(module, hidden)
-        return super()._enter_block(index, module, args, kwargs)
+    def _take_frames(self) -> list[int]:
+        """Return the number of frames of each video; empty if the tower is called outside of the encoder."""
+        return states().pop(self, None) or []
+
+    def _enter_mixed(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        run = self._state()
+        if run is not None and run.sizes:
+            check_checkpointing(module, hidden_states(args, kwargs))
 
     def _observe(self, observation: Observation) -> None:
-        run = self.state()
+        run = self._state()
         if run is not None and run.sizes:
             with torch.no_grad():
                 shown = block_observable(self.method.reads).of_patches(observation, self.protected)
             run.received = shown.float().mean(1)
 
     def _leave_mixed(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = self.state()
+        run = self._state()
         if run is None or not run.sizes:
             return None  # images, or a block that checkpointing runs again
         hidden = output[0] if isinstance(output, tuple) else output
@@ -163,12 +178,12 @@ class FrameMerging(TowerReducer, GroupedTokens):
         return with_output(lambda _: mixed, output)
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = self.state()
+        run = self._state()
         return None if run is None else with_output(run.units.full, output)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
         open_record(output)  # raises what cannot have one
-        run = self.state()
+        run = self._state()
         if run is not None:
             run.restore_states(output)
         return output
@@ -177,8 +192,8 @@ class FrameMerging(TowerReducer, GroupedTokens):
 
     def _leave_frames(self, encoding: Encoding, output: Any) -> None:
         """Write to the encoder's output what became of frames and tokens."""
-        run = self.state()
-        self.end()
+        run = self._state()
+        self.reducer.end()
         if run is None:
             return
         self.leave_tokens(output, [left * run.width for (left,) in run.counts])

@@ -80,3 +80,22 @@ def keep_one_per_group(
         return None
     # All tokens of a group are the same: the first is taken as it is, so that no rounding comes in.
     return Selection(keep, assign, keep.float(), counts) if merges else Selection(keep, counts=counts)
+
+
+def keep_units(segments: Segments, masks: dict[str, Tensor], kept: dict[str, list[Tensor]]) -> Selection | None:
+    """Return the selection that keeps the tokens of the kept units, or None if all are kept.
+
+    Args:
+        segments: The visual tokens of the call.
+        masks: Placeholders of each modality, bool `[B, L]` on the host.
+        kept: Mask of the kept features of each image, bool on the host.
+    """
+    if all(bool(image.all()) for images in kept.values() for image in images):
+        return None
+    stays = torch.ones_like(next(iter(masks.values())))
+    for modality, images in kept.items():
+        features, mask = torch.cat(images), masks[modality]
+        numbers = placeholder_to_feature(modality, mask, len(features))
+        stays[mask] = features[numbers[mask]]
+    keep = to_device(stays, segments.mask.device)[segments.row_index, segments.position] & segments.mask
+    return Selection(keep, counts=keep.sum(1).tolist())

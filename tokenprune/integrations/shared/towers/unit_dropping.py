@@ -7,20 +7,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.shared.attachable import hidden_states, states
-from tokenprune.integrations.shared.towers.merging import RowMerger
-from tokenprune.integrations.shared.towers.reducer import TowerReducer, TowerRun
-from tokenprune.integrations.shared.towers.squares import Squares
-from tokenprune.integrations.shared.towers.units import Units, WayBack
+from tokenprune.integrations.shared.towers.run import TowerRun
+from tokenprune.integrations.shared.towers.units import WayBack
 from tokenprune.kernels.merging import Merge
 from tokenprune.kernels.transfer import to_device
-from tokenprune.selection.sites.encoder import Tower
 from tokenprune.selection.sites.units import UnitDropper
 
 Grids = Sequence[tuple[int, int, int]]  # (frames, height, width) in units of each image or video
@@ -130,51 +125,3 @@ def dropping(stays: Tensor, order: Tensor | None, device: torch.device) -> Merge
     `TowerRun`."""
     stays = stays if order is None else stays[order.cpu()]
     return Merge.dropping(to_device(stays[None], device), [int(stays.sum())])
-
-
-# -- towers whose images or tiles have rows of their own: as many units of each leave, so that no row is padded
-
-
-class RowDropper(RowMerger):
-    """Ahead of the class by which an engine merges, has `method` drop units instead. A class token stays."""
-
-    middle = False
-    method: UnitDropper
-
-    def most(self, rows: int, shape: Tower) -> list[int]:
-        """Return how many units of each of `rows` may stay. shape: of the tower for these rows."""
-        return [shape.left(self.budget)] * rows
-
-    def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if index == 0:
-            states()[self] = self.begin(hidden_states(args, kwargs))
-        return TowerReducer._enter_block(self, index, module, args, kwargs)
-
-    def begin(self, entered: Tensor) -> TowerRun:
-        """Return the state of a forward, of whose first block `entered` is the input, `[rows, tokens, D]`."""
-        rows, count = entered.shape[:2]
-        run = TowerRun(Units.of(rows, count, entered.device), [None] * len(self.blocks))
-        squares = self.squares or Squares(1, self.shape.protected)
-        shape = self.shape.of(count if self.squares is None else squares.count(count))
-        units, most = shape.patches, self.most(rows, shape)
-        side = math.isqrt(units)
-        if min(most) >= units:
-            return run
-
-        def fold(hidden: Tensor) -> Tensor:
-            order = squares.order(count, hidden.device)
-            return squares.fold(hidden, order).reshape(rows * units, squares.size, -1)
-
-        def choose(x: Tensor, size: int) -> Merge:
-            stays = choose_units(self.method, x, [(1, side, units // side)] * rows, most, size)
-            merge = Merge.dropping(to_device(stays.view(rows, units), x.device), most)
-            return squares.spread(merge, squares.order(count, x.device))
-
-        block = self.method.block(shape.read)
-        run.drops = choosing(self.method, block, fold, choose)
-        if not self.method.removes:
-            come_back(run, self.method, block, shape.read, [count] * rows)
-        return run
-
-    def merge_of(self, index: int, run: TowerRun) -> Merge | None:
-        return TowerReducer.merge_of(self, index, run)

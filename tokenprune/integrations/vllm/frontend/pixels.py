@@ -125,7 +125,7 @@ class Shrinker:
             raise OptionError(str(error)) from error
 
 
-# -- methods that decide by pixels which units of patches enter the tower; it drops the others, see worker/packed.py
+# -- methods that decide by pixels which units of patches enter the tower; worker/tower_packed.py drops the others
 
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 

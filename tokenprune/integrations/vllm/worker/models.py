@@ -29,7 +29,7 @@ from tokenprune.integrations.vllm.worker.requests import of_batch
 from tokenprune.integrations.vllm.worker.rows import AwaitedRows
 from tokenprune.integrations.vllm.worker.runner import prepare_runner
 from tokenprune.integrations.vllm.worker.tower import TowerReader
-from tokenprune.integrations.vllm.worker.tower_merging import stretches
+from tokenprune.integrations.vllm.worker.tower_rows import stretches
 from tokenprune.integrations.vllm.worker.tower_treatments import TowerResult, tower_treatment
 from tokenprune.integrations.vllm.worker.weights import mapper
 from tokenprune.kernels.transfer import to_device

@@ -16,12 +16,11 @@ from tokenprune.integrations.shared.abilities import reads_tower
 from tokenprune.integrations.shared.towers.tower_scores import Encoded
 from tokenprune.integrations.shared.towers.tower_scores import Seen as BlockScores
 from tokenprune.integrations.vllm.settings.plan import Plan
-from tokenprune.integrations.vllm.settings.tower_items import crops
-from tokenprune.integrations.vllm.worker.packed import PackedTowerMerger, UnitDropping, dropping_plan
 from tokenprune.integrations.vllm.worker.tower import TowerReader
-from tokenprune.integrations.vllm.worker.tower_merging import TileDropping, TileTowerMerger, TowerMerger, merging
+from tokenprune.integrations.vllm.worker.tower_packed import PackedTower, dropping_plan
+from tokenprune.integrations.vllm.worker.tower_rows import RowTower, merging
 from tokenprune.selection.method import Pruner
-from tokenprune.selection.sites.encoder import EncoderMethod
+from tokenprune.selection.sites.encoder import TowerMethod
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class ReducedTower:
     """Has tokens merge, or units leave, in the tower, as `part` does within its context."""
 
     plans: Sequence[Plan]
-    part: TowerMerger | PackedTowerMerger | TileTowerMerger | UnitDropping | TileDropping
+    part: RowTower | PackedTower
 
     def running(self) -> AbstractContextManager[Any]:
         return self.part
@@ -106,20 +105,6 @@ class ReadTower:
                 yield TowerResult(encoded=encoded)
 
 
-def _merger(
-    model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any]
-) -> TowerMerger | PackedTowerMerger | TileTowerMerger:
-    """Return the merger for the tower of vLLM's `model`. All plans have the same setting. Afterwards its `kept` holds
-    the rows that stay, of all items end to end, and `left` how many these are."""
-    method, keep = plans[0].setting.method, plans[0].setting.keep
-    assert isinstance(method, EncoderMethod)  # see `merging`
-    if model.tokenprune_family.units:
-        return PackedTowerMerger(model, method, keep)
-    if crops(model.config):
-        return TileTowerMerger(model, method, plans, kwargs)
-    return TowerMerger(model, method, keep)
-
-
 def _reading_method(plan: Plan) -> Pruner | None:
     """Return the method of a plan that reads the tower; None if it reads nothing there."""
     method = plan.setting.method
@@ -134,11 +119,12 @@ def tower_treatment(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any]
 
     kwargs: arguments of `embed_multimodal`.
     """
-    if plans and merging(plans[0]):
-        return ReducedTower(plans, _merger(model, plans, kwargs))
-    if plans and dropping_plan(plans[0]):
-        packed = model.tokenprune_family.units
-        return ReducedTower(plans, UnitDropping(model.visual, plans) if packed else TileDropping(model, plans))
+    if plans and (merging(plans[0]) or dropping_plan(plans[0])):
+        method = plans[0].setting.method if merging(plans[0]) else plans[0].setting.acting
+        assert isinstance(method, TowerMethod)
+        if model.tokenprune_family.units:
+            return ReducedTower(plans, PackedTower(model, method, plans))
+        return ReducedTower(plans, RowTower(model, method, plans, kwargs))
     if any(_reading_method(plan) for plan in plans):
         return ReadTower(model.tokenprune_tower, plans, kwargs, modality)
     return PlainTower(plans)

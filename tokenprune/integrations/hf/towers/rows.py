@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging inside towers whose images have rows of their own (CLIP, SigLIP and their like, InternVL); see base.py for
-what lies behind.
+"""Merge or drop units inside towers with one image or tile per row (CLIP, SigLIP and variants, InternVL).
 
-Where a square of patches becomes one visual token after the tower (`Family.unit_side`), such units merge as
-wholes, patch by patch (squares.py).
+If a square of patches becomes one visual token after the tower (`Family.unit_side`), squares merge patch by patch
+(squares.py).
 """
 
 from __future__ import annotations
@@ -19,19 +18,23 @@ from tokenprune.budgets import Budget
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
+from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.hf.towers.base import TowerPatch
+from tokenprune.integrations.hf.towers.base import TowerPart, check_bias, not_traced
 from tokenprune.integrations.hf.towers.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.hf.towers.merge_map import feature_groups
-from tokenprune.integrations.shared.attachable import states, with_output
-from tokenprune.integrations.shared.towers.merging import RowMerger
+from tokenprune.integrations.hf.towers.tiles import TileGoals
+from tokenprune.integrations.shared.attachable import with_output
 from tokenprune.integrations.shared.towers.packed_features import PackRecorder, take_packed
 from tokenprune.integrations.shared.towers.patch_grid import patches_of
-from tokenprune.integrations.shared.towers.reducer import Block, TowerRun
+from tokenprune.integrations.shared.towers.reducer import Host, TowerReducer
+from tokenprune.integrations.shared.towers.rows import RowLayout, TileLayout
+from tokenprune.integrations.shared.towers.run import Block, TowerRun
 from tokenprune.integrations.shared.towers.squares import Squares
 from tokenprune.integrations.shared.towers.tower_scores import block_observable
 from tokenprune.kernels.observation import Observation
-from tokenprune.selection.sites.encoder import Tower, TowerMethod
+from tokenprune.selection.sites.encoder import EncoderMethod, Tower, TowerMethod
+from tokenprune.selection.sites.units import UnitDropper
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,17 @@ _KINDS = {
 }
 
 
-class EncoderPatch(RowMerger, TowerPatch):
-    """Merges inside the tower of `adapter`'s model, and tells which visual tokens became one.
+class RowTower(TowerPart):
+    """Merges or drops units inside the tower of a model, and records the groups of merged visual tokens.
 
-    Raises UnsupportedSetupError for towers and projectors whose tokens cannot be merged, and for attention back ends
-    that take no bias; BudgetError for a budget that cannot be reached.
+    Raises:
+        UnsupportedSetupError: If the tower or projector is not supported, or attention takes no bias.
+        BudgetError: If the budget cannot be reached.
+        OptionError: If the method names a block that does not exist, or whose output is not read.
     """
 
-    shows = True
-    traced = ("image",)  # frames of videos are pooled after the tower
-
     def __init__(self, adapter: Adapter, method: TowerMethod, budget: Budget) -> None:
+        super().__init__(adapter, method, budget)
         knows = f"{method.name} knows the vision towers CLIP, SigLIP (and its like in Idefics3 and SmolVLM), InternVL "
         self.tower, self.encoder, layers = find_blocks(adapter, _KINDS, knows + "and Qwen-VL of transformers")
         self.layer = getattr(adapter.config, "vision_feature_layer", -1)
@@ -78,29 +81,40 @@ class EncoderPatch(RowMerger, TowerPatch):
         if side > 1:
             squares = Squares(side, block.protected)
             shape = Tower(squares.count(tokens), 0, len(layers), read, self.tower, squares.size)
-        super().__init__(method, budget, blocks, shape, squares)
-        self.belong(adapter, method, budget)
-        self.merges = not (method.reads or method.drops)
+        self.packs = hasattr(adapter.base, "pack_image_features")
+        self.goals: TileGoals | None = None
+        if self.packs and isinstance(method, EncoderMethod):
+            self.goals = TileGoals(adapter, method, budget, shape)
+            self.layout: RowLayout = TileLayout(method, budget, blocks, shape, squares, self.goals.take)
+        else:
+            self.layout = RowLayout(method, budget, blocks, shape, squares, shows=True)
+        self.reducer = TowerReducer(self.layout, Host())
+        self.uneven = method.ragged or (self.goals is not None and self.goals.exact)
+        self.merges = not (method.reads or method.drops or isinstance(method, UnitDropper))
         self.observers = [
             Observer(attention_of(layer), partial(self._observe, index)) for index, layer in enumerate(layers)
         ]
         self._check_attention()
+        if isinstance(method, UnitDropper):
+            method.checked_block(read)
 
     def _check_attention(self) -> None:
-        self.check_bias(self.observers[0].config)
+        check_bias(self.method, self.observers[0].config, self.uneven)
 
     def _attach(self) -> None:
-        super()._attach()
+        self.attach_part(self.reducer)
         for observer in self.observers:
             self.attach_part(observer)
         self.hook(self.tower.register_forward_pre_hook, self._enter_tower)
         self.hook(self.encoder.register_forward_hook, self._leave_encoder)
         self.hook(self.tower.register_forward_hook, self._leave_tower)
-        if hasattr(self.adapter.base, "pack_image_features"):
+        if self.packs:
             self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
 
+    # -- attention
+
     def _observe(self, index: int, observation: Observation) -> Tensor | None:
-        run = states().get(self)
+        run = self.reducer.state()
         if run is None:
             return None
         if run.plan[index] is not None:
@@ -110,15 +124,20 @@ class EncoderPatch(RowMerger, TowerPatch):
         return run.bias
 
     def _shown(self, observation: Observation, padding: Tensor | None) -> Tensor:
-        """Return what the method reads of a block."""
+        """Return the observable of a block that the method reads."""
         if padding is not None:
             padding = padding.expand(-1, -1, observation.query.shape[2], -1)
             observation = replace(observation, mask=padding, causal=False)
         with torch.no_grad():
-            return block_observable(self.method.reads).of_patches(observation, self.shape.protected).float()
+            return block_observable(self.method.reads).of_patches(observation, self.layout.shape.protected).float()
 
     def _note_masked(self, run: TowerRun, observation: Observation, mask: Tensor) -> None:
-        """Give masked patches the weight 0: they weigh nothing in a mean, and stay masked."""
+        """Give masked patches the weight 0, so that they do not count in a mean, and stay masked."""
+        if isinstance(self.method, UnitDropper):
+            raise UnsupportedSetupError(
+                f"{self.method.name}: some patches of these images are padding, which units that leave would mix with "
+                "others; use a method that acts after the tower, such as divprune"
+            )
         if mask.ndim != 4:
             raise UnsupportedSetupError(
                 f"{self.method.name}: some patches of these images are padding, and attention of this kind takes no "
@@ -129,34 +148,40 @@ class EncoderPatch(RowMerger, TowerPatch):
         seen = observation.visible(first.expand(rows, 1))[:, 0, 0]
         run.units = replace(run.units, weight=seen.float().expand(rows, -1), masked=True)
 
-    # -- the tower's outside contract
+    # -- input and output of the tower
 
     def _enter_tower(self, module: nn.Module, args: tuple) -> None:
         self._check_attention()  # it may have been changed after the patch
-        take_packed()  # what a call that failed may have left
-        self.end()
+        take_packed()  # a failed call may have left some
+        self.reducer.end()
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = self.state()
+        run = self.reducer.state()
         assert run is not None  # the first block made it
         return with_output(run.units.full, output)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = self.end()
+        run = self.reducer.end()
         assert run is not None  # see `_leave_encoder`
-        owners = [*run.history, run.units][self.shape.read].owner
-        owners = owners if self.squares is None else self.squares.owners(owners)
+        squares, owners = self.layout.squares, [*run.history, run.units][self.layout.shape.read].owner
+        owners = owners if squares is None else squares.owners(owners)
         self.leave_tokens(output, [sum(rows) for rows in run.counts], owners)
         run.restore_states(output)
         return output
 
-    # -- after the tower
+    # -- the encoder
 
-    def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor]:
-        check_layer(self.method.name, self.layer, arguments)
+    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
+        if self.goals is not None:
+            self.goals.note(encoding)
+        if encoding.modality != "image":  # frames of videos are pooled after the tower
+            raise not_traced(self.method, self.adapter, encoding.modality)
+        output = encode(encoding)
+        check_layer(self.method.name, self.layer, encoding.on_host)
         owners, groups = record_of(output).owners, None
         if isinstance(owners, Tensor):
-            groups = feature_groups(owners, output.pooler_output, self.shape.protected)
+            groups = feature_groups(owners, output.pooler_output, self.layout.shape.protected)
         if groups is None:
-            raise self.not_traced(modality)
-        return groups
+            raise not_traced(self.method, self.adapter, encoding.modality)
+        self.leave_groups(output, groups)
+        return output

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging inside the towers of models that crop tiles after them, and set rows apart by newlines (LLaVA-NeXT,
-LLaVA-OneVision): each tile has its goal, see `integrations.shared.tile_goals`."""
+"""Goals of tiles, for models that crop tiles after the tower and add newline tokens (LLaVA-NeXT, LLaVA-OneVision)."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,53 +12,50 @@ from torch import Tensor
 
 from tokenprune.budgets import Budget
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.part import Encode, Encoding
+from tokenprune.integrations.hf.forward.part import Encoding
 from tokenprune.integrations.hf.towers.base import ThreadKey
-from tokenprune.integrations.hf.towers.merging import EncoderPatch
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, newline_number, numbered
-from tokenprune.integrations.shared.towers.parts import Plan
-from tokenprune.integrations.shared.towers.tile_goals import Goal, goals_of, parts_of_tiles
-from tokenprune.selection.sites.encoder import EncoderMethod
+from tokenprune.integrations.shared.towers.tile_goals import Goal, goals_of
+from tokenprune.selection.sites.encoder import EncoderMethod, Tower
 
 
-class TilePatch(EncoderPatch):
-    """Merges in the tower so that each image, of however many tiles, is left with what the budget says.
+class TileGoals:
+    """Computes how many patches each tile keeps, so that each image keeps the tokens of its budget.
 
-    Raises what `EncoderPatch` does, and BudgetError where a budget leaves no patch of a tile beside the newlines.
+    Attributes:
+        exact: False if the method decides the number of kept tokens; there are no goals then.
     """
 
-    shows = False  # newlines stand between its tokens, and tiles overlap
+    def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget, shape: Tower) -> None:
+        self.adapter, self.method, self.budget, self.shape = adapter, method, budget, shape
+        self.exact = method.inexact is None
+        self.key = ThreadKey()
 
-    def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget) -> None:
-        self.exact = method.inexact is None  # else how many tokens are left is the method's own affair
-        super().__init__(adapter, method, budget)
-        self.key = ThreadKey()  # of the goals of images
+    def note(self, encoding: Encoding) -> None:
+        """Compute the goals of an encoder call and keep them for this thread.
 
-    @property
-    def uneven(self) -> bool:
-        return self.exact or super().uneven
-
-    def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
+        Raises:
+            BudgetError: If a tile would keep no patch beside the newlines.
+        """
         states().pop(self.key, None)
-        if encoding.modality == "image" and self.exact and encoding.on_host.get("image_sizes") is not None:
-            tiles, packed = pack_numbers(self.adapter, encoding.on_host, self.shape.patches)
-            states()[self.key] = [
-                goal
-                for count, image in zip(tiles, packed.images, strict=True)
-                for goal in self._goals(packed, image, count)
-            ]
-        return super().around_encode(encode, encoding)
+        if encoding.modality != "image" or not self.exact or encoding.on_host.get("image_sizes") is None:
+            return
+        counts, packed = pack_numbers(self.adapter, encoding.on_host, self.shape.patches)
+        states()[self.key] = [
+            goal
+            for count, image in zip(counts, packed.images, strict=True)
+            for goal in self._goals(packed, image, count)
+        ]
+
+    def take(self, rows: int) -> list[Goal] | None:
+        """Return the goals of `rows` tiles and forget them; None if there are none."""
+        goals = states().pop(self.key, None)
+        return None if goals is None or len(goals) != rows else goals
 
     def _goals(self, packed: PackedFeatures, image: Tensor, tiles: int) -> list[Goal]:
         left, asked = self.budget.resolve_keep(len(image)), f"{self.method.name}: {self.budget.short()}"
         return goals_of(packed, image, tiles, left, self.shape.read, asked)
-
-    def plan_of(self, rows: int, count: int) -> Plan:
-        goals = states().pop(self.key, None)
-        if goals is None or len(goals) != rows or count != self.shape.tokens:
-            return super().plan_of(rows, count)
-        return parts_of_tiles(goals, self.shape, partial(self.method.plan, self.budget)).plan(len(self.blocks))
 
 
 def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> tuple[list[int], PackedFeatures]:

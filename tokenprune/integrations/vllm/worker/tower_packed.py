@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merge or drop units inside towers that pack the patches of all images into one sequence (Qwen2-VL to Qwen3.5, GLM).
+
+The layout is shared with transformers (shared/towers/packed.py); this file reads the inputs of vLLM's towers. Fused
+attention takes no bias, so after the first merge proportional attention runs in PyTorch. All hooks last for one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.shared.attachable import Attachable
+from tokenprune.integrations.shared.towers.packed import PackedLayout, first_units
+from tokenprune.integrations.shared.towers.reducer import Host, TowerReducer
+from tokenprune.integrations.shared.towers.run import TowerRun
+from tokenprune.integrations.shared.towers.units import mean_of_groups
+from tokenprune.integrations.vllm.settings.plan import Plan
+from tokenprune.integrations.vllm.settings.towers import served_tower
+from tokenprune.integrations.vllm.worker.tower import all_heads, attend, attentions_of
+from tokenprune.selection.sites.encoder import TowerMethod
+from tokenprune.selection.sites.units import UnitDropper
+
+
+class ForwardHost(Host):
+    """vLLM, which calls `forward` of some modules directly and bypasses hooks; `forward` is wrapped instead."""
+
+    def __init__(self, adds_in_place: bool = False) -> None:
+        self.adds_in_place = adds_in_place
+
+    def around(
+        self, part: Attachable, module: nn.Module, before: Callable | None, after: Callable | None, last: bool
+    ) -> None:
+        part.wrap(module, "forward", partial(partial, _around, module, before, after))
+
+
+def _around(
+    module: nn.Module, before: Callable | None, after: Callable | None, forward: Any, *args: Any, **kwargs: Any
+) -> Any:
+    changed = None if before is None else before(module, args, kwargs)
+    args, kwargs = (args, kwargs) if changed is None else changed
+    output = forward(*args, **kwargs)
+    changed = None if after is None else after(module, args, output)
+    return output if changed is None else changed
+
+
+class PackedTower(Attachable):
+    """Merges or drops units in the tower of a vLLM model while it is attached.
+
+    Attributes:
+        plans: Plans of the items of one call, in the order of the tower's sequence. One forward treats them alike.
+        kept: After a forward, mask of the kept units of all items; True for the first unit of each merged group.
+        left: Number of kept units.
+    """
+
+    def __init__(self, model: Any, method: TowerMethod, plans: Sequence[Plan]) -> None:
+        super().__init__()
+        self.tower, self.method, self.plans = model.visual, method, plans
+        drops, keep = isinstance(method, UnitDropper), plans[0].setting.keep
+        shape = None if drops else served_tower(method, model.config)
+        self.layout = PackedLayout(self.tower, method, False, keep, shape)
+        self.reducer = TowerReducer(self.layout, ForwardHost())
+        self.attentions = [] if drops else attentions_of(model)
+        self.kept: Tensor | None = None
+        self.left = 0
+
+    def _attach(self) -> None:
+        self.attach_part(self.reducer)
+        self.wrap(self.tower, "prepare_encoder_metadata", partial(partial, self._describe))
+        self.layout.attach(self.reducer)
+        for index, attention in enumerate(self.attentions):
+            self.reducer.around(self.tower.blocks[index].attn.qkv, None, partial(self._note_keys, index))
+            self.wrap(attention, "forward", partial(partial, self._attend, attention))
+        self.reducer.around(self.tower, None, self._leave_tower)
+
+    @property
+    def run(self) -> TowerRun:
+        """The state of the current forward."""
+        run = self.reducer.state()
+        assert run is not None  # `_describe` makes it, before the first block
+        return run
+
+    def _describe(self, prepare: Callable[..., dict[str, Any]], grid_thw: Any, *args: Any, **kwargs: Any) -> Any:
+        known = prepare(grid_thw, *args, **kwargs)
+        if any(known.get(f"sequence_lengths{which}") is not None for which in ("", "_full", "_window")):
+            drops = isinstance(self.method, UnitDropper)
+            refused = "units cannot be dropped inside" if drops else f"{self.method.name} does not merge in"
+            raise UnsupportedSetupError(
+                f"{refused} a vision tower that attends by FlashInfer, which takes lengths in a form of its own: "
+                "start with --mm-encoder-attn-backend FLASH_ATTN, or use a method after the tower, such as divprune"
+            )
+        order = known.get("window_index")  # Qwen2.5-VL groups its units by window
+        grids, device = self.layout.grids(grid_thw), known["rotary_pos_emb_cos"].device
+        if isinstance(self.method, UnitDropper):
+            # If the method reads pixels, the front end chose the units (frontend/pixels.py).
+            chosen = None if self.plans[0].kept is None else torch.cat([plan.mask for plan in self.plans])
+            num_kept = [sum(plan.keep) for plan in self.plans]
+            run = self.layout.begin_dropping(self.method, grids, num_kept, lambda: order, device, chosen)
+        else:
+            run = self.layout.begin_merging(self.method, grids, order, device)
+        self.reducer.start(run)
+        return known
+
+    # -- hooks of the blocks
+
+    def _note_keys(self, index: int, module: nn.Module, args: tuple, output: Any) -> None:
+        """Record the keys before the rotary embedding, so that units are compared by content, not by position."""
+        if self.run.plan[index] is not None:
+            attention, qkv = self.tower.blocks[index].attn, output[0] if isinstance(output, tuple) else output
+            if hasattr(attention, "split_qkv"):  # Qwen2-VL, whose weights may be cut anywhere between devices
+                keys = attention.split_qkv(qkv)[1].flatten(0, 1)
+            else:
+                keys = qkv.view(len(qkv), 3, attention.num_attention_heads_per_partition, -1)[:, 1]
+            self.run.keys = all_heads(keys, self.tower.num_heads).float().mean(1)
+
+    def _attend(
+        self, attention: Any, fused: Any, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **rest: Any
+    ) -> Tensor:
+        if (bias := self.run.bias) is None:
+            return fused(query=query, key=key, value=value, cu_seqlens=cu_seqlens, **rest)
+        return attend(attention, bias, query, key, value, cu_seqlens.diff().tolist())
+
+    # -- the output
+
+    def _leave_tower(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        """Record the kept units, and average the features of deepstack layers over each merged unit."""
+        run = self.run
+        if isinstance(self.method, UnitDropper):
+            assert run.kept is not None  # units were chosen
+            self.kept = torch.cat(run.kept)
+            self.left = int(self.kept.sum())
+            return output
+        owners = run.owners()
+        self.left += sum(run.units.left)
+        firsts = first_units(owners)
+        self.kept = torch.cat([first == torch.arange(len(first), device=first.device) for first in firsts])
+        width = output.shape[1] // len(self.layout.mergers)
+        main, deeper = output[:, :width], output[:, width:]
+        if not deeper.shape[1] or self.method.drops:
+            return output
+        return torch.cat([main, mean_of_groups(deeper, torch.cat(owners))], dim=1)
+
+
+def dropping_plan(plan: Plan) -> bool:
+    """Return whether the tower drops units of an item."""
+    return plan.reduces and isinstance(plan.setting.method, UnitDropper)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merge or drop units inside towers with one image or tile per row.
+
+All rows of a tower have the same size. A visual token is a patch (LLaVA-1.5) or a square of patches (pixel shuffle and
+pooling: Idefics3, SmolVLM, InternVL, Gemma 3); squares merge patch by patch. So the number of kept tokens is known
+before the tower runs. If tiles are cropped after the tower (LLaVA-NeXT, LLaVA-OneVision), each tile has a goal.
+
+Fused attention takes no bias, so attention runs in PyTorch while tokens are merged proportionally, or rows are padded.
+All hooks last for one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.budgets import Budget
+from tokenprune.errors import PlaceholderMismatchError
+from tokenprune.integrations.shared.attachable import Attachable
+from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, first_of_group
+from tokenprune.integrations.shared.towers.parts import PartMatcher
+from tokenprune.integrations.shared.towers.reducer import TowerReducer
+from tokenprune.integrations.shared.towers.rows import RowLayout, TileLayout
+from tokenprune.integrations.shared.towers.run import Block
+from tokenprune.integrations.shared.towers.tile_goals import Goal
+from tokenprune.integrations.vllm.settings.plan import Plan
+from tokenprune.integrations.vllm.settings.tower_items import crops, goals_of_image, pack
+from tokenprune.integrations.vllm.settings.towers import heads_of, merges_in_tower, served_tower, units_of
+from tokenprune.integrations.vllm.worker.tower import all_heads, attend, attentions_of, blocks_of, heads_first
+from tokenprune.integrations.vllm.worker.tower_packed import ForwardHost, dropping_plan
+from tokenprune.models.families import tower_kind
+from tokenprune.selection.sites.encoder import Tower, TowerMethod
+from tokenprune.selection.sites.units import UnitDropper
+
+# Names in a block, where they are not those of CLIP and SigLIP: the second norm, and what scales the MLP's output.
+_NAMES = {"internvl_vision": ("layernorm_after", "lambda_2"), "intern_vit_6b": ("norm2", "ls2")}
+
+
+def stretches(plans: Sequence[Plan]) -> list[tuple[int, int]]:
+    """Split a call's plans into pieces that the tower treats alike; return (start, end) of each, at least one."""
+    pieces, start = [], 0
+    if len(plans) < 2:
+        return [(0, len(plans))]
+    for _, group in groupby(plans, key=_treatment):
+        pieces.append((start, start := start + len(list(group))))
+    return pieces
+
+
+def _treatment(plan: Plan) -> Any:
+    """Return what is equal for items that one forward of the tower may reduce together."""
+    drops, method = dropping_plan(plan), plan.setting.method
+    if merging(plan) or (drops and plan.kept is None):
+        return plan.setting.as_dict()
+    late = drops and isinstance(method, UnitDropper) and type(method).block is not UnitDropper.block
+    return plan.setting.acting if late else drops  # else at the first block, whatever chose
+
+
+def merging(plan: Plan) -> bool:
+    return plan.reduces and merges_in_tower(plan.setting.method)
+
+
+class RowTower(Attachable):
+    """Merges or drops units in the tower of a vLLM model while it is attached.
+
+    Attributes:
+        plans: Plans of the items of one call, in the order of the tower's rows. One forward treats them alike.
+        kept: After a forward, mask of the kept units of all items; True for the first unit of each merged group.
+        left: Number of kept units.
+    """
+
+    def __init__(self, model: Any, method: TowerMethod, plans: Sequence[Plan], kwargs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.plans, layers = plans, blocks_of(model)
+        self.heads, self.attentions = heads_of(model.config.vision_config), attentions_of(model)
+        self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
+        norm, scale = _NAMES.get(tower_kind(model.config) or "", ("layer_norm2", ""))
+        blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
+        budget, shape = Budget.of_checked(plans[0].setting.keep), served_tower(method, model.config)
+        squares = units_of(model.config)
+        self.packed: list[tuple[int, PackedFeatures]] = []  # number of tiles and packing of each image
+        if crops(model.config) and not isinstance(method, UnitDropper):
+            self.layout: RowLayout = TileLayout(method, budget, blocks, shape, squares, self._take_goals)
+            self.goals = self._find_goals(model, kwargs)
+        else:
+            self.layout = RowLayout(method, budget, blocks, shape, squares, num_kept=self._num_kept)
+        self.reducer = TowerReducer(self.layout, ForwardHost(adds_in_place=True))  # SigLIP does
+        self.kept: Tensor | None = None
+        self.left = 0
+
+    def _attach(self) -> None:
+        self.attach_part(self.reducer)
+        for index, attention in enumerate(self.attentions):
+            self.wrap(attention, "forward", partial(partial, self._attend, index, attention))
+        self.hook(self.encoder.register_forward_hook, self._leave_encoder)
+
+    # -- kept units per row
+
+    def _num_kept(self, rows: int, shape: Tower) -> Sequence[int]:
+        if [count for plan in self.plans for count in plan.counts] != [shape.patches] * rows:
+            raise PlaceholderMismatchError(f"the tower got {rows} rows of {shape.patches} units, others than planned")
+        return [keep for plan in self.plans for keep in plan.keep]
+
+    def _find_goals(self, model: Any, kwargs: Mapping[str, Any]) -> list[Goal]:
+        """Return the goals of all tiles, from the plans of their images. `kwargs` are those of `embed_multimodal`."""
+        goals: list[Goal] = []
+        for plan, tiles, size in zip(self.plans, kwargs["pixel_values"], kwargs["image_sizes"], strict=True):
+            count, shape = len(tiles), torch.as_tensor(size, device="cpu")
+            packed = pack(type(model), model.config, shape, count, self.layout.shape.patches)
+            self.packed.append((count, packed))
+            goals += goals_of_image(packed, count, sum(plan.keep), plan.setting, model.config)
+        return goals
+
+    def _take_goals(self, rows: int) -> Sequence[Goal]:
+        if rows != len(self.goals):
+            raise PlaceholderMismatchError(f"the tower got {rows} tiles of images that have {len(self.goals)}")
+        return self.goals
+
+    # -- hooks
+
+    def _attend(self, index: int, attention: Any, fused: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        run = self.reducer.state()
+        assert run is not None  # the first block made it
+        if run.plan[index] is not None:
+            run.keys = all_heads(heads_first(key, attention.num_heads), self.heads)
+        if run.bias is None:
+            return fused(query, key, value)
+        return attend(attention, run.bias, query, key, value)
+
+    def _leave_encoder(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        run = self.reducer.end()
+        assert run is not None  # the blocks ran
+        owners, squares, protected = run.units.owner, self.layout.squares, self.layout.shape.protected
+        if squares is None:
+            first = first_of_group(owners[:, protected:], owners.shape[1])
+            left = [count - protected for count in run.units.left]
+        else:
+            first = squares.owners(owners)
+            left = squares.left(run.units.left) or []
+        if run.parts is not None:
+            self._note_tiles(run.parts, first)
+        else:
+            self.left += sum(left)
+            self.kept = (first == torch.arange(first.shape[1], device=first.device)).flatten()
+        return run.units.full(output)
+
+    def _note_tiles(self, parts: PartMatcher, first: Tensor) -> None:
+        """Set `kept` and `left` of images that are split into tiles.
+
+        Args:
+            parts: State of the matcher at the end of the tower.
+            first: Index of the first patch in the group of each patch, long `[tiles, patches]`.
+        """
+        self.left = sum(parts.left[::2])  # parts alternate: shown patches of a tile, cropped patches
+        kept, sizes = [], [count for count, _ in self.packed]
+        for tiles, (_, packed) in zip(first.split(sizes), self.packed, strict=True):
+            (image,) = packed.images
+            found = packed.follow(tiles, image)
+            kept.append(found == torch.arange(len(found), device=found.device))
+            self.left += len(image) - int((packed.numbers(image) >= 0).sum())  # newlines stay
+        self.kept = torch.cat(kept)
