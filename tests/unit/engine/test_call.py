@@ -21,10 +21,10 @@ from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.forward.context import _NO_SEGMENTS, Call, OnHost
-from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Plan, Step, plan_cuts
+from tokenprune.integrations.hf.forward.token_state import TokenState
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.attachment import attachment_of
@@ -164,7 +164,7 @@ def test_a_call_within_a_call_has_states_of_its_own(method: str, options: dict[s
 
 
 def test_asking_what_layers_are_handed_leaves_the_call_as_it_is():
-    call = Call({}, held=HeldTokens(_NO_SEGMENTS, layout_of([0, 2], [1, 2], length=3)))
+    call = Call({}, state=TokenState(_NO_SEGMENTS, layout_of([0, 2], [1, 2], length=3)))
     call.groups.append(call.group(0))
     before = list(call.groups)
     one, other = call.group(1), call.group(1)
@@ -203,7 +203,7 @@ def test_a_plan_is_a_value():
     plan = plan_of(step(1, 0.5), step(2, 1.0), step(3, 0.5))
     assert plan.cuts == {1, 3} and plan.kept == [2, 1, 2] and plan.text == [8, 1]
     assert [stage.arrived for stage in plan.stages] == [[8, 4, 8], [4, 2, 4]]
-    again = plan.stage(step(3, 0.5), [8, 4, 8], [8, 4, 8])
+    again = plan.stage(step(3, 0.5), [8, 4, 8])
     assert again.kept == [4, 2, 4] and plan.kept == [2, 1, 2]
     with pytest.raises(AttributeError):
         plan.text = []

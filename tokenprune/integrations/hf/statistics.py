@@ -94,11 +94,11 @@ def stats_after(call: Call, cache: Any) -> Stats | None:
         note_bytes(report.stats, call, cache, report.length, len(report.tokens))
         report.stats.defer(report.add_closed_forms)
         if call.active and (ends := call.host.visual_ends):
-            report.stats.defer(partial(_note_lost_ends, call.held.layout, ends))
+            report.stats.defer(partial(_note_lost_ends, call.state.layout, ends))
         return report.stats
     if (decode := call.cached.decode) is None:
         return None
-    note_bytes(decode.stats, call, cache, call.held.layout.length, len(decode.visual))
+    note_bytes(decode.stats, call, cache, call.state.layout.length, len(decode.visual))
     return decode.stats
 
 

@@ -188,7 +188,7 @@ class BlockAttention(Part):
                 f"{self.method.name} does not compute attention with {', '.join(foreign)}, which layer {layer} of "
                 f"{self.adapter.config.model_type!r} asks for; keep it as it is with dense_layers=[{layer}]"
             )
-        ids, rows = plan.at(call.held.layout if call.active else None, call.groups[-1].first if call.groups else 0)
+        ids, rows = plan.at(call.state.layout if call.active else None, call.groups[-1].first if call.groups else 0)
         # A cache of fixed length has room after the prompt.
         key, value = key[:, :, : ids.shape[1]], value[:, :, : ids.shape[1]]
         scale, dropout = kwargs["scaling"], kwargs.get("dropout", 0.0)

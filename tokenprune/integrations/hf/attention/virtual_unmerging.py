@@ -154,11 +154,11 @@ class VirtualUnmerging(Part):
                 'call model.gradient_checkpointing_disable(), or use vtu="off"'
             )
         batch, length = inputs.embeds.shape[:2]
-        segments = call.held.segments.to(merged.selection.keep.device)
+        segments = call.state.segments.to(merged.selection.keep.device)
         unmerged = Unmerged.of(merged.selection, segments, batch, length, call.host.padding_to_drop)
         # They stay one for the decoder's weights, but not for its attention and cache.
         call.report.whole_attention = True
-        note_cut(call, unmerged.layout, merged.counts, merged.step, merged.selection, call.held.segments)
+        note_cut(call, unmerged.layout, merged.counts, merged.step, merged.selection, call.state.segments)
         self._unmerged[call] = unmerged
 
     # -- hooks

@@ -62,9 +62,9 @@ class DecodePruning(Part):
             return
         if call.cuts_at(step.layer):
             hidden = self.adapter.flatten(hidden_states(args, kwargs))
-            query = Sources(call, hidden, self.adapter).last_slot()
-            row = _row(call, observed, query, call.past + call.held.layout.length)
-            self._prefill[call] = _Prefill(row, call.held.segments.to(hidden.device))
+            query = Sources(call, call.state, hidden, self.adapter).last_slot()
+            row = _row(call, observed, query, call.past + call.state.layout.length)
+            self._prefill[call] = _Prefill(row, call.state.segments.to(hidden.device))
         elif (state := decides(call, self.method)) is not None:
             _decide(call, state, observed)
 
@@ -80,7 +80,7 @@ def decides(call: Call, method: Method) -> DecodeState | None:
     """Return what `method` goes on with in a call that decides, a step of decoding; None in others."""
     decode = _state(call)
     # Another patch than the one that made the cache leaves it as it is.
-    return decode if decode is not None and call.held.layout.length == 1 and method == decode.method else None
+    return decode if decode is not None and call.state.layout.length == 1 and method == decode.method else None
 
 
 def _state(call: Call) -> DecodeState | None:
@@ -93,7 +93,7 @@ def _state(call: Call) -> DecodeState | None:
 def _decide(call: Call, state: DecodeState, observed: Observed) -> None:
     """Drop more visual tokens at the input of the cut's layer, before the layers from here on run."""
     start, cached = time.perf_counter(), call.cached
-    row = _row(call, observed, torch.zeros_like(call.held.layout.index), call.past + 1)  # the one token of the call
+    row = _row(call, observed, torch.zeros_like(call.state.layout.index), call.past + 1)  # the one token of the call
     observed.before = None  # it holds the keys that may now leave
     changed = state.decide(row, call.past)
     if changed and state.method.mode == "evict" and cached.reduction is not None:
@@ -117,7 +117,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     visual = call.host.visual
     batch = len(visual)
     types = before.recent.get("types", partial(_types, visual, before.mask.device))
-    position, kept = _places(before, call.held.segments, *visual.shape)
+    position, kept = _places(before, call.state.segments, *visual.shape)
     available, previous = kept, _state(call)
     if call.past:
         # All that came before belongs to the prompt now; images of earlier turns compete with the new ones.
@@ -137,7 +137,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     if (padding := call.padding(types.shape[1])) is not None:
         real[:, -padding.shape[1] :] = ~padding.to(real.device)
     # The host knows these: nothing has to be asked of the device.
-    number, count = _per_row(before, batch), _per_row(call.held.segments, batch)
+    number, count = _per_row(before, batch), _per_row(call.state.segments, batch)
     start = count
     if previous is not None:
         number, count = number + previous.visual, count + previous.count

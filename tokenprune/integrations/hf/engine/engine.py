@@ -26,16 +26,16 @@ from tokenprune.integrations.hf.checks import Places, check_call
 from tokenprune.integrations.hf.engine.entry import cut_entry, prepare
 from tokenprune.integrations.hf.engine.packed_calls import PackedCalls
 from tokenprune.integrations.hf.engine.planner import Planner
-from tokenprune.integrations.hf.engine.pruning import apply, choose
+from tokenprune.integrations.hf.engine.pruning import apply_selection, select_tokens
 from tokenprune.integrations.hf.engine.static_steps import StaticSteps
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call_stack import CallStack
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.forward.token_state import TokenState
 from tokenprune.integrations.hf.sequence.alignment import check_rows
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.packing import TELLING
@@ -233,7 +233,7 @@ class Engine(Attachable):
         batch, length = embeds.shape[:2]
         counts = call.host.tokens_per_row if cutting else None
         full = partial(Layout.full, batch, length, embeds.device, counts)
-        layout = call.held.segments.recent.get(("layout", batch, length), full) if cutting else full()
+        layout = call.state.segments.recent.get(("layout", batch, length), full) if cutting else full()
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
         inputs.extras.pop("logits_to_keep", None)
         functions = extras = None
@@ -246,18 +246,18 @@ class Engine(Attachable):
             arguments = inputs.arguments()
             extras = self.adapter.take_extras(arguments, layout)
             inputs = DecoderInputs.of(arguments)
-        call.held = HeldTokens(call.held.segments, layout, extras, call.held.carries)
+        call.state = TokenState(call.state.segments, layout, extras, call.state.memories)
         call.groups.append(call.group(0, functions))
         if call.cuts_at(0) or call.merged is not None:
             inputs = cut_entry(call, inputs, self.steps.get(0), self.adapter)
         inside = any(self.steps)
-        if call.held.extras is not None and not inside and (given := self.adapter.return_extras(call.held.extras)):
+        if call.state.extras is not None and not inside and (given := self.adapter.return_extras(call.state.extras)):
             # Hooks at layers would run again under gradient checkpointing, without the call.
             inputs.extras.update(given)
-            call.held = replace(call.held, extras=None)
+            call.state = replace(call.state, extras=None)
         for after_cut in self._after_cut:
             after_cut(call, 0, inputs.embeds)
-        if call.held.extras is not None or self._shares_keys:
+        if call.state.extras is not None or self._shares_keys:
             call.busy = self._all
         else:
             call.busy = self._watched | call.maskless | call.starts
@@ -272,9 +272,9 @@ class Engine(Attachable):
             stats = Stats(notes=call.notes)
         if stats is not None:
             self._latest.set(stats)
-        if not call.active or call.held.layout.whole:
+        if not call.active or call.state.layout.whole:
             return None
-        return with_output(call.held.layout.scatter_back, output)
+        return with_output(call.state.layout.scatter_back, output)
 
     # -- decoder layers
 
@@ -293,19 +293,19 @@ class Engine(Attachable):
     def _enter_layer(self, index: int, call: Call, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if not call.groups:  # no tokens are missing
             return None
-        if call.held.extras is not None:
-            hidden = self.adapter.before_layer(call.held.extras, index, hidden_states(args, kwargs))
+        if call.state.extras is not None:
+            hidden = self.adapter.before_layer(call.state.extras, index, hidden_states(args, kwargs))
             args, kwargs = with_hidden_states(hidden, args, kwargs)
         if index:
             if (step := self.steps.get(index)) is not None:
                 args, kwargs = self._meet_step(call, step, args, kwargs)
-            if index in call.starts or call.held.layout is not call.groups[-1].layout:
+            if index in call.starts or call.state.layout is not call.groups[-1].layout:
                 call.groups.append(call.group(index))
         group, cached = call.groups[-1], call.cached
         cached.fit_slots(index, group.columns.shape[1])
         keys = None
         if index not in call.maskless:
-            keys = cached.key_span(index, call.held.layout.width, self.adapter.key_count(index, kwargs))
+            keys = cached.key_span(index, call.state.layout.width, self.adapter.key_count(index, kwargs))
         args, kwargs = group.arguments(index, args, kwargs, self.adapter, keys)
         for on_layer in self._on_layer:
             on_layer(call, index, args, kwargs)
@@ -320,9 +320,9 @@ class Engine(Attachable):
             return args, kwargs
         arrived = hidden_states(args, kwargs)
         hidden = self.adapter.flatten(arrived)
-        selection = choose(call, step, observed, hidden, self.adapter)
-        del observed  # its memory is free for what comes
-        hidden = apply(call, step, selection, hidden, self.adapter)
+        selection = select_tokens(call, step, observed, hidden, self.adapter)
+        del observed  # free its memory before the cut
+        hidden = apply_selection(call, step, selection, hidden, self.adapter)
         for after_cut in self._after_cut:
             after_cut(call, step.layer, hidden)
         call.report.add_time(time.perf_counter() - start)
@@ -331,6 +331,6 @@ class Engine(Attachable):
     def _leave_layer(
         self, index: int, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if not call.active or call.held.extras is None:
+        if not call.active or call.state.extras is None:
             return None
-        return with_output(partial(self.adapter.after_layer, call.held.extras, index), output)
+        return with_output(partial(self.adapter.after_layer, call.state.extras, index), output)

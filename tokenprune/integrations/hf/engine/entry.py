@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
-from tokenprune.integrations.hf.engine.pruning import apply, choose
+from tokenprune.integrations.hf.engine.pruning import apply_selection, select_tokens
 from tokenprune.integrations.hf.families.base import STATEFUL, Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
@@ -56,7 +56,7 @@ def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> Mask
     # The same for all prompts of this shape. The caller's mask may change in place, what the host knows does not.
     real = partial(to_device, call.host.real, device)
     key = ("masks", dtype, mask is None, config._attn_implementation)
-    return call.held.segments.recent.get(key, lambda: functions(None if mask is None else real()))
+    return call.state.segments.recent.get(key, lambda: functions(None if mask is None else real()))
 
 
 def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Adapter) -> DecoderInputs:
@@ -67,10 +67,11 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     if positions is None:
         positions = adapter.positions(inputs.mask, call.past)
     if call.merged is not None:
-        embeds = apply(call, call.merged.step, call.merged.selection, embeds, adapter)
+        embeds = apply_selection(call, call.merged.step, call.merged.selection, embeds, adapter)
     if step is not None and call.cuts_at(0):
-        embeds = apply(call, step, choose(call, step, Observed(), embeds, adapter), embeds, adapter)
-    layout, index = call.held.layout, call.held.layout.index
+        selection = select_tokens(call, step, Observed(), embeds, adapter)
+        embeds = apply_selection(call, step, selection, embeds, adapter)
+    layout, index = call.state.layout, call.state.layout.index
     functions, group = call.groups[0].functions, call.group(0) if made else None
     call.groups.clear()
     call.groups.append(call.group(0, functions))

@@ -62,7 +62,7 @@ class KeptInputs(Part):
 
     def after_cut(self, call: Call, layer: int, hidden: Tensor) -> None:
         if layer == 0 and self.entry & call.cuts:
-            self._entry[call] = hidden, call.held.layout
+            self._entry[call] = hidden, call.state.layout
 
     def on_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
         if call.cuts_at(layer + 1):
@@ -84,7 +84,7 @@ class KeptInputs(Part):
         if not needed:
             return
         adapter = self.adapter
-        hidden = adapter.seen(call.held.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
+        hidden = adapter.seen(call.state.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
         rotation = rotation_of(args, kwargs)
         if rotation is None and any(one.rotary for one in needed):
             raise UnsupportedSetupError(
@@ -111,7 +111,7 @@ class KeptInputs(Part):
             kwargs = kwargs | {"position_embeddings": still}
         args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
         observation = self.attention.attention_of(call, layer, args, kwargs)
-        if observation.mask is not None and (filled := call.cached.filled(layer, call.held.layout.width)) is not None:
+        if observation.mask is not None and (filled := call.cached.filled(layer, call.state.layout.width)) is not None:
             observation.mask = observation.mask[..., :filled]
         if observation.mask is not None:  # keys of earlier turns are not among these
             observation.mask = observation.mask[..., -observation.key.shape[2] :]

@@ -60,7 +60,7 @@ class LayerAttention(Part):
         if (trial := self._trials.get(call)) is not None:
             trial.append(observation)
             raise _Stop
-        if (filled := call.cached.filled(layer, call.held.layout.width)) is not None:
+        if (filled := call.cached.filled(layer, call.state.layout.width)) is not None:
             observation = observation.first_keys(filled)
         after = layer + 1
         if after in self.before and (call.cuts_at(after) or decides(call, self.steps[after].method)):
@@ -68,7 +68,7 @@ class LayerAttention(Part):
 
     def _next(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
         """Return what the attention of `layer` would see of the tokens that arrive at it, if none were cut."""
-        cached, width = call.cached, call.held.layout.width
+        cached, width = call.cached, call.state.layout.width
         shared = self.adapter.key_count(layer, kwargs)
         keys = None if layer in call.maskless else cached.known_span(layer, width, shared)
         args, kwargs = call.group(layer).arguments(layer, args, kwargs, self.adapter, keys)

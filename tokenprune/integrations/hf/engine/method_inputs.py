@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.carry import Carry
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.observed import Observed
+from tokenprune.integrations.hf.forward.token_state import StageMemory, TokenState
 from tokenprune.integrations.hf.towers.attention_scores import EncodedTokens
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.observation import Observation
@@ -25,13 +25,17 @@ from tokenprune.selection.source import TokenSource
 
 @dataclass
 class Sources(TokenSource):
-    """Backs a `VisualTokens` in the decoder. hidden: `[B, W, D]`, in the current layout. needs: of the method."""
+    """Backs a `VisualTokens` in the decoder.
+
+    state: the tokens that arrive at the cut. hidden: `[B, W, D]`, in their layout. needs: of the method.
+    """
 
     call: Call
+    state: TokenState
     hidden: Tensor
     adapter: Adapter
     needs: frozenset[str] = frozenset()
-    carry: Carry = field(default_factory=lambda: Carry([]))
+    carry: StageMemory = field(default_factory=StageMemory)
     observed: Observed = field(default_factory=Observed)
 
     def remember(self, name: str, value: Any, per_token: bool | None) -> None:
@@ -42,7 +46,7 @@ class Sources(TokenSource):
             self.call.notes.append(text)
 
     def slots(self, position: Tensor, segments: Segments) -> Tensor:
-        layout = self.call.held.layout
+        layout = self.state.layout
         return position if layout.whole else layout.inverse[segments.row_index, position].clamp(min=0)
 
     def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
@@ -95,7 +99,7 @@ class Sources(TokenSource):
         return self.encoded.patches(segments)
 
     def real(self) -> Tensor:
-        layout = self.call.held.layout
+        layout = self.state.layout
         real = to_device(self.call.host.real, self.hidden.device).gather(1, layout.index)
         return real if layout.valid is None else real & layout.valid
 
@@ -112,7 +116,7 @@ class Sources(TokenSource):
         return torch.where(mask, order, segments.position[:, :1]), mask
 
     def last_slot(self) -> Tensor:
-        layout, segments = self.call.held.layout, self.call.held.segments
+        layout, segments = self.state.layout, self.state.segments
         device = layout.index.device
         last = segments.recent.get("last", lambda: to_device(self.call.host.last, device)[:, None])
         return last if layout.whole else layout.inverse.gather(1, last)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
 from tokenprune.integrations.hf.forward.report import Report
+from tokenprune.integrations.hf.forward.token_state import TokenState
 from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, encoding_key, find_segments
 from tokenprune.kernels.transfer import Recent
 from tokenprune.models.decoder_shape import DecoderShape
@@ -35,7 +35,7 @@ class Planner:
         self._plans = Recent()
 
     def find_segments(self, call: Call, embeds: Tensor) -> None:
-        """Set `call.held.segments` and `call.report` where the call has visual tokens. embeds: `[B, L, D]`."""
+        """Set `call.state.segments` and `call.report` where the call has visual tokens. embeds: `[B, L, D]`."""
         family, device = self.adapter.family, embeds.device
         outputs = call.outputs if family.features_per_image else {}
         runs = self._runs_per_image(call) if family.runs_of_tiles else None
@@ -47,7 +47,7 @@ class Planner:
         find = partial(find_segments, call.host.masks, outputs, self.per, device, family.step_within_image, runs)
         found = self._segments.get(key, partial(find, self.adapter.image_grid, family.after_video, tempo))
         if found is not None:
-            call.has_images, call.held = True, HeldTokens(found, call.held.layout)
+            call.has_images, call.state = True, TokenState(found, call.state.layout)
             call.report = Report(self.shape, found, call.host.tokens_per_row, embeds.shape[1], self.record)
             call.report.stats.notes = call.notes
             if self._of_videos and "image" in found.modality:
@@ -64,7 +64,7 @@ class Planner:
 
     def plan(self, call: Call) -> bool:
         """Plan the cuts of a call, and return whether tokens leave."""
-        segments, host = call.held.segments, call.host
+        segments, host = call.state.segments, call.host
         counts = segments.counts if call.merged is None else call.merged.counts
         make = partial(plan_cuts, self.steps, self.shape, segments, counts, host.tokens_per_row)
         plan = self._plans.get((segments, host, *counts), make)

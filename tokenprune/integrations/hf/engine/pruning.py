@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let a method choose, and take the other tokens out of the sequence."""
+"""One cut: the method selects tokens, and the others leave the sequence."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tokenprune.integrations.hf.engine.method_inputs import Sources
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.carry import Carry
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.forward.token_state import StageMemory
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.statistics import note_cut
 from tokenprune.selection.apply import merge_tokens, validate_selection
@@ -23,41 +23,45 @@ from tokenprune.selection.row_ends import keep_row_ends
 from tokenprune.selection.tokens import VisualTokens
 
 
-def choose(call: Call, step: Step, observed: Observed, hidden: Tensor, adapter: Adapter) -> Selection:
-    """Let the method of `step` choose among the tokens that arrive, `[B, W, D]`."""
-    held, plan = call.held.to(hidden.device), call.report.plan
-    assert plan is not None  # a method is asked where one cuts
-    call.held = held
-    # Anew: a method before this one may have kept another number than it was asked for.
-    arrived = plan.counts_of(held.segments)
-    carries = held.carries
-    if step.owner not in carries:
-        carries[step.owner] = Carry(plan.original(step, arrived))
-    carry = carries[step.owner]
-    kept = plan.stage(step, arrived, carry.original).kept
-    keep = [number for number, count in zip(kept, arrived, strict=True) if count]
-    seen = adapter.seen(held.extras, step.layer, hidden)
-    tokens = VisualTokens(held.segments, keep, Sources(call, seen, adapter, step.method.needs, carry, observed))
+def select_tokens(call: Call, step: Step, observed: Observed, hidden: Tensor, adapter: Adapter) -> Selection:
+    """Return the selection of the method of `step`. hidden: arrives at the cut, shape (batch, width, channels)."""
+    state = call.state.to(hidden.device)
+    plan, segments, memories = call.report.plan, state.segments, state.memories
+    assert plan is not None  # only planned cuts are made
+    # An earlier method may have kept another number of tokens than its budget, so the counts are planned again.
+    arrived = plan.counts_of(segments)
+    keep = [kept for kept, count in zip(plan.stage(step, arrived).kept, arrived, strict=True) if count]
+    if step.owner not in memories:
+        memories[step.owner] = StageMemory()
+    seen = adapter.seen(state.extras, step.layer, hidden)
+    source = Sources(call, state, seen, adapter, step.method.needs, memories[step.owner], observed)
+    tokens = VisualTokens(segments, keep, source)
     method = cast(Pruner, step.method)
     return torch.no_grad()(method.select)(tokens) if torch.is_grad_enabled() else method.select(tokens)
 
 
-def apply(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter: Adapter) -> Tensor:
-    """Take what `selection` leaves out of the sequence: `[B, W, D]` hidden states in, `[B, W', D]` out; what the call
-    holds follows."""
-    held = call.held.to(hidden.device)
-    segments = held.segments
-    keep, counts = validate_selection(selection, segments, step.method)
-    if counts == segments.counts:
-        return hidden  # nothing leaves, nor does padding
+def apply_selection(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter: Adapter) -> Tensor:
+    """Drop the tokens that `selection` does not keep, and replace `call.state` by the state after the cut.
+
+    Args:
+        hidden: Hidden states that arrive at the cut, shape (batch, width, channels).
+
+    Returns:
+        Hidden states of the kept tokens, in the layout of the new state.
+    """
+    state = call.state.to(hidden.device)
+    segments = state.segments
+    keep, num_kept = validate_selection(selection, segments, step.method)
+    if num_kept == segments.counts:
+        return hidden  # padding leaves with the first cut that drops a visual token
     if ends := call.host.visual_ends:
-        selection = keep_row_ends(selection, segments, counts, ends)
+        selection = keep_row_ends(selection, segments, num_kept, ends)
         keep = selection.keep & segments.mask
-    places, merge = held.places(), None
+    flat_indices, merge = state.flat_indices(), None
     if selection.assign is not None:
-        merge = partial(merge_tokens, selection=selection, segments=segments, places=places)
+        merge = partial(merge_tokens, selection=selection, segments=segments, places=flat_indices)
         hidden = merge(hidden)
-    padding = call.host.padding_to_drop if held.layout.valid is None else None
-    call.held, slots = held.cut(keep, counts, places, padding, partial(adapter.cut_extras, merge=merge))
-    note_cut(call, call.held.layout, counts, step, selection, segments)
+    padding = call.host.padding_to_drop if state.layout.valid is None else None
+    call.state, slots = state.cut(keep, num_kept, flat_indices, padding, partial(adapter.cut_extras, merge=merge))
+    note_cut(call, call.state.layout, num_kept, step, selection, segments)
     return gather_tokens(hidden, slots, 1)

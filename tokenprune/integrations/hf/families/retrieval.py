@@ -150,7 +150,7 @@ class Pages(Part):
 
     def _leave_inside(self, module: nn.Module, args: tuple, output: Any) -> None:
         ahead, call = self.ahead(), self.current()
-        if ahead is None or call is None or not call.active or (layout := call.held.layout).whole:
+        if ahead is None or call is None or not call.active or (layout := call.state.layout).whole:
             return
         ahead.kept = layout.inverse >= 0
         if call.has_images:

@@ -103,7 +103,7 @@ class QueryScales(Part):
         call = self.current()
         if call is None or not call.active:
             return None
-        layout = call.held.layout
+        layout = call.state.layout
         if layout.width == layout.length and layout.valid is None:
             return None
         if compat.reruns_layers(self.adapter.decoder):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.view import CacheView, view_of
-from tokenprune.integrations.hf.forward.held import HeldTokens
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
+from tokenprune.integrations.hf.forward.token_state import TokenState
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.kernels.transfer import Recent
 from tokenprune.selection.segments import Segments
@@ -105,7 +105,7 @@ _PROMPTS = Recent()
 _NOTHING = torch.empty(0, 0, dtype=torch.long, device="cpu")
 _NO_LAYOUT = Layout(_NOTHING, None, 0, [])
 _NO_SEGMENTS = Segments([], [], [], _NOTHING, _NOTHING.bool(), [], [])
-_NOTHING_HELD = HeldTokens(_NO_SEGMENTS, _NO_LAYOUT)
+_NO_TOKENS = TokenState(_NO_SEGMENTS, _NO_LAYOUT)
 
 
 @dataclass(eq=False)
@@ -114,8 +114,8 @@ class Call:
 
     arguments: of the base model's forward, as the adapter reads them. outputs: the encoder's output for each modality.
     host: the prompt, known where images are encoded or handed over. notes: for the statistics.
-    cached: the decoder's cache. held: the tokens at the current layer. merged: what a tower merged, which leaves at the
-    decoder's entry, or None.
+    cached: the decoder's cache. state: the tokens at the current layer. merged: tokens that a tower merged, which leave
+    at the decoder's entry, or None.
     report: where the call has visual tokens (`has_images`), the cuts to make and what was removed. Nobody may ask for
     that of another call.
     The rest is set where tokens are missing (`active`). groups: what the layers are handed, one for each group of
@@ -129,7 +129,7 @@ class Call:
     notes: list[str] = field(default_factory=list)
 
     cached: CacheView = field(init=False)
-    held: HeldTokens = _NOTHING_HELD
+    state: TokenState = _NO_TOKENS
     merged: Merged | None = None
     has_images: bool = False
     report: Report = field(init=False, repr=False)
@@ -144,7 +144,7 @@ class Call:
     @property
     def active(self) -> bool:
         """True if tokens are missing: in the cache, or by cuts of this call."""
-        return self.held.layout is not _NO_LAYOUT
+        return self.state.layout is not _NO_LAYOUT
 
     @property
     def past(self) -> int:
@@ -189,9 +189,9 @@ class Call:
     def save_to_cache(self) -> None:
         """Note on the cache what it holds now."""
         cached = self.cached
-        if self.active and (cached.reduction is not None or cached.decode is not None or not self.held.layout.whole):
+        if self.active and (cached.reduction is not None or cached.decode is not None or not self.state.layout.whole):
             slots = [(group.first, group.columns) for group in self.groups]
-            cached.save(cached.past + self.held.layout.length, slots, self.groups[-1].ragged)
+            cached.save(cached.past + self.state.layout.length, slots, self.groups[-1].ragged)
 
     # -- which tokens a layer holds
 
@@ -204,7 +204,7 @@ class Call:
     def cuts_at(self, layer: int) -> bool:
         """Return True if a method chooses which tokens leave at the input of `layer` (0: at the decoder's entry)."""
         plan = self.report.plan if self.has_images else None
-        return plan is not None and layer in plan.cuts and len(self.held.segments) > 0
+        return plan is not None and layer in plan.cuts and len(self.state.segments) > 0
 
     @cached_property
     def starts(self) -> frozenset[int]:
@@ -225,8 +225,8 @@ class Call:
         """
         start, cached = self.groups[0] if self.groups else None, self.cached
         functions = functions if start is None else start.functions
-        device = self.held.layout.index.device if start is None else start.columns.device
-        columns = columns_for(layer, self.held.layout, cached.past, cached.reduction, device, cached.capacity)
+        device = self.state.layout.index.device if start is None else start.columns.device
+        columns = columns_for(layer, self.state.layout, cached.past, cached.reduction, device, cached.capacity)
         ragged = bool(self.groups) and self.groups[-1].ragged
         about = (cached.past, cached.reduction, start, cached.capacity, functions)
-        return LayerInputs(layer, self.held.layout, columns, ragged, *about)
+        return LayerInputs(layer, self.state.layout, columns, ragged, *about)

@@ -105,19 +105,22 @@ class Plan:
         left = dict(zip(zip(segments.row, segments.ordinal, strict=True), segments.counts, strict=True))
         return [left.get(key, 0) for key in zip(self.rows, self.ordinals, strict=True)]
 
-    def original(self, step: Step, arrived: list[int]) -> list[int]:
-        """Return what reaches the first stage of the method that `step` belongs to; `arrived`, where this is it."""
+    def _original(self, step: Step, arrived: list[int]) -> list[int]:
+        """Return the tokens that reach the first stage of the method of `step`: `arrived` if `step` is that stage."""
         for stage in self.stages:
             if stage.step.owner == step.owner:
                 return stage.arrived
         return arrived
 
-    def stage(self, step: Step, arrived: list[int], original: list[int]) -> Stage:
-        """Return what `step` does when `arrived` tokens of each segment reach it; row by row, so that a batch gives
-        what its rows give alone. original: tokens of each that reached the first stage of its method."""
+    def stage(self, step: Step, arrived: list[int]) -> Stage:
+        """Plan `step` for `arrived` tokens of each segment.
+
+        Each row is planned separately, so that a batch gives the same result as its rows.
+        """
         for stage in self.stages:
-            if stage.step is step and stage.arrived == arrived and self.original(step, arrived) == original:
+            if stage.step is step and stage.arrived == arrived:
                 return stage  # as planned
+        original = self._original(step, arrived)
         wanted = [0] * len(arrived)
         left = [index for index, count in enumerate(arrived) if count]
         for row in dict.fromkeys(self.rows[index] for index in left):
@@ -144,8 +147,7 @@ class Plan:
         """Return the plan with `steps` after its own."""
         plan = self
         for step in steps:
-            stage = plan.stage(step, plan.kept, plan.original(step, plan.kept))
-            plan = replace(plan, stages=(*plan.stages, stage))
+            plan = replace(plan, stages=(*plan.stages, plan.stage(step, plan.kept)))
         return plan
 
     def raised(self, floor: Floor) -> Plan:

@@ -138,7 +138,7 @@ class GuardPart(Part):
 
     def on_plan(self, call: Call, plan: Plan) -> Plan:
         """All is known of a call but what may still be on its way: keep more, or warn, and have the statistics tell."""
-        rows, counts = list(call.held.segments.row), list(call.held.segments.counts)
+        rows, counts = list(call.state.segments.row), list(call.state.segments.counts)
         looks = looks_of_segments(call, self.adapter)
         verdict = Verdict(self.watch, call.report.shape, rows, counts, self._read(call), looks)
         if self.settings.mode == "auto":
@@ -158,7 +158,7 @@ class GuardPart(Part):
             return None
         text = call.host.real & ~call.host.visual
         kinds = {}
-        for row in dict.fromkeys(call.held.segments.row):
+        for row in dict.fromkeys(call.state.segments.row):
             ids = call.host.ids[row][text[row]][-_READ:].tolist()
             kinds[row] = self.reader.kinds(self.tokenizer.decode(ids, skip_special_tokens=True))
         return kinds

@@ -102,7 +102,7 @@ def looks_of_segments(call: Call, adapter: Adapter) -> SegmentLooks:
         for row, columns, which in _matched(modality, mask, output, known, looks, adapter.family.step_within_image):
             pieces.append((row, int(columns[0]), [] if which is None or looks is None else [(looks, which)]))
     pieces.sort(key=lambda piece: piece[:2])
-    rows = call.held.segments.row
+    rows = call.state.segments.row
     if [piece[0] for piece in pieces] == rows:
         return SegmentLooks([piece[2] for piece in pieces])
     # Frames apart, or a whole prompt at once: what is seen of a row holds for all of it.

@@ -221,5 +221,5 @@ class FrameMerging(TowerReducer, GroupedTokens):
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         super().before_decoder(call, inputs)
-        if call.has_images and "image" in call.held.segments.modality:
+        if call.has_images and "image" in call.state.segments.modality:
             call.notes.append(f"{self.method.name}: images keep all tokens, because it compares the frames of videos")

@@ -60,7 +60,7 @@ class KeptUnits(TowerReducer, GroupedTokens):
             kept, mask = torch.cat(of_images), call.host.masks[modality]
             numbers = placeholder_to_feature(modality, mask, len(kept))
             stays[mask] = kept[numbers[mask]]
-        segments = call.held.segments.to(device)
+        segments = call.state.segments.to(device)
         found = to_device(stays, device)[segments.row_index, segments.position] & segments.mask
         return Selection(found, counts=found.sum(1).tolist())
 
