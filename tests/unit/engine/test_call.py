@@ -20,10 +20,11 @@ from tokenprune import Budget
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
-from tokenprune.integrations.hf.forward.context import _NO_SEGMENTS, Call, OnHost
+from tokenprune.integrations.hf.forward.context import _NO_SEGMENTS, Call
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Plan, Step, plan_cuts
+from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
 from tokenprune.integrations.hf.forward.token_state import TokenState
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import Attachable
@@ -71,23 +72,22 @@ def test_what_a_part_keeps_ends_with_the_call_and_is_not_copied():
 def test_padding_that_leaves_is_none_of_the_visual_tokens():
     visual = torch.tensor([[True, True, False, False], [False, False, True, True]])
     padding = torch.tensor([[True, False, False, True], [True, False, False, False]])
-    host = OnHost({"image": visual, "video": torch.zeros_like(visual)}, padding, None)
-    assert host.padding_to_drop.tolist() == [[False, False, False, True], [True, False, False, False]]
-    assert host.tokens_per_row == [3, 3]
-    assert host.visual_ends == [(1, 3)]
-    assert OnHost({"image": visual}, None, None).padding_to_drop is None
-    assert OnHost({"image": visual}, None, None).tokens_per_row == [4, 4]
+    prompt = PromptInfo({"image": visual, "video": torch.zeros_like(visual)}, padding)
+    assert prompt.padding_to_drop.tolist() == [[False, False, False, True], [True, False, False, False]]
+    assert prompt.tokens_per_row == [3, 3]
+    assert prompt.visual_ends == [(1, 3)]
+    assert PromptInfo({"image": visual}).padding_to_drop is None
+    assert PromptInfo({"image": visual}).tokens_per_row == [4, 4]
 
 
 def test_nothing_is_read_of_the_device_until_it_is_asked_for():
     ids = torch.tensor([[5, 1, 1, 6]])
     call = Call({"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
-    assert not call.host.masks and call.host.ids is None
-    call.read_to_host({"image": ids == 1}, with_ids=True)
-    assert call.host.ids.tolist() == ids.tolist()
-    assert call.host.padding.tolist() == [[True, False, False, False]]
-    call.read_to_host({"image": ids == 1}, with_ids=False)
-    assert call.host.ids is None
+    assert not call.prompt.placeholders and call.prompt.input_ids is None
+    prompt = PromptInfo.from_arguments(call.arguments, {"image": ids == 1}, True, call.padding)
+    assert prompt.input_ids.tolist() == ids.tolist()
+    assert prompt.padding.tolist() == [[True, False, False, False]]
+    assert PromptInfo.from_arguments(call.arguments, {"image": ids == 1}, False, call.padding).input_ids is None
 
 
 # -- layers

@@ -22,8 +22,9 @@ from tokenprune.selection.segments import Segments
 from tokenprune.statistics import Cut, Stats
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call, OnHost
+    from tokenprune.integrations.hf.forward.context import Call
     from tokenprune.integrations.hf.forward.plan import Step
+    from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
     from tokenprune.integrations.hf.forward.report import Report
     from tokenprune.integrations.hf.sequence.layout import Layout
 
@@ -58,19 +59,19 @@ def note_cut(call: Call, layout: Layout, counts: list[int], step: Step, selectio
         call.report.stats.defer(_cut_record(call, layout, step, selection, before))
 
 
-def _note_cached_tokens(report: Report, host: OnHost, rows: int, held: list[Held], stats: Stats) -> None:
+def _note_cached_tokens(report: Report, prompt: PromptInfo, rows: int, held: list[Held], stats: Stats) -> None:
     stats.kv_bytes_tokens = sum(
-        size * _cached_tokens(report, host, index, slots) // (rows * slots) for index, slots, size, _ in held
+        size * _cached_tokens(report, prompt, index, slots) // (rows * slots) for index, slots, size, _ in held
     )
 
 
-def _cached_tokens(report: Report, host: OnHost, layer: int, slots: int) -> int:
+def _cached_tokens(report: Report, prompt: PromptInfo, layer: int, slots: int) -> int:
     """Return how many tokens the last `slots` slots of the rows hold after this forward, if the cache was empty
     before."""
     group = report.group_of(layer)
     if group.cut and not report.whole_attention:
         return sum(min(slots, tokens) for tokens in group.tokens)  # at the right end of each row
-    padding = host.padding_to_drop
+    padding = prompt.padding_to_drop
     if padding is None:
         return min(slots, report.length) * len(report.tokens)
     return int((~padding[:, -slots:]).sum())
@@ -93,7 +94,7 @@ def stats_after(call: Call, cache: Any) -> Stats | None:
         report = call.report
         note_bytes(report.stats, call, cache, report.length, len(report.tokens))
         report.stats.defer(report.add_closed_forms)
-        if call.active and (ends := call.host.visual_ends):
+        if call.active and (ends := call.prompt.visual_ends):
             report.stats.defer(partial(_note_lost_ends, call.state.layout, ends))
         return report.stats
     if (decode := call.cached.decode) is None:
@@ -111,7 +112,7 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> 
     held = _held(cache, call.past + length)
     stats.kv_bytes, stats.kv_bytes_full = _sums(held)
     if call.has_images and not call.past:
-        stats.defer(partial(_note_cached_tokens, call.report, call.host, rows, held), "kv_bytes_tokens")
+        stats.defer(partial(_note_cached_tokens, call.report, call.prompt, rows, held), "kv_bytes_tokens")
         return
     mask = call.arguments.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != call.past + length:
@@ -177,7 +178,7 @@ def _cut_record(
     call: Call, layout: Layout, step: Step, selection: Selection, before: Segments
 ) -> Callable[[Stats], None]:
     """Return a function that adds a `Cut` to the statistics; until then nothing is read of the device."""
-    real = to_device(call.host.real, layout.index.device).gather(1, layout.index)
+    real = to_device(call.prompt.is_real, layout.index.device).gather(1, layout.index)
     positions = layout.positions().masked_fill(~real, -1)
     cut = partial(Cut, step.method.site, step.layer, step.method.name)
     return partial(_add_cut, cut, call.past, positions, selection, before)

@@ -130,7 +130,7 @@ class BlockAttention(Part):
         mask = call.arguments.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             return "the attention mask is one of the caller's own, of more than two axes"
-        padding = call.host.padding
+        padding = call.prompt.padding
         real = torch.ones(batch, length, dtype=torch.bool, device="cpu") if padding is None else ~padding
         places = [row.nonzero().flatten().tolist() for row in real]
         if any(of_row and of_row[-1] - of_row[0] + 1 != len(of_row) for of_row in places):
@@ -155,8 +155,8 @@ class BlockAttention(Part):
         """Return the videos and images of each row in order, or why they are not known."""
         outputs = call.outputs if self.adapter.family.features_per_image else {}
         if batch > 1:
-            check_rows(call.host.placeholders_per_row, outputs)
-        segments = find_segments(call.host.masks, outputs, "image", torch.device("cpu"))
+            check_rows(call.prompt.placeholders_per_row, outputs)
+        segments = find_segments(call.prompt.placeholders, outputs, "image", torch.device("cpu"))
         rows: list[list[Visual] | str] = [[] for _ in range(batch)]
         if segments is None:
             return rows

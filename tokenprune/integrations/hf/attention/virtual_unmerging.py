@@ -155,7 +155,7 @@ class VirtualUnmerging(Part):
             )
         batch, length = inputs.embeds.shape[:2]
         segments = call.state.segments.to(merged.selection.keep.device)
-        unmerged = Unmerged.of(merged.selection, segments, batch, length, call.host.padding_to_drop)
+        unmerged = Unmerged.of(merged.selection, segments, batch, length, call.prompt.padding_to_drop)
         # They stay one for the decoder's weights, but not for its attention and cache.
         call.report.whole_attention = True
         note_cut(call, unmerged.layout, merged.counts, merged.step, merged.selection, call.state.segments)

@@ -114,7 +114,7 @@ def _row(call: Call, observed: Observed, query: Tensor, length: int) -> Tensor:
 
 def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, record: bool) -> DecodeState:
     """Return the state after the prefill's cut. before: the visual tokens that reached it."""
-    visual = call.host.visual
+    visual = call.prompt.is_visual
     batch = len(visual)
     types = before.recent.get("types", partial(_types, visual, before.mask.device))
     position, kept = _places(before, call.state.segments, *visual.shape)

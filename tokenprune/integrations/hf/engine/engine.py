@@ -35,6 +35,7 @@ from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
 from tokenprune.integrations.hf.forward.token_state import TokenState
 from tokenprune.integrations.hf.sequence.alignment import check_rows
 from tokenprune.integrations.hf.sequence.layout import Layout
@@ -180,14 +181,15 @@ class Engine(Attachable):
             call.arguments = self.adapter.arguments(split)
         if images and given & {"input_ids", "inputs_embeds"}:
             # Before the tower is launched: whoever asks the device now finds it idle.
-            self._read_to_host(call)
+            self._read_prompt(call)
         for modality in MODALITIES:
             if encoded.get(modality) is not None:
                 self._match_features(call, modality, encoded[modality])
         return None if split is None else ((), split)
 
-    def _read_to_host(self, call: Call) -> None:
-        call.read_to_host(self.adapter.visual_mask(call.arguments), self._reads_text)
+    def _read_prompt(self, call: Call) -> None:
+        placeholders = self.adapter.visual_mask(call.arguments)
+        call.prompt = PromptInfo.from_arguments(call.arguments, placeholders, self._reads_text, call.padding)
 
     def _leave_base(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         if not self.calls.end(call):
@@ -197,11 +199,11 @@ class Engine(Attachable):
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:
         call.outputs[modality] = output
-        if not call.host.masks:
-            self._read_to_host(call)
+        if not call.prompt.placeholders:
+            self._read_prompt(call)
         # Not for videos: older versions of LLaVA-OneVision add a newline to their features after encoding them.
-        if modality == "image" and modality in call.host.masks:
-            check_placeholders(modality, sum(call.host.placeholders_per_row[modality]), output)
+        if modality == "image" and modality in call.prompt.placeholders:
+            check_placeholders(modality, sum(call.prompt.placeholders_per_row[modality]), output)
 
     # -- the decoder
 
@@ -231,7 +233,7 @@ class Engine(Attachable):
         entry are made here; return the inputs after them."""
         embeds = inputs.embeds
         batch, length = embeds.shape[:2]
-        counts = call.host.tokens_per_row if cutting else None
+        counts = call.prompt.tokens_per_row if cutting else None
         full = partial(Layout.full, batch, length, embeds.device, counts)
         layout = call.state.segments.recent.get(("layout", batch, length), full) if cutting else full()
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
@@ -239,7 +241,7 @@ class Engine(Attachable):
         functions = extras = None
         if cutting:
             if batch > 1:
-                check_rows(call.host.placeholders_per_row, call.outputs)
+                check_rows(call.prompt.placeholders_per_row, call.outputs)
             check_call(self.steps.values(), self.adapter, inputs.arguments(), bool(call.maskless))
             inputs, functions = prepare(call, inputs, self.adapter)
         if call.has_images and self._takes_extras:

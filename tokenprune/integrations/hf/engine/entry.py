@@ -49,12 +49,12 @@ def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> Mask
             # Of embeddings masks take no more than their number and their type.
             return adapter.masks(torch.empty((), dtype=dtype, device=device).expand(*shape, 1), mask, None, config)
 
-        return MaskFunctions(make, config, call.past + shape[1], call.host.real_after_cut)
+        return MaskFunctions(make, config, call.past + shape[1], call.prompt.no_padding_after_cut)
 
-    if call.past or not call.host.masks or adapter.stateful or not (mask is None or mask.shape == shape):
+    if call.past or not call.prompt.placeholders or adapter.stateful or not (mask is None or mask.shape == shape):
         return functions(mask)
     # The same for all prompts of this shape. The caller's mask may change in place, what the host knows does not.
-    real = partial(to_device, call.host.real, device)
+    real = partial(to_device, call.prompt.is_real, device)
     key = ("masks", dtype, mask is None, config._attn_implementation)
     return call.state.segments.recent.get(key, lambda: functions(None if mask is None else real()))
 

@@ -100,7 +100,7 @@ class Sources(TokenSource):
 
     def real(self) -> Tensor:
         layout = self.state.layout
-        real = to_device(self.call.host.real, self.hidden.device).gather(1, layout.index)
+        real = to_device(self.call.prompt.is_real, self.hidden.device).gather(1, layout.index)
         return real if layout.valid is None else real & layout.valid
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,8 @@ class Sources(TokenSource):
 
     def _text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         # The same for all images of a row, as many as the host can tell: all text after the row's first placeholder.
-        text, width = to_device(self.call.host.text[0], self.hidden.device), self.call.host.text[1]
+        text, width = self.call.prompt.text_after_image
+        text = to_device(text, self.hidden.device)
         order, row = partition(text)[:, :width], segments.row_index.squeeze(1)
         last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
         order, mask = order[row], text.gather(1, order)[row] & (order[row] > last)
@@ -118,7 +119,7 @@ class Sources(TokenSource):
     def last_slot(self) -> Tensor:
         layout, segments = self.state.layout, self.state.segments
         device = layout.index.device
-        last = segments.recent.get("last", lambda: to_device(self.call.host.last, device)[:, None])
+        last = segments.recent.get("last", lambda: to_device(self.call.prompt.last_index, device)[:, None])
         return last if layout.whole else layout.inverse.gather(1, last)
 
 

@@ -43,19 +43,20 @@ class Planner:
         tempo = Tempo(seconds, self.adapter.joined) if self._of_videos else None
         # Tensors are freed, and given away again, in the order of one stream.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        key = (call.host, encoding_key(outputs), device, stream, *seconds)
-        find = partial(find_segments, call.host.masks, outputs, self.per, device, family.step_within_image, runs)
+        key = (call.prompt, encoding_key(outputs), device, stream, *seconds)
+        masks = call.prompt.placeholders
+        find = partial(find_segments, masks, outputs, self.per, device, family.step_within_image, runs)
         found = self._segments.get(key, partial(find, self.adapter.image_grid, family.after_video, tempo))
         if found is not None:
             call.has_images, call.state = True, TokenState(found, call.state.layout)
-            call.report = Report(self.shape, found, call.host.tokens_per_row, embeds.shape[1], self.record)
+            call.report = Report(self.shape, found, call.prompt.tokens_per_row, embeds.shape[1], self.record)
             call.report.stats.notes = call.notes
             if self._of_videos and "image" in found.modality:
                 budgets = [step.budget for step in self.steps if step.budget.keep is None and step.budget.of_videos]
                 call.notes += [f"images keep all tokens: {budget} is for videos" for budget in budgets]
 
     def _runs_per_image(self, call: Call) -> RunsPerImage | None:
-        if (ids := call.host.ids) is None:
+        if (ids := call.prompt.input_ids) is None:
             call.notes.append(
                 "the prompt came as embeddings, which do not tell which tiles make up an image: each tile counts as one"
             )
@@ -64,10 +65,10 @@ class Planner:
 
     def plan(self, call: Call) -> bool:
         """Plan the cuts of a call, and return whether tokens leave."""
-        segments, host = call.state.segments, call.host
+        segments, prompt = call.state.segments, call.prompt
         counts = segments.counts if call.merged is None else call.merged.counts
-        make = partial(plan_cuts, self.steps, self.shape, segments, counts, host.tokens_per_row)
-        plan = self._plans.get((segments, host, *counts), make)
+        make = partial(plan_cuts, self.steps, self.shape, segments, counts, prompt.tokens_per_row)
+        plan = self._plans.get((segments, prompt, *counts), make)
         for on_plan in self._on_plan:
             plan = on_plan(call, plan)
         call.report.plan = plan

@@ -54,14 +54,14 @@ def apply_selection(call: Call, step: Step, selection: Selection, hidden: Tensor
     keep, num_kept = validate_selection(selection, segments, step.method)
     if num_kept == segments.counts:
         return hidden  # padding leaves with the first cut that drops a visual token
-    if ends := call.host.visual_ends:
+    if ends := call.prompt.visual_ends:
         selection = keep_row_ends(selection, segments, num_kept, ends)
         keep = selection.keep & segments.mask
     flat_indices, merge = state.flat_indices(), None
     if selection.assign is not None:
         merge = partial(merge_tokens, selection=selection, segments=segments, places=flat_indices)
         hidden = merge(hidden)
-    padding = call.host.padding_to_drop if state.layout.valid is None else None
+    padding = call.prompt.padding_to_drop if state.layout.valid is None else None
     call.state, slots = state.cut(keep, num_kept, flat_indices, padding, partial(adapter.cut_extras, merge=merge))
     note_cut(call, call.state.layout, num_kept, step, selection, segments)
     return gather_tokens(hidden, slots, 1)

@@ -154,7 +154,7 @@ class Pages(Part):
             return
         ahead.kept = layout.inverse >= 0
         if call.has_images:
-            counts = sum(call.host.tokens_per_row), sum(layout.counts)
+            counts = sum(call.prompt.tokens_per_row), sum(layout.counts)
             call.report.stats.defer(partial(_note_vectors, *counts))
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,9 @@ from torch import Tensor
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.view import CacheView, view_of
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
+from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
 from tokenprune.integrations.hf.forward.token_state import TokenState
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.kernels.transfer import Recent
 from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
@@ -25,83 +24,7 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
 
 
-@dataclass(frozen=True, eq=False)
-class OnHost:
-    """A call's tokens, as far as the host knows them; calls with prompts of one shape share it.
-
-    masks: bool `[B, L]` for each modality, where its placeholders are. padding: bool `[B, L]`, or None if the caller
-    passed no mask. ids: long `[B, L]`, or None where they are not known or no part reads them. positions: those that
-    the caller passed, long `[..., B or 1, L]`, or None. numbered: whether its mask numbers tokens above 1.
-    """
-
-    masks: dict[str, Tensor]
-    padding: Tensor | None
-    ids: Tensor | None
-    positions: Tensor | None = None
-    numbered: bool = False
-
-    @staticmethod
-    def read(flat: Tensor, shapes: dict[str, torch.Size], modalities: Collection[str]) -> OnHost:
-        """Return what was brought to the host, end to end: masks by modality, and others by name, with these shapes."""
-        parts = flat.clone().split([shape.numel() for shape in shapes.values()])
-        found = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
-        masks, padding, numbered = {name: found[name].bool() for name in modalities}, None, False
-        if (mask := found.get("mask")) is not None:
-            length = next(iter(masks.values())).shape[1]
-            padding, numbered = mask[:, -length:] == 0, bool((mask > 1).any())
-        return OnHost(masks, padding, found.get("ids"), found.get("positions"), numbered)
-
-    @cached_property
-    def placeholders_per_row(self) -> dict[str, list[int]]:
-        """The number of placeholders in each row, by modality."""
-        return {modality: mask.sum(1).tolist() for modality, mask in self.masks.items()}
-
-    @cached_property
-    def real_after_cut(self) -> bool:
-        """True if a cut leaves no padding: the caller masks no visual token."""
-        return bool((self.real | ~self.visual).all())
-
-    @cached_property
-    def visual(self) -> Tensor:
-        """bool `[B, L]`: the placeholders of all modalities."""
-        return torch.stack(list(self.masks.values())).any(0)
-
-    @cached_property
-    def real(self) -> Tensor:
-        """bool `[B, L]`: everything but padding."""
-        return torch.ones_like(self.visual) if self.padding is None else ~self.padding
-
-    @cached_property
-    def padding_to_drop(self) -> Tensor | None:
-        """bool `[B, L]`: padding that leaves with the first cut, None without any. A visual token that the caller masks
-        is not among it: budgets count it."""
-        padding = ~self.real & ~self.visual
-        return padding if bool(padding.any()) else None
-
-    @cached_property
-    def tokens_per_row(self) -> list[int]:
-        """The number of tokens of each row that are no padding."""
-        return (self.real | self.visual).sum(1).tolist()
-
-    @cached_property
-    def text(self) -> tuple[Tensor, int]:
-        """bool `[B, L]`: text after the first placeholder of a row; and how many a row has at most, with padding."""
-        after = (self.visual.cumsum(1) > 0) & ~self.visual
-        return after & self.real, max(1, int(after.sum(1).max()))
-
-    @cached_property
-    def last(self) -> list[int]:
-        """The position of the last token of each row, padding left out."""
-        return (self.real * torch.arange(1, self.real.shape[1] + 1, device="cpu")).argmax(1).tolist()
-
-    @cached_property
-    def visual_ends(self) -> list[tuple[int, int]]:
-        """Return (row, position) of the last token of each row where that is a visual one, padding left out."""
-        return [(row, position) for row, position in enumerate(self.last) if self.visual[row, position]]
-
-
-_NOT_READ = OnHost({}, None, None)
-_PROMPTS = Recent()
+_NO_PROMPT = PromptInfo({})
 _NOTHING = torch.empty(0, 0, dtype=torch.long, device="cpu")
 _NO_LAYOUT = Layout(_NOTHING, None, 0, [])
 _NO_SEGMENTS = Segments([], [], [], _NOTHING, _NOTHING.bool(), [], [])
@@ -113,7 +36,7 @@ class Call:
     """One forward of the base model. Lives on a stack of its thread, never on the model.
 
     arguments: of the base model's forward, as the adapter reads them. outputs: the encoder's output for each modality.
-    host: the prompt, known where images are encoded or handed over. notes: for the statistics.
+    prompt: known where images are encoded or handed over. notes: for the statistics.
     cached: the decoder's cache. state: the tokens at the current layer. merged: tokens that a tower merged, which leave
     at the decoder's entry, or None.
     report: where the call has visual tokens (`has_images`), the cuts to make and what was removed. Nobody may ask for
@@ -125,7 +48,7 @@ class Call:
 
     arguments: dict[str, Any]
     outputs: dict[str, Any] = field(default_factory=dict)
-    host: OnHost = _NOT_READ
+    prompt: PromptInfo = _NO_PROMPT
     notes: list[str] = field(default_factory=list)
 
     cached: CacheView = field(init=False)
@@ -156,28 +79,6 @@ class Call:
     def padding(self, length: int) -> Tensor | None:
         """bool `[B, length]`, True at padding among the call's tokens, or None if the caller passed no mask."""
         return self.cached.padding(self.arguments.get("attention_mask"), length)
-
-    def read_to_host(self, masks: dict[str, Tensor], with_ids: bool) -> None:
-        """Set `host`: bring the masks of placeholders, bool `[B, L]` for each modality, the padding, the caller's
-        positions and (`with_ids`) the ids to the host in one go. A call that removes no tokens by their number waits
-        for the device no other time."""
-        first = next(iter(masks.values()))
-        positions, mask = self.arguments.get("position_ids"), self.arguments.get("attention_mask")
-        if positions is not None and positions.is_floating_point():
-            positions = None  # a family's own, in fractions, which all that is read with them would become
-        if not isinstance(mask, Tensor) or mask.ndim != 2:
-            padding = self.padding(first.shape[1])
-            mask = None if padding is None else ~padding
-        elif mask.is_floating_point():
-            mask = mask.ceil().long()
-        ids = self.arguments.get("input_ids") if with_ids else None
-        asked = {"mask": mask, "ids": ids, "positions": positions}
-        given = {name: one.to(first.device) for name, one in (masks | asked).items() if one is not None}
-        # With numbers among them all become numbers.
-        flat = torch.cat([one.flatten() for one in given.values()]).cpu()
-        shapes = {name: one.shape for name, one in given.items()}
-        key = (flat.dtype, flat.numpy().tobytes(), *shapes.items())
-        self.host = _PROMPTS.get(key, lambda: OnHost.read(flat, shapes, masks))
 
     # -- the cache
 

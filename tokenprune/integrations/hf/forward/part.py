@@ -55,7 +55,7 @@ class Part(Attachable):
     acts; at all others it is None, and is not called.
 
     current: returns the `Call` that this thread is in; the engine sets it before it attaches the part.
-    reads_text: True if the part reads the ids of a prompt with images (`Call.host`).
+    reads_text: True if the part reads the ids of a prompt with images (`PromptInfo.input_ids`).
     """
 
     current: Callable[[], Call | None]

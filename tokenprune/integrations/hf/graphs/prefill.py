@@ -124,7 +124,7 @@ class GraphedPrefill(Part):
             return kwargs
         if not call.active or not call.has_images or call.past:  # what an earlier call cached may hold padding
             return kwargs
-        hides = call.state.layout.valid is not None or not bool(call.host.real.all())
+        hides = call.state.layout.valid is not None or not bool(call.prompt.is_real.all())
         return kwargs if hides else kwargs | {"attention_mask": None}
 
     def _count(self, why_not: str) -> None:

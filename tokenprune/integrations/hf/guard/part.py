@@ -154,12 +154,12 @@ class GuardPart(Part):
 
     def _read(self, call: Call) -> dict[int, tuple[str, ...]] | None:
         """Return the kinds of question of each row; None if prompts cannot be read."""
-        if self.tokenizer is None or call.host.ids is None:
+        if self.tokenizer is None or call.prompt.input_ids is None:
             return None
-        text = call.host.real & ~call.host.visual
+        text = call.prompt.is_real & ~call.prompt.is_visual
         kinds = {}
         for row in dict.fromkeys(call.state.segments.row):
-            ids = call.host.ids[row][text[row]][-_READ:].tolist()
+            ids = call.prompt.input_ids[row][text[row]][-_READ:].tolist()
             kinds[row] = self.reader.kinds(self.tokenizer.decode(ids, skip_special_tokens=True))
         return kinds
 

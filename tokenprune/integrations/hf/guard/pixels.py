@@ -97,7 +97,7 @@ def looks_of_segments(call: Call, adapter: Adapter) -> SegmentLooks:
     """Match what was seen of a call's images with its segments."""
     pieces: list[tuple[int, int, list[tuple[AsyncValues, Sequence[int]]]]] = []  # (row, first position, its looks)
     for modality, output in call.outputs.items():
-        mask, looks = call.host.masks[modality], record_of(output).looks
+        mask, looks = call.prompt.placeholders[modality], record_of(output).looks
         known = output if adapter.family.features_per_image else None
         for row, columns, which in _matched(modality, mask, output, known, looks, adapter.family.step_within_image):
             pieces.append((row, int(columns[0]), [] if which is None or looks is None else [(looks, which)]))

@@ -177,7 +177,7 @@ class EncodedTokens:
         self.device, self.parts = device, []
         self.masks: list[tuple[str, Tensor, int]] = []  # of each modality, with the number of its tokens
         for modality, output in call.outputs.items():
-            encoded, mask = record_of(output).encoded, call.host.masks[modality]
+            encoded, mask = record_of(output).encoded, call.prompt.placeholders[modality]
             if encoded is None:
                 raise UnsupportedSetupError(
                     f"these {modality} features were not encoded by the patched model, so what its vision tower shows "

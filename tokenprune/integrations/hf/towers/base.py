@@ -92,7 +92,7 @@ class GroupedTokens(InTower):
     def select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
         """Return which of a call's visual tokens stay, on `device`; None where all do. left: of each modality what
         `leaves` names."""
-        return keep_one_per_group(call.state.segments.to(device), call.host.masks, left, merges=self.merges)
+        return keep_one_per_group(call.state.segments.to(device), call.prompt.placeholders, left, merges=self.merges)
 
 
 class TowerPatch(GroupedTokens):

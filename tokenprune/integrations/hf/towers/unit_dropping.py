@@ -55,9 +55,9 @@ class KeptUnits(TowerReducer, GroupedTokens):
     def select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
         if not self.method.removes or all(bool(image.all()) for of_images in left.values() for image in of_images):
             return None
-        stays = torch.ones_like(call.host.visual)
+        stays = torch.ones_like(call.prompt.is_visual)
         for modality, of_images in left.items():
-            kept, mask = torch.cat(of_images), call.host.masks[modality]
+            kept, mask = torch.cat(of_images), call.prompt.placeholders[modality]
             numbers = placeholder_to_feature(modality, mask, len(kept))
             stays[mask] = kept[numbers[mask]]
         segments = call.state.segments.to(device)
