@@ -235,10 +235,10 @@ def test_planning_again_says_nothing(caplog):
         engine.planner._on_plan.append(Watch().on_plan)
         model(**family.make_inputs())
     (call,) = calls
-    assert call.report.plan.cuts == {1}
+    assert call.plan.cuts == {1}
     told = list(caplog.records)
-    again = call.report.plan.raised(lambda step, arrived, wanted: list(wanted))
-    assert again.kept == call.report.plan.kept and caplog.records == told
+    again = call.plan.raised(lambda step, arrived, wanted: list(wanted))
+    assert again.kept == call.plan.kept and caplog.records == told
 
 
 # -- attaching

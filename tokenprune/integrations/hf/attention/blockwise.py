@@ -210,9 +210,9 @@ class BlockAttention(Part):
         for parts, same in rows.items():
             for row in same:
                 pairs[row] = parts.pairs
-        call.report.pairs[layer] = pairs
+        call.trace.pairs[layer] = pairs
         if layer == self.layers[0]:
-            call.report.stats.attention_blocks = sum(len(parts.blocks) * len(same) for parts, same in rows.items())
+            call.trace.stats.attention_blocks = sum(len(parts.blocks) * len(same) for parts, same in rows.items())
 
 
 class _BlockTap(Tap):

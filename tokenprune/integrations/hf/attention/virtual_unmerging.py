@@ -25,7 +25,6 @@ from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
-from tokenprune.integrations.hf.statistics import note_cut
 from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.method import Selection
@@ -157,8 +156,8 @@ class VirtualUnmerging(Part):
         segments = call.state.segments.to(merged.selection.keep.device)
         unmerged = Unmerged.of(merged.selection, segments, batch, length, call.prompt.padding_to_drop)
         # They stay one for the decoder's weights, but not for its attention and cache.
-        call.report.whole_attention = True
-        note_cut(call, unmerged.layout, merged.counts, merged.step, merged.selection, call.state.segments)
+        call.trace.attends_all = True
+        call.trace.add_cut(call, merged.step, merged.selection, call.state.segments, merged.counts, unmerged.layout)
         self._unmerged[call] = unmerged
 
     # -- hooks

@@ -144,7 +144,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
         start = start + (previous.count if previous.method.mode == "evict" else previous.start)
     return DecodeState(
         method=method,
-        stats=call.report.stats,
+        stats=call.trace.stats,
         record=record,
         types=types,
         real=real,

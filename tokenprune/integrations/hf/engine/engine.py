@@ -225,7 +225,7 @@ class Engine(Attachable):
         if cutting or call.cached.reduction is not None:
             inputs = self._activate(call, inputs, cutting)
         if call.has_images:
-            call.report.add_time(time.perf_counter() - start)
+            call.trace.add_time(time.perf_counter() - start)
         return args, inputs.arguments()
 
     def _activate(self, call: Call, inputs: DecoderInputs, cutting: bool) -> DecoderInputs:
@@ -327,7 +327,7 @@ class Engine(Attachable):
         hidden = apply_selection(call, step, selection, hidden, self.adapter)
         for after_cut in self._after_cut:
             after_cut(call, step.layer, hidden)
-        call.report.add_time(time.perf_counter() - start)
+        call.trace.add_time(time.perf_counter() - start)
         return with_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)
 
     def _leave_layer(

@@ -16,7 +16,6 @@ from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.forward.token_state import StageMemory
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
-from tokenprune.integrations.hf.statistics import note_cut
 from tokenprune.selection.apply import merge_tokens, validate_selection
 from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.row_ends import keep_row_ends
@@ -26,7 +25,7 @@ from tokenprune.selection.tokens import VisualTokens
 def select_tokens(call: Call, step: Step, observed: Observed, hidden: Tensor, adapter: Adapter) -> Selection:
     """Return the selection of the method of `step`. hidden: arrives at the cut, shape (batch, width, channels)."""
     state = call.state.to(hidden.device)
-    plan, segments, memories = call.report.plan, state.segments, state.memories
+    plan, segments, memories = call.plan, state.segments, state.memories
     assert plan is not None  # only planned cuts are made
     # An earlier method may have kept another number of tokens than its budget, so the counts are planned again.
     arrived = plan.counts_of(segments)
@@ -63,5 +62,5 @@ def apply_selection(call: Call, step: Step, selection: Selection, hidden: Tensor
         hidden = merge(hidden)
     padding = call.prompt.padding_to_drop if state.layout.valid is None else None
     call.state, slots = state.cut(keep, num_kept, flat_indices, padding, partial(adapter.cut_extras, merge=merge))
-    note_cut(call, call.state.layout, num_kept, step, selection, segments)
+    call.trace.add_cut(call, step, selection, segments, num_kept, call.state.layout)
     return gather_tokens(hidden, slots, 1)

@@ -155,7 +155,7 @@ class Pages(Part):
         ahead.kept = layout.inverse >= 0
         if call.has_images:
             counts = sum(call.prompt.tokens_per_row), sum(layout.counts)
-            call.report.stats.defer(partial(_note_vectors, *counts))
+            call.trace.stats.defer(partial(_note_vectors, *counts))
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         ahead = states().pop(self, None)

@@ -19,8 +19,8 @@ from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.plan import Merged
-    from tokenprune.integrations.hf.forward.report import Report
+    from tokenprune.integrations.hf.forward.plan import Merged, Plan
+    from tokenprune.integrations.hf.forward.trace import Trace
     from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
 
 
@@ -39,8 +39,8 @@ class Call:
     prompt: known where images are encoded or handed over. notes: for the statistics.
     cached: the decoder's cache. state: the tokens at the current layer. merged: tokens that a tower merged, which leave
     at the decoder's entry, or None.
-    report: where the call has visual tokens (`has_images`), the cuts to make and what was removed. Nobody may ask for
-    that of another call.
+    plan: the cuts to make, None before they are planned. trace: the cuts made; only if the call has visual tokens
+    (`has_images`).
     The rest is set where tokens are missing (`active`). groups: what the layers are handed, one for each group of
     layers that hold the same tokens. maskless: layers that need no attention mask. busy: those at which something is
     done in any case.
@@ -55,7 +55,8 @@ class Call:
     state: TokenState = _NO_TOKENS
     merged: Merged | None = None
     has_images: bool = False
-    report: Report = field(init=False, repr=False)
+    plan: Plan | None = None
+    trace: Trace = field(init=False, repr=False)
 
     groups: list[LayerInputs] = field(default_factory=list)
     maskless: frozenset[int] = frozenset()
@@ -99,13 +100,11 @@ class Call:
     @property
     def cuts(self) -> frozenset[int]:
         """The layers at whose input a method may choose; none where the call is not planned."""
-        plan = self.report.plan if self.has_images else None
-        return frozenset() if plan is None else plan.cuts
+        return frozenset() if self.plan is None else self.plan.cuts
 
     def cuts_at(self, layer: int) -> bool:
         """Return True if a method chooses which tokens leave at the input of `layer` (0: at the decoder's entry)."""
-        plan = self.report.plan if self.has_images else None
-        return plan is not None and layer in plan.cuts and len(self.state.segments) > 0
+        return self.plan is not None and layer in self.plan.cuts and len(self.state.segments) > 0
 
     @cached_property
     def starts(self) -> frozenset[int]:

@@ -67,7 +67,7 @@ class Part(Attachable):
     # Returns the encoder's output; it calls `encode`, which runs the parts before it and then the encoder, or does
     # without. `generate` encodes images before any call, so notes for later are left on the output.
     around_encode: Callable[[Encode, Encoding], Any] | None = None
-    # Returns changed inputs of the decoder, or None for the same. Segments and report exist if the call has images.
+    # Returns changed inputs of the decoder, or None for the same. Segments and trace exist if the call has images.
     before_decoder: Callable[[Call, DecoderInputs], DecoderInputs | None] | None = None
     # Returns the plan of all cuts of a call with images, or another one: see `Plan.raised`.
     on_plan: Callable[[Call, Plan], Plan] | None = None

@@ -140,12 +140,12 @@ class GuardPart(Part):
         """All is known of a call but what may still be on its way: keep more, or warn, and have the statistics tell."""
         rows, counts = list(call.state.segments.row), list(call.state.segments.counts)
         looks = looks_of_segments(call, self.adapter)
-        verdict = Verdict(self.watch, call.report.shape, rows, counts, self._read(call), looks)
+        verdict = Verdict(self.watch, call.trace.shape, rows, counts, self._read(call), looks)
         if self.settings.mode == "auto":
             verdict.seen = [verdict.kinds(row, value) for row, value in zip(rows, looks.read(), strict=True)]
             plan = plan.raised(verdict.at_least)
         verdict.conclude(plan)
-        call.report.stats.defer(partial(self._fill, verdict))
+        call.trace.stats.defer(partial(self._fill, verdict))
         if self.settings.mode == "warn":
             if not looks.ready():
                 states()[self] = verdict  # of this thread, until it is reported

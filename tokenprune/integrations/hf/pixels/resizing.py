@@ -109,4 +109,4 @@ class FullCounts(Part):
         for row, count in zip(call.state.segments.row, call.state.segments.counts, strict=True):
             rows[row] += count
         for patch in self.patches:
-            call.report.stats.visual_tokens_full = patch.counts.full(rows)
+            call.trace.stats.visual_tokens_full = patch.counts.full(rows)

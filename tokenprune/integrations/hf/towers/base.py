@@ -85,7 +85,7 @@ class GroupedTokens(InTower):
                 )
             left[modality] = of_images
         selection = self.select(call, inputs.embeds.device, left) if left else None
-        call.report.stats.encoder_tokens_per_layer = [sum(block) for block in zip(*filter(None, counts), strict=True)]
+        call.trace.stats.encoder_tokens_per_layer = [sum(block) for block in zip(*filter(None, counts), strict=True)]
         if selection is not None:
             call.merged = Merged(self.step, selection)
 
