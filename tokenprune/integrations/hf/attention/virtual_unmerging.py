@@ -143,9 +143,9 @@ class VirtualUnmerging(Part):
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         """Take over what was merged in the tower, so that it is not cut out: `call.merged` becomes `Unmerged`."""
-        if (merged := call.merged) is None:
+        if call.merged is None:
             return
-        call.merged = None
+        (step, selection), call.merged = call.merged, None
         check_arguments(self.adapter, inputs.arguments())
         if reruns_layers(self.decoder):
             raise UnsupportedSetupError(
@@ -153,11 +153,12 @@ class VirtualUnmerging(Part):
                 'call model.gradient_checkpointing_disable(), or use vtu="off"'
             )
         batch, length = inputs.embeds.shape[:2]
-        segments = call.state.segments.to(merged.selection.keep.device)
-        unmerged = Unmerged.of(merged.selection, segments, batch, length, call.prompt.padding_to_drop)
+        segments = call.state.segments.to(selection.keep.device)
+        unmerged = Unmerged.of(selection, segments, batch, length, call.prompt.padding_to_drop)
         # They stay one for the decoder's weights, but not for its attention and cache.
         call.trace.attends_all = True
-        call.trace.add_cut(call, merged.step, merged.selection, call.state.segments, merged.counts, unmerged.layout)
+        assert selection.counts is not None  # known for selections in a tower
+        call.trace.add_cut(call, step, selection, call.state.segments, selection.counts, unmerged.layout)
         self._unmerged[call] = unmerged
 
     # -- hooks

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
 from tokenprune.integrations.hf.engine.decode_state import DecodeState, gather_keys, right_align, sum_by_type
-from tokenprune.integrations.hf.engine.method_inputs import Sources
+from tokenprune.integrations.hf.engine.method_inputs import DecoderSource
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.observed import Observed
-from tokenprune.integrations.hf.forward.part import Part, PerCall
+from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.segments import Segments
 from tokenprune.selection.sites.decode import DecodeMethod, TokenType
 from tokenprune.selection.tokens import require
@@ -57,12 +57,12 @@ class DecodePruning(Part):
         self.adapter, self.method, self.record = adapter, method, record
         self._prefill: PerCall[_Prefill] = PerCall()
 
-    def before_cut(self, call: Call, step: Step, observed: Observed, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before_cut(self, call: Call, step: Step, observed: Observations, args: tuple, kwargs: dict[str, Any]) -> None:
         if step.layer != self.method.layer:
             return
         if call.cuts_at(step.layer):
             hidden = self.adapter.flatten(hidden_states(args, kwargs))
-            query = Sources(call, call.state, hidden, self.adapter).last_slot()
+            query = DecoderSource(call, call.state, hidden, self.adapter).last_slot()
             row = _row(call, observed, query, call.past + call.state.layout.length)
             self._prefill[call] = _Prefill(row, call.state.segments.to(hidden.device))
         elif (state := decides(call, self.method)) is not None:
@@ -90,21 +90,21 @@ def _state(call: Call) -> DecodeState | None:
     return decode
 
 
-def _decide(call: Call, state: DecodeState, observed: Observed) -> None:
+def _decide(call: Call, state: DecodeState, observed: Observations) -> None:
     """Drop more visual tokens at the input of the cut's layer, before the layers from here on run."""
     start, cached = time.perf_counter(), call.cached
     row = _row(call, observed, torch.zeros_like(call.state.layout.index), call.past + 1)  # the one token of the call
-    observed.before = None  # it holds the keys that may now leave
+    observed.pop(ObservedAt.LAYER_BEFORE, None)  # it holds the keys that may now leave
     changed = state.decide(row, call.past)
     if changed and state.method.mode == "evict" and cached.reduction is not None:
         _evict(cached.cache, cached.reduction, state)
     state.stats.overhead_ms = (state.stats.overhead_ms or 0.0) + 1000 * (time.perf_counter() - start)
 
 
-def _row(call: Call, observed: Observed, query: Tensor, length: int) -> Tensor:
+def _row(call: Call, observed: Observations, query: Tensor, length: int) -> Tensor:
     """float32 `[B, H, length]`: attention of one token (slot `query`, `[B, 1]`) over logical positions, in the layer
     before the current one."""
-    seen: Any = require(observed.before, "last_row_attention")
+    seen: Any = require(observed.get(ObservedAt.LAYER_BEFORE), "last_row_attention")
     with torch.no_grad():
         row = seen.rows(query.to(seen.query.device))[:, :, 0]
     columns = call.groups[-1].columns.to(row.device)[:, -row.shape[2] :]  # a sliding layer sees the last ones

@@ -32,8 +32,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call_stack import CallStack
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.observed import Observed
-from tokenprune.integrations.hf.forward.part import Part, acting
+from tokenprune.integrations.hf.forward.part import Observations, Part, acting
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
 from tokenprune.integrations.hf.forward.token_state import TokenState
@@ -315,7 +314,8 @@ class Engine(Attachable):
 
     def _meet_step(self, call: Call, step: Step, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """IN_LLM and DECODE: cut the hidden states that arrive at the layer of `step`, if it cuts in this call."""
-        start, observed = time.perf_counter(), Observed()
+        start = time.perf_counter()
+        observed: Observations = {}
         for before_cut in self._before_cut:
             before_cut(call, step, observed, args, kwargs)
         if not call.cuts_at(step.layer):

@@ -17,7 +17,6 @@ from tokenprune.integrations.hf.families.base import STATEFUL, Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs
-from tokenprune.integrations.hf.forward.observed import Observed
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
@@ -67,9 +66,9 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     if positions is None:
         positions = adapter.positions(inputs.mask, call.past)
     if call.merged is not None:
-        embeds = apply_selection(call, call.merged.step, call.merged.selection, embeds, adapter)
+        embeds = apply_selection(call, *call.merged, embeds, adapter)
     if step is not None and call.cuts_at(0):
-        selection = select_tokens(call, step, Observed(), embeds, adapter)
+        selection = select_tokens(call, step, {}, embeds, adapter)
         embeds = apply_selection(call, step, selection, embeds, adapter)
     layout, index = call.state.layout, call.state.layout.index
     functions, group = call.groups[0].functions, call.group(0) if made else None

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.engine.layer_attention import LayerAttention
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.observed import Observed
-from tokenprune.integrations.hf.forward.part import Part, PerCall
+from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.method import Method
@@ -35,7 +34,7 @@ class KeptInputs(Part):
         super().__init__()
         self.adapter, self.steps, self.attention = adapter, steps, attention
         self._entry: PerCall[tuple[Tensor, Layout]] = PerCall()
-        self._next: PerCall[Observed] = PerCall()  # of the next cut
+        self._next: PerCall[Observations] = PerCall()  # of the next cut
         self.entry = {layer for layer in self._readers(ObservedAt.ENTRY) if layer}
 
     def _readers(self, *where: ObservedAt) -> list[int]:
@@ -50,13 +49,13 @@ class KeptInputs(Part):
                     record = partial(self._record, layer, one.name, recorder, number)
                     self.hook_in_call(module.register_forward_hook, record, with_kwargs=True)
 
-    def before_cut(self, call: Call, step: Step, observed: Observed, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before_cut(self, call: Call, step: Step, observed: Observations, args: tuple, kwargs: dict[str, Any]) -> None:
         if not call.cuts_at(step.layer):
             return
         if (kept := self._next.pop(call, None)) is not None:
-            observed.input_before, observed.unrotated = kept.input_before, kept.unrotated
-            observed.recorded = kept.recorded
-        observed.entry = self._entry.get(call)
+            observed.update(kept)
+        if (entry := self._entry.get(call)) is not None:
+            observed[ObservedAt.ENTRY] = entry
         if step.layer >= max(self.entry & call.cuts, default=0):
             self._entry.pop(call, None)
 
@@ -75,7 +74,7 @@ class KeptInputs(Part):
     ) -> None:  # fmt: skip
         call = self.current()
         if call is not None and call.active and call.cuts_at(layer):
-            recorded = self._next.setdefault(call, Observed()).recorded
+            recorded = self._next.setdefault(call, {}).setdefault(ObservedAt.OWN, {})
             recorded.setdefault(name, [None] * len(recorder.modules))[number] = recorder.read(args, kwargs, output)
 
     def _keep(self, call: Call, method: Method, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -93,10 +92,10 @@ class KeptInputs(Part):
             )
         batch = len(hidden)
         turned = rotation and (rotation[0].expand(batch, -1, -1), rotation[1].expand(batch, -1, -1))
-        kept = self._next.setdefault(call, Observed())
-        kept.input_before = LayerInput(hidden, turned)
+        kept = self._next.setdefault(call, {})
+        kept[ObservedAt.INPUT_BEFORE] = LayerInput(hidden, turned)
         if rotation is not None and any(one.where is ObservedAt.UNROTATED for one in needed):
-            kept.unrotated = self._unrotated(call, layer, args, kwargs, rotation)
+            kept[ObservedAt.UNROTATED] = self._unrotated(call, layer, args, kwargs, rotation)
 
     def _unrotated(
         self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any], rotation: tuple[Tensor, Tensor]

@@ -16,11 +16,11 @@ from tokenprune.integrations.hf.checks import AFTER, BEFORE
 from tokenprune.integrations.hf.engine.decode_pruning import decides
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.forward.observed import Observed
-from tokenprune.integrations.hf.forward.part import Part, PerCall
+from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.shared import eager
 from tokenprune.kernels.observation import Observation
+from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import observables_of
 
 
@@ -48,10 +48,11 @@ class LayerAttention(Part):
             observe = partial(eager.in_call, self.current, partial(self._observe, layer))
             self.attach_part(Observer(self.adapter.attention_of(layer), observe))
 
-    def before_cut(self, call: Call, step: Step, observed: Observed, args: tuple, kwargs: dict[str, Any]) -> None:
-        observed.before = self._before.pop(call, None)
+    def before_cut(self, call: Call, step: Step, observed: Observations, args: tuple, kwargs: dict[str, Any]) -> None:
+        if (before := self._before.pop(call, None)) is not None:
+            observed[ObservedAt.LAYER_BEFORE] = before
         if step.layer in self.next and call.cuts_at(step.layer):
-            observed.after = self._next(call, step.layer, args, kwargs)
+            observed[ObservedAt.NEXT_LAYER] = self._next(call, step.layer, args, kwargs)
 
     def _observe(self, layer: int, observation: Observation) -> None:
         call = self.current()

@@ -13,21 +13,23 @@ from torch import Tensor, nn
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.forward.observed import Observed
+from tokenprune.integrations.hf.forward.part import Observations
 from tokenprune.integrations.hf.forward.token_state import StageMemory, TokenState
 from tokenprune.integrations.hf.towers.attention_scores import EncodedTokens
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.observation import Observation
 from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.segments import LayerInput, Patches, Segments
 from tokenprune.selection.source import TokenSource
 
 
 @dataclass
-class Sources(TokenSource):
+class DecoderSource(TokenSource):
     """Backs a `VisualTokens` in the decoder.
 
-    state: the tokens that arrive at the cut. hidden: `[B, W, D]`, in their layout. needs: of the method.
+    state: the tokens that arrive at the cut. hidden: `[B, W, D]`, in their layout. needs: of the method. observed: the
+    attention, inputs and records of the layers around the cut, as far as the method reads them.
     """
 
     call: Call
@@ -36,7 +38,7 @@ class Sources(TokenSource):
     adapter: Adapter
     needs: frozenset[str] = frozenset()
     carry: StageMemory = field(default_factory=StageMemory)
-    observed: Observed = field(default_factory=Observed)
+    observed: Observations = field(default_factory=dict)
 
     def remember(self, name: str, value: Any, per_token: bool | None) -> None:
         self.carry.remember(name, value, per_token)
@@ -57,31 +59,31 @@ class Sources(TokenSource):
 
     @property
     def before(self) -> Observation:
-        return _shown(self.observed.before)
+        return _shown(self.observed.get(ObservedAt.LAYER_BEFORE))
 
     @property
     def after(self) -> Observation:
-        return _shown(self.observed.after)
+        return _shown(self.observed.get(ObservedAt.NEXT_LAYER))
 
     @property
     def input_before(self) -> LayerInput:
-        found = self.observed.input_before
-        return super().input_before if found is None else found
+        value = self.observed.get(ObservedAt.INPUT_BEFORE)
+        return super().input_before if value is None else value
 
     @property
     def unrotated(self) -> Observation:
-        return _shown(self.observed.unrotated)
+        return _shown(self.observed.get(ObservedAt.UNROTATED))
 
     def recorded(self, name: str) -> list[Any]:
-        found = self.observed.recorded.get(name, [None])
-        return super().recorded(name) if any(one is None for one in found) else found
+        values = self.observed.get(ObservedAt.OWN, {}).get(name, [None])
+        return super().recorded(name) if any(value is None for value in values) else values
 
     @property
     def first_layer(self) -> nn.Module:
         return self.adapter.decoder.layers[0]
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
-        entry = self.observed.entry
+        entry = self.observed.get(ObservedAt.ENTRY)
         if entry is None:  # the cut is at the entry
             return self.at(self.hidden, position, segments)
         embeds, layout = entry

@@ -66,7 +66,8 @@ class Planner:
     def plan(self, call: Call) -> bool:
         """Plan the cuts of a call, and return whether tokens leave."""
         segments, prompt = call.state.segments, call.prompt
-        counts = segments.counts if call.merged is None else call.merged.counts
+        counts = segments.counts if call.merged is None else call.merged[1].counts
+        assert counts is not None  # known for selections in a tower
         make = partial(plan_cuts, self.steps, self.shape, segments, counts, prompt.tokens_per_row)
         plan = self._plans.get((segments, prompt, *counts), make)
         for on_plan in self._on_plan:

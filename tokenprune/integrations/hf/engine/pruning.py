@@ -9,10 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from tokenprune.integrations.hf.engine.method_inputs import Sources
+from tokenprune.integrations.hf.engine.method_inputs import DecoderSource
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.forward.observed import Observed
+from tokenprune.integrations.hf.forward.part import Observations
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.forward.token_state import StageMemory
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
@@ -22,7 +22,7 @@ from tokenprune.selection.row_ends import keep_row_ends
 from tokenprune.selection.tokens import VisualTokens
 
 
-def select_tokens(call: Call, step: Step, observed: Observed, hidden: Tensor, adapter: Adapter) -> Selection:
+def select_tokens(call: Call, step: Step, observed: Observations, hidden: Tensor, adapter: Adapter) -> Selection:
     """Return the selection of the method of `step`. hidden: arrives at the cut, shape (batch, width, channels)."""
     state = call.state.to(hidden.device)
     plan, segments, memories = call.plan, state.segments, state.memories
@@ -33,7 +33,7 @@ def select_tokens(call: Call, step: Step, observed: Observed, hidden: Tensor, ad
     if step.owner not in memories:
         memories[step.owner] = StageMemory()
     seen = adapter.seen(state.extras, step.layer, hidden)
-    source = Sources(call, state, seen, adapter, step.method.needs, memories[step.owner], observed)
+    source = DecoderSource(call, state, seen, adapter, step.method.needs, memories[step.owner], observed)
     tokens = VisualTokens(segments, keep, source)
     method = cast(Pruner, step.method)
     return torch.no_grad()(method.select)(tokens) if torch.is_grad_enabled() else method.select(tokens)

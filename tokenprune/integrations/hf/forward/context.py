@@ -19,9 +19,10 @@ from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.plan import Merged, Plan
+    from tokenprune.integrations.hf.forward.plan import Plan, Step
     from tokenprune.integrations.hf.forward.trace import Trace
     from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
+    from tokenprune.selection.method import Selection
 
 
 _NO_PROMPT = PromptInfo({})
@@ -37,8 +38,8 @@ class Call:
 
     arguments: of the base model's forward, as the adapter reads them. outputs: the encoder's output for each modality.
     prompt: known where images are encoded or handed over. notes: for the statistics.
-    cached: the decoder's cache. state: the tokens at the current layer. merged: tokens that a tower merged, which leave
-    at the decoder's entry, or None.
+    cached: the decoder's cache. state: the tokens at the current layer. merged: the selection of a vision tower, which
+    takes effect at the decoder's entry, and the step that it counts as; or None.
     plan: the cuts to make, None before they are planned. trace: the cuts made; only if the call has visual tokens
     (`has_images`).
     The rest is set where tokens are missing (`active`). groups: what the layers are handed, one for each group of
@@ -53,7 +54,7 @@ class Call:
 
     cached: CacheView = field(init=False)
     state: TokenState = _NO_TOKENS
-    merged: Merged | None = None
+    merged: tuple[Step, Selection] | None = None
     has_images: bool = False
     plan: Plan | None = None
     trace: Trace = field(init=False, repr=False)

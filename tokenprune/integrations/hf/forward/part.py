@@ -11,15 +11,17 @@ from weakref import WeakKeyDictionary
 
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.eager import in_call
+from tokenprune.selection.observable import ObservedAt
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.context import Call
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-    from tokenprune.integrations.hf.forward.observed import Observed
     from tokenprune.integrations.hf.forward.plan import Plan, Step
     from tokenprune.statistics import Stats
 
 T = TypeVar("T")
+# Values that a method may read at a cut inside the decoder, by the `ObservedAt` of their observables.
+Observations = dict[ObservedAt, Any]
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Part(Attachable):
     on_plan: Callable[[Call, Plan], Plan] | None = None
     # Adds to what the method of a step may read, before it cuts inside the decoder, or would: called where the call
     # cuts nothing there, too. Last the layer's arguments, for the tokens that arrive.
-    before_cut: Callable[[Call, Step, Observed, tuple, dict[str, Any]], None] | None = None
+    before_cut: Callable[[Call, Step, Observations, tuple, dict[str, Any]], None] | None = None
     # Reacts after tokens left at the input of a layer; for 0, the decoder's entry, called whether any left or not. Last
     # the hidden states, `[B, W, D]`, in the call's layout.
     after_cut: Callable[[Call, int, Any], None] | None = None

@@ -10,7 +10,7 @@ from functools import cached_property
 from tokenprune.budgets import Budget
 from tokenprune.budgets.of_videos import Clip
 from tokenprune.models.decoder_shape import DecoderShape
-from tokenprune.selection.method import Method, Selection
+from tokenprune.selection.method import Method
 from tokenprune.selection.segments import Segments
 
 
@@ -38,20 +38,6 @@ class Step:
         if not self.budget.is_identity():
             return True
         return self.method.by_content_count and not (self.whole or self.budget).is_identity()
-
-
-@dataclass(frozen=True)
-class Merged:
-    """The rest of a call's visual tokens after a merge in the tower, and the step that it is reported as."""
-
-    step: Step
-    selection: Selection
-
-    @property
-    def counts(self) -> list[int]:
-        """The number of tokens that are left of each segment."""
-        known = self.selection.counts
-        return self.selection.keep.sum(1).tolist() if known is None else known
 
 
 # Returns the tokens of each segment that a step keeps, given those that arrive and those that it was to keep so far.

@@ -19,7 +19,7 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.context import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
-from tokenprune.integrations.hf.forward.plan import Merged, Step
+from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.record import open_record, record_of
 from tokenprune.integrations.hf.towers.merge_map import keep_one_per_group
 from tokenprune.selection.method import Selection
@@ -87,7 +87,7 @@ class GroupedTokens(InTower):
         selection = self.select(call, inputs.embeds.device, left) if left else None
         call.trace.stats.encoder_tokens_per_layer = [sum(block) for block in zip(*filter(None, counts), strict=True)]
         if selection is not None:
-            call.merged = Merged(self.step, selection)
+            call.merged = self.step, selection
 
     def select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
         """Return which of a call's visual tokens stay, on `device`; None where all do. left: of each modality what
