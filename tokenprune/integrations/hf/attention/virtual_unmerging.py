@@ -117,7 +117,7 @@ class VirtualUnmerging(Part):
                 f'vtu="{form}" needs a decoder with rotary positions, which {type(self.decoder).__name__} has not; use '
                 'vtu="off"'
             )
-        if type(adapter).after_layer is not Adapter.after_layer:
+        if adapter.adds_after_layers:
             raise UnsupportedSetupError(
                 f'vtu="{form}": {adapter.config.model_type!r} adds features to its visual tokens between the '
                 'decoder\'s layers, by the positions of the full prompt; use vtu="off"'

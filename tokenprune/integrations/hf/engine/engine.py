@@ -24,10 +24,8 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import needs_masks_alone
 from tokenprune.integrations.hf.checks import Places, check_call
 from tokenprune.integrations.hf.engine.entry import cut_entry, prepare
-from tokenprune.integrations.hf.engine.packed_calls import PackedCalls
 from tokenprune.integrations.hf.engine.planner import Planner
 from tokenprune.integrations.hf.engine.pruning import apply_selection, select_tokens
-from tokenprune.integrations.hf.engine.static_steps import StaticSteps
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call_stack import CallStack
 from tokenprune.integrations.hf.forward.context import Call
@@ -38,7 +36,6 @@ from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
 from tokenprune.integrations.hf.forward.token_state import TokenState
 from tokenprune.integrations.hf.sequence.alignment import check_rows
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.hf.sequence.packing import TELLING
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
 from tokenprune.integrations.hf.statistics import LatestStats, stats_after
 from tokenprune.integrations.hf.towers.feature_hook import MODALITIES, EncoderHook
@@ -77,9 +74,9 @@ class Engine(Attachable):
         self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
         self.reading = list(dict.fromkeys(reading))
         self._latest, self._places = LatestStats(), Places()
-        self._static = self.part(StaticSteps)
-        self._packed = next((part for part in self.parts if isinstance(part, PackedCalls)), None)
         self._reads_text = adapter.family.runs_of_tiles or any(part.reads_text for part in self.parts)
+        self._on_static_step = acting(part.on_static_step for part in self.parts)
+        self._before_call = acting(part.before_call for part in self.parts)
         self._before_decoder = acting(part.before_decoder for part in self.parts)
         self._before_cut = acting(part.before_cut for part in self.parts)
         self._after_cut = acting(part.after_cut for part in self.parts)
@@ -89,8 +86,6 @@ class Engine(Attachable):
         if self._on_layer:
             self._watched = frozenset(near for layer in self.steps for near in (layer - 1, layer))
         self._all = frozenset(range(len(self.decoder.layers)))
-        self._shares_keys = type(adapter).key_count is not Adapter.key_count
-        self._takes_extras = type(adapter).take_extras is not Adapter.take_extras
         # In a step with a reduced static cache no call is active, which torch.compile can rely on.
         self.calls = CallStack()
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
@@ -127,10 +122,9 @@ class Engine(Attachable):
         # The base may be the decoder itself: it is entered first, and left last.
         hook(decoder.register_forward_hook, in_call(self._leave_decoder))
         hook(base.register_forward_hook, in_call(self._leave_base), always_call=True)
-        extras = type(self.adapter).after_layer is not Adapter.after_layer
         for index, layer in enumerate(decoder.layers):
             hook(layer.register_forward_pre_hook, partial(self._meet_layer, index))
-            if extras:
+            if self.adapter.adds_after_layers:
                 hook(layer.register_forward_hook, in_call(partial(self._leave_layer, index)))
         self._places.note(self.model, self.hooked)
 
@@ -142,8 +136,8 @@ class Engine(Attachable):
             return eager.run_eagerly(self._begin_call, module, arguments)
         if self.calls.active:
             eager.run_eagerly(self.calls.running)  # drops a call whose forward has ended
-        if self._static.ahead:  # the cache is of an earlier patch
-            eager.run_eagerly(self._static.watch)
+        for on_static_step in self._on_static_step:
+            on_static_step()
         return None
 
     def _acts_on(self, arguments: dict[str, Any]) -> bool:
@@ -162,7 +156,7 @@ class Engine(Attachable):
         return False
 
     def _begin_call(self, module: nn.Module, arguments: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """Note a call; return its arguments where they change: rows of several samples become rows of one."""
+        """Begin a call. Return the arguments of the base model if a part changed them."""
         refuse_replica(module, self.adapter.base)
         if not self._acts_on(arguments):
             return None
@@ -171,20 +165,20 @@ class Engine(Attachable):
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
         images = encoded or [name for name in given if name.startswith("pixel_values")]
-        split = None
+        changed = None
         if images:
             self._places.check()
-            if self._packed is not None and (given & TELLING or self.owner.training):
-                split = self._packed.split(call, arguments)
-        if split is not None:
-            call.arguments = self.adapter.arguments(split)
+            for before_call in self._before_call:
+                if (result := before_call(call, arguments)) is not None:
+                    changed, call.restore_output = result
+                    call.arguments = self.adapter.arguments(changed)
         if images and given & {"input_ids", "inputs_embeds"}:
             # Before the tower is launched: whoever asks the device now finds it idle.
             self._read_prompt(call)
         for modality in MODALITIES:
             if encoded.get(modality) is not None:
                 self._match_features(call, modality, encoded[modality])
-        return None if split is None else ((), split)
+        return None if changed is None else ((), changed)
 
     def _read_prompt(self, call: Call) -> None:
         placeholders = self.adapter.visual_mask(call.arguments)
@@ -193,8 +187,7 @@ class Engine(Attachable):
     def _leave_base(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         if not self.calls.end(call):
             return None  # this forward was refused before it became a call
-        rows = None if self._packed is None else self._packed.rows.pop(call, None)
-        return None if rows is None or output is None else rows.join(output)
+        return None if call.restore_output is None or output is None else call.restore_output(output)
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:
         call.outputs[modality] = output
@@ -243,7 +236,7 @@ class Engine(Attachable):
                 check_rows(call.prompt.placeholders_per_row, call.outputs)
             check_call(self.steps.values(), self.adapter, inputs.arguments(), bool(call.maskless))
             inputs, functions = prepare(call, inputs, self.adapter)
-        if call.has_images and self._takes_extras:
+        if call.has_images and self.adapter.extra_arguments:
             arguments = inputs.arguments()
             extras = self.adapter.take_extras(arguments, layout)
             inputs = DecoderInputs.of(arguments)
@@ -258,7 +251,7 @@ class Engine(Attachable):
             call.state = replace(call.state, extras=None)
         for after_cut in self._after_cut:
             after_cut(call, 0, inputs.embeds)
-        if call.state.extras is not None or self._shares_keys:
+        if call.state.extras is not None or self.adapter.shares_keys:
             call.busy = self._all
         else:
             call.busy = self._watched | call.maskless | call.starts

@@ -19,6 +19,7 @@ from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
+    from tokenprune.integrations.hf.forward.part import RestoreOutput
     from tokenprune.integrations.hf.forward.plan import Plan, Step
     from tokenprune.integrations.hf.forward.trace import Trace
     from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
@@ -38,6 +39,7 @@ class Call:
 
     arguments: of the base model's forward, as the adapter reads them. outputs: the encoder's output for each modality.
     prompt: known where images are encoded or handed over. notes: for the statistics.
+    restore_output: see `Part.before_call`.
     cached: the decoder's cache. state: the tokens at the current layer. merged: the selection of a vision tower, which
     takes effect at the decoder's entry, and the step that it counts as; or None.
     plan: the cuts to make, None before they are planned. trace: the cuts made; only if the call has visual tokens
@@ -51,6 +53,7 @@ class Call:
     outputs: dict[str, Any] = field(default_factory=dict)
     prompt: PromptInfo = _NO_PROMPT
     notes: list[str] = field(default_factory=list)
+    restore_output: RestoreOutput | None = None
 
     cached: CacheView = field(init=False)
     state: TokenState = _NO_TOKENS

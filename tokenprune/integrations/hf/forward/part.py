@@ -37,6 +37,8 @@ class Encoding:
     on_host: dict[str, Any]
 
 
+# Maps the output of a base model with changed arguments back to the caller's rows.
+RestoreOutput = Callable[[Any], Any]
 # Returns the encoder's output.
 Encode = Callable[[Encoding], Any]
 
@@ -69,6 +71,11 @@ class Part(Attachable):
     # Returns the encoder's output; it calls `encode`, which runs the parts before it and then the encoder, or does
     # without. `generate` encodes images before any call, so notes for later are left on the output.
     around_encode: Callable[[Encode, Encoding], Any] | None = None
+    # Called for a decoding step with a reduced static cache, which is no call. torch.compile traces this.
+    on_static_step: Callable[[], None] | None = None
+    # Returns changed arguments of the base model for a call with images, and a function that maps its output back to
+    # the caller's rows; or None. One part of a patch may do so.
+    before_call: Callable[[Call, dict[str, Any]], tuple[dict[str, Any], RestoreOutput] | None] | None = None
     # Returns changed inputs of the decoder, or None for the same. Segments and trace exist if the call has images.
     before_decoder: Callable[[Call, DecoderInputs], DecoderInputs | None] | None = None
     # Returns the plan of all cuts of a call with images, or another one: see `Plan.raised`.

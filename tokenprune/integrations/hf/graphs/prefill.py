@@ -159,6 +159,6 @@ def _why_not(adapter: Adapter) -> str:
     """Return in words why no layer of this decoder can be graphed; "" where they can."""
     if adapter.stateful:
         return "layers carry a state from token to token"
-    if type(adapter).key_count is not Adapter.key_count:
+    if adapter.shares_keys:
         return "layers attend to the keys of others"
     return ""
