@@ -20,7 +20,7 @@ from tokenprune import Budget
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
-from tokenprune.integrations.hf.forward.context import _NO_SEGMENTS, Call
+from tokenprune.integrations.hf.forward.call import _NO_SEGMENTS, Call
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Plan, Step, plan_cuts

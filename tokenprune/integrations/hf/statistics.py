@@ -19,7 +19,7 @@ from tokenprune.integrations.hf.cache.static_cache import StaticReduction, is_st
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
     from tokenprune.integrations.hf.forward.trace import Trace
     from tokenprune.integrations.hf.sequence.layout import Layout

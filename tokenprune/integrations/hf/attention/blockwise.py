@@ -21,7 +21,7 @@ from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention_observer import Tap
 from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.sequence.alignment import align_per_image, check_rows

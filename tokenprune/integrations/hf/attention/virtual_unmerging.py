@@ -31,7 +31,7 @@ from tokenprune.selection.method import Selection
 from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 _INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"

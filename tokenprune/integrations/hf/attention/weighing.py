@@ -19,7 +19,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
@@ -97,8 +97,8 @@ class Weighing(Part):
             values.new_zeros(batch * width + 1).scatter(0, places, values.log().flatten())[:-1].view(batch, width)
             for values in (even.contiguous(), sizes.clamp(min=1))
         )
-        before = state.before_cut
-        lost = {row for row, a, b in zip(before.row, before.counts, state.kept.counts, strict=True) if a > b}
+        dropped = zip(state.before_cut.row, state.before_cut.counts, state.kept.counts, strict=True)
+        lost = {row for row, before_cut, kept in dropped if before_cut > kept}
         rows = to_device([row in lost for row in range(batch)], device).view(batch, 1, 1, 1)
         self._calls[call] = Terms(first, later, rows)
         if call.cached.cache is not None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Plan

@@ -33,7 +33,7 @@ from tokenprune.selection.tokens import require
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache.reduced_cache import Reduction
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.selection.method import Method
 
 

@@ -23,12 +23,10 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import needs_masks_alone
 from tokenprune.integrations.hf.checks import Places, check_call
-from tokenprune.integrations.hf.engine.entry import cut_entry, prepare
+from tokenprune.integrations.hf.engine.cuts import apply_selection, cut_entry, prepare, select_tokens
 from tokenprune.integrations.hf.engine.planner import Planner
-from tokenprune.integrations.hf.engine.pruning import apply_selection, select_tokens
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.call_stack import CallStack
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call, CallStack
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Observations, Part, acting
 from tokenprune.integrations.hf.forward.plan import Step

@@ -22,7 +22,7 @@ from tokenprune.selection.observable_registry import observables_of
 from tokenprune.selection.segments import LayerInput
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.plan import Step
     from tokenprune.integrations.hf.sequence.layout import Layout
 

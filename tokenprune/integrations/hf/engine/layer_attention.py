@@ -15,7 +15,7 @@ from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.checks import AFTER, BEFORE
 from tokenprune.integrations.hf.engine.decode_pruning import decides
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.shared import eager

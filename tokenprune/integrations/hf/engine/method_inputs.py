@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.part import Observations
 from tokenprune.integrations.hf.forward.token_state import StageMemory, TokenState
 from tokenprune.integrations.hf.towers.attention_scores import EncodedTokens

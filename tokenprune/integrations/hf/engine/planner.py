@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
 from tokenprune.integrations.hf.forward.token_state import TokenState

@@ -12,7 +12,7 @@ from torch import nn
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import ReducedStatic, span_of
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence import masks

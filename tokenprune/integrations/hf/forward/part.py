@@ -14,7 +14,7 @@ from tokenprune.integrations.shared.eager import in_call
 from tokenprune.selection.observable import ObservedAt
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.plan import Plan, Step
     from tokenprune.statistics import Stats

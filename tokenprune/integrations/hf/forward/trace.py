@@ -18,7 +18,7 @@ from tokenprune.selection.segments import Segments
 from tokenprune.statistics import Cut, Removal, Stats
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.plan import Step
 
 

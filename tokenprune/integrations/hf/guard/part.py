@@ -31,7 +31,7 @@ from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.plan import Plan
 

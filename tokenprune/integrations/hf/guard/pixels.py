@@ -18,7 +18,7 @@ from tokenprune.integrations.hf.sequence.segments import feature_total, pieces_o
 from tokenprune.kernels.transfer import AsyncValues, to_device
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
 
 # Of a video at most this many frames are looked at, at even distances.
 _FRAMES = 8

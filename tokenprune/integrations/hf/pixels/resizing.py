@@ -23,7 +23,7 @@ from tokenprune.integrations.shared.resizing import Resizer
 from tokenprune.selection.sites.pixels import ResizeMethod
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 # The question of each image of the processor's call that is under way, for methods that read it.

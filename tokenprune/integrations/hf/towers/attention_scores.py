@@ -51,7 +51,7 @@ from tokenprune.selection.observable_registry import find_observable
 from tokenprune.selection.segments import Patches, Segments
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
 
 _TOKENS = 1024  # whose pixels are read in one go
 # The blocks that are known, and how many class tokens stand before the patches.

@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenprune.budgets import Budget
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
 from tokenprune.integrations.hf.forward.plan import Step

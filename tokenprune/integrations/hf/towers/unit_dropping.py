@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.sequence.alignment import placeholder_to_feature
 from tokenprune.integrations.hf.towers.base import GroupedTokens
 from tokenprune.integrations.hf.towers.packed import Order, PackedTower
