@@ -20,7 +20,6 @@ from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
-    from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
     from tokenprune.integrations.hf.forward.trace import Trace
     from tokenprune.integrations.hf.sequence.layout import Layout
 
@@ -48,19 +47,19 @@ class LatestStats:
         return _thread.latest.get(self, self._of_all)
 
 
-def _note_cached_tokens(trace: Trace, prompt: PromptInfo, rows: int, held: list[Held], stats: Stats) -> None:
+def _note_cached_tokens(trace: Trace, rows: int, held: list[Held], stats: Stats) -> None:
     stats.kv_bytes_tokens = sum(
-        size * _cached_tokens(trace, prompt, index, slots) // (rows * slots) for index, slots, size, _ in held
+        size * _cached_tokens(trace, index, slots) // (rows * slots) for index, slots, size, _ in held
     )
 
 
-def _cached_tokens(trace: Trace, prompt: PromptInfo, layer: int, slots: int) -> int:
+def _cached_tokens(trace: Trace, layer: int, slots: int) -> int:
     """Return how many tokens the last `slots` slots of the rows hold after this forward, if the cache was empty
     before."""
     counts = trace.tokens_at(layer)
     if counts.after_cut and not trace.attends_all:
         return sum(min(slots, tokens) for tokens in counts.tokens_per_row)  # at the right end of each row
-    padding = prompt.padding_to_drop
+    padding = trace.prompt.padding_to_drop
     if padding is None:
         return min(slots, trace.length) * len(trace.tokens_per_row)
     return int((~padding[:, -slots:]).sum())
@@ -101,7 +100,7 @@ def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> 
     held = _held(cache, call.past + length)
     stats.kv_bytes, stats.kv_bytes_full = _sums(held)
     if call.has_images and not call.past:
-        stats.defer(partial(_note_cached_tokens, call.trace, call.prompt, rows, held), "kv_bytes_tokens")
+        stats.defer(partial(_note_cached_tokens, call.trace, rows, held), "kv_bytes_tokens")
         return
     mask = call.arguments.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != call.past + length:

@@ -158,7 +158,7 @@ class VirtualUnmerging(Part):
         # They stay one for the decoder's weights, but not for its attention and cache.
         call.trace.attends_all = True
         assert selection.counts is not None  # known for selections in a tower
-        call.trace.add_cut(call, step, selection, call.state.segments, selection.counts, unmerged.layout)
+        call.trace.add_cut(step, selection, call.state.segments, selection.counts, unmerged.layout)
         self._unmerged[call] = unmerged
 
     # -- hooks

@@ -71,7 +71,7 @@ def apply_selection(call: Call, step: Step, selection: Selection, hidden: Tensor
         hidden = merge(hidden)
     padding = call.prompt.padding_to_drop if state.layout.valid is None else None
     call.state, slots = state.cut(keep, num_kept, flat_indices, padding, partial(adapter.cut_extras, merge=merge))
-    call.trace.add_cut(call, step, selection, segments, num_kept, call.state.layout)
+    call.trace.add_cut(step, selection, segments, num_kept, call.state.layout)
     return gather_tokens(hidden, slots, 1)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.part import Part, RestoreOutput
+from tokenprune.integrations.hf.forward.call import Call, RestoreOutput
+from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.packing import TELLING, PackedRows, samples_of
 
 

@@ -49,7 +49,7 @@ class Planner:
         found = self._segments.get(key, partial(find, self.adapter.image_grid, family.after_video, tempo))
         if found is not None:
             call.has_images, call.state = True, TokenState(found, call.state.layout)
-            call.trace = Trace(self.shape, found, call.prompt.tokens_per_row, embeds.shape[1], self.record)
+            call.trace = Trace(self.shape, found, call.prompt, call.past, embeds.shape[1], self.record)
             call.trace.stats.notes = call.notes
             if self._of_videos and "image" in found.modality:
                 budgets = [step.budget for step in self.steps if step.budget.keep is None and step.budget.of_videos]

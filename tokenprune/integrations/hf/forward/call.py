@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,12 +25,14 @@ from tokenprune.integrations.shared.frames import find_module_frame, is_running
 from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.part import RestoreOutput
     from tokenprune.integrations.hf.forward.plan import Plan, Step
     from tokenprune.integrations.hf.forward.trace import Trace
     from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
     from tokenprune.selection.method import Selection
 
+
+# Maps the output of a base model with changed arguments back to the caller's rows.
+RestoreOutput = Callable[[Any], Any]
 
 _NO_PROMPT = PromptInfo({})
 _NOTHING = torch.empty(0, 0, dtype=torch.long, device="cpu")

@@ -14,7 +14,7 @@ from tokenprune.integrations.shared.eager import in_call
 from tokenprune.selection.observable import ObservedAt
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.call import Call
+    from tokenprune.integrations.hf.forward.call import Call, RestoreOutput
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.plan import Plan, Step
     from tokenprune.statistics import Stats
@@ -37,8 +37,6 @@ class Encoding:
     on_host: dict[str, Any]
 
 
-# Maps the output of a base model with changed arguments back to the caller's rows.
-RestoreOutput = Callable[[Any], Any]
 # Returns the encoder's output.
 Encode = Callable[[Encoding], Any]
 

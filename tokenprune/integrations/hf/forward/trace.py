@@ -18,8 +18,8 @@ from tokenprune.selection.segments import Segments
 from tokenprune.statistics import Cut, Removal, Stats
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.plan import Step
+    from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Trace:
     Values that cost time, or that wait for the device, are computed when the statistics are read (`Stats.finalize`).
 
     Attributes:
+        prompt: The prompt of the call.
+        past: Tokens in the cache before the call.
         tokens_per_row: Tokens of each row at the decoder's entry, without padding.
         length: Slots of each row at the decoder's entry.
         record: Whether to keep a `Cut` of each cut.
@@ -55,31 +57,30 @@ class Trace:
     """
 
     def __init__(
-        self, shape: DecoderShape, segments: Segments, tokens_per_row: list[int], length: int, record: bool
+        self, shape: DecoderShape, segments: Segments, prompt: PromptInfo, past: int, length: int, record: bool
     ) -> None:
-        self.shape, self.tokens_per_row, self.length, self.record = shape, tokens_per_row, length, record
+        self.shape, self.prompt, self.past, self.length, self.record = shape, prompt, past, length, record
+        self.tokens_per_row = prompt.tokens_per_row
         num_visual = sum(segments.counts)
         self.stats = Stats(visual_tokens_in=num_visual)
-        self.layers = [LayerTokens(0, num_visual, tokens_per_row, length, after_cut=False)]
+        self.layers = [LayerTokens(0, num_visual, self.tokens_per_row, length, after_cut=False)]
         self.attends_all = False
         self.pairs: dict[int, list[int]] = {}
 
     def add_time(self, seconds: float) -> None:
         self.stats.overhead_ms = (self.stats.overhead_ms or 0.0) + 1000 * seconds
 
-    def add_cut(
-        self, call: Call, step: Step, selection: Selection, before: Segments, num_kept: list[int], layout: Layout
-    ) -> None:
+    def add_cut(self, step: Step, selection: Selection, before: Segments, num_kept: list[int], layout: Layout) -> None:
         """Record a cut of the visual tokens `before`. layout: all tokens after the cut."""
         num_before, num_after = sum(before.counts), sum(num_kept)
         self.stats.removals.append(Removal(step.method.site, step.layer, step.method.name, num_before, num_after))
         self.layers.append(LayerTokens(step.layer, num_after, layout.counts, layout.width))
         if self.record:
             # The transfer to the device is queued now, and nothing is read from it until the statistics are.
-            is_real = to_device(call.prompt.is_real, layout.index.device).gather(1, layout.index)
+            is_real = to_device(self.prompt.is_real, layout.index.device).gather(1, layout.index)
             positions = layout.positions().masked_fill(~is_real, -1)
             build_cut = partial(Cut, step.method.site, step.layer, step.method.name)
-            self.stats.defer(partial(_append_cut, build_cut, call.past, positions, selection, before))
+            self.stats.defer(partial(_append_cut, build_cut, self.past, positions, selection, before))
 
     def tokens_at(self, layer: int) -> LayerTokens:
         """Return the token counts of `layer`, as far as cuts are recorded."""
