@@ -208,7 +208,7 @@ def sizes(root: Path = ROOT) -> dict[str, dict[str, int]]:
     width = {
         "public names": sum(len(names.elts) for names in homes.values if isinstance(names, ast.Tuple)),
         "fields of Budget": _fields(root / "tokenprune/budgets/__init__.py", "Budget"),
-        "fields of Call": _fields(forward / "context.py", "Call"),
+        "fields of Call": _fields(forward / "call.py", "Call"),
         "moments of Part": _moments(forward / "part.py"),
         "entries of the root": len(_entries(root)),
     }

@@ -20,11 +20,12 @@ from tokenprune import Budget
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
-from tokenprune.integrations.hf.forward.context import _NO_SEGMENTS, Call, OnHost
-from tokenprune.integrations.hf.forward.held import HeldTokens
+from tokenprune.integrations.hf.forward.call import _NO_SEGMENTS, Call
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Plan, Step, plan_cuts
+from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
+from tokenprune.integrations.hf.forward.token_state import TokenState
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.attachment import attachment_of
@@ -71,23 +72,22 @@ def test_what_a_part_keeps_ends_with_the_call_and_is_not_copied():
 def test_padding_that_leaves_is_none_of_the_visual_tokens():
     visual = torch.tensor([[True, True, False, False], [False, False, True, True]])
     padding = torch.tensor([[True, False, False, True], [True, False, False, False]])
-    host = OnHost({"image": visual, "video": torch.zeros_like(visual)}, padding, None)
-    assert host.padding_to_drop.tolist() == [[False, False, False, True], [True, False, False, False]]
-    assert host.tokens_per_row == [3, 3]
-    assert host.visual_ends == [(1, 3)]
-    assert OnHost({"image": visual}, None, None).padding_to_drop is None
-    assert OnHost({"image": visual}, None, None).tokens_per_row == [4, 4]
+    prompt = PromptInfo({"image": visual, "video": torch.zeros_like(visual)}, padding)
+    assert prompt.padding_to_drop.tolist() == [[False, False, False, True], [True, False, False, False]]
+    assert prompt.tokens_per_row == [3, 3]
+    assert prompt.visual_ends == [(1, 3)]
+    assert PromptInfo({"image": visual}).padding_to_drop is None
+    assert PromptInfo({"image": visual}).tokens_per_row == [4, 4]
 
 
 def test_nothing_is_read_of_the_device_until_it_is_asked_for():
     ids = torch.tensor([[5, 1, 1, 6]])
     call = Call({"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
-    assert not call.host.masks and call.host.ids is None
-    call.read_to_host({"image": ids == 1}, with_ids=True)
-    assert call.host.ids.tolist() == ids.tolist()
-    assert call.host.padding.tolist() == [[True, False, False, False]]
-    call.read_to_host({"image": ids == 1}, with_ids=False)
-    assert call.host.ids is None
+    assert not call.prompt.placeholders and call.prompt.input_ids is None
+    prompt = PromptInfo.from_arguments(call.arguments, {"image": ids == 1}, True, call.padding)
+    assert prompt.input_ids.tolist() == ids.tolist()
+    assert prompt.padding.tolist() == [[True, False, False, False]]
+    assert PromptInfo.from_arguments(call.arguments, {"image": ids == 1}, False, call.padding).input_ids is None
 
 
 # -- layers
@@ -164,7 +164,7 @@ def test_a_call_within_a_call_has_states_of_its_own(method: str, options: dict[s
 
 
 def test_asking_what_layers_are_handed_leaves_the_call_as_it_is():
-    call = Call({}, held=HeldTokens(_NO_SEGMENTS, layout_of([0, 2], [1, 2], length=3)))
+    call = Call({}, state=TokenState(_NO_SEGMENTS, layout_of([0, 2], [1, 2], length=3)))
     call.groups.append(call.group(0))
     before = list(call.groups)
     one, other = call.group(1), call.group(1)
@@ -203,7 +203,7 @@ def test_a_plan_is_a_value():
     plan = plan_of(step(1, 0.5), step(2, 1.0), step(3, 0.5))
     assert plan.cuts == {1, 3} and plan.kept == [2, 1, 2] and plan.text == [8, 1]
     assert [stage.arrived for stage in plan.stages] == [[8, 4, 8], [4, 2, 4]]
-    again = plan.stage(step(3, 0.5), [8, 4, 8], [8, 4, 8])
+    again = plan.stage(step(3, 0.5), [8, 4, 8])
     assert again.kept == [4, 2, 4] and plan.kept == [2, 1, 2]
     with pytest.raises(AttributeError):
         plan.text = []
@@ -235,10 +235,10 @@ def test_planning_again_says_nothing(caplog):
         engine.planner._on_plan.append(Watch().on_plan)
         model(**family.make_inputs())
     (call,) = calls
-    assert call.report.plan.cuts == {1}
+    assert call.plan.cuts == {1}
     told = list(caplog.records)
-    again = call.report.plan.raised(lambda step, arrived, wanted: list(wanted))
-    assert again.kept == call.report.plan.kept and caplog.records == told
+    again = call.plan.raised(lambda step, arrived, wanted: list(wanted))
+    assert again.kept == call.plan.kept and caplog.records == told
 
 
 # -- attaching

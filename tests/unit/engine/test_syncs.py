@@ -215,7 +215,7 @@ def test_who_says_so_asks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = to_far(patched_model(family, name, monkeypatch))
     with counting() as prefill:
         model(**far_inputs(inputs_of(family, name, large=False)), use_cache=True)
-    before = {"context.py:read_to_host", "base.py:on_host"}  # where the placeholders are, and shapes of images
+    before = {"prompt_info.py:from_arguments", "base.py:on_host"}  # where the placeholders are, and shapes of images
     assert {place for _, place in prefill.ours} - before, prefill.ours
 
 

@@ -162,7 +162,7 @@ def test_each_token_its_own_group_is_the_model(family: Family, model) -> None:
         encoder, seen = attachment_of(model).engine.parts[0], []
 
         def all_for_themselves(call: Any, device: Any, left: Any) -> Selection:
-            segments = call.held.segments.to(device)
+            segments = call.state.segments.to(device)
             seen.append(segments)
             places = torch.arange(segments.mask.shape[1]).expand_as(segments.mask)
             return Selection(segments.mask, places.masked_fill(~segments.mask, -1), counts=segments.counts)

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import tokenprune
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.part import Part
 
 ROOT = Path(__file__).parents[3]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of a forward of a patched model: its `Report`, and the state of its cache, become `Stats`."""
+"""Statistics of a forward of a patched model: its `Trace`, and the state of its cache, become `Stats`."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -16,15 +16,11 @@ from transformers.cache_utils import DynamicLayer
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out, stored_bytes
 from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
 from tokenprune.integrations.hf.cache.static_cache import StaticReduction, is_static
-from tokenprune.kernels.transfer import to_device
-from tokenprune.selection.method import Selection
-from tokenprune.selection.segments import Segments
-from tokenprune.statistics import Cut, Stats
+from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call, OnHost
-    from tokenprune.integrations.hf.forward.plan import Step
-    from tokenprune.integrations.hf.forward.report import Report
+    from tokenprune.integrations.hf.forward.call import Call
+    from tokenprune.integrations.hf.forward.trace import Trace
     from tokenprune.integrations.hf.sequence.layout import Layout
 
 
@@ -51,28 +47,21 @@ class LatestStats:
         return _thread.latest.get(self, self._of_all)
 
 
-def note_cut(call: Call, layout: Layout, counts: list[int], step: Step, selection: Selection, before: Segments) -> None:
-    """Record a cut of the segments `before`, of which so many tokens are left, and all tokens of `layout`."""
-    call.report.note(step, layout, before, counts)
-    if call.report.record:
-        call.report.stats.defer(_cut_record(call, layout, step, selection, before))
-
-
-def _note_cached_tokens(report: Report, host: OnHost, rows: int, held: list[Held], stats: Stats) -> None:
+def _note_cached_tokens(trace: Trace, rows: int, held: list[Held], stats: Stats) -> None:
     stats.kv_bytes_tokens = sum(
-        size * _cached_tokens(report, host, index, slots) // (rows * slots) for index, slots, size, _ in held
+        size * _cached_tokens(trace, index, slots) // (rows * slots) for index, slots, size, _ in held
     )
 
 
-def _cached_tokens(report: Report, host: OnHost, layer: int, slots: int) -> int:
+def _cached_tokens(trace: Trace, layer: int, slots: int) -> int:
     """Return how many tokens the last `slots` slots of the rows hold after this forward, if the cache was empty
     before."""
-    group = report.group_of(layer)
-    if group.cut and not report.whole_attention:
-        return sum(min(slots, tokens) for tokens in group.tokens)  # at the right end of each row
-    padding = host.padding_to_drop
+    counts = trace.tokens_at(layer)
+    if counts.after_cut and not trace.attends_all:
+        return sum(min(slots, tokens) for tokens in counts.tokens_per_row)  # at the right end of each row
+    padding = trace.prompt.padding_to_drop
     if padding is None:
-        return min(slots, report.length) * len(report.tokens)
+        return min(slots, trace.length) * len(trace.tokens_per_row)
     return int((~padding[:, -slots:]).sum())
 
 
@@ -90,28 +79,28 @@ def stats_after(call: Call, cache: Any) -> Stats | None:
     """Return the statistics after a call: its own where it has images, else those of the prefill that its cache
     continues; None where there are neither. cache: holds what the decoder cached, None if it cached nothing."""
     if call.has_images:
-        report = call.report
-        note_bytes(report.stats, call, cache, report.length, len(report.tokens))
-        report.stats.defer(report.add_closed_forms)
-        if call.active and (ends := call.host.visual_ends):
-            report.stats.defer(partial(_note_lost_ends, call.held.layout, ends))
-        return report.stats
+        trace = call.trace
+        note_bytes(trace.stats, call, cache, trace.length, len(trace.tokens_per_row))
+        trace.stats.defer(trace.add_closed_forms)
+        if call.active and (ends := call.prompt.visual_ends):
+            trace.stats.defer(partial(_note_lost_ends, call.state.layout, ends))
+        return trace.stats
     if (decode := call.cached.decode) is None:
         return None
-    note_bytes(decode.stats, call, cache, call.held.layout.length, len(decode.visual))
+    note_bytes(decode.stats, call, cache, call.state.layout.length, len(decode.visual))
     return decode.stats
 
 
 def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> None:
     """Note what `cache` holds after a call of `rows` rows of `length` tokens; now, because it goes on growing.
 
-    Which slots are tokens the call's own report tells, where the cache was empty before; else only the device knows,
+    Which slots are tokens the call's own trace tells, where the cache was empty before; else only the device knows,
     and the question is left for whoever asks for the statistics.
     """
     held = _held(cache, call.past + length)
     stats.kv_bytes, stats.kv_bytes_full = _sums(held)
     if call.has_images and not call.past:
-        stats.defer(partial(_note_cached_tokens, call.report, call.host, rows, held), "kv_bytes_tokens")
+        stats.defer(partial(_note_cached_tokens, call.trace, rows, held), "kv_bytes_tokens")
         return
     mask = call.arguments.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != call.past + length:
@@ -171,40 +160,3 @@ def _held(cache: Any, full: int) -> list[Held]:
 
 def _sums(held: list[Held]) -> tuple[int, int]:
     return sum([size for _, _, size, _ in held]), sum([whole for _, _, _, whole in held])
-
-
-def _cut_record(
-    call: Call, layout: Layout, step: Step, selection: Selection, before: Segments
-) -> Callable[[Stats], None]:
-    """Return a function that adds a `Cut` to the statistics; until then nothing is read of the device."""
-    real = to_device(call.host.real, layout.index.device).gather(1, layout.index)
-    positions = layout.positions().masked_fill(~real, -1)
-    cut = partial(Cut, step.method.site, step.layer, step.method.name)
-    return partial(_add_cut, cut, call.past, positions, selection, before)
-
-
-def _add_cut(
-    cut: Callable[..., Cut], past: int, positions: Tensor, selection: Selection, before: Segments, stats: Stats
-) -> None:
-    kept = [[past + p for p in row if p >= 0] for row in positions.tolist()]
-    sources: list[dict[int, list[int]]] | None = None
-    weights: list[dict[int, list[float]]] | None = None
-    if selection.assign is not None:
-        sources, weights = [{} for _ in kept], [{} for _ in kept]
-        targets, place = selection.assign.tolist(), before.position.tolist()
-        given = None if selection.weight is None else selection.weight.tolist()
-        for segment, row in enumerate(before.row):
-            for index in range(before.counts[segment]):
-                target = targets[segment][index]
-                if target >= 0:
-                    key = past + place[segment][target]
-                    sources[row].setdefault(key, []).append(past + place[segment][index])
-                    weights[row].setdefault(key, []).append(1.0 if given is None else given[segment][index])
-        weights = None if given is None else [{key: _shares(of) for key, of in row.items()} for row in weights]
-    stats.cuts.append(cut(kept, sources, weights=weights))
-
-
-def _shares(weights: list[float]) -> list[float]:
-    """Scale weights so that they sum to 1; those of one token are 1, as it is copied whatever it weighs."""
-    total = sum(weights)
-    return [one / total for one in weights] if total > 0 else [1.0] * len(weights)

@@ -21,7 +21,7 @@ from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention_observer import Tap
 from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.sequence.alignment import align_per_image, check_rows
@@ -130,7 +130,7 @@ class BlockAttention(Part):
         mask = call.arguments.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             return "the attention mask is one of the caller's own, of more than two axes"
-        padding = call.host.padding
+        padding = call.prompt.padding
         real = torch.ones(batch, length, dtype=torch.bool, device="cpu") if padding is None else ~padding
         places = [row.nonzero().flatten().tolist() for row in real]
         if any(of_row and of_row[-1] - of_row[0] + 1 != len(of_row) for of_row in places):
@@ -155,8 +155,8 @@ class BlockAttention(Part):
         """Return the videos and images of each row in order, or why they are not known."""
         outputs = call.outputs if self.adapter.family.features_per_image else {}
         if batch > 1:
-            check_rows(call.host.placeholders_per_row, outputs)
-        segments = find_segments(call.host.masks, outputs, "image", torch.device("cpu"))
+            check_rows(call.prompt.placeholders_per_row, outputs)
+        segments = find_segments(call.prompt.placeholders, outputs, "image", torch.device("cpu"))
         rows: list[list[Visual] | str] = [[] for _ in range(batch)]
         if segments is None:
             return rows
@@ -188,7 +188,7 @@ class BlockAttention(Part):
                 f"{self.method.name} does not compute attention with {', '.join(foreign)}, which layer {layer} of "
                 f"{self.adapter.config.model_type!r} asks for; keep it as it is with dense_layers=[{layer}]"
             )
-        ids, rows = plan.at(call.held.layout if call.active else None, call.groups[-1].first if call.groups else 0)
+        ids, rows = plan.at(call.state.layout if call.active else None, call.groups[-1].first if call.groups else 0)
         # A cache of fixed length has room after the prompt.
         key, value = key[:, :, : ids.shape[1]], value[:, :, : ids.shape[1]]
         scale, dropout = kwargs["scaling"], kwargs.get("dropout", 0.0)
@@ -210,9 +210,9 @@ class BlockAttention(Part):
         for parts, same in rows.items():
             for row in same:
                 pairs[row] = parts.pairs
-        call.report.pairs[layer] = pairs
+        call.trace.pairs[layer] = pairs
         if layer == self.layers[0]:
-            call.report.stats.attention_blocks = sum(len(parts.blocks) * len(same) for parts, same in rows.items())
+            call.trace.stats.attention_blocks = sum(len(parts.blocks) * len(same) for parts, same in rows.items())
 
 
 class _BlockTap(Tap):

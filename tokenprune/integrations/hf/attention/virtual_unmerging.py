@@ -25,14 +25,13 @@ from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
-from tokenprune.integrations.hf.statistics import note_cut
 from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.method import Selection
 from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 _INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
@@ -118,7 +117,7 @@ class VirtualUnmerging(Part):
                 f'vtu="{form}" needs a decoder with rotary positions, which {type(self.decoder).__name__} has not; use '
                 'vtu="off"'
             )
-        if type(adapter).after_layer is not Adapter.after_layer:
+        if adapter.adds_after_layers:
             raise UnsupportedSetupError(
                 f'vtu="{form}": {adapter.config.model_type!r} adds features to its visual tokens between the '
                 'decoder\'s layers, by the positions of the full prompt; use vtu="off"'
@@ -144,9 +143,9 @@ class VirtualUnmerging(Part):
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         """Take over what was merged in the tower, so that it is not cut out: `call.merged` becomes `Unmerged`."""
-        if (merged := call.merged) is None:
+        if call.merged is None:
             return
-        call.merged = None
+        (step, selection), call.merged = call.merged, None
         check_arguments(self.adapter, inputs.arguments())
         if reruns_layers(self.decoder):
             raise UnsupportedSetupError(
@@ -154,11 +153,12 @@ class VirtualUnmerging(Part):
                 'call model.gradient_checkpointing_disable(), or use vtu="off"'
             )
         batch, length = inputs.embeds.shape[:2]
-        segments = call.held.segments.to(merged.selection.keep.device)
-        unmerged = Unmerged.of(merged.selection, segments, batch, length, call.host.padding_to_drop)
+        segments = call.state.segments.to(selection.keep.device)
+        unmerged = Unmerged.of(selection, segments, batch, length, call.prompt.padding_to_drop)
         # They stay one for the decoder's weights, but not for its attention and cache.
-        call.report.whole_attention = True
-        note_cut(call, unmerged.layout, merged.counts, merged.step, merged.selection, call.held.segments)
+        call.trace.attends_all = True
+        assert selection.counts is not None  # known for selections in a tower
+        call.trace.add_cut(step, selection, call.state.segments, selection.counts, unmerged.layout)
         self._unmerged[call] = unmerged
 
     # -- hooks

@@ -19,7 +19,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
@@ -82,20 +82,23 @@ class Weighing(Part):
 
     def after_cut(self, call: Call, layer: int, hidden: Any) -> None:
         """Note the weights of the tokens that are left at the decoder's entry, for this call and on its cache."""
-        held = call.held
-        if layer or held.kept is None:
+        state = call.state
+        if layer or state.kept is None:
             return
-        device, layout, segments = hidden.device, held.layout, held.segments
-        sizes = held.carries[self.step.owner][SIZES].to(device)
-        shares = [before / left for before, left in zip(held.before.counts, held.kept.counts, strict=True) if left]
+        device, layout, segments = hidden.device, state.layout, state.segments
+        sizes = state.memories[self.step.owner][SIZES].to(device)
+        shares = [
+            before / left for before, left in zip(state.before_cut.counts, state.kept.counts, strict=True) if left
+        ]
         even = to_device(shares, device, torch.float32)[:, None].expand_as(sizes)
         batch, width = layout.index.shape
-        places = held.places().to(device).masked_fill(~segments.mask.to(device), batch * width).flatten()
+        places = state.flat_indices().to(device).masked_fill(~segments.mask.to(device), batch * width).flatten()
         first, later = (
             values.new_zeros(batch * width + 1).scatter(0, places, values.log().flatten())[:-1].view(batch, width)
             for values in (even.contiguous(), sizes.clamp(min=1))
         )
-        lost = {row for row, a, b in zip(held.before.row, held.before.counts, held.kept.counts, strict=True) if a > b}
+        dropped = zip(state.before_cut.row, state.before_cut.counts, state.kept.counts, strict=True)
+        lost = {row for row, before_cut, kept in dropped if before_cut > kept}
         rows = to_device([row in lost for row in range(batch)], device).view(batch, 1, 1, 1)
         self._calls[call] = Terms(first, later, rows)
         if call.cached.cache is not None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Plan
@@ -51,14 +51,14 @@ class CallCheck(Part):
     def on_plan(self, call: Call, plan: Plan) -> Plan:
         if not (plan.cuts or call.maskless or call.merged is not None):
             return plan
-        given, host, mrope = call.arguments, call.host, hasattr(self.adapter.base, "get_rope_index")
-        if (reason := borders(given, host.numbered, host.positions, mrope)) is not None:
+        given, prompt, mrope = call.arguments, call.prompt, hasattr(self.adapter.base, "get_rope_index")
+        if (reason := borders(given, prompt.has_sample_numbers, prompt.position_ids, mrope)) is not None:
             raise UnsupportedSetupError(
                 f"this call says by {reason} that a row holds several samples, which a cut would take for one: give "
                 "each sample a row of its own with padding (packing=False, padding_free=False, another collator than "
                 "DataCollatorWithFlattening), or train with the model unpatched"
             )
-        if (reason := unread(given, host.padding, host.positions)) is not None:
+        if (reason := unread(given, prompt.padding, prompt.position_ids)) is not None:
             self._note(
                 call,
                 f"position_ids begin anew inside a row, which counts as one sample all the same, in attention too: "
@@ -82,7 +82,7 @@ class CallCheck(Part):
 
     def _note_padding(self, call: Call, inputs: DecoderInputs) -> None:
         """Note a left-padded prompt without position ids if a method reads values that depend on the positions."""
-        if not self.absolute or inputs.positions is not None or call.past or call.host.real[:, 0].all():
+        if not self.absolute or inputs.positions is not None or call.past or call.prompt.is_real[:, 0].all():
             return
         if self.adapter.positions(inputs.mask, call.past) is None:
             names = " and ".join(dict.fromkeys(self.absolute))

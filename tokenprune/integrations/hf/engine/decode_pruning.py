@@ -20,20 +20,20 @@ from torch import Tensor
 
 from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
 from tokenprune.integrations.hf.engine.decode_state import DecodeState, gather_keys, right_align, sum_by_type
-from tokenprune.integrations.hf.engine.method_inputs import Sources
+from tokenprune.integrations.hf.engine.method_inputs import DecoderSource
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.observed import Observed
-from tokenprune.integrations.hf.forward.part import Part, PerCall
+from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.segments import Segments
 from tokenprune.selection.sites.decode import DecodeMethod, TokenType
 from tokenprune.selection.tokens import require
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.cache.reduced_cache import Reduction
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.selection.method import Method
 
 
@@ -57,14 +57,14 @@ class DecodePruning(Part):
         self.adapter, self.method, self.record = adapter, method, record
         self._prefill: PerCall[_Prefill] = PerCall()
 
-    def before_cut(self, call: Call, step: Step, observed: Observed, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before_cut(self, call: Call, step: Step, observed: Observations, args: tuple, kwargs: dict[str, Any]) -> None:
         if step.layer != self.method.layer:
             return
         if call.cuts_at(step.layer):
             hidden = self.adapter.flatten(hidden_states(args, kwargs))
-            query = Sources(call, hidden, self.adapter).last_slot()
-            row = _row(call, observed, query, call.past + call.held.layout.length)
-            self._prefill[call] = _Prefill(row, call.held.segments.to(hidden.device))
+            query = DecoderSource(call, call.state, hidden, self.adapter).last_slot()
+            row = _row(call, observed, query, call.past + call.state.layout.length)
+            self._prefill[call] = _Prefill(row, call.state.segments.to(hidden.device))
         elif (state := decides(call, self.method)) is not None:
             _decide(call, state, observed)
 
@@ -80,7 +80,7 @@ def decides(call: Call, method: Method) -> DecodeState | None:
     """Return what `method` goes on with in a call that decides, a step of decoding; None in others."""
     decode = _state(call)
     # Another patch than the one that made the cache leaves it as it is.
-    return decode if decode is not None and call.held.layout.length == 1 and method == decode.method else None
+    return decode if decode is not None and call.state.layout.length == 1 and method == decode.method else None
 
 
 def _state(call: Call) -> DecodeState | None:
@@ -90,21 +90,21 @@ def _state(call: Call) -> DecodeState | None:
     return decode
 
 
-def _decide(call: Call, state: DecodeState, observed: Observed) -> None:
+def _decide(call: Call, state: DecodeState, observed: Observations) -> None:
     """Drop more visual tokens at the input of the cut's layer, before the layers from here on run."""
     start, cached = time.perf_counter(), call.cached
-    row = _row(call, observed, torch.zeros_like(call.held.layout.index), call.past + 1)  # the one token of the call
-    observed.before = None  # it holds the keys that may now leave
+    row = _row(call, observed, torch.zeros_like(call.state.layout.index), call.past + 1)  # the one token of the call
+    observed.pop(ObservedAt.LAYER_BEFORE, None)  # it holds the keys that may now leave
     changed = state.decide(row, call.past)
     if changed and state.method.mode == "evict" and cached.reduction is not None:
         _evict(cached.cache, cached.reduction, state)
     state.stats.overhead_ms = (state.stats.overhead_ms or 0.0) + 1000 * (time.perf_counter() - start)
 
 
-def _row(call: Call, observed: Observed, query: Tensor, length: int) -> Tensor:
+def _row(call: Call, observed: Observations, query: Tensor, length: int) -> Tensor:
     """float32 `[B, H, length]`: attention of one token (slot `query`, `[B, 1]`) over logical positions, in the layer
     before the current one."""
-    seen: Any = require(observed.before, "last_row_attention")
+    seen: Any = require(observed.get(ObservedAt.LAYER_BEFORE), "last_row_attention")
     with torch.no_grad():
         row = seen.rows(query.to(seen.query.device))[:, :, 0]
     columns = call.groups[-1].columns.to(row.device)[:, -row.shape[2] :]  # a sliding layer sees the last ones
@@ -114,10 +114,10 @@ def _row(call: Call, observed: Observed, query: Tensor, length: int) -> Tensor:
 
 def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, record: bool) -> DecodeState:
     """Return the state after the prefill's cut. before: the visual tokens that reached it."""
-    visual = call.host.visual
+    visual = call.prompt.is_visual
     batch = len(visual)
     types = before.recent.get("types", partial(_types, visual, before.mask.device))
-    position, kept = _places(before, call.held.segments, *visual.shape)
+    position, kept = _places(before, call.state.segments, *visual.shape)
     available, previous = kept, _state(call)
     if call.past:
         # All that came before belongs to the prompt now; images of earlier turns compete with the new ones.
@@ -137,14 +137,14 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     if (padding := call.padding(types.shape[1])) is not None:
         real[:, -padding.shape[1] :] = ~padding.to(real.device)
     # The host knows these: nothing has to be asked of the device.
-    number, count = _per_row(before, batch), _per_row(call.held.segments, batch)
+    number, count = _per_row(before, batch), _per_row(call.state.segments, batch)
     start = count
     if previous is not None:
         number, count = number + previous.visual, count + previous.count
         start = start + (previous.count if previous.method.mode == "evict" else previous.start)
     return DecodeState(
         method=method,
-        stats=call.report.stats,
+        stats=call.trace.stats,
         record=record,
         types=types,
         real=real,

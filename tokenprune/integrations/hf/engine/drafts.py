@@ -19,7 +19,7 @@ from tokenprune.integrations.shared.attachable import states
 if TYPE_CHECKING:
     from transformers.generation import CandidateGenerator
 
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 logger = logging.getLogger("tokenprune")

@@ -23,22 +23,17 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import needs_masks_alone
 from tokenprune.integrations.hf.checks import Places, check_call
-from tokenprune.integrations.hf.engine.entry import cut_entry, prepare
-from tokenprune.integrations.hf.engine.packed_calls import PackedCalls
+from tokenprune.integrations.hf.engine.cuts import apply_selection, cut_entry, prepare, select_tokens
 from tokenprune.integrations.hf.engine.planner import Planner
-from tokenprune.integrations.hf.engine.pruning import apply, choose
-from tokenprune.integrations.hf.engine.static_steps import StaticSteps
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.call_stack import CallStack
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call, CallStack
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.held import HeldTokens
-from tokenprune.integrations.hf.forward.observed import Observed
-from tokenprune.integrations.hf.forward.part import Part, acting
+from tokenprune.integrations.hf.forward.part import Observations, Part, acting
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
+from tokenprune.integrations.hf.forward.token_state import TokenState
 from tokenprune.integrations.hf.sequence.alignment import check_rows
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.hf.sequence.packing import TELLING
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
 from tokenprune.integrations.hf.statistics import LatestStats, stats_after
 from tokenprune.integrations.hf.towers.feature_hook import MODALITIES, EncoderHook
@@ -77,9 +72,9 @@ class Engine(Attachable):
         self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
         self.reading = list(dict.fromkeys(reading))
         self._latest, self._places = LatestStats(), Places()
-        self._static = self.part(StaticSteps)
-        self._packed = next((part for part in self.parts if isinstance(part, PackedCalls)), None)
         self._reads_text = adapter.family.runs_of_tiles or any(part.reads_text for part in self.parts)
+        self._on_static_step = acting(part.on_static_step for part in self.parts)
+        self._before_call = acting(part.before_call for part in self.parts)
         self._before_decoder = acting(part.before_decoder for part in self.parts)
         self._before_cut = acting(part.before_cut for part in self.parts)
         self._after_cut = acting(part.after_cut for part in self.parts)
@@ -89,8 +84,6 @@ class Engine(Attachable):
         if self._on_layer:
             self._watched = frozenset(near for layer in self.steps for near in (layer - 1, layer))
         self._all = frozenset(range(len(self.decoder.layers)))
-        self._shares_keys = type(adapter).key_count is not Adapter.key_count
-        self._takes_extras = type(adapter).take_extras is not Adapter.take_extras
         # In a step with a reduced static cache no call is active, which torch.compile can rely on.
         self.calls = CallStack()
         self._parameters = list(inspect.signature(adapter.base.forward).parameters)
@@ -127,10 +120,9 @@ class Engine(Attachable):
         # The base may be the decoder itself: it is entered first, and left last.
         hook(decoder.register_forward_hook, in_call(self._leave_decoder))
         hook(base.register_forward_hook, in_call(self._leave_base), always_call=True)
-        extras = type(self.adapter).after_layer is not Adapter.after_layer
         for index, layer in enumerate(decoder.layers):
             hook(layer.register_forward_pre_hook, partial(self._meet_layer, index))
-            if extras:
+            if self.adapter.adds_after_layers:
                 hook(layer.register_forward_hook, in_call(partial(self._leave_layer, index)))
         self._places.note(self.model, self.hooked)
 
@@ -142,8 +134,8 @@ class Engine(Attachable):
             return eager.run_eagerly(self._begin_call, module, arguments)
         if self.calls.active:
             eager.run_eagerly(self.calls.running)  # drops a call whose forward has ended
-        if self._static.ahead:  # the cache is of an earlier patch
-            eager.run_eagerly(self._static.watch)
+        for on_static_step in self._on_static_step:
+            on_static_step()
         return None
 
     def _acts_on(self, arguments: dict[str, Any]) -> bool:
@@ -162,7 +154,7 @@ class Engine(Attachable):
         return False
 
     def _begin_call(self, module: nn.Module, arguments: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """Note a call; return its arguments where they change: rows of several samples become rows of one."""
+        """Begin a call. Return the arguments of the base model if a part changed them."""
         refuse_replica(module, self.adapter.base)
         if not self._acts_on(arguments):
             return None
@@ -171,37 +163,37 @@ class Engine(Attachable):
         encoded = call.arguments.get("mm_encoder_outputs") or {}
         given = {name for name, value in call.arguments.items() if value is not None}
         images = encoded or [name for name in given if name.startswith("pixel_values")]
-        split = None
+        changed = None
         if images:
             self._places.check()
-            if self._packed is not None and (given & TELLING or self.owner.training):
-                split = self._packed.split(call, arguments)
-        if split is not None:
-            call.arguments = self.adapter.arguments(split)
+            for before_call in self._before_call:
+                if (result := before_call(call, arguments)) is not None:
+                    changed, call.restore_output = result
+                    call.arguments = self.adapter.arguments(changed)
         if images and given & {"input_ids", "inputs_embeds"}:
             # Before the tower is launched: whoever asks the device now finds it idle.
-            self._read_to_host(call)
+            self._read_prompt(call)
         for modality in MODALITIES:
             if encoded.get(modality) is not None:
                 self._match_features(call, modality, encoded[modality])
-        return None if split is None else ((), split)
+        return None if changed is None else ((), changed)
 
-    def _read_to_host(self, call: Call) -> None:
-        call.read_to_host(self.adapter.visual_mask(call.arguments), self._reads_text)
+    def _read_prompt(self, call: Call) -> None:
+        placeholders = self.adapter.visual_mask(call.arguments)
+        call.prompt = PromptInfo.from_arguments(call.arguments, placeholders, self._reads_text, call.padding)
 
     def _leave_base(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         if not self.calls.end(call):
             return None  # this forward was refused before it became a call
-        rows = None if self._packed is None else self._packed.rows.pop(call, None)
-        return None if rows is None or output is None else rows.join(output)
+        return None if call.restore_output is None or output is None else call.restore_output(output)
 
     def _match_features(self, call: Call, modality: str, output: Any) -> None:
         call.outputs[modality] = output
-        if not call.host.masks:
-            self._read_to_host(call)
+        if not call.prompt.placeholders:
+            self._read_prompt(call)
         # Not for videos: older versions of LLaVA-OneVision add a newline to their features after encoding them.
-        if modality == "image" and modality in call.host.masks:
-            check_placeholders(modality, sum(call.host.placeholders_per_row[modality]), output)
+        if modality == "image" and modality in call.prompt.placeholders:
+            check_placeholders(modality, sum(call.prompt.placeholders_per_row[modality]), output)
 
     # -- the decoder
 
@@ -223,7 +215,7 @@ class Engine(Attachable):
         if cutting or call.cached.reduction is not None:
             inputs = self._activate(call, inputs, cutting)
         if call.has_images:
-            call.report.add_time(time.perf_counter() - start)
+            call.trace.add_time(time.perf_counter() - start)
         return args, inputs.arguments()
 
     def _activate(self, call: Call, inputs: DecoderInputs, cutting: bool) -> DecoderInputs:
@@ -231,33 +223,33 @@ class Engine(Attachable):
         entry are made here; return the inputs after them."""
         embeds = inputs.embeds
         batch, length = embeds.shape[:2]
-        counts = call.host.tokens_per_row if cutting else None
+        counts = call.prompt.tokens_per_row if cutting else None
         full = partial(Layout.full, batch, length, embeds.device, counts)
-        layout = call.held.segments.recent.get(("layout", batch, length), full) if cutting else full()
+        layout = call.state.segments.recent.get(("layout", batch, length), full) if cutting else full()
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
         inputs.extras.pop("logits_to_keep", None)
         functions = extras = None
         if cutting:
             if batch > 1:
-                check_rows(call.host.placeholders_per_row, call.outputs)
+                check_rows(call.prompt.placeholders_per_row, call.outputs)
             check_call(self.steps.values(), self.adapter, inputs.arguments(), bool(call.maskless))
             inputs, functions = prepare(call, inputs, self.adapter)
-        if call.has_images and self._takes_extras:
+        if call.has_images and self.adapter.extra_arguments:
             arguments = inputs.arguments()
             extras = self.adapter.take_extras(arguments, layout)
             inputs = DecoderInputs.of(arguments)
-        call.held = HeldTokens(call.held.segments, layout, extras, call.held.carries)
+        call.state = TokenState(call.state.segments, layout, extras, call.state.memories)
         call.groups.append(call.group(0, functions))
         if call.cuts_at(0) or call.merged is not None:
             inputs = cut_entry(call, inputs, self.steps.get(0), self.adapter)
         inside = any(self.steps)
-        if call.held.extras is not None and not inside and (given := self.adapter.return_extras(call.held.extras)):
+        if call.state.extras is not None and not inside and (given := self.adapter.return_extras(call.state.extras)):
             # Hooks at layers would run again under gradient checkpointing, without the call.
             inputs.extras.update(given)
-            call.held = replace(call.held, extras=None)
+            call.state = replace(call.state, extras=None)
         for after_cut in self._after_cut:
             after_cut(call, 0, inputs.embeds)
-        if call.held.extras is not None or self._shares_keys:
+        if call.state.extras is not None or self.adapter.shares_keys:
             call.busy = self._all
         else:
             call.busy = self._watched | call.maskless | call.starts
@@ -272,9 +264,9 @@ class Engine(Attachable):
             stats = Stats(notes=call.notes)
         if stats is not None:
             self._latest.set(stats)
-        if not call.active or call.held.layout.whole:
+        if not call.active or call.state.layout.whole:
             return None
-        return with_output(call.held.layout.scatter_back, output)
+        return with_output(call.state.layout.scatter_back, output)
 
     # -- decoder layers
 
@@ -293,19 +285,19 @@ class Engine(Attachable):
     def _enter_layer(self, index: int, call: Call, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if not call.groups:  # no tokens are missing
             return None
-        if call.held.extras is not None:
-            hidden = self.adapter.before_layer(call.held.extras, index, hidden_states(args, kwargs))
+        if call.state.extras is not None:
+            hidden = self.adapter.before_layer(call.state.extras, index, hidden_states(args, kwargs))
             args, kwargs = with_hidden_states(hidden, args, kwargs)
         if index:
             if (step := self.steps.get(index)) is not None:
                 args, kwargs = self._meet_step(call, step, args, kwargs)
-            if index in call.starts or call.held.layout is not call.groups[-1].layout:
+            if index in call.starts or call.state.layout is not call.groups[-1].layout:
                 call.groups.append(call.group(index))
         group, cached = call.groups[-1], call.cached
         cached.fit_slots(index, group.columns.shape[1])
         keys = None
         if index not in call.maskless:
-            keys = cached.key_span(index, call.held.layout.width, self.adapter.key_count(index, kwargs))
+            keys = cached.key_span(index, call.state.layout.width, self.adapter.key_count(index, kwargs))
         args, kwargs = group.arguments(index, args, kwargs, self.adapter, keys)
         for on_layer in self._on_layer:
             on_layer(call, index, args, kwargs)
@@ -313,24 +305,25 @@ class Engine(Attachable):
 
     def _meet_step(self, call: Call, step: Step, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         """IN_LLM and DECODE: cut the hidden states that arrive at the layer of `step`, if it cuts in this call."""
-        start, observed = time.perf_counter(), Observed()
+        start = time.perf_counter()
+        observed: Observations = {}
         for before_cut in self._before_cut:
             before_cut(call, step, observed, args, kwargs)
         if not call.cuts_at(step.layer):
             return args, kwargs
         arrived = hidden_states(args, kwargs)
         hidden = self.adapter.flatten(arrived)
-        selection = choose(call, step, observed, hidden, self.adapter)
-        del observed  # its memory is free for what comes
-        hidden = apply(call, step, selection, hidden, self.adapter)
+        selection = select_tokens(call, step, observed, hidden, self.adapter)
+        del observed  # free its memory before the cut
+        hidden = apply_selection(call, step, selection, hidden, self.adapter)
         for after_cut in self._after_cut:
             after_cut(call, step.layer, hidden)
-        call.report.add_time(time.perf_counter() - start)
+        call.trace.add_time(time.perf_counter() - start)
         return with_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)
 
     def _leave_layer(
         self, index: int, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if not call.active or call.held.extras is None:
+        if not call.active or call.state.extras is None:
             return None
-        return with_output(partial(self.adapter.after_layer, call.held.extras, index), output)
+        return with_output(partial(self.adapter.after_layer, call.state.extras, index), output)

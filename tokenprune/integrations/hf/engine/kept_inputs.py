@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.engine.layer_attention import LayerAttention
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.observed import Observed
-from tokenprune.integrations.hf.forward.part import Part, PerCall
+from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
 from tokenprune.integrations.shared.attachable import hidden_states
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.method import Method
@@ -23,7 +22,7 @@ from tokenprune.selection.observable_registry import observables_of
 from tokenprune.selection.segments import LayerInput
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.plan import Step
     from tokenprune.integrations.hf.sequence.layout import Layout
 
@@ -35,7 +34,7 @@ class KeptInputs(Part):
         super().__init__()
         self.adapter, self.steps, self.attention = adapter, steps, attention
         self._entry: PerCall[tuple[Tensor, Layout]] = PerCall()
-        self._next: PerCall[Observed] = PerCall()  # of the next cut
+        self._next: PerCall[Observations] = PerCall()  # of the next cut
         self.entry = {layer for layer in self._readers(ObservedAt.ENTRY) if layer}
 
     def _readers(self, *where: ObservedAt) -> list[int]:
@@ -50,19 +49,19 @@ class KeptInputs(Part):
                     record = partial(self._record, layer, one.name, recorder, number)
                     self.hook_in_call(module.register_forward_hook, record, with_kwargs=True)
 
-    def before_cut(self, call: Call, step: Step, observed: Observed, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before_cut(self, call: Call, step: Step, observed: Observations, args: tuple, kwargs: dict[str, Any]) -> None:
         if not call.cuts_at(step.layer):
             return
         if (kept := self._next.pop(call, None)) is not None:
-            observed.input_before, observed.unrotated = kept.input_before, kept.unrotated
-            observed.recorded = kept.recorded
-        observed.entry = self._entry.get(call)
+            observed.update(kept)
+        if (entry := self._entry.get(call)) is not None:
+            observed[ObservedAt.ENTRY] = entry
         if step.layer >= max(self.entry & call.cuts, default=0):
             self._entry.pop(call, None)
 
     def after_cut(self, call: Call, layer: int, hidden: Tensor) -> None:
         if layer == 0 and self.entry & call.cuts:
-            self._entry[call] = hidden, call.held.layout
+            self._entry[call] = hidden, call.state.layout
 
     def on_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
         if call.cuts_at(layer + 1):
@@ -75,7 +74,7 @@ class KeptInputs(Part):
     ) -> None:  # fmt: skip
         call = self.current()
         if call is not None and call.active and call.cuts_at(layer):
-            recorded = self._next.setdefault(call, Observed()).recorded
+            recorded = self._next.setdefault(call, {}).setdefault(ObservedAt.OWN, {})
             recorded.setdefault(name, [None] * len(recorder.modules))[number] = recorder.read(args, kwargs, output)
 
     def _keep(self, call: Call, method: Method, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -84,7 +83,7 @@ class KeptInputs(Part):
         if not needed:
             return
         adapter = self.adapter
-        hidden = adapter.seen(call.held.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
+        hidden = adapter.seen(call.state.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
         rotation = rotation_of(args, kwargs)
         if rotation is None and any(one.rotary for one in needed):
             raise UnsupportedSetupError(
@@ -93,10 +92,10 @@ class KeptInputs(Part):
             )
         batch = len(hidden)
         turned = rotation and (rotation[0].expand(batch, -1, -1), rotation[1].expand(batch, -1, -1))
-        kept = self._next.setdefault(call, Observed())
-        kept.input_before = LayerInput(hidden, turned)
+        kept = self._next.setdefault(call, {})
+        kept[ObservedAt.INPUT_BEFORE] = LayerInput(hidden, turned)
         if rotation is not None and any(one.where is ObservedAt.UNROTATED for one in needed):
-            kept.unrotated = self._unrotated(call, layer, args, kwargs, rotation)
+            kept[ObservedAt.UNROTATED] = self._unrotated(call, layer, args, kwargs, rotation)
 
     def _unrotated(
         self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any], rotation: tuple[Tensor, Tensor]
@@ -111,7 +110,7 @@ class KeptInputs(Part):
             kwargs = kwargs | {"position_embeddings": still}
         args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
         observation = self.attention.attention_of(call, layer, args, kwargs)
-        if observation.mask is not None and (filled := call.cached.filled(layer, call.held.layout.width)) is not None:
+        if observation.mask is not None and (filled := call.cached.filled(layer, call.state.layout.width)) is not None:
             observation.mask = observation.mask[..., :filled]
         if observation.mask is not None:  # keys of earlier turns are not among these
             observation.mask = observation.mask[..., -observation.key.shape[2] :]

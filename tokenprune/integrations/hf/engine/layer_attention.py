@@ -15,12 +15,12 @@ from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.checks import AFTER, BEFORE
 from tokenprune.integrations.hf.engine.decode_pruning import decides
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.forward.observed import Observed
-from tokenprune.integrations.hf.forward.part import Part, PerCall
+from tokenprune.integrations.hf.forward.call import Call
+from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.shared import eager
 from tokenprune.kernels.observation import Observation
+from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import observables_of
 
 
@@ -48,10 +48,11 @@ class LayerAttention(Part):
             observe = partial(eager.in_call, self.current, partial(self._observe, layer))
             self.attach_part(Observer(self.adapter.attention_of(layer), observe))
 
-    def before_cut(self, call: Call, step: Step, observed: Observed, args: tuple, kwargs: dict[str, Any]) -> None:
-        observed.before = self._before.pop(call, None)
+    def before_cut(self, call: Call, step: Step, observed: Observations, args: tuple, kwargs: dict[str, Any]) -> None:
+        if (before := self._before.pop(call, None)) is not None:
+            observed[ObservedAt.LAYER_BEFORE] = before
         if step.layer in self.next and call.cuts_at(step.layer):
-            observed.after = self._next(call, step.layer, args, kwargs)
+            observed[ObservedAt.NEXT_LAYER] = self._next(call, step.layer, args, kwargs)
 
     def _observe(self, layer: int, observation: Observation) -> None:
         call = self.current()
@@ -60,7 +61,7 @@ class LayerAttention(Part):
         if (trial := self._trials.get(call)) is not None:
             trial.append(observation)
             raise _Stop
-        if (filled := call.cached.filled(layer, call.held.layout.width)) is not None:
+        if (filled := call.cached.filled(layer, call.state.layout.width)) is not None:
             observation = observation.first_keys(filled)
         after = layer + 1
         if after in self.before and (call.cuts_at(after) or decides(call, self.steps[after].method)):
@@ -68,7 +69,7 @@ class LayerAttention(Part):
 
     def _next(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
         """Return what the attention of `layer` would see of the tokens that arrive at it, if none were cut."""
-        cached, width = call.cached, call.held.layout.width
+        cached, width = call.cached, call.state.layout.width
         shared = self.adapter.key_count(layer, kwargs)
         keys = None if layer in call.maskless else cached.known_span(layer, width, shared)
         args, kwargs = call.group(layer).arguments(layer, args, kwargs, self.adapter, keys)

@@ -12,27 +12,33 @@ from torch import Tensor, nn
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.carry import Carry
-from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.forward.observed import Observed
+from tokenprune.integrations.hf.forward.call import Call
+from tokenprune.integrations.hf.forward.part import Observations
+from tokenprune.integrations.hf.forward.token_state import StageMemory, TokenState
 from tokenprune.integrations.hf.towers.attention_scores import EncodedTokens
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.observation import Observation
 from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.segments import LayerInput, Patches, Segments
 from tokenprune.selection.source import TokenSource
 
 
 @dataclass
-class Sources(TokenSource):
-    """Backs a `VisualTokens` in the decoder. hidden: `[B, W, D]`, in the current layout. needs: of the method."""
+class DecoderSource(TokenSource):
+    """Backs a `VisualTokens` in the decoder.
+
+    state: the tokens that arrive at the cut. hidden: `[B, W, D]`, in their layout. needs: of the method. observed: the
+    attention, inputs and records of the layers around the cut, as far as the method reads them.
+    """
 
     call: Call
+    state: TokenState
     hidden: Tensor
     adapter: Adapter
     needs: frozenset[str] = frozenset()
-    carry: Carry = field(default_factory=lambda: Carry([]))
-    observed: Observed = field(default_factory=Observed)
+    carry: StageMemory = field(default_factory=StageMemory)
+    observed: Observations = field(default_factory=dict)
 
     def remember(self, name: str, value: Any, per_token: bool | None) -> None:
         self.carry.remember(name, value, per_token)
@@ -42,7 +48,7 @@ class Sources(TokenSource):
             self.call.notes.append(text)
 
     def slots(self, position: Tensor, segments: Segments) -> Tensor:
-        layout = self.call.held.layout
+        layout = self.state.layout
         return position if layout.whole else layout.inverse[segments.row_index, position].clamp(min=0)
 
     def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
@@ -53,31 +59,31 @@ class Sources(TokenSource):
 
     @property
     def before(self) -> Observation:
-        return _shown(self.observed.before)
+        return _shown(self.observed.get(ObservedAt.LAYER_BEFORE))
 
     @property
     def after(self) -> Observation:
-        return _shown(self.observed.after)
+        return _shown(self.observed.get(ObservedAt.NEXT_LAYER))
 
     @property
     def input_before(self) -> LayerInput:
-        found = self.observed.input_before
-        return super().input_before if found is None else found
+        value = self.observed.get(ObservedAt.INPUT_BEFORE)
+        return super().input_before if value is None else value
 
     @property
     def unrotated(self) -> Observation:
-        return _shown(self.observed.unrotated)
+        return _shown(self.observed.get(ObservedAt.UNROTATED))
 
     def recorded(self, name: str) -> list[Any]:
-        found = self.observed.recorded.get(name, [None])
-        return super().recorded(name) if any(one is None for one in found) else found
+        values = self.observed.get(ObservedAt.OWN, {}).get(name, [None])
+        return super().recorded(name) if any(value is None for value in values) else values
 
     @property
     def first_layer(self) -> nn.Module:
         return self.adapter.decoder.layers[0]
 
     def entered(self, position: Tensor, segments: Segments) -> Tensor:
-        entry = self.observed.entry
+        entry = self.observed.get(ObservedAt.ENTRY)
         if entry is None:  # the cut is at the entry
             return self.at(self.hidden, position, segments)
         embeds, layout = entry
@@ -95,8 +101,8 @@ class Sources(TokenSource):
         return self.encoded.patches(segments)
 
     def real(self) -> Tensor:
-        layout = self.call.held.layout
-        real = to_device(self.call.host.real, self.hidden.device).gather(1, layout.index)
+        layout = self.state.layout
+        real = to_device(self.call.prompt.is_real, self.hidden.device).gather(1, layout.index)
         return real if layout.valid is None else real & layout.valid
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
@@ -104,7 +110,8 @@ class Sources(TokenSource):
 
     def _text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         # The same for all images of a row, as many as the host can tell: all text after the row's first placeholder.
-        text, width = to_device(self.call.host.text[0], self.hidden.device), self.call.host.text[1]
+        text, width = self.call.prompt.text_after_image
+        text = to_device(text, self.hidden.device)
         order, row = partition(text)[:, :width], segments.row_index.squeeze(1)
         last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
         order, mask = order[row], text.gather(1, order)[row] & (order[row] > last)
@@ -112,9 +119,9 @@ class Sources(TokenSource):
         return torch.where(mask, order, segments.position[:, :1]), mask
 
     def last_slot(self) -> Tensor:
-        layout, segments = self.call.held.layout, self.call.held.segments
+        layout, segments = self.state.layout, self.state.segments
         device = layout.index.device
-        last = segments.recent.get("last", lambda: to_device(self.call.host.last, device)[:, None])
+        last = segments.recent.get("last", lambda: to_device(self.call.prompt.last_index, device)[:, None])
         return last if layout.whole else layout.inverse.gather(1, last)
 
 

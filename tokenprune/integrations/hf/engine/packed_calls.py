@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take apart calls whose rows hold several samples: inside the model each sample is a row, in the output none is."""
+"""Split rows that hold several samples: inside the model each sample is a row, and the output has the caller's rows."""
 
 from __future__ import annotations
 
@@ -11,22 +11,33 @@ from torch import Tensor
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.forward.part import Part, PerCall
-from tokenprune.integrations.hf.sequence.packing import PackedRows, samples_of
+from tokenprune.integrations.hf.forward.call import Call, RestoreOutput
+from tokenprune.integrations.hf.forward.part import Part
+from tokenprune.integrations.hf.sequence.packing import TELLING, PackedRows, samples_of
 
 
 class PackedCalls(Part):
-    """Stands where methods may remove tokens. rows: of calls that were taken apart."""
+    """Part of patches that may remove tokens."""
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()
         self.adapter = adapter
-        self.rows: PerCall[PackedRows] = PerCall()
+        self.owner = getattr(adapter.base, "_orig_mod", adapter.base)  # of torch.compile
 
-    def split(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments of the base model's forward, with images, so that each sample is a row of its own; None
-        where it is. Raises UnsupportedSetupError for what rows of several samples do not have."""
+    def before_call(self, call: Call, arguments: dict[str, Any]) -> tuple[dict[str, Any], RestoreOutput] | None:
+        if self.owner.training:
+            return self._split(arguments)
+        for name in TELLING:
+            if call.arguments.get(name) is not None:
+                return self._split(arguments)
+        return None
+
+    def _split(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], RestoreOutput] | None:
+        """Return arguments in which each sample is a row, or None if each row is one sample.
+
+        Raises:
+            UnsupportedSetupError: If an argument does not work with rows of several samples.
+        """
         base, tokens = self.adapter.base, arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         images = [arguments[name] for name in arguments if name.startswith(("pixel_values", "mm_encoder"))]
@@ -48,6 +59,7 @@ class PackedCalls(Part):
                 f"rows that hold several samples take no {name} under pruning: leave it out, or give each sample a row "
                 "of its own with padding"
             )
-        rows = self.rows[call] = PackedRows.of(sample, tokens.device)
+        rows = PackedRows.of(sample, tokens.device)
         taken = set(self.adapter.placeholders.values())
-        return rows.split(arguments, next(number for number in range(len(taken) + 1) if number not in taken))
+        text_id = next(number for number in range(len(taken) + 1) if number not in taken)
+        return rows.split(arguments, text_id), rows.join

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
-from tokenprune.integrations.hf.forward.held import HeldTokens
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
-from tokenprune.integrations.hf.forward.report import Report
+from tokenprune.integrations.hf.forward.token_state import TokenState
+from tokenprune.integrations.hf.forward.trace import Trace
 from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, encoding_key, find_segments
 from tokenprune.kernels.transfer import Recent
 from tokenprune.models.decoder_shape import DecoderShape
@@ -22,7 +22,7 @@ from tokenprune.models.decoder_shape import DecoderShape
 
 class Planner:
     """Plans the cuts of calls. shape: of the decoder; steps: the cuts, by layer; parts: what else has a say in how many
-    tokens stay; record: whether reports keep what was cut."""
+    tokens stay; record: whether traces keep each cut."""
 
     def __init__(
         self, adapter: Adapter, shape: DecoderShape, steps: Sequence[Step], parts: Sequence[Part], record: bool
@@ -35,7 +35,7 @@ class Planner:
         self._plans = Recent()
 
     def find_segments(self, call: Call, embeds: Tensor) -> None:
-        """Set `call.held.segments` and `call.report` where the call has visual tokens. embeds: `[B, L, D]`."""
+        """Set `call.state.segments` and `call.trace` where the call has visual tokens. embeds: `[B, L, D]`."""
         family, device = self.adapter.family, embeds.device
         outputs = call.outputs if family.features_per_image else {}
         runs = self._runs_per_image(call) if family.runs_of_tiles else None
@@ -43,19 +43,20 @@ class Planner:
         tempo = Tempo(seconds, self.adapter.joined) if self._of_videos else None
         # Tensors are freed, and given away again, in the order of one stream.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        key = (call.host, encoding_key(outputs), device, stream, *seconds)
-        find = partial(find_segments, call.host.masks, outputs, self.per, device, family.step_within_image, runs)
+        key = (call.prompt, encoding_key(outputs), device, stream, *seconds)
+        masks = call.prompt.placeholders
+        find = partial(find_segments, masks, outputs, self.per, device, family.step_within_image, runs)
         found = self._segments.get(key, partial(find, self.adapter.image_grid, family.after_video, tempo))
         if found is not None:
-            call.has_images, call.held = True, HeldTokens(found, call.held.layout)
-            call.report = Report(self.shape, found, call.host.tokens_per_row, embeds.shape[1], self.record)
-            call.report.stats.notes = call.notes
+            call.has_images, call.state = True, TokenState(found, call.state.layout)
+            call.trace = Trace(self.shape, found, call.prompt, call.past, embeds.shape[1], self.record)
+            call.trace.stats.notes = call.notes
             if self._of_videos and "image" in found.modality:
                 budgets = [step.budget for step in self.steps if step.budget.keep is None and step.budget.of_videos]
                 call.notes += [f"images keep all tokens: {budget} is for videos" for budget in budgets]
 
     def _runs_per_image(self, call: Call) -> RunsPerImage | None:
-        if (ids := call.host.ids) is None:
+        if (ids := call.prompt.input_ids) is None:
             call.notes.append(
                 "the prompt came as embeddings, which do not tell which tiles make up an image: each tile counts as one"
             )
@@ -64,11 +65,12 @@ class Planner:
 
     def plan(self, call: Call) -> bool:
         """Plan the cuts of a call, and return whether tokens leave."""
-        segments, host = call.held.segments, call.host
-        counts = segments.counts if call.merged is None else call.merged.counts
-        make = partial(plan_cuts, self.steps, self.shape, segments, counts, host.tokens_per_row)
-        plan = self._plans.get((segments, host, *counts), make)
+        segments, prompt = call.state.segments, call.prompt
+        counts = segments.counts if call.merged is None else call.merged[1].counts
+        assert counts is not None  # known for selections in a tower
+        make = partial(plan_cuts, self.steps, self.shape, segments, counts, prompt.tokens_per_row)
+        plan = self._plans.get((segments, prompt, *counts), make)
         for on_plan in self._on_plan:
             plan = on_plan(call, plan)
-        call.report.plan = plan
+        call.plan = plan
         return bool(plan.cuts) or call.merged is not None

@@ -12,10 +12,11 @@ from torch import nn
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import ReducedStatic, span_of
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence import masks
+from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.attachable import hidden_states
 
 
@@ -34,8 +35,12 @@ class StaticSteps(Part):
         if call.cached.capacity is not None:
             self.watch()
 
+    def on_static_step(self) -> None:
+        if self.ahead:  # the cache comes from an earlier patch
+            eager.run_eagerly(self.watch)
+
     def watch(self) -> None:
-        """Stand at all layers."""
+        """Put hooks on all layers."""
         while self.ahead:
             index, layer = self.ahead.pop()
             self.hook(layer.register_forward_pre_hook, partial(self._enter_layer, index), eager=False, with_kwargs=True)

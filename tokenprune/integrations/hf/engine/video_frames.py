@@ -8,7 +8,7 @@ from functools import partial
 
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Plan, Step
@@ -57,10 +57,10 @@ class VideoFrames(Part):
         """Refuse a video whose frames nothing tells, and note images."""
         if not call.has_images:
             return
-        images = [modality == "image" for modality in call.held.segments.modality]
-        frames = call.held.segments.frames
+        images = [modality == "image" for modality in call.state.segments.modality]
+        frames = call.state.segments.frames
         if unknown := [i for i, image in enumerate(images) if not image and frames[i] is None]:
-            count = call.held.segments.counts[unknown[0]]
+            count = call.state.segments.counts[unknown[0]]
             raise UnsupportedSetupError(
                 f"{self.names[0]} compares the frames of a video, and nothing tells which of the {count} tokens of "
                 f"this one of {self.family!r} are a frame: pass its pixels to the patched model. Frames that the "
@@ -72,7 +72,7 @@ class VideoFrames(Part):
                 call.notes.append(f"{name}: images keep all tokens, because it compares the frames of videos")
 
     def on_plan(self, call: Call, plan: Plan) -> Plan:
-        images = [modality == "image" for modality in call.held.segments.modality]
+        images = [modality == "image" for modality in call.state.segments.modality]
         return plan.raised(partial(self._keep_images, images)) if any(images) else plan
 
     def _keep_images(

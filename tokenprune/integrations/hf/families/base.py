@@ -53,6 +53,12 @@ class Adapter(PatchSource):
     config: Any
     text_config: Any
 
+    # Facts that go with the methods that a subclass overrides.
+    extra_arguments: frozenset[str] = frozenset()  # decoder arguments that `take_extras` handles
+    adds_after_layers = False  # `after_layer` changes the output of layers
+    shares_keys = False  # some layers attend to the keys of other layers, see `key_count`
+    caches_keys = True  # the cache holds keys in the form that attention reads, see `cached_keys`
+
     def __init__(self, model: nn.Module) -> None:
         # Wrappers (an adapter library) come and go; what is said of the patch stands in the model itself.
         self.model = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), model)
@@ -77,7 +83,7 @@ class Adapter(PatchSource):
             )
         row = self.family
         videos: Any = "none" if "video" not in self.placeholders else "frames" if row.tells_frames else "whole"
-        static = row.static_cache and self._keeps_own_keys() and set(kinds) <= _STATIC
+        static = row.static_cache and self.caches_keys and not self.shares_keys and set(kinds) <= _STATIC
         self.family = replace(row, videos=videos, stateful=bool(self.stateful), static_cache=static)
 
     # -- finding the parts
@@ -228,14 +234,10 @@ class Adapter(PatchSource):
 
     # -- per-token arguments of the decoder beyond the common ones
 
-    @property
-    def extra_arguments(self) -> frozenset[str]:
-        """Names of those that `take_extras` deals with."""
-        return frozenset()
-
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
         """Take per-token arguments that the engine must not pass on unchanged out of the decoder's `kwargs`; what is
-        returned is handed to `cut_extras` and `after_layer`. Called once per forward, before any cut."""
+        returned is handed to `cut_extras` and `after_layer`. Called once per forward, before any cut, if
+        `extra_arguments` names some."""
         return None
 
     def cut_extras(self, extras: Any, slots: Tensor, layout: Layout, merge: Any) -> Any:
@@ -270,10 +272,6 @@ class Adapter(PatchSource):
         return flat
 
     # -- layers that read the keys of other layers
-
-    def _keeps_own_keys(self) -> bool:
-        """Return True if each layer keeps the keys that it attends to."""
-        return type(self).key_count is Adapter.key_count and type(self).cached_keys is Adapter.cached_keys
 
     def key_count(self, layer: int, kwargs: dict[str, Any]) -> int | None:
         """Return how many keys a layer called with `kwargs` attends to; None if it keeps keys of its own."""

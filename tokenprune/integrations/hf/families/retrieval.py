@@ -150,12 +150,12 @@ class Pages(Part):
 
     def _leave_inside(self, module: nn.Module, args: tuple, output: Any) -> None:
         ahead, call = self.ahead(), self.current()
-        if ahead is None or call is None or not call.active or (layout := call.held.layout).whole:
+        if ahead is None or call is None or not call.active or (layout := call.state.layout).whole:
             return
         ahead.kept = layout.inverse >= 0
         if call.has_images:
-            counts = sum(call.host.tokens_per_row), sum(layout.counts)
-            call.report.stats.defer(partial(_note_vectors, *counts))
+            counts = sum(call.prompt.tokens_per_row), sum(layout.counts)
+            call.trace.stats.defer(partial(_note_vectors, *counts))
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         ahead = states().pop(self, None)

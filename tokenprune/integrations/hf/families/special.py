@@ -22,6 +22,8 @@ class SharedKeysAdapter(Adapter):
     """Gemma 3n and Gemma 4: each layer gets a slice of `per_layer_inputs`, and the last layers attend to the keys of
     earlier ones, so that what those hold they see."""
 
+    shares_keys = True
+
     def _shares(self, layer: int) -> bool:
         return getattr(self.attention_of(layer), "is_kv_shared_layer", False)
 
@@ -103,7 +105,7 @@ class QueryScales(Part):
         call = self.current()
         if call is None or not call.active:
             return None
-        layout = call.held.layout
+        layout = call.state.layout
         if layout.width == layout.length and layout.valid is None:
             return None
         if compat.reruns_layers(self.adapter.decoder):
@@ -161,9 +163,7 @@ class ErnieAdapter(Adapter):
 class GraniteAdapter(Adapter):
     """Granite 4 Vision hands its decoder zeros where images are, and features that are added before some layers."""
 
-    @property
-    def extra_arguments(self) -> frozenset[str]:
-        return frozenset({"vision_mask"})
+    extra_arguments = frozenset({"vision_mask"})
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
         mask, features = kwargs.pop("vision_mask", None), kwargs.pop("deepstack_features", None)
@@ -204,6 +204,8 @@ class GraniteAdapter(Adapter):
 @register_adapter("kimi_k25")
 class LatentAdapter(Adapter):
     """Kimi K2.5's decoder caches latents, from which its attention makes the keys."""
+
+    caches_keys = False
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
         sizes, (height, width) = arguments.get(f"{modality}_grid_thw"), self.config.vision_config.merge_kernel_size

@@ -162,7 +162,7 @@ class LayerInputs:
         columns = self.visible_keys(keys)
         if isinstance(mask, MaskFunction):
             # True if it is known that a layer sees keys of its queries alone, none of which is padding.
-            known = self.functions is not None and self.functions.real_after_cut
+            known = self.functions is not None and self.functions.no_padding_after_cut
             real = known and not self.past and not self.layout.whole
             queries = self.layout.index + self.past if self.past else self.layout.index
             return mask.mask(queries, columns, real and not self.ragged, real)

@@ -11,15 +11,17 @@ from weakref import WeakKeyDictionary
 
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.eager import in_call
+from tokenprune.selection.observable import ObservedAt
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call, RestoreOutput
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-    from tokenprune.integrations.hf.forward.observed import Observed
     from tokenprune.integrations.hf.forward.plan import Plan, Step
     from tokenprune.statistics import Stats
 
 T = TypeVar("T")
+# Values that a method may read at a cut inside the decoder, by the `ObservedAt` of their observables.
+Observations = dict[ObservedAt, Any]
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Part(Attachable):
     acts; at all others it is None, and is not called.
 
     current: returns the `Call` that this thread is in; the engine sets it before it attaches the part.
-    reads_text: True if the part reads the ids of a prompt with images (`Call.host`).
+    reads_text: True if the part reads the ids of a prompt with images (`PromptInfo.input_ids`).
     """
 
     current: Callable[[], Call | None]
@@ -67,13 +69,18 @@ class Part(Attachable):
     # Returns the encoder's output; it calls `encode`, which runs the parts before it and then the encoder, or does
     # without. `generate` encodes images before any call, so notes for later are left on the output.
     around_encode: Callable[[Encode, Encoding], Any] | None = None
-    # Returns changed inputs of the decoder, or None for the same. Segments and report exist if the call has images.
+    # Called for a decoding step with a reduced static cache, which is no call. torch.compile traces this.
+    on_static_step: Callable[[], None] | None = None
+    # Returns changed arguments of the base model for a call with images, and a function that maps its output back to
+    # the caller's rows; or None. One part of a patch may do so.
+    before_call: Callable[[Call, dict[str, Any]], tuple[dict[str, Any], RestoreOutput] | None] | None = None
+    # Returns changed inputs of the decoder, or None for the same. Segments and trace exist if the call has images.
     before_decoder: Callable[[Call, DecoderInputs], DecoderInputs | None] | None = None
     # Returns the plan of all cuts of a call with images, or another one: see `Plan.raised`.
     on_plan: Callable[[Call, Plan], Plan] | None = None
     # Adds to what the method of a step may read, before it cuts inside the decoder, or would: called where the call
     # cuts nothing there, too. Last the layer's arguments, for the tokens that arrive.
-    before_cut: Callable[[Call, Step, Observed, tuple, dict[str, Any]], None] | None = None
+    before_cut: Callable[[Call, Step, Observations, tuple, dict[str, Any]], None] | None = None
     # Reacts after tokens left at the input of a layer; for 0, the decoder's entry, called whether any left or not. Last
     # the hidden states, `[B, W, D]`, in the call's layout.
     after_cut: Callable[[Call, int, Any], None] | None = None

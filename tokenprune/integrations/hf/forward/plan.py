@@ -10,7 +10,7 @@ from functools import cached_property
 from tokenprune.budgets import Budget
 from tokenprune.budgets.of_videos import Clip
 from tokenprune.models.decoder_shape import DecoderShape
-from tokenprune.selection.method import Method, Selection
+from tokenprune.selection.method import Method
 from tokenprune.selection.segments import Segments
 
 
@@ -38,20 +38,6 @@ class Step:
         if not self.budget.is_identity():
             return True
         return self.method.by_content_count and not (self.whole or self.budget).is_identity()
-
-
-@dataclass(frozen=True)
-class Merged:
-    """The rest of a call's visual tokens after a merge in the tower, and the step that it is reported as."""
-
-    step: Step
-    selection: Selection
-
-    @property
-    def counts(self) -> list[int]:
-        """The number of tokens that are left of each segment."""
-        known = self.selection.counts
-        return self.selection.keep.sum(1).tolist() if known is None else known
 
 
 # Returns the tokens of each segment that a step keeps, given those that arrive and those that it was to keep so far.
@@ -105,19 +91,22 @@ class Plan:
         left = dict(zip(zip(segments.row, segments.ordinal, strict=True), segments.counts, strict=True))
         return [left.get(key, 0) for key in zip(self.rows, self.ordinals, strict=True)]
 
-    def original(self, step: Step, arrived: list[int]) -> list[int]:
-        """Return what reaches the first stage of the method that `step` belongs to; `arrived`, where this is it."""
+    def _original(self, step: Step, arrived: list[int]) -> list[int]:
+        """Return the tokens that reach the first stage of the method of `step`: `arrived` if `step` is that stage."""
         for stage in self.stages:
             if stage.step.owner == step.owner:
                 return stage.arrived
         return arrived
 
-    def stage(self, step: Step, arrived: list[int], original: list[int]) -> Stage:
-        """Return what `step` does when `arrived` tokens of each segment reach it; row by row, so that a batch gives
-        what its rows give alone. original: tokens of each that reached the first stage of its method."""
+    def stage(self, step: Step, arrived: list[int]) -> Stage:
+        """Plan `step` for `arrived` tokens of each segment.
+
+        Each row is planned separately, so that a batch gives the same result as its rows.
+        """
         for stage in self.stages:
-            if stage.step is step and stage.arrived == arrived and self.original(step, arrived) == original:
+            if stage.step is step and stage.arrived == arrived:
                 return stage  # as planned
+        original = self._original(step, arrived)
         wanted = [0] * len(arrived)
         left = [index for index, count in enumerate(arrived) if count]
         for row in dict.fromkeys(self.rows[index] for index in left):
@@ -144,8 +133,7 @@ class Plan:
         """Return the plan with `steps` after its own."""
         plan = self
         for step in steps:
-            stage = plan.stage(step, plan.kept, plan.original(step, plan.kept))
-            plan = replace(plan, stages=(*plan.stages, stage))
+            plan = replace(plan, stages=(*plan.stages, plan.stage(step, plan.kept)))
         return plan
 
     def raised(self, floor: Floor) -> Plan:

@@ -113,7 +113,7 @@ class GraphedPrefill(Part):
         more = frozenset(
             name for name in kwargs.keys() - _COMMON if not (kwargs[name] is None or kwargs[name] is False)
         )
-        taken = call is not None and call.held.extras is not None
+        taken = call is not None and call.state.extras is not None
         groups = self.groups.setdefault((alone, more, taken), Groups(self.adapter, alone))
         return Walk(groups, self.buckets)
 
@@ -124,7 +124,7 @@ class GraphedPrefill(Part):
             return kwargs
         if not call.active or not call.has_images or call.past:  # what an earlier call cached may hold padding
             return kwargs
-        hides = call.held.layout.valid is not None or not bool(call.host.real.all())
+        hides = call.state.layout.valid is not None or not bool(call.prompt.is_real.all())
         return kwargs if hides else kwargs | {"attention_mask": None}
 
     def _count(self, why_not: str) -> None:
@@ -159,6 +159,6 @@ def _why_not(adapter: Adapter) -> str:
     """Return in words why no layer of this decoder can be graphed; "" where they can."""
     if adapter.stateful:
         return "layers carry a state from token to token"
-    if type(adapter).key_count is not Adapter.key_count:
+    if adapter.shares_keys:
         return "layers attend to the keys of others"
     return ""

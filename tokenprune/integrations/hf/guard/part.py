@@ -31,7 +31,7 @@ from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.plan import Plan
 
@@ -138,14 +138,14 @@ class GuardPart(Part):
 
     def on_plan(self, call: Call, plan: Plan) -> Plan:
         """All is known of a call but what may still be on its way: keep more, or warn, and have the statistics tell."""
-        rows, counts = list(call.held.segments.row), list(call.held.segments.counts)
+        rows, counts = list(call.state.segments.row), list(call.state.segments.counts)
         looks = looks_of_segments(call, self.adapter)
-        verdict = Verdict(self.watch, call.report.shape, rows, counts, self._read(call), looks)
+        verdict = Verdict(self.watch, call.trace.shape, rows, counts, self._read(call), looks)
         if self.settings.mode == "auto":
             verdict.seen = [verdict.kinds(row, value) for row, value in zip(rows, looks.read(), strict=True)]
             plan = plan.raised(verdict.at_least)
         verdict.conclude(plan)
-        call.report.stats.defer(partial(self._fill, verdict))
+        call.trace.stats.defer(partial(self._fill, verdict))
         if self.settings.mode == "warn":
             if not looks.ready():
                 states()[self] = verdict  # of this thread, until it is reported
@@ -154,12 +154,12 @@ class GuardPart(Part):
 
     def _read(self, call: Call) -> dict[int, tuple[str, ...]] | None:
         """Return the kinds of question of each row; None if prompts cannot be read."""
-        if self.tokenizer is None or call.host.ids is None:
+        if self.tokenizer is None or call.prompt.input_ids is None:
             return None
-        text = call.host.real & ~call.host.visual
+        text = call.prompt.is_real & ~call.prompt.is_visual
         kinds = {}
-        for row in dict.fromkeys(call.held.segments.row):
-            ids = call.host.ids[row][text[row]][-_READ:].tolist()
+        for row in dict.fromkeys(call.state.segments.row):
+            ids = call.prompt.input_ids[row][text[row]][-_READ:].tolist()
             kinds[row] = self.reader.kinds(self.tokenizer.decode(ids, skip_special_tokens=True))
         return kinds
 

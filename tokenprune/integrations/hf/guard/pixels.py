@@ -18,7 +18,7 @@ from tokenprune.integrations.hf.sequence.segments import feature_total, pieces_o
 from tokenprune.kernels.transfer import AsyncValues, to_device
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
 
 # Of a video at most this many frames are looked at, at even distances.
 _FRAMES = 8
@@ -97,12 +97,12 @@ def looks_of_segments(call: Call, adapter: Adapter) -> SegmentLooks:
     """Match what was seen of a call's images with its segments."""
     pieces: list[tuple[int, int, list[tuple[AsyncValues, Sequence[int]]]]] = []  # (row, first position, its looks)
     for modality, output in call.outputs.items():
-        mask, looks = call.host.masks[modality], record_of(output).looks
+        mask, looks = call.prompt.placeholders[modality], record_of(output).looks
         known = output if adapter.family.features_per_image else None
         for row, columns, which in _matched(modality, mask, output, known, looks, adapter.family.step_within_image):
             pieces.append((row, int(columns[0]), [] if which is None or looks is None else [(looks, which)]))
     pieces.sort(key=lambda piece: piece[:2])
-    rows = call.held.segments.row
+    rows = call.state.segments.row
     if [piece[0] for piece in pieces] == rows:
         return SegmentLooks([piece[2] for piece in pieces])
     # Frames apart, or a whole prompt at once: what is seen of a row holds for all of it.

@@ -23,7 +23,7 @@ from tokenprune.integrations.shared.resizing import Resizer
 from tokenprune.selection.sites.pixels import ResizeMethod
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 # The question of each image of the processor's call that is under way, for methods that read it.
@@ -105,8 +105,8 @@ class FullCounts(Part):
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         if not call.has_images:
             return
-        rows = [0] * (max(call.held.segments.row) + 1)
-        for row, count in zip(call.held.segments.row, call.held.segments.counts, strict=True):
+        rows = [0] * (max(call.state.segments.row) + 1)
+        for row, count in zip(call.state.segments.row, call.state.segments.counts, strict=True):
             rows[row] += count
         for patch in self.patches:
-            call.report.stats.visual_tokens_full = patch.counts.full(rows)
+            call.trace.stats.visual_tokens_full = patch.counts.full(rows)

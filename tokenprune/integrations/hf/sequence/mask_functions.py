@@ -85,14 +85,13 @@ class MaskFunctions:
     """Functions that a decoder's masks are made of.
 
     make: returns the masks that a decoder of a config would make for a call. config: the decoder's. length: of the full
-    sequence, with what is in the cache. real_after_cut: whether it is known that after a cut no padding is left of the
-    call's tokens.
+    sequence, with the tokens in the cache. no_padding_after_cut: whether it is known that a cut leaves no padding.
     """
 
     make: Callable[[Any], Any]
     config: Any
     length: int
-    real_after_cut: bool
+    no_padding_after_cut: bool
 
     @cached_property
     def attention(self) -> str | None:

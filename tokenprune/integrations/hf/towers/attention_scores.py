@@ -51,7 +51,7 @@ from tokenprune.selection.observable_registry import find_observable
 from tokenprune.selection.segments import Patches, Segments
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
 
 _TOKENS = 1024  # whose pixels are read in one go
 # The blocks that are known, and how many class tokens stand before the patches.
@@ -177,7 +177,7 @@ class EncodedTokens:
         self.device, self.parts = device, []
         self.masks: list[tuple[str, Tensor, int]] = []  # of each modality, with the number of its tokens
         for modality, output in call.outputs.items():
-            encoded, mask = record_of(output).encoded, call.host.masks[modality]
+            encoded, mask = record_of(output).encoded, call.prompt.placeholders[modality]
             if encoded is None:
                 raise UnsupportedSetupError(
                     f"these {modality} features were not encoded by the patched model, so what its vision tower shows "

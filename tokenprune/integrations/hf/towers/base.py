@@ -16,10 +16,10 @@ from torch import Tensor
 from tokenprune.budgets import Budget
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.forward.plan import Merged, Step
+from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.record import open_record, record_of
 from tokenprune.integrations.hf.towers.merge_map import keep_one_per_group, keep_units
 from tokenprune.integrations.shared.towers.reducer import TowerReducer
@@ -84,9 +84,9 @@ class TowerPart(Part):
                 )
             left[modality] = of_images
         selection = self._select(call, inputs.embeds.device, left) if left else None
-        call.report.stats.encoder_tokens_per_layer = [sum(block) for block in zip(*filter(None, counts), strict=True)]
+        call.trace.stats.encoder_tokens_per_layer = [sum(block) for block in zip(*filter(None, counts), strict=True)]
         if selection is not None:
-            call.merged = Merged(self.step, selection)
+            call.merged = self.step, selection
 
     def _select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
         """Return the selection of a call's visual tokens, or None if all are kept.
@@ -97,8 +97,12 @@ class TowerPart(Part):
             left: For each modality, the recorded field that `leaves` names.
         """
         if self.leaves == "groups":
-            return keep_one_per_group(call.held.segments.to(device), call.host.masks, left, merges=self.merges)
-        return keep_units(call.held.segments.to(device), call.host.masks, left) if self.method.removes else None
+            return keep_one_per_group(
+                call.state.segments.to(device), call.prompt.placeholders, left, merges=self.merges
+            )
+        return (
+            keep_units(call.state.segments.to(device), call.prompt.placeholders, left) if self.method.removes else None
+        )
 
 
 def check_bias(method: TowerMethod, config: Any, uneven: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part, acting
 from tokenprune.integrations.hf.sequence.record import start_record
 from tokenprune.integrations.shared.attachable import Attachable

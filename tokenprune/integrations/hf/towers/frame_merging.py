@@ -21,7 +21,7 @@ from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, TokenPruneError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.sequence.record import open_record
@@ -236,5 +236,5 @@ class FrameMerging(TowerPart):
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         super().before_decoder(call, inputs)
-        if call.has_images and "image" in call.held.segments.modality:
+        if call.has_images and "image" in call.state.segments.modality:
             call.notes.append(f"{self.method.name}: images keep all tokens, because it compares the frames of videos")

@@ -13,7 +13,7 @@ from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.shared.attachable import states
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.hf.forward.context import Call
+    from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut what a decoder is handed at its entry: embeddings, positions and masks (PRE_LLM, and merges in the tower)."""
+"""Cuts: a method selects tokens, and the others leave the decoder's input (PRE_LLM, merges in the tower) or its hidden
+states (IN_LLM)."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,17 +13,69 @@ from transformers.cache_utils import DynamicCache
 
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
-from tokenprune.integrations.hf.engine.pruning import apply, choose
+from tokenprune.integrations.hf.engine.method_inputs import DecoderSource
 from tokenprune.integrations.hf.families.base import STATEFUL, Adapter
-from tokenprune.integrations.hf.forward.context import Call
+from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs
-from tokenprune.integrations.hf.forward.observed import Observed
+from tokenprune.integrations.hf.forward.part import Observations
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.forward.token_state import StageMemory
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import gather_tokens
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
 from tokenprune.kernels.transfer import to_device
+from tokenprune.selection.apply import merge_tokens, validate_selection
+from tokenprune.selection.method import Pruner, Selection
+from tokenprune.selection.row_ends import keep_row_ends
+from tokenprune.selection.tokens import VisualTokens
+
+
+def select_tokens(call: Call, step: Step, observed: Observations, hidden: Tensor, adapter: Adapter) -> Selection:
+    """Return the selection of the method of `step`. hidden: arrives at the cut, shape (batch, width, channels)."""
+    state = call.state.to(hidden.device)
+    plan, segments, memories = call.plan, state.segments, state.memories
+    assert plan is not None  # only planned cuts are made
+    # An earlier method may have kept another number of tokens than its budget, so the counts are planned again.
+    arrived = plan.counts_of(segments)
+    keep = [kept for kept, count in zip(plan.stage(step, arrived).kept, arrived, strict=True) if count]
+    if step.owner not in memories:
+        memories[step.owner] = StageMemory()
+    seen = adapter.seen(state.extras, step.layer, hidden)
+    source = DecoderSource(call, state, seen, adapter, step.method.needs, memories[step.owner], observed)
+    tokens = VisualTokens(segments, keep, source)
+    method = cast(Pruner, step.method)
+    return torch.no_grad()(method.select)(tokens) if torch.is_grad_enabled() else method.select(tokens)
+
+
+def apply_selection(call: Call, step: Step, selection: Selection, hidden: Tensor, adapter: Adapter) -> Tensor:
+    """Drop the tokens that `selection` does not keep, and replace `call.state` by the state after the cut.
+
+    Args:
+        hidden: Hidden states that arrive at the cut, shape (batch, width, channels).
+
+    Returns:
+        Hidden states of the kept tokens, in the layout of the new state.
+    """
+    state = call.state.to(hidden.device)
+    segments = state.segments
+    keep, num_kept = validate_selection(selection, segments, step.method)
+    if num_kept == segments.counts:
+        return hidden  # padding leaves with the first cut that drops a visual token
+    if ends := call.prompt.visual_ends:
+        selection = keep_row_ends(selection, segments, num_kept, ends)
+        keep = selection.keep & segments.mask
+    flat_indices, merge = state.flat_indices(), None
+    if selection.assign is not None:
+        merge = partial(merge_tokens, selection=selection, segments=segments, places=flat_indices)
+        hidden = merge(hidden)
+    padding = call.prompt.padding_to_drop if state.layout.valid is None else None
+    call.state, slots = state.cut(keep, num_kept, flat_indices, padding, partial(adapter.cut_extras, merge=merge))
+    call.trace.add_cut(step, selection, segments, num_kept, call.state.layout)
+    return gather_tokens(hidden, slots, 1)
+
+
+# -- the decoder's entry
 
 
 def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[DecoderInputs, MaskFunctions | None]:
@@ -49,14 +102,14 @@ def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> Mask
             # Of embeddings masks take no more than their number and their type.
             return adapter.masks(torch.empty((), dtype=dtype, device=device).expand(*shape, 1), mask, None, config)
 
-        return MaskFunctions(make, config, call.past + shape[1], call.host.real_after_cut)
+        return MaskFunctions(make, config, call.past + shape[1], call.prompt.no_padding_after_cut)
 
-    if call.past or not call.host.masks or adapter.stateful or not (mask is None or mask.shape == shape):
+    if call.past or not call.prompt.placeholders or adapter.stateful or not (mask is None or mask.shape == shape):
         return functions(mask)
     # The same for all prompts of this shape. The caller's mask may change in place, what the host knows does not.
-    real = partial(to_device, call.host.real, device)
+    real = partial(to_device, call.prompt.is_real, device)
     key = ("masks", dtype, mask is None, config._attn_implementation)
-    return call.held.segments.recent.get(key, lambda: functions(None if mask is None else real()))
+    return call.state.segments.recent.get(key, lambda: functions(None if mask is None else real()))
 
 
 def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Adapter) -> DecoderInputs:
@@ -67,10 +120,11 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     if positions is None:
         positions = adapter.positions(inputs.mask, call.past)
     if call.merged is not None:
-        embeds = apply(call, call.merged.step, call.merged.selection, embeds, adapter)
+        embeds = apply_selection(call, *call.merged, embeds, adapter)
     if step is not None and call.cuts_at(0):
-        embeds = apply(call, step, choose(call, step, Observed(), embeds, adapter), embeds, adapter)
-    layout, index = call.held.layout, call.held.layout.index
+        selection = select_tokens(call, step, {}, embeds, adapter)
+        embeds = apply_selection(call, step, selection, embeds, adapter)
+    layout, index = call.state.layout, call.state.layout.index
     functions, group = call.groups[0].functions, call.group(0) if made else None
     call.groups.clear()
     call.groups.append(call.group(0, functions))
