@@ -207,7 +207,7 @@ def sizes(root: Path = ROOT) -> dict[str, dict[str, int]]:
     forward = root / "tokenprune/integrations/hf/forward"
     width = {
         "public names": sum(len(names.elts) for names in homes.values if isinstance(names, ast.Tuple)),
-        "fields of Budget": _fields(root / "tokenprune/budgets/__init__.py", "Budget"),
+        "arguments of Budget": _arguments(root / "tokenprune/budgets/budget.py", "Budget"),
         "fields of Call": _fields(forward / "context.py", "Call"),
         "moments of Part": _moments(forward / "part.py"),
         "entries of the root": len(_entries(root)),
@@ -222,6 +222,12 @@ def _class(path: Path, name: str) -> ast.ClassDef:
 def _fields(path: Path, name: str) -> int:
     """Return the number of fields of a dataclass."""
     return sum(isinstance(one, ast.AnnAssign) for one in _class(path, name).body)
+
+
+def _arguments(path: Path, name: str) -> int:
+    """Return the number of arguments of the constructor of a dataclass: its fields without those of `init=False`."""
+    values = [ast.unparse(one.value) for one in _class(path, name).body if isinstance(one, ast.AnnAssign) and one.value]
+    return _fields(path, name) - sum("init=False" in value for value in values)
 
 
 def _moments(path: Path) -> int:

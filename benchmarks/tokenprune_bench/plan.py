@@ -80,7 +80,7 @@ class BenchPlan:
         object.__setattr__(self, "methods", tuple(settings))
         object.__setattr__(self, "_settings", settings)
         for keep in self.keeps:
-            tokenprune.Budget.of(keep)
+            tokenprune.Budget.from_keep(keep)
             if self.equal_cost and not isinstance(keep, float):
                 raise OptionError(
                     f"equal cost is a share of the unpatched model's visual tokens, such as 0.25, not {keep} tokens"

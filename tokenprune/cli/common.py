@@ -164,14 +164,14 @@ def read_settings(methods: str, keep: str, most: int | None = None) -> list[Sett
 
     Commas part settings, and plus signs the methods of a stack and their keeps: "divprune+fastv,dart" at "0.5+0.25" ...
     """
-    from tokenprune.budgets import as_json
+    from tokenprune.budgets import Budget
     from tokenprune.errors import OptionError
     from tokenprune.settings import Setting
     from tokenprune.settings.max_visual_tokens import LIMITER, check_limit
 
     settings: list[Setting] = []
     if most is not None and not methods.strip():
-        return [Setting.from_spec(LIMITER, as_json(most))]
+        return [Setting.from_spec(LIMITER, Budget(tokens=most).to_json())]
     for stack in read_specs(methods):
         number = len(stack.names)
         for text in keep.split(","):
@@ -186,5 +186,5 @@ def read_settings(methods: str, keep: str, most: int | None = None) -> list[Sett
                 continue
             check_limit(most, stack.names)
             of_each = keeps if keeps[1:] else keeps * number
-            settings.append(Setting.from_spec(f"{LIMITER}+{stack.spec}", [as_json(most), *of_each]))
+            settings.append(Setting.from_spec(f"{LIMITER}+{stack.spec}", [Budget(tokens=most).to_json(), *of_each]))
     return settings

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
-from tokenprune.budgets import AGES, TARGETS, Budget
-from tokenprune.budgets.of_videos import OPTIONS
+from tokenprune.budgets import Budget
+from tokenprune.budgets.checks import TARGETS
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, short
 from tokenprune.methods.registry import build, did_you_mean, method_class
 from tokenprune.selection.files import File, reason
@@ -149,7 +149,7 @@ class Setting:
             raise BudgetError(
                 f"{self.where}: keep has {len(keeps)} entries for {len(defaults)} methods: give one for each, or one"
             )
-        return [self._budget(keep) for keep in keeps]
+        return [Budget.from_json(keep, self.per or "image") for keep in keeps]
 
     def _build(self, entry: Entry) -> Method:
         try:
@@ -158,17 +158,6 @@ class Setting:
             raise
         except Exception as error:  # a value that the method itself did not check
             raise OptionError(f"{self.where}: {entry.name} cannot take these options: {error}") from error
-
-    def _budget(self, keep: Any) -> Budget:
-        per = "image" if self.per is None else self.per
-        if not isinstance(keep, dict):
-            return replace(Budget.of(keep), per=per)
-        if unknown := sorted(set(keep) - {*TARGETS, *AGES, *OPTIONS}):
-            raise BudgetError(
-                f"{self.where}: keep has no {', '.join(unknown)}: write a number alone, 4 for four tokens or 0.25 for "
-                f"a share, or an object with one of {', '.join(TARGETS[1:])}"
-            )
-        return Budget(**keep, per=per)
 
     # -- others made of it
 
@@ -249,7 +238,7 @@ def _read(given: Any, where: str) -> Setting:
     if "per" in given and not isinstance(per, str):
         raise OptionError(f'{where}: per must be "image" or "frame", not {short(per)}')
     if "keep" in given and given["keep"] is None:
-        Budget.of(None)  # raises: whoever writes null has not left keep out
+        Budget.from_keep(None)  # raises: whoever writes null has not left keep out
     if "feature_cache" in given:
         raise OptionError(
             f"{where}: feature_cache does not belong to a setting: pass it to tokenprune.patch() beside config=; vLLM "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import tokenprune
-from tokenprune.budgets import TARGETS
+from tokenprune.budgets.checks import TARGETS
 from tokenprune.errors import OptionError
 from tokenprune.methods.registry import method_class
 from tokenprune.selection.method import Method, Site

@@ -126,7 +126,7 @@ def test_copies_are_equal_and_the_two_are_not() -> None:
     both = {"tokens": 3, "keep": 4}
     for wrong in ({"tokens": 0}, {"tokens": 0.5}, {"tokens": True}, both, both | {"keep": 0.5}):
         with pytest.raises(BudgetError):
-            Budget(**wrong)
+            Budget.from_json(wrong)
 
 
 # -- what several methods keep together --------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_the_share_of_a_stack() -> None:
     number = Budget(tokens=16)
     assert joint_share([quarter, number]) is None and joint_share([quarter, number], 256) == 1 / 16
     assert joint_share([Budget(tokens=16), Budget(tokens=64)], 256) == 1 / 16
-    assert joint_share([quarter, Budget(kv_share=0.5)], 256) is None
+    assert joint_share([quarter, Budget.from_kv_share(0.5)], 256) is None
 
 
 @torch.no_grad()

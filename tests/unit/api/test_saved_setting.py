@@ -78,7 +78,7 @@ def test_a_setting_alone_is_a_config(build: Callable, tmp_path: Path) -> None:
         ({"method": "fastv", "keep": {"average_tokens": 20}, "layer": 1},
          dict(method="fastv", keep=tokenprune.Budget(average_tokens=20), layer=1)),
         ({"method": ["pool", {"method": "fastv", "layer": 1}], "keep": [0.6, {"kv_share": 0.8}]},
-         dict(method=["pool", tokenprune.method("fastv", layer=1)], keep=[0.6, tokenprune.Budget(kv_share=0.8)])),
+         dict(method=["pool", tokenprune.method("fastv", layer=1)], keep=[0.6, tokenprune.Budget.from_kv_share(0.8)])),
     ):  # fmt: skip
         path.write_text(json.dumps(setting))
         wanted = run(model, **given)

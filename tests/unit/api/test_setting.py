@@ -271,7 +271,7 @@ def test_budgets_are_checked(keep: Any) -> None:
     for target in ("keep", "average_tokens", "average_share", "kv_share", "flops_share"):
         if (target, keep) != ("keep", 10**400) and not (target == "average_tokens" and keep == 10**400):
             with pytest.raises(BudgetError):
-                Budget(**{target: keep})
+                Budget.from_json({target: keep})
 
 
 @each(("method", "option"), sorted(places()))
@@ -320,7 +320,7 @@ def test_budgets_can_be_said() -> None:
     assert steps[1] == [Budget(average_tokens=192)]
     several = {"method": ["pool", "fastv"], "keep": [0.5, {"kv_share": 0.3}], "per": "prompt"}
     assert tokenprune.read_config(several).steps()[1] == [
-        Budget(keep=0.5, per="prompt"), Budget(kv_share=0.3, per="prompt"),
+        Budget(keep=0.5, per="prompt"), Budget.from_kv_share(0.3, per="prompt"),
     ]  # fmt: skip
     for keep, says in (
         ({"token": 3}, "keep has no token: write a number alone.*average_tokens, average_share, kv_share"),

@@ -40,11 +40,11 @@ def setting(keep: Any, method: str = "divprune", **more: Any) -> ServedSetting:
 @each("method", ["divprune", "pool"])
 def test_an_image_keeps_what_the_budget_says(keep: dict[str, Any], method: str) -> None:
     """As many as on the Hugging Face side, for each number of images; and the newest what it keeps alone."""
-    made, budget = setting(keep, method), Budget(**keep)
-    assert made.age == budget.age and not made.removes_nothing
+    made, budget = setting(keep, method), Budget.from_json(keep)
+    assert made.ages == budget.ages and not made.removes_nothing
     for counts in ([36], [36, 7, 100], [1, 2, 3, 4, 5, 64, 64, 30]):
         new = [budget.resolve_keep(count) for count in counts]
-        wanted = aged(new, budget.age or (), budget.step)
+        wanted = aged(new, budget.ages.tiers, budget.ages.step)
         own = made.of_items("image", len(counts))
         assert [one.wanted(count) for one, count in zip(own, counts, strict=True)] == [
             made.acting.budget(count, number) for count, number in zip(counts, wanted, strict=True)
@@ -79,7 +79,7 @@ def test_it_survives_the_journey(keep: dict[str, Any]) -> None:
 def test_a_request_replaces_keep_as_a_whole() -> None:
     made = offer({"method": "divprune", "keep": KEEPS[0]}, profiles={"chat": {"keep": KEEPS[1]}, "flat": {"keep": 0.5}})
     assert made.setting({"profile": "chat"}) == setting(KEEPS[1]) != made.setting() == setting(KEEPS[0])
-    assert made.setting({"profile": "flat"}).age is None and made.setting({"keep": 0.25}).age is None
+    assert made.setting({"profile": "flat"}).ages is None and made.setting({"keep": 0.25}).ages is None
     assert made.setting({"profile": "flat", "keep": KEEPS[2]}) == setting(KEEPS[2])
     assert made.setting({"method": "pool"}) == setting(KEEPS[0], "pool") and made.setting({"off": True}).is_off
     assert setting({"keep": 0.5, "age": [[0, 1.0]], "step": 3}) == setting(0.5)

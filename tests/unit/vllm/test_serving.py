@@ -143,7 +143,10 @@ def test_a_tower_is_what_the_other_side_says(name: str, monkeypatch: pytest.Monk
         hf_config=model.config, architecture=architecture, dtype=torch.float32, multimodal_config=parallel
     )
     check_model(setting, model_config)
-    theirs, ours = tower_patch(adapter_for(model), method, Budget.of(0.5)).shape, served_tower(method, model.config)
+    theirs, ours = (
+        tower_patch(adapter_for(model), method, Budget.from_keep(0.5)).shape,
+        served_tower(method, model.config),
+    )
     for fact in ("tokens", "protected", "blocks", "read", "unit"):
         assert getattr(ours, fact) == getattr(theirs, fact), fact
     assert served == [(type(theirs.module).__name__, "float32", theirs.blocks)]

@@ -41,7 +41,7 @@ class VideoFrames(Part):
             if step.budget.per != "image":
                 instead = (
                     "keep= or per_second= alone"
-                    if step.budget.of_videos
+                    if step.budget.video is not None
                     else f'per="image" in place of per={step.budget.per!r}'
                 )
                 raise BudgetError(

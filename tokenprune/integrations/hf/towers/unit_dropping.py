@@ -46,7 +46,7 @@ class KeptUnits(TowerReducer, GroupedTokens):
         self.belong(adapter, method, budget)
         self.blocks, self.block = blocks, method.checked_block(len(blocks))
         self.shape = DecoderShape.from_config(adapter.text_config)
-        if budget.per != "image" or budget.flops_share is not None:
+        if budget.per != "image" or budget.target == "flops_share":
             raise BudgetError(
                 f"{method.name} decides before the prompt is known, for each image or video by itself: of {budget}, "
                 'say keep, average_tokens, average_share or kv_share, with per="image"'

@@ -130,7 +130,7 @@ class PackedMerger(Merger):
         return TowerRun(units, parts.plan(len(self.blocks)), sizes=sizes, order=order)
 
     def _plan_of_frame(self, count: int, keep: float | int) -> Plan:
-        return self.method.plan(Budget.of_checked(keep), self.shape.of(count))
+        return self.method.plan(Budget.from_number(keep), self.shape.of(count))
 
     def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
         return match(keys.view(1, run.units.left[0], -1), None)

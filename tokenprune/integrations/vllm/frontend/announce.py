@@ -31,7 +31,7 @@ def facts(vllm_config: Any) -> dict[str, str]:
         served = ServedSetting.of(server)
         method, keep = served.label()
         share = f"{served.whole_keep} tokens" if keep == "tokens" else keep
-        where = " in the language model" if served.in_llm else "" if served.age is None else BY_AGE
+        where = " in the language model" if served.in_llm else "" if served.ages is None else BY_AGE
         setting = "off" if served.is_off else f"{method} {share}{where}"
     hold = [kind for kind in kinds if not compat.missing_hooks(kind)]
     return {

@@ -121,7 +121,7 @@ def lot_of(given: Any) -> float:
 def check_age(setting: ServedSetting, counts: Mapping[str, int], segments: Iterable[int] = ()) -> None:
     """Raise OptionError for a request with videos, of which nothing tells where they stand among its images, and for
     one in which an image has several budgets. counts: of its items, by modality. segments: of each, how many."""
-    if setting.age is None:
+    if setting.ages is None:
         return
     if counts.get("video"):
         raise OptionError(f"age= counts the images of a request, and this one has videos: {_INSTEAD}")

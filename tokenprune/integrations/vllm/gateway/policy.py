@@ -39,7 +39,7 @@ class ServePolicy(RequestPolicy):
 
     def observe(self, request: ServedRequest, run: RequestRun, items: list[CountedDetails]) -> None:
         served, setting = request.served, request.setting
-        if setting.age is not None:
+        if setting.ages is not None:
             served.aged = sum(one != setting.tiers[0] for one in request.items.get("image", ()))
         if isinstance(request, HeldBack):
             outcome = request.outcome(run, items)

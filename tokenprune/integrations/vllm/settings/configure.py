@@ -67,7 +67,7 @@ def configure(model_config: Any) -> None:
     whole = reader(model_config, layers)
     setting = whole()
     keys = ServerKeys.of(beside, setting)
-    named = bool(set(beside) & set(ADD_ON)) or setting.age is not None
+    named = bool(set(beside) & set(ADD_ON)) or setting.ages is not None
     offer = Offer.of(beside, setting, whole) if named else None
     if multimodal.video_pruning_rate:
         raise OptionError(

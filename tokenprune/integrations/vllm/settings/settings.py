@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from tokenprune.budgets import AGES, Budget, as_json
-from tokenprune.budgets.by_age import Tiers, ages, left, reached
+from tokenprune.budgets import Budget
+from tokenprune.budgets.by_age import Ages, ages, left, reached
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, short
 from tokenprune.integrations.vllm.settings.servable import KEY, check_method, servable
 from tokenprune.selection.files import File
@@ -46,7 +46,7 @@ class ServedSetting:
     per:           "image", or "frame" if every frame of a video has `keep` for itself (see `Budget`).
     in_llm:        True if `method` acts inside the language model, and leaves the prompt as it is.
     files:         options of `method` that were given as files: name, path and digest of the content.
-    age, step:     see `Budget`: what `method` keeps of an image follows from its place in the request, by `of_items`.
+    ages:          see `Budget`: what `method` keeps of an image depends on its position in the request, see `of_items`.
     bounds:        of an image that is no longer new, within which `keep` is (see `tokenprune.budgets.by_age.reached`).
     """
 
@@ -57,8 +57,7 @@ class ServedSetting:
     per: str = "image"
     in_llm: bool = False
     files: Files = ()
-    age: Tiers | None = None
-    step: int = 1
+    ages: Ages | None = None
     bounds: tuple[float | int, ...] = ()
 
     @classmethod
@@ -86,34 +85,34 @@ class ServedSetting:
     @cached_property
     def removes_nothing(self) -> bool:
         """True if every feature of the encoder stays in the prompt."""
-        whole = Budget.of_checked(self.keep).is_identity() and not self.bounds and self.age is None
+        whole = Budget.from_number(self.keep).is_identity() and not self.bounds and self.ages is None
         return self.method is None or self.in_llm or whole
 
     def without_method(self) -> ServedSetting:
         """Return what is left of the setting where `method` does not act."""
-        return dataclasses.replace(self, method=None, keep=1.0, files=(), age=None, step=1, bounds=())
+        return dataclasses.replace(self, method=None, keep=1.0, files=(), ages=None, bounds=())
 
     def of_items(self, modality: str, count: int) -> tuple[ServedSetting, ...]:
         """Return what the setting is to each of a request's items of a modality, which no longer depends on others:
         images stay as they are where frames are compared."""
         if modality == "image" and compares_frames(self.method):
             return (self.without_method(),) * count
-        if modality != "image" or self.age is None:
+        if modality != "image" or self.ages is None:
             return (self.tiers[0],) * count
-        return tuple(map(self._at, ages(count, self.step)))
+        return tuple(map(self._at, ages(count, self.ages.step)))
 
     @property
     def tiers(self) -> list[ServedSetting]:
         """The settings that an image can have by its age, the newest first."""
-        return [self] if self.age is None else [self._at(since) for since, _ in self.age]
+        return [self] if self.ages is None else [self._at(age) for age, _ in self.ages.tiers]
 
     def _at(self, age: int) -> ServedSetting:
         """Return the setting of an image of this age; without bounds where a `keep` says the same, so that it shares
         caches with a setting that was written so."""
-        assert self.age is not None
-        bounds = reached(self.age, age)
-        new = dataclasses.replace(self, age=None, step=1)
-        if len(bounds) == 1 and Budget.of_checked(self.keep).is_identity():
+        assert self.ages is not None
+        bounds = reached(self.ages.tiers, age)
+        new = dataclasses.replace(self, ages=None)
+        if len(bounds) == 1 and Budget.from_number(self.keep).is_identity():
             return dataclasses.replace(new, keep=bounds[0])
         if len(bounds) == 1 and isinstance(self.keep, int) and isinstance(bounds[0], int):
             return dataclasses.replace(new, keep=min(self.keep, bounds[0]))
@@ -121,12 +120,10 @@ class ServedSetting:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the setting with nothing left implicit but `bounds`; `ServedSetting.of` reads it."""
-        steps = [(self.pixels, self.share, ()), (self.method, self.keep, self.files)]
-        entries = tuple(_entry(method, files) for method, _, files in steps if method is not None)
-        keeps = [as_json(keep) for method, keep, _ in steps if method is not None]
-        if self.age is not None:
-            budget = {"tokens" if isinstance(self.keep, int) else "keep": self.keep}
-            keeps[-1] = budget | {"age": [list(tier) for tier in self.age], "step": self.step}
+        share, keep = Budget.from_number(self.share), Budget.from_number(self.keep)
+        budgets = [(self.pixels, share, ()), (self.method, dataclasses.replace(keep, ages=self.ages), self.files)]
+        entries = tuple(_entry(method, files) for method, _, files in budgets if method is not None)
+        keeps = [budget.to_json() for method, budget, _ in budgets if method is not None]
         if not entries:
             return {"off": True}
         per = None if self.per == "image" else self.per
@@ -158,7 +155,7 @@ class ServedSetting:
 
     def wanted(self, tokens: int) -> int:
         """Return how many of `tokens` visual tokens the method has to keep."""
-        wanted = left(Budget.of_checked(self.keep).resolve_keep(tokens), self.bounds)
+        wanted = left(Budget.from_number(self.keep).resolve_keep(tokens), self.bounds)
         return min(tokens, max(1, self.acting.budget(tokens, wanted)))
 
 
@@ -221,7 +218,7 @@ def _checked(whole: Setting) -> ServedSetting:
         raise OptionError(f"{KEY}: {IN_LLM} goes with one method, not with {count}")
     methods = whole.methods
     for one in whole.keep if isinstance(whole.keep, list) else [whole.keep]:
-        if isinstance(one, dict) and set(one) - set(AGES) not in ({"keep"}, {"tokens"}):
+        if isinstance(one, dict) and set(one) - {"age", "step"} not in ({"keep"}, {"tokens"}):
             raise _no_number(one)
     steps = [_step(*one, in_llm) for one in zip(methods, whole.budgets, whole.entries or (), strict=True)]
     check_places(methods)
@@ -239,11 +236,11 @@ def _checked(whole: Setting) -> ServedSetting:
             f"{KEY}: {method.name} compares the frames of a video, so the whole video has one budget: leave out "
             'per="frame"'
         )
-    if budget.age is not None and method is not None and compares_frames(method):
+    if budget.ages is not None and method is not None and compares_frames(method):
         raise BudgetError(f"{KEY}: {method.name} leaves images whole, whose ages age= is about: leave it out")
     keep, share = (one.keep for one in (budget, smaller))
     assert keep is not None and share is not None  # see `_step`
-    return ServedSetting(method, keep, shrinker, share, per, in_llm, files, budget.age, budget.step)
+    return ServedSetting(method, keep, shrinker, share, per, in_llm, files, budget.ages)
 
 
 def _no_number(keep: Any) -> BudgetError:

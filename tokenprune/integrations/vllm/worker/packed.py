@@ -143,7 +143,7 @@ class PackedTowerMerger(PackedMerger, WrappedTower):
         self.refused = f"{method.name} does not merge in"
         self.attentions, self.heads = attentions_of(model), self.tower.num_heads
         blocks = packed_blocks(self.tower)
-        super().__init__(method, Budget.of_checked(keep), blocks, served_tower(method, model.config))
+        super().__init__(method, Budget.from_number(keep), blocks, served_tower(method, model.config))
         self.kept: Tensor | None = None
         self.left = 0
 

@@ -79,7 +79,7 @@ class TowerMerger(RowMerger, Wrapping):
         self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
         norm, scale = _NAMES.get(tower_kind(model.config) or "", ("layer_norm2", ""))
         blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
-        budget, tower = Budget.of_checked(keep), served_tower(method, model.config)
+        budget, tower = Budget.from_number(keep), served_tower(method, model.config)
         super().__init__(method, budget, blocks, tower, units_of(model.config))
         self.kept: Tensor | None = None
         self.left = 0
