@@ -318,9 +318,9 @@ def test_a_file_that_was_tuned_on_another_model_is_served_with_a_warning(
 def test_a_request_cannot_name_a_file(folder: Any, tmp_path: Path) -> None:
     path = str(written(tmp_path / "tokenprune.json", DIVPRUNE))
     with pytest.raises(OptionError, match="config names a file of the server"):
-        ServedSetting.of(DIVPRUNE, {"config": path})
+        ServedSetting.from_json(DIVPRUNE, {"config": path})
     with pytest.raises(OptionError, match="must be an object"):
-        ServedSetting.of(DIVPRUNE, path)
+        ServedSetting.from_json(DIVPRUNE, path)
 
 
 def test_without_a_setting_nothing_changes(start: Callable[..., Engine], reference: Any) -> None:

@@ -131,7 +131,7 @@ def test_counts_do_not_rise_with_age_and_an_image_keeps_a_token() -> None:
 
 def test_a_file_or_dict_says_the_same() -> None:
     said = {"method": "divprune", "keep": {"keep": 0.5, "age": [[0, 1.0], [2, 0.25]], "step": 4}}
-    (budget,) = Setting.of(said).budgets
+    (budget,) = Setting.from_json(said).budgets
     assert budget == Budget.by_age(0.5, ((0, 1.0), (2, 0.25)), step=4)
     assert eval(repr(budget)) == budget and budget.short() == repr(budget)
     assert repr(budget) == "Budget.by_age(0.5, ((0, 1.0), (2, 0.25)), step=4)"

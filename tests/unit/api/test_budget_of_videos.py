@@ -151,8 +151,8 @@ def test_a_second_of_video_keeps_as_many_tokens(name: str, build: Any) -> None:
     model, inputs = build(family), family.make_inputs(**BATCH)
     joined = 1 if name == "llava_onevision" else 2
 
-    def kept(**budget: Any) -> int:
-        with tokenprune.patched(model, "divprune", keep=Budget.from_json(budget), record=True):
+    def kept(tokens: float, **more: Any) -> int:
+        with tokenprune.patched(model, "divprune", keep=Budget.per_second(tokens, **more), record=True):
             model(**inputs)
             stats = tokenprune.stats(model)
         assert images_kept(inputs, stats.cuts[0].kept) == [1, 1, 1]
@@ -160,14 +160,14 @@ def test_a_second_of_video_keeps_as_many_tokens(name: str, build: Any) -> None:
         assert none is None and sum(first) == sum(second)
         return sum(first)
 
-    assert kept(per_second=3, fps=2.0) == round(3 * 5 * joined / 2.0)
-    assert kept(per_second=0.1, fps=2.0) == 1
-    assert kept(per_second=3, fps=4.0, per="frame") == 5 * max(1, round(3 * joined / 4.0))
+    assert kept(3, fps=2.0) == round(3 * 5 * joined / 2.0)
+    assert kept(0.1, fps=2.0) == 1
+    assert kept(3, fps=4.0, per="frame") == 5 * max(1, round(3 * joined / 4.0))
     if name == "qwen2_5_vl":
-        assert kept(per_second=3) == round(3 * 5 * 0.5) and kept(per_second=2, fps=4.0) == 5
+        assert kept(3) == round(3 * 5 * 0.5) and kept(2, fps=4.0) == 5
     else:
         with pytest.raises(BudgetError, match=r"nothing tells how long .* Budget.per_second\(3, fps=2.0\)"):
-            kept(per_second=3)
+            kept(3)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
@@ -305,7 +305,7 @@ def test_omni_tells_the_seconds_by_another_name(build: Any) -> None:
 )
 def test_vllm_takes_none_of_them(keep: dict[str, Any]) -> None:
     with pytest.raises(BudgetError, match="keep must be a number"):
-        ServedSetting.of({"method": "divprune", "keep": keep})
+        ServedSetting.from_json({"method": "divprune", "keep": keep})
 
 
 def test_frames_that_are_joined(build: Any) -> None:
@@ -322,7 +322,7 @@ def test_frames_that_are_joined(build: Any) -> None:
     ],
 )
 def test_a_file_or_dict_says_the_same(keep: dict[str, Any], budget: Budget) -> None:
-    (found,) = Setting.of({"method": "divprune", "keep": keep}).budgets
+    (found,) = Setting.from_json({"method": "divprune", "keep": keep}).budgets
     assert found == budget and eval(repr(budget)) == budget and budget.short() == repr(budget)
     assert (
         Budget.by_frame(torch.tensor([4, 8])) == Budget.by_frame((4, 8))

@@ -200,7 +200,7 @@ def test_the_servers_profiles_are_those_that_clients_name() -> None:
     (words,) = (words for words in shell_lines(page) if words[:2] == ["vllm", "serve"])
     setting = json.loads(words[words.index("--mm-processor-kwargs") + 1])["tokenprune"]
     server, offered = split(setting)
-    offer = Offer.of(offered, ServedSetting.of(server), lambda profile: ServedSetting.of(server, profile))
+    offer = Offer.of(offered, ServedSetting.from_json(server), lambda profile: ServedSetting.from_json(server, profile))
     first, *others = (word for word in words if word.startswith("qwen"))
     assert [f"{first}:{name}" for name in offer.names] == others
     asked = re.search(r"for model in \((.*?)\)", page.read_text())[1]

@@ -58,7 +58,7 @@ def test_requests_are_of_all_kinds(load: Any) -> None:
 
 def test_right_and_wrong_are_what_they_are_called(load: Any, checks: Any) -> None:
     base, given = split(checks.BASE | checks.OFFERS[0] | checks.LIMITS)
-    offer = Offer.of(given, ServedSetting.of(base), lambda profile: ServedSetting.of(base, profile))
+    offer = Offer.of(given, ServedSetting.from_json(base), lambda profile: ServedSetting.from_json(base, profile))
     for asked in [*load.OWN, *({"profile": one} for one in load.PROFILES)]:
         offer.setting(asked)
     for asked in load.WRONG:
@@ -71,9 +71,9 @@ def test_offers_are_right_but_those_called_wrong(checks: Any) -> None:
         base, given = split(checks.BASE | made | checks.LIMITS)
         if number in checks.WRONG_OFFERS:
             with pytest.raises(TokenPruneError):
-                Offer.of(given, ServedSetting.of(base), lambda profile: ServedSetting.of(base, profile))  # noqa: B023
+                Offer.of(given, ServedSetting.from_json(base), lambda profile: ServedSetting.from_json(base, profile))  # noqa: B023
         else:
-            Offer.of(given, ServedSetting.of(base), lambda profile: ServedSetting.of(base, profile))  # noqa: B023
+            Offer.of(given, ServedSetting.from_json(base), lambda profile: ServedSetting.from_json(base, profile))  # noqa: B023
 
 
 def test_a_difference_is_seen(load: Any) -> None:

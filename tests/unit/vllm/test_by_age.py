@@ -33,7 +33,7 @@ KEEPS: list[dict[str, Any]] = [
 
 
 def setting(keep: Any, method: str = "divprune", **more: Any) -> ServedSetting:
-    return ServedSetting.of({"method": method, "keep": keep} | more)
+    return ServedSetting.from_json({"method": method, "keep": keep} | more)
 
 
 @each("keep", KEEPS)
@@ -70,7 +70,7 @@ def test_an_image_at_its_age_is_what_another_setting_says() -> None:
 @pytest.mark.parametrize("keep", KEEPS, ids=str)
 def test_it_survives_the_journey(keep: dict[str, Any]) -> None:
     made = setting(keep)
-    assert ServedSetting.of(made.as_dict()) == made
+    assert ServedSetting.from_json(made.to_json()) == made
     for tier in made.tiers:
         plan = Plan.make(tier, runs_of([9] * 36), False)
         assert Plan.decode(plan.encode()) == plan and Plan.decode(plan.encode()).keep == [tier.count(36)]
@@ -120,11 +120,11 @@ def test_limits_hold_for_the_oldest_image() -> None:
 )
 def test_what_has_no_age_is_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(BudgetError, match=says):
-        ServedSetting.of({"method": "divprune", "keep": KEEPS[0]} | given)
+        ServedSetting.from_json({"method": "divprune", "keep": KEEPS[0]} | given)
 
 
 def test_pixels_shrink_alike_and_ages_count_behind_them() -> None:
-    made = ServedSetting.of({"method": ["dynres", "divprune"], "keep": [0.5, KEEPS[1]]})
+    made = ServedSetting.from_json({"method": ["dynres", "divprune"], "keep": [0.5, KEEPS[1]]})
     assert {one.share for one in made.tiers} == {0.5} and made.tiers[1].whole_keep == 0.075
 
 

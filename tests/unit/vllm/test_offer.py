@@ -28,11 +28,11 @@ def offer(server: Any = SERVER, **given: Any) -> Offer:
     """As `configure` makes it."""
     layers = [] if server is None else [server]
     keys(server, **given)
-    return Offer.of(given, ServedSetting.of(*layers), lambda profile: ServedSetting.of(*layers, profile))
+    return Offer.of(given, ServedSetting.from_json(*layers), lambda profile: ServedSetting.from_json(*layers, profile))
 
 
 def keys(server: Any = SERVER, **given: Any) -> ServerKeys:
-    return ServerKeys.of(given, ServedSetting.of(*([] if server is None else [server])))
+    return ServerKeys.of(given, ServedSetting.from_json(*([] if server is None else [server])))
 
 
 def test_a_servers_setting_is_split() -> None:
@@ -47,8 +47,10 @@ def test_profiles_stand_over_the_server_and_under_the_request() -> None:
     assert made.setting() == made.setting({"profile": "default"}) == ServedSetting(DivPrune(), 0.25)
     assert made.setting({"profile": "fast"}) == ServedSetting(DivPrune(), 0.11)
     assert made.setting({"profile": "ocr"}) == made.setting({"profile": "fast", "off": True}) == ServedSetting()
-    assert made.setting({"profile": "small"}) == ServedSetting.of({"method": "dynres", "keep": 0.5})
-    assert made.setting({"profile": "fast", "method": "pool"}) == ServedSetting.of({"method": "pool", "keep": 0.11})
+    assert made.setting({"profile": "small"}) == ServedSetting.from_json({"method": "dynres", "keep": 0.5})
+    assert made.setting({"profile": "fast", "method": "pool"}) == ServedSetting.from_json(
+        {"method": "pool", "keep": 0.11}
+    )
     assert made.setting({"keep": 0.5}) == ServedSetting(DivPrune(), 0.5)
     # The same reduction, however it was asked for, has the same key in caches.
     assert made.setting({"profile": "fast"}).cache_key() == made.setting({"keep": 0.11}).cache_key()
@@ -212,9 +214,12 @@ def test_metrics_know_few_names() -> None:
     asked = [None, {}, {"profile": "fast"}, {"profile": "fast", "keep": 0.5}, {"keep": 0.123456}]
     assert [made.label(one) for one in asked] == ["default", "default", "fast", "request", "request"]
     assert ServedSetting().label() == ("off", "1")
-    assert ServedSetting.of({"method": "pool", "keep": 0.123456}).label() == ("pool", "0.12")
-    assert ServedSetting.of({"method": "pool", "keep": 64}).label() == ("pool", "tokens")
-    assert ServedSetting.of({"method": ["divprune", "dynres"], "keep": 0.5}).label() == ("dynres+divprune", "0.25")
+    assert ServedSetting.from_json({"method": "pool", "keep": 0.123456}).label() == ("pool", "0.12")
+    assert ServedSetting.from_json({"method": "pool", "keep": 64}).label() == ("pool", "tokens")
+    assert ServedSetting.from_json({"method": ["divprune", "dynres"], "keep": 0.5}).label() == (
+        "dynres+divprune",
+        "0.25",
+    )
 
 
 NAMES = available_methods()
@@ -258,7 +263,7 @@ def test_a_request_gets_a_setting_or_our_error(asked: Any) -> None:
         least = 0.3 if isinstance(asked, dict) and asked.get("profile") == "gold" else 0.1
         assert setting.share * setting.keep >= least - 1e-4 and isinstance(setting.keep, float)
         assert {one.name for one in (setting.pixels, setting.method) if one} <= {"divprune", "dynres", "pool"}
-    assert ServedSetting.of(json.loads(json.dumps(setting.as_dict()))) == setting
+    assert ServedSetting.from_json(json.loads(json.dumps(setting.to_json()))) == setting
     assert LIMITED.label(asked) in {"default", "request", "gold", *PROFILES}
 
 

@@ -58,7 +58,7 @@ def test_it_is_the_operators_to_say() -> None:
             offer(rollout=wrong)
         with pytest.raises(OptionError, match=r"profile 'a': .*rollout must be a share in"):
             offer(profiles={"a": {"keep": 0.5, "rollout": wrong}})
-    assert made.setting() == ServedSetting.of({"method": "divprune", "keep": 0.25})  # what it is a rollout of
+    assert made.setting() == ServedSetting.from_json({"method": "divprune", "keep": 0.25})  # what it is a rollout of
 
 
 def test_what_is_done_where_it_fails() -> None:

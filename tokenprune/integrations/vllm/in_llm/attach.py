@@ -32,7 +32,7 @@ def configure(vllm_config: Any) -> None:
 def _asked(vllm_config: Any) -> tuple[ServedSetting, bool]:
     """Return the server's setting, and True if layers after the cut free the KV cache of dropped tokens."""
     model_config = vllm_config.model_config
-    return ServedSetting.of(configured(model_config)), keys_of(model_config).free_kv
+    return ServedSetting.from_json(configured(model_config)), keys_of(model_config).free_kv
 
 
 def check_request(params: Any) -> None:

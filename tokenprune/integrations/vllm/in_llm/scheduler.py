@@ -33,7 +33,7 @@ class WholeImages(_Scheduler):
                 f"experimental_in_llm needs one group of KV caches, and this model has {len(groups)}: serve it with a "
                 "method that acts before the language model"
             )
-        setting = ServedSetting.of(configured(model_config))
+        setting = ServedSetting.from_json(configured(model_config))
         self._whole_prompts = setting.method is not None and not setting.method.prefix_cache_safe
         # vLLM strips items of what the worker will not encode, but for models with M-RoPE: their plans are needed here.
         self.model_uses_mrope = True

@@ -48,7 +48,7 @@ def settings_of(model_config: Any) -> dict[str, ServedSetting]:
     """Return the settings of a server under which a request is served that writes none of its own, by profile."""
     offer = getattr(model_config.multimodal_config, OFFER, None)
     whole = {DEFAULT: configured(model_config)} if offer is None else offer.profiles
-    return {name: ServedSetting.of(one) for name, one in whole.items()}
+    return {name: ServedSetting.from_json(one) for name, one in whole.items()}
 
 
 def needs_gateway(model_config: Any, asked: Any = NOTHING) -> bool:

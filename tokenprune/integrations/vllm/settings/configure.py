@@ -36,16 +36,16 @@ def _read(layer: Any, model_config: Any) -> Any:
     if isinstance(layer, Mapping) and len(layer) > 1:
         others = ", ".join(sorted(set(layer) - {"config"}))
         raise OptionError(f"{KEY}: config names a file with a whole setting: leave out {others}")
-    config = read_config(named)
-    if config.guard == "auto":
+    setting = read_config(named)
+    if setting.guard == "auto":
         raise OptionError(
             f"{named} is meant with the guard, which the plugin has not: give a higher keep in its place, as "
             '`tokenprune recommend` prints it for vLLM, and take "guard" out'
         )
-    tuned_on, served = (config.tuned.get("model") or {}).get("type"), model_config.hf_config.model_type
+    tuned_on, served = (setting.tuned.get("model") or {}).get("type"), model_config.hf_config.model_type
     if tuned_on not in (None, served):
         logger.warning("%s was tuned on %s, not on %s: what it promises was not measured here", named, tuned_on, served)
-    return config.setting
+    return setting.to_json()
 
 
 def configure(model_config: Any) -> None:
@@ -77,7 +77,7 @@ def configure(model_config: Any) -> None:
     arrange(keys.positions, model_config, family, setting.in_llm)
     # Not in mm_processor_kwargs any more: a model's own processor does not know the key.
     multimodal.mm_processor_kwargs = kwargs or None
-    setattr(multimodal, KEY, setting.as_dict())
+    setattr(multimodal, KEY, setting.to_json())
     setattr(multimodal, KEYS, keys)
     if offer is not None:
         setattr(multimodal, GIVEN, (layers, beside))
@@ -88,7 +88,7 @@ def reader(model_config: Any, layers: list[Any]) -> Callable[..., ServedSetting]
     """Return a function that makes the setting of a server, or of one of its profiles over it, of these layers."""
 
     def whole(*profile: Any) -> ServedSetting:
-        setting = ServedSetting.of(*layers, *(_read(layer, model_config) for layer in profile))
+        setting = ServedSetting.from_json(*layers, *(_read(layer, model_config) for layer in profile))
         check_model(setting, model_config)
         return setting
 

@@ -84,7 +84,7 @@ class Offer:
         callers = Callers.of(given["callers"], made, DEFAULT) if "callers" in given else None
         rule = given.get("overload")
         overload = None if rule is None else Overload.of(rule, made)
-        whole = {name: one.as_dict() for name, one in made.items()}
+        whole = {name: one.to_json() for name, one in made.items()}
         offer = cls(whole, rules, callers, overload, given.get(RELOAD))
         for name, setting in made.items():
             try:
@@ -114,7 +114,7 @@ class Offer:
         Raises ProfileError, LimitError, OptionError, UnknownMethodError or BudgetError, which are ValueErrors.
         """
         if not isinstance(asked, Mapping):
-            return ServedSetting.of(asked, trusted=False)  # raises
+            return ServedSetting.from_json(asked, trusted=False)  # raises
         profile = asked.get(PROFILE, DEFAULT)
         server = self.profile(profile)
         if own := sorted(set(asked) & set(BESIDE)):

@@ -23,7 +23,6 @@ from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.settings import IN_LLM, Setting
 from tokenprune.settings.budget_checks import check_scope
 from tokenprune.settings.json_values import plain
-from tokenprune.settings.one_line import Entry
 
 __all__ = ["IN_LLM", "KEY", "ServedSetting", "check_method", "check_override", "servable"]
 
@@ -61,7 +60,7 @@ class ServedSetting:
     bounds: tuple[float | int, ...] = ()
 
     @classmethod
-    def of(cls, *layers: Any, trusted: bool = True) -> ServedSetting:
+    def from_json(cls, *layers: Any, trusted: bool = True) -> ServedSetting:
         """Merge settings as users write them, the later over the earlier, and check the result.
 
         A layer that names other methods drops the options of the one before. trusted: False if the last layer comes
@@ -118,16 +117,17 @@ class ServedSetting:
             return dataclasses.replace(new, keep=min(self.keep, bounds[0]))
         return dataclasses.replace(new, bounds=bounds)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the setting with nothing left implicit but `bounds`; `ServedSetting.of` reads it."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the setting with nothing left implicit but `bounds`; `ServedSetting.from_json` reads it."""
         share, keep = Budget.from_number(self.share), Budget.from_number(self.keep)
         budgets = [(self.pixels, share, ()), (self.method, dataclasses.replace(keep, ages=self.ages), self.files)]
-        entries = tuple(_entry(method, files) for method, _, files in budgets if method is not None)
+        methods = [(method, files) for method, _, files in budgets if method is not None]
         keeps = [budget.to_json() for method, budget, _ in budgets if method is not None]
-        if not entries:
+        if not methods:
             return {"off": True}
         per = None if self.per == "image" else self.per
-        return Setting(entries, keeps if keeps[1:] else keeps[0], per, in_llm=self.in_llm or None).as_dict()
+        names, options = tuple(method.name for method, _ in methods), tuple(_options(*one) for one in methods)
+        return Setting(names, options, keeps if keeps[1:] else keeps[0], per, in_llm=self.in_llm or None).to_json()
 
     def label(self) -> tuple[str, str]:
         """Return its labels in metrics: the methods, and the kept share in hundredths, a bounded number of values."""
@@ -146,7 +146,7 @@ class ServedSetting:
     def cache_key(self) -> dict[str, Any]:
         """Return the entries by which a cache key tells this setting of an image from others."""
         bounds = {"bounds": list(self.bounds)} if self.bounds else {}
-        return {"algorithm": ALGORITHM} | self.as_dict() | bounds | {name: digest for name, _, digest in self.files}
+        return {"algorithm": ALGORITHM} | self.to_json() | bounds | {name: digest for name, _, digest in self.files}
 
     def count(self, tokens: int) -> int:
         """Return how many of `tokens` features of the encoder stay in the prompt: a function of integers, the same in
@@ -160,11 +160,11 @@ class ServedSetting:
 
 
 def of_request(server: Mapping[str, Any], asked: Mapping[str, Any]) -> ServedSetting:
-    """Return what a request makes of a whole setting. Raises as `ServedSetting.of` and `check_override`."""
+    """Return what a request makes of a whole setting. Raises as `ServedSetting.from_json` and `check_override`."""
     if not asked:
-        return ServedSetting.of(server)
-    setting = ServedSetting.of(server, asked, trusted=False)
-    check_override(ServedSetting.of(server), setting)
+        return ServedSetting.from_json(server)
+    setting = ServedSetting.from_json(server, asked, trusted=False)
+    check_override(ServedSetting.from_json(server), setting)
     return setting
 
 
@@ -198,7 +198,7 @@ def _text(layer: Any) -> str:
 def _parsed(layers: tuple[str, ...], trusted: bool) -> ServedSetting:
     merged: Setting | None = None
     for number, text in enumerate(layers, start=1):
-        layer = Setting.of(json.loads(text), KEY).resolve(merged)
+        layer = Setting.from_json(json.loads(text), KEY).resolve(merged)
         if number == len(layers) and not trusted:
             layer = layer.without_files()
         merged = layer.merge_onto(merged)
@@ -220,7 +220,7 @@ def _checked(whole: Setting) -> ServedSetting:
     for one in whole.keep if isinstance(whole.keep, list) else [whole.keep]:
         if isinstance(one, dict) and set(one) - {"age", "step"} not in ({"keep"}, {"tokens"}):
             raise _no_number(one)
-    steps = [_step(*one, in_llm) for one in zip(methods, whole.budgets, whole.entries or (), strict=True)]
+    steps = [_step(*one, in_llm) for one in zip(methods, whole.budgets, whole.options, strict=True)]
     check_places(methods)
     pixels = [step for step in steps if step[0].site is Site.PRE_ENCODER]
     others = [step for step in steps if step[0].site is not Site.PRE_ENCODER]
@@ -250,7 +250,7 @@ def _no_number(keep: Any) -> BudgetError:
     )
 
 
-def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[Method, Budget, Files]:
+def _step(method: Method, budget: Budget, options: Mapping[str, Any], in_llm: bool) -> tuple[Method, Budget, Files]:
     """Return one of the methods of a setting, its budget and its files (see `ServedSetting`), checked."""
     keep = budget.keep
     if keep is None:
@@ -267,11 +267,11 @@ def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[M
             raise BudgetError(f"{method.name} takes keep as a share (a float), not {keep}")
         assert isinstance(method, ResizeMethod)  # `check_method` refuses others
         method.check_keep(keep)
-    read = {name: value for name, value in entry.options.items() if isinstance(value, File)}
+    read = {name: value for name, value in options.items() if isinstance(value, File)}
     return method, budget, tuple((name, str(file), file.digest) for name, file in read.items())
 
 
-def _entry(method: Method, files: Files) -> Entry:
-    """Return a method with all of its options."""
+def _options(method: Method, files: Files) -> dict[str, Any]:
+    """Return all options of a method, with the names of its files."""
     options = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
-    return Entry(method.name, options | {name: path for name, path, _ in files})
+    return options | {name: path for name, path, _ in files}

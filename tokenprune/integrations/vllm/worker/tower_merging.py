@@ -57,7 +57,7 @@ def _treatment(plan: Plan) -> Any:
     """Return what is equal for items that one forward of the tower may reduce together."""
     drops, method = dropping_plan(plan), plan.setting.method
     if merging(plan) or (drops and plan.kept is None):
-        return plan.setting.as_dict()
+        return plan.setting.to_json()
     late = drops and isinstance(method, UnitDropper) and type(method).block is not UnitDropper.block
     return plan.setting.acting if late else drops  # else at the first block, whatever chose
 

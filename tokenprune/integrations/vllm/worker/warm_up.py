@@ -156,7 +156,7 @@ def answer_reloads(worker: Any) -> None:
 
 def _warm_up_profiles(worker: Any, profiles: Mapping[str, Mapping[str, Any]]) -> int:
     """Warm up the settings of a reload in a worker, and return the number of runs."""
-    return _warm_up_worker(worker, lambda: map(ServedSetting.of, profiles.values()))
+    return _warm_up_worker(worker, lambda: map(ServedSetting.from_json, profiles.values()))
 
 
 def _warm_up_worker(worker: Any, settings: Callable[[], Iterable[ServedSetting]]) -> int:
