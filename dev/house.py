@@ -32,7 +32,7 @@ PACKAGES = {"tokenprune": ".", "tokenprune_bench": "benchmarks", "tokenprune_dem
 # the parts that plug into it, the checks, and the notes on encoded images.
 ENGINE = [
     f"tokenprune/integrations/hf/{room}"
-    for room in ("decoder", "forward", "sequence", "cache", "attention", "parts", "checks.py", "encoded")
+    for room in ("engine", "forward", "sequence", "cache", "attention", "attention_observer.py", "checks.py")
 ]
 # Limits of the trunk; see the head of the file.
 SIZES = ROOT / "dev/sizes.toml"
@@ -215,6 +215,42 @@ def sizes(root: Path = ROOT) -> dict[str, dict[str, int]]:
     return {"lines": dict(sorted(lines.items())), "width": width}
 
 
+def count_floors(root: Path = ROOT) -> int:
+    """Count the rooms of the package on the longest chain of imports between them."""
+    imports = imports_of(files_of({"tokenprune": root}))
+    below = defaultdict(set)
+    for importer, imported in imports:
+        room, other = (name.split(".")[1:2] for name in (importer, imported))
+        if room and other and room != other:
+            below[room[0]].add(other[0])
+
+    def height(room: str) -> int:
+        return 1 + max(map(height, below.get(room, ())), default=0)
+
+    return max(map(height, list(below)), default=1)
+
+
+def measures(root: Path = ROOT) -> dict[str, tuple[int, int]]:
+    """Return the measures of the layout: what is counted -> (value, target)."""
+    files = files_of(packages_of(root))
+    lines = {module: len(path.read_text().splitlines()) for module, path in files.items()}
+    budget = _class(root / "tokenprune/budgets/__init__.py", "Budget")
+    init = next(node for node in budget.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    adapter = _class(root / "tokenprune/integrations/hf/families/base.py", "Adapter")
+    tests = sum(len(path.read_text().splitlines()) for path in (root / "tests").rglob("*.py"))
+    entries = [path for path in (root / "tokenprune").iterdir() if path.name != "__pycache__"]
+    return {
+        "entries of tokenprune/": (len(entries), 15),
+        "import floors of tokenprune/": (count_floors(root), 9),
+        "imports that point upward": (len(upward(imports_of(files), contracts(root))), 0),
+        "arguments of Budget": (len(init.args.args) + len(init.args.kwonlyargs) - 1, 8),
+        "fields of Family": (_fields(root / "tokenprune/models/families/row.py", "Family"), 22),
+        "methods of Adapter": (sum(isinstance(node, ast.FunctionDef) for node in adapter.body), 24),
+        "lines of tokenprune/": (sum(n for name, n in lines.items() if name.partition(".")[0] == "tokenprune"), 45000),
+        "lines of tests/": (tests, 58000),
+    }
+
+
 def _class(path: Path, name: str) -> ast.ClassDef:
     return next(one for one in ast.parse(path.read_text()).body if isinstance(one, ast.ClassDef) and one.name == name)
 
@@ -295,6 +331,8 @@ def main() -> int:
         total = [one + more for one, more in zip(total, counts, strict=True)]
         print(f"{folder}: {counts[0]} lines, {counts[1]} of code")
     print(f"all that a forward may run: {total[0]} lines, {total[1]} of code")
+    for name, (value, target) in measures(root).items():
+        print(f"{name}: {value} (target {target})")
     limits = tomllib.loads(SIZES.read_text())
     for kind, found in sizes(root).items():
         for name, number in found.items():

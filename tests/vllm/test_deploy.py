@@ -159,7 +159,7 @@ def test_the_image_is_of_the_tested_version() -> None:
 def test_the_images_commands_run_in_order(tmp_path: Path) -> None:
     """In an environment that has what this one has, as far as there is no builder; they need the package index."""
     place, venv = tmp_path / "src", tmp_path / "venv"
-    ignored = (DEPLOY.parent / ".dockerignore").read_text().splitlines()[1:]
+    ignored = (DEPLOY.parent / "deploy/Containerfile.dockerignore").read_text().splitlines()[1:]
     shutil.copytree(DEPLOY.parent, place, ignore=shutil.ignore_patterns(*(one.removeprefix("**/") for one in ignored)))
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     (packages,) = (venv / "lib").glob("python*/site-packages")
