@@ -122,7 +122,7 @@ def test_where_nothing_is_compiled_nothing_is_run(monkeypatch: pytest.MonkeyPatc
 def made() -> tuple[Any, Any]:
     """A model and its configuration, as far as they are read."""
     offer = SimpleNamespace(profiles={"default": DIVPRUNE})
-    multimodal = SimpleNamespace(tokenprune=DIVPRUNE, tokenprune_offer=offer)
+    multimodal = SimpleNamespace(tokenprune=DIVPRUNE, tokenprune_server=offer)
     config = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=multimodal, dtype=torch.bfloat16, max_model_len=40)
     )

@@ -21,7 +21,7 @@ from each import each
 from tokenprune import BudgetError, OptionError, Setting, UnknownMethodError
 from tokenprune.errors import ConfigError
 from tokenprune.integrations.shared.attachment import attachment_of
-from tokenprune.integrations.vllm.settings import configuration
+from tokenprune.integrations.vllm.settings import configure
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.models.fingerprint import fingerprint
 from tokenprune_bench.calibration import Thresholds
@@ -97,7 +97,7 @@ def test_files_as_editors_save_them(encoding: str, tmp_path: Path) -> None:
 
 
 def test_files_that_a_setting_names_are_read_once(tmp_path: Path) -> None:
-    shipped = Path(tokenprune.__file__).parent / "assets/thresholds/demo_vlm.safetensors"
+    shipped = Path(tokenprune.__file__).parent / "methods/encoder/data/demo_vlm.safetensors"
     path = tmp_path / "thresholds.safetensors"
     path.write_bytes(shipped.read_bytes())
     config = tokenprune.read_config({"method": "dymu", "keep": 0.5, "thresholds": path})
@@ -264,4 +264,4 @@ def test_the_plugin_refuses_a_config_that_needs_the_guard(tmp_path: Path) -> Non
             if refused
             else nullcontext()
         ):
-            assert configuration._read({"config": str(path)}, served) == {"method": "divprune", "keep": 0.3}
+            assert configure._read({"config": str(path)}, served) == {"method": "divprune", "keep": 0.3}

@@ -189,7 +189,7 @@ def test_a_path_is_refused_where_no_option_is_one(layer: Any) -> None:
 
 def test_a_server_reads_its_own_files_once(tmp_path: Path) -> None:
     """And a request that changes something else inherits them."""
-    path = Path(tokenprune.__file__).parent / "assets/thresholds/demo_vlm.safetensors"
+    path = Path(tokenprune.__file__).parent / "methods/encoder/data/demo_vlm.safetensors"
     mine = tmp_path / "mine.safetensors"
     mine.write_bytes(path.read_bytes())
     server = {"method": {"method": "dymu", "exact": True, "thresholds": str(mine)}, "keep": 0.5}

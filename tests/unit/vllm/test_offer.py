@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from each import each
 from tokenprune import available_methods, method_info
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
-from tokenprune.integrations.vllm.settings.configuration import ServerKeys, check_spelling, split
-from tokenprune.integrations.vllm.settings.offer import Offer, ProfileError
+from tokenprune.integrations.vllm.settings.configuration import check_spelling, split
 from tokenprune.integrations.vllm.settings.overload import Overload
 from tokenprune.integrations.vllm.settings.rules import LimitError
+from tokenprune.integrations.vllm.settings.server_config import ProfileError, ServerConfig
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
@@ -24,15 +24,12 @@ SERVER = {"method": "divprune", "keep": 0.25}
 PROFILES = {"fast": {"keep": 0.11}, "ocr": {"off": True}, "small": {"method": "dynres", "keep": 0.5}}
 
 
-def offer(server: Any = SERVER, **given: Any) -> Offer:
+def offer(server: Any = SERVER, **given: Any) -> ServerConfig:
     """As `configure` makes it."""
     layers = [] if server is None else [server]
-    keys(server, **given)
-    return Offer.of(given, ServedSetting.from_json(*layers), lambda profile: ServedSetting.from_json(*layers, profile))
-
-
-def keys(server: Any = SERVER, **given: Any) -> ServerKeys:
-    return ServerKeys.of(given, ServedSetting.from_json(*([] if server is None else [server])))
+    return ServerConfig.from_json(
+        given, ServedSetting.from_json(*layers), lambda profile: ServedSetting.from_json(*layers, profile)
+    )
 
 
 def test_a_servers_setting_is_split() -> None:
@@ -60,8 +57,7 @@ def test_profiles_stand_over_the_server_and_under_the_request() -> None:
 def test_layers_give_memory_back_where_a_server_says_so() -> None:
     inside = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
     made = offer(inside, experimental_free_kv=True)
-    assert keys(inside, experimental_free_kv=True) == ServerKeys(free_kv=True)
-    assert keys(inside) == keys(inside, experimental_free_kv=False) == ServerKeys()
+    assert made.free_kv and not offer(inside).free_kv and not offer(inside, experimental_free_kv=False).free_kv
     # Which tokens stay is the same, and so are keys in caches; a request has no say in it.
     assert made.setting() == offer(inside).setting() and made.setting({"off": True}) == ServedSetting()
     with pytest.raises(OptionError, match="experimental_free_kv belongs to the server's setting"):
@@ -190,7 +186,7 @@ def test_a_profile_stands_in_under_load() -> None:
 
 
 def test_positions_are_the_servers() -> None:
-    assert keys().positions is None and keys(positions="original").positions == "original"
+    assert offer().positions is None and offer(positions="original").positions == "original"
     for wrong in ("orginal", None, 3, ["original"]):
         with pytest.raises(OptionError, match='positions must be "original"'):
             offer(positions=wrong)

@@ -8,19 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedModelError
-from tokenprune.integrations.vllm.settings.configuration import (
-    GIVEN,
-    KEYS,
-    OFFER,
-    ServerKeys,
-    check_model,
-    check_spelling,
-    family_of,
-    split,
-)
-from tokenprune.integrations.vllm.settings.offer import Offer
+from tokenprune.integrations.vllm.settings.configuration import GIVEN, check_model, check_spelling, family_of, split
 from tokenprune.integrations.vllm.settings.position_checks import arrange
-from tokenprune.integrations.vllm.settings.servable import ADD_ON
+from tokenprune.integrations.vllm.settings.server_config import ServerConfig, set_server_config
 from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 from tokenprune.settings.saved import read_config
 
@@ -66,22 +56,18 @@ def configure(model_config: Any) -> None:
     beside = {key: value for _, one in given for key, value in one.items()}
     whole = reader(model_config, layers)
     setting = whole()
-    keys = ServerKeys.of(beside, setting)
-    named = bool(set(beside) & set(ADD_ON)) or setting.ages is not None
-    offer = Offer.of(beside, setting, whole) if named else None
+    config = ServerConfig.from_json(beside, setting, whole)
     if multimodal.video_pruning_rate:
         raise OptionError(
             f"video_pruning_rate and {KEY} both prune videos: leave one of them out "
             f'({{"{KEY}": {{"off": true}}}} needs no video_pruning_rate either)'
         )
-    arrange(keys.positions, model_config, family, setting.in_llm)
+    arrange(config.positions, model_config, family, setting.in_llm)
     # Not in mm_processor_kwargs any more: a model's own processor does not know the key.
     multimodal.mm_processor_kwargs = kwargs or None
     setattr(multimodal, KEY, setting.to_json())
-    setattr(multimodal, KEYS, keys)
-    if offer is not None:
-        setattr(multimodal, GIVEN, (layers, beside))
-        setattr(multimodal, OFFER, offer)
+    setattr(multimodal, GIVEN, (layers, beside))
+    set_server_config(model_config, config)
 
 
 def reader(model_config: Any, layers: list[Any]) -> Callable[..., ServedSetting]:
