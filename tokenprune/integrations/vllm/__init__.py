@@ -11,11 +11,13 @@ The path of one request, through the files that it passes:
 
 1.  `plugin.py: register` has put our classes over vLLM's, and `settings/configure.py: configure` read the setting.
 2.  `frontend/processor.py: ReducingProcessor` takes our key out of the request, and asks for what serves it.
-3.  `frontend/request.py: RequestPolicy` resolves that once, into a `frontend/served.py: ServedRequest`, and checks the items.
+3.  `frontend/request.py: RequestPolicy` resolves that once, into a `frontend/served.py: ServedRequest`, and checks the
+    items.
 4.  `frontend/pixels.py: Shrinker` makes images smaller, for methods that act on pixels.
-5.  `frontend/items.py: PromptItem` makes of each item and its setting a `settings/plan.py: Plan`, by which the prompt is
-    written, and which travels with the item.
-6.  `frontend/metrics.py: COUNTERS` count it; `frontend/sender_cache.py: SenderCache` sends what the engine does not hold.
+5.  `frontend/items.py: PromptItem` makes of each item and its setting a `settings/plan.py: Plan`, by which the prompt
+    is written, and which travels with the item.
+6.  `frontend/metrics.py: COUNTERS` count it; `frontend/sender_cache.py: SenderCache` sends what the engine does not
+    hold.
 7.  `worker/models.py: ReducingModel` reads the plans of a batch, and has the vision tower run, by
     `worker/tower_treatments.py: tower_treatment`.
 8.  `selection/before_llm.py: choose` lets the method choose among an item's features.
