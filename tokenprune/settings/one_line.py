@@ -71,10 +71,7 @@ def _read_method(part: str, text: str) -> tuple[str, dict[str, Any]]:
         if key in options:
             raise OptionError(f"{text!r}: {key} of {name} stands there twice")
         options[key] = value_of(value, option_types(cls).get(key))
-    if not options.keys() & file_options(cls):
-        build(name, options)  # raises for an unknown option or a wrong value
-    else:
-        build(name, {})
+    build(name, {} if options.keys() & file_options(cls) else options)  # raises for an unknown option or a wrong value
     return name, options
 
 

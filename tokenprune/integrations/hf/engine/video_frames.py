@@ -40,7 +40,7 @@ class VideoFrames(Part):
             name = step.method.name
             if step.budget.per != "image":
                 instead = (
-                    "keep= or per_second= alone"
+                    "keep= or Budget.per_second(...) alone"
                     if step.budget.video is not None
                     else f'per="image" in place of per={step.budget.per!r}'
                 )
