@@ -26,10 +26,10 @@ from test_plugin import config
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.frontend.request import policy_of
 from tokenprune.integrations.vllm.frontend.served import Served
-from tokenprune.integrations.vllm.gateway import offer as offers
 from tokenprune.integrations.vllm.gateway import profiles, reload
 from tokenprune.integrations.vllm.gateway.choice import Choice
 from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad
+from tokenprune.integrations.vllm.settings import server_config
 from tokenprune.integrations.vllm.settings.rules import LimitError
 from tokenprune.integrations.vllm.settings.server_config import ProfileError, get_server_config
 
@@ -145,9 +145,9 @@ def test_a_profile_that_has_left_is_served_for_a_minute(
     engine: Any, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By its old value and with one line of the log, by key and by name; what has another value is served by that."""
-    monkeypatch.setattr(offers.time, "monotonic", lambda: now)
+    monkeypatch.setattr(server_config.time, "monotonic", lambda: now)
     # Not the server's own logger: others have it write elsewhere.
-    monkeypatch.setattr(offers, "logger", logging.getLogger("grace"))
+    monkeypatch.setattr(server_config, "logger", logging.getLogger("grace"))
     model_config, now = engine.vllm_config.model_config, 100.0
     file.write_text(json.dumps({"profiles": {"fast": {"keep": 0.11}, "slow": {"keep": 0.5}}}))
     assert asyncio.run(reload.reload(engine))
@@ -194,8 +194,8 @@ def test_a_request_on_its_way_goes_by_what_it_chose_from(
     before = left(engine, {"profile": "fast"})
     file.write_text("{}")
     assert asyncio.run(reload.reload(engine))
-    later = time.monotonic() + offers.SECONDS + 1
-    monkeypatch.setattr(offers.time, "monotonic", lambda: later)
+    later = time.monotonic() + server_config.SECONDS + 1
+    monkeypatch.setattr(server_config.time, "monotonic", lambda: later)
     with pytest.raises(ProfileError):
         left(engine, {"profile": "fast"})
     assert left(engine, asked) == before and asked.served.profile == "fast" and asked.served.tokens_out == before
