@@ -40,7 +40,7 @@ _OURS = "tokenprune.integrations.vllm"
 _IN_LLM = "tokenprune.integrations.vllm.in_llm"
 REPLACED = {
     **{
-        f"{_PROCESSOR}.{name}": f"{_OURS}.front.processor:ReducingProcessor.{name}"
+        f"{_PROCESSOR}.{name}": f"{_OURS}.frontend.processor:ReducingProcessor.{name}"
         for name in (
             "_apply_hf_processor_main", "_get_prompt_updates", "_get_mm_hashes",
             "_get_cache_missing_processor_kwargs",
@@ -48,7 +48,7 @@ REPLACED = {
         )
     },
     "vllm.multimodal.parse:ImageProcessorItems.get_item_for_hash": (
-        f"{_OURS}.front.pixels:SmallerImages.get_item_for_hash"
+        f"{_OURS}.frontend.pixels:SmallerImages.get_item_for_hash"
     ),
     f"{_MODEL}:SupportsMultiModal.embed_multimodal": f"{_OURS}.worker.models:ReducingModel.embed_multimodal",
     f"{_MODEL}:SupportsEncoderCudaGraph.get_encoder_cudagraph_config": (
@@ -59,11 +59,11 @@ REPLACED = {
     ),
     **{
         f"vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.{name}": (
-            f"{_OURS}.front.sender_cache:SenderCache.{name}"
+            f"{_OURS}.frontend.sender_cache:SenderCache.{name}"
         )
         for name in ("invalidate", "clear_cache")
     },
-    "vllm.utils.cache:LRUCache._on_remove": f"{_OURS}.front.sender_cache:EngineAccount._on_remove",
+    "vllm.utils.cache:LRUCache._on_remove": f"{_OURS}.frontend.sender_cache:EngineAccount._on_remove",
     "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": (
         f"{_IN_LLM}.scheduler:WholeImages._try_schedule_encoder_inputs"
     ),

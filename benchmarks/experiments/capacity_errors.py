@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import calm_threads  # noqa: F401
 from common import fill_page
 from transformers import LlavaConfig, Qwen2_5_VLConfig
 

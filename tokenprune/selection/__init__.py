@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method sees and returns, and the base class of the methods of each site.
+"""Views and selections of visual tokens, and the base class of the methods of each site.
 
 This package has the names for authors of methods and observables, beside `tokenprune.Method`, `Pruner`, `Selection`,
 `VisualTokens` and `Site` (docs/add-a-method.md).

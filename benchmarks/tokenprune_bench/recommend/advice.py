@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of advice (advice.toml): what to start from, by situation, and the evidence for it.
 
-Evidence (evidence.json, which dev/evidence.py makes of experiments/papers and benchmarks/results) is shown where
+Evidence (evidence.json, which dev/evidence.py makes of the papers and of benchmarks/results) is shown where
 it is of the same kind of questions at the advised keep, one step either way (from half to twice as many tokens);
 everything else of the method stands under "elsewhere".
 

@@ -307,7 +307,7 @@ def test_a_wrong_base_is_refused() -> None:
         ("IN_ENCODER", tokenprune.Pruner, "tokenprune.selection.EncoderMethod"),
         ("DECODE", tokenprune.Pruner, "DecodeMethod"),
         ("PRE_LLM", extend.ResizeMethod, "tokenprune.Pruner"), ("ATTENTION", tokenprune.Method, "AttentionPattern"),
-        ("PRE_ENCODER", tokenprune.Pruner, "extend.ResizeMethod or tokenprune.selection.ImageChooser"),
+        ("PRE_ENCODER", tokenprune.Pruner, "selection.ResizeMethod or tokenprune.selection.ImageChooser"),
     ]  # fmt: skip
     for site, base, says in wrong:
         cls = dataclass(frozen=True)(type("Wrong", (base,), {"__doc__": "Wrong."}))

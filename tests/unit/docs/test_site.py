@@ -76,13 +76,13 @@ def test_every_public_name_is_in_the_reference() -> None:
     text = "\n".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
     documented = re.findall(r"^::: (tokenprune\S+)$", text, re.MULTILINE)
     homes = {name: tokenprune._HOME_OF[name] for name in tokenprune.__all__ if name != "__version__"}
-    modules = {f"tokenprune.{module}" for module in MODULES}
+    modules = {f"tokenprune.{name}": getattr(tokenprune, name) for name in MODULES}
     # What a public module or another distribution has stands there under its own name.
     public = {
         f"{'tokenprune' if home.startswith('tokenprune.') and home not in modules else home}.{name}"
         for name, home in homes.items()
     }
-    public |= {f"{module}.{name}" for module in modules for name in importlib.import_module(module).__all__}
+    public |= {f"{path}.{name}" for path, module in modules.items() for name in module.__all__}
     public |= {f"tokenprune_bench.calibration.{name}" for name in calibration.__all__}
     assert public <= set(documented)
     assert len(documented) == len(set(documented))

@@ -208,12 +208,17 @@ def test_text_only(method: str, family: Family, model) -> None:
     inputs, images = family.make_inputs(images=(0, 0)), family.make_inputs()
     before, tokens, _ = generate_logits(model, inputs, 3)
     with tokenprune.patched(model, method, keep=0.3):
-        model.generate(**images, max_new_tokens=2)
         got, got_tokens, _ = generate_logits(model, inputs, 3)
         stats = tokenprune.stats(model)
-    assert torch.equal(got, before) and torch.equal(got_tokens, tokens)
-    assert (stats.visual_tokens_in, stats.visual_tokens_out) == (0, 0)
-    assert stats.keep_ratio == stats.prefill_flops_ratio == 1 and "no visual tokens" in repr(stats)
+        assert (stats.visual_tokens_in, stats.visual_tokens_out) == (0, 0)
+        assert stats.keep_ratio == stats.prefill_flops_ratio == 1 and "no visual tokens" in repr(stats)
+        model.generate(**images, max_new_tokens=2)
+        of_images = repr(tokenprune.stats(model))
+        again, again_tokens, _ = generate_logits(model, inputs, 3)
+        # A call without images leaves the statistics of the last call with images.
+        assert repr(tokenprune.stats(model)) == of_images and "no visual tokens" not in of_images
+    for logits, written in ((got, got_tokens), (again, again_tokens)):
+        assert torch.equal(logits, before) and torch.equal(written, tokens)
 
 
 # -- plain forwards ----------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from processors import COUNTED, LIMITS, build_for, photo, special_tokenizer, sta
 from tokenprune import OptionError
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.processor_check import check_processor
+from tokenprune_bench.two_pass import escalate
 from zoo import FAMILIES
 
 ALL = FAMILIES | plain.FAMILIES | special.FAMILIES
@@ -207,7 +208,7 @@ def test_the_processor_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_sessions_and_two_passes_refuse_it_too() -> None:
     model, processor, other = vlm()
     with pytest.raises(OptionError, match="not the processor of the model"):
-        tokenprune.escalate(model, other, images=[photo(64, 64)], text="<image>what?")
+        escalate(model, other, images=[photo(64, 64)], text="<image>what?")
     with pytest.raises(OptionError, match="not the processor of the model"):
         tokenprune.integrations.hf.sessions.session(model, other, memory=512)
     tokenprune.integrations.hf.sessions.session(model, processor, memory=512)
