@@ -57,6 +57,12 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
 
 
+def _budget(per: str = "image", **keep: Any) -> tokenprune.Budget:
+    """Return the budget with these JSON keys; the constructor of earlier commits takes all of them."""
+    from_json = getattr(tokenprune.Budget, "from_json", None)
+    return tokenprune.Budget(**keep, per=per) if from_json is None else from_json(keep, per)
+
+
 @torch.no_grad()
 def answered(model: Any, ask: Callable[[], Cell], options: Cell, patch: Cell | None) -> Cell:
     """Return the cell of a model under a patch, or without one."""
@@ -73,7 +79,7 @@ def answered(model: Any, ask: Callable[[], Cell], options: Cell, patch: Cell | N
     try:
         if patch is not None:
             if isinstance(patch.get("keep"), dict):
-                patch = {**patch, "keep": tokenprune.Budget(**patch["keep"])}
+                patch = {**patch, "keep": _budget(**patch["keep"])}
             tokenprune.patch(model, **patch, record=True)
         inputs = ask()
         cell["prefill logits"] = digest(model(**inputs).logits)

@@ -31,7 +31,8 @@ _HOMES = {
     "tokenprune.integrations.hf.feature_cache.cache": ("FeatureCache",),
     "tokenprune.selection.tokens": ("VisualTokens",),
     "tokenprune.models.token_counts": ("count_visual_tokens",),
-    "tokenprune.settings.saved": ("Config", "read_config", "write_config"),
+    "tokenprune.settings.setting": ("Setting",),
+    "tokenprune.settings.saved": ("read_config", "write_config"),
     "tokenprune.errors": (
         "TokenPruneError",
         "UnknownMethodError",
@@ -53,7 +54,7 @@ _MODULES = {
 # These change only after a deprecation; all others are experimental (docs/reference/stability.md).
 _STABLE = frozenset(
     "patch unpatch patched is_patched stats method available_methods method_info register Budget Stats "
-    "Config read_config write_config Method Pruner Selection VisualTokens Site MethodInfo".split()
+    "Setting read_config write_config Method Pruner Selection VisualTokens Site MethodInfo".split()
 ) | {*_HOMES["tokenprune.errors"]}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -79,7 +80,8 @@ if TYPE_CHECKING:
     from tokenprune.models.token_counts import count_visual_tokens
     from tokenprune.selection.method import Method, Pruner, Selection, Site
     from tokenprune.selection.tokens import VisualTokens
-    from tokenprune.settings.saved import Config, read_config, write_config
+    from tokenprune.settings.saved import read_config, write_config
+    from tokenprune.settings.setting import Setting
     from tokenprune.statistics import Stats
 
 

@@ -27,7 +27,7 @@ from tokenprune.selection.method import Method
 from tokenprune.selection.options import fits, in_words
 from tokenprune.settings.arguments import read_budgets, read_methods
 from tokenprune.settings.max_visual_tokens import limited
-from tokenprune.settings.saved import read_config
+from tokenprune.settings.saved import check_tuned_model, read_config
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
@@ -90,14 +90,14 @@ def patch(
     if config is not None:
         if options or any(one is not None for one in (method, keep, max_visual_tokens)):
             raise OptionError("config= names method, keep and options: leave these out, or leave out config=")
-        read = read_config(config)
-        read.check_model(model)
-        method, keep = read.steps()
-        if guard is None and read.guard == "auto" and processor is None:
+        setting = read_config(config)
+        check_tuned_model(setting, model)
+        method, keep = setting.steps()
+        if guard is None and setting.guard == "auto" and processor is None:
             raise OptionError(
-                f'{read.name} is meant with guard="auto", which reads prompts: pass processor=, or guard="off"'
+                f'{setting.where} is meant with guard="auto", which reads prompts: pass processor=, or guard="off"'
             )
-        guard = read.guard if guard is None else guard
+        guard = setting.guard if guard is None else guard
     guard = _guard(guard, processor)
     alone = max_visual_tokens is not None and method is None and keep is None and not options
     methods = [] if alone else read_methods(DEFAULT_METHOD if method is None else method, options, _PATCH_ARGUMENTS)

@@ -26,7 +26,7 @@ from rich.console import Console
 
 import tokenprune
 from tokenprune import DraftCost
-from tokenprune.settings.saved import Config
+from tokenprune.settings import Setting
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.tables import Cell, Table, to_markdown, to_rich
 from tokenprune_demo.heldout import load_heldout
@@ -102,7 +102,7 @@ def measure(
     record = {"method": method, "keep": keep, "prompts": len(prompts), "equal": equal, **written.as_dict()}
     if method is not None:
         tokens = round(sum(model.visual_tokens(one) for one in prompts) / len(prompts))
-        steps = Config({"method": method, "keep": keep}).steps()
+        steps = Setting.from_json({"method": method, "keep": keep}).steps()
         cost = DraftCost.of_configs(model.model.config, None, *steps, tokens=tokens, text=16 + words)
         record |= {"same_word": right, "c": cost.c}
     return record

@@ -89,7 +89,7 @@ def timed(
         if one["record"] != "result":
             continue
         if one["method"] != UNPATCHED:
-            setting = Setting.of({"method": one["method"], "keep": one["keep"]})
+            setting = Setting.from_json({"method": one["method"], "keep": one["keep"]})
             one["timing"] = backend_of(subject).timing(setting, example, repeats)
         one["peak_bytes"] = peak(subject, example, one["method"], one["keep"])
         one |= machine.record() | {"threads": threads}

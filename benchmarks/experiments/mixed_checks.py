@@ -13,7 +13,7 @@ from typing import Any
 
 from mixed_requests import Answer, Request
 
-from tokenprune.integrations.vllm.settings.offer import SECONDS
+from tokenprune.integrations.vllm.settings.server_config import SECONDS
 
 BASE = {"method": "uniform", "keep": 0.25}
 OVERLOAD = {"in_flight": [8, 24], "profiles": ["pooled", "fast"], "rise": 0.2, "dwell": 1}

@@ -117,7 +117,7 @@ def best_of(group: str, tuner: Tuner, max_drop: float, tries: int) -> tuple[Tria
 def record(group: str, found: tuple[Trial, float, float], times: dict[str, Any], asked: int) -> dict[str, Any]:
     trial, drop, bound = found
     return {
-        "group": group, "setting": trial.candidate.as_dict(), "asked": asked, "drop": drop, "drop_below": bound,
+        "group": group, "setting": trial.candidate.to_json(), "asked": asked, "drop": drop, "drop_below": bound,
         "work": trial.expected("work"), **times,
     }  # fmt: skip
 
@@ -227,7 +227,7 @@ def main() -> None:
                repeats=args.repeats, max_drop=args.max_drop, weights=subject.weights, seed=args.seed)
     ]  # fmt: skip
     lines += [
-        {"trial": one.candidate.as_dict(), "search": one.search, "drop": one.drop, "state": one.state, **one.predicted}
+        {"trial": one.candidate.to_json(), "search": one.search, "drop": one.drop, "state": one.state, **one.predicted}
         for one in tuner.trials
     ]
     for group in GROUPS:

@@ -13,7 +13,6 @@ from tokenprune.selection.options import option_types
 from tokenprune.selection.sites.encoder import EncoderMethod
 from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.settings import Setting
-from tokenprune.settings.one_line import Entry
 from tokenprune_bench.profiling.patched import escalates
 
 _INSIDE = (Site.IN_LLM, Site.DECODE)
@@ -31,7 +30,7 @@ def setting_for(setting: Setting, share: float) -> Setting:
     request is asked to. Raises BudgetError, with the reason, for a method of which no setting promises an average. A
     share that its place cannot reach is refused where it is solved, when the method runs.
     """
-    name, (entry,) = setting.spec, setting.entries
+    name, (own,) = setting.to_text(), setting.options
     why = "it may ask twice, and the first answer decides" if escalates(setting) else None
     method = None if why else setting.methods[0]
     options: dict[str, Any] = {}
@@ -42,7 +41,7 @@ def setting_for(setting: Setting, share: float) -> Setting:
     if why:
         raise BudgetError(f"{name} has no setting for a layer average of {share:g}: {why}")
     keep = {"average_share": share} if method.site in _INSIDE else share
-    return dataclasses.replace(setting, entries=(Entry(entry.name, entry.options | options),), keep=keep)
+    return dataclasses.replace(setting, options=(own | options,), keep=keep)
 
 
 def _no_promise(method: Method) -> str | None:
@@ -66,7 +65,7 @@ def missed(setting: Setting, share: float, spent: float, images: float, tokens: 
     if abs(spent - share * tokens) <= allowed + 1e-6:
         return None
     return (
-        f"{setting.spec} has no setting for a layer average of {share:g}: set to it, it spent "
+        f"{setting.to_text()} has no setting for a layer average of {share:g}: set to it, it spent "
         f"{spent / tokens:.3f} of the visual tokens"
     )
 

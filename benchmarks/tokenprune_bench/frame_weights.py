@@ -22,9 +22,9 @@ from tokenprune.selection.tokens import VisualTokens
 def frame_weights(model: Any, *, layers: Sequence[int] | None = None, **inputs: Any) -> list[tuple[float, ...]]:
     """Return for each video of a prompt a weight for each frame, by how much the prompt's last token attends to it.
 
-    They are for `Budget(keep=..., frame_weights=...)` of another model that sees the same frames, or of this one. The
-    model runs once over the whole prompt and generates nothing. In each layer, the last token's attention to a video is
-    a share for each head; of these the mean over heads, over a frame's tokens, and over layers.
+    Pass them to `Budget.by_frame_weights` for another model that sees the same frames, or for this one. The model runs
+    once over the prompt and generates nothing. The attention of the last token to a video is averaged over heads, over
+    the tokens of each frame, and over layers.
 
     model:  an unpatched model of transformers whose frames are known (docs/guide/video.md), such as a small one of the
             family.

@@ -73,14 +73,14 @@ class BenchPlan:
 
     def __post_init__(self) -> None:
         names = self.methods or tuple(name for name in tokenprune.available_methods() if self._fits(name))
-        settings = {one.spec: one for one in map(_setting, (*BASELINES, *names))}  # raises with close matches
+        settings = {one.to_text(): one for one in map(_setting, (*BASELINES, *names))}  # raises with close matches
         stacks = [name for name, one in settings.items() if len(one.names) > 1] if self.equal_cost else []
         if stacks:
             raise OptionError(f"{stacks[0]} is a stack, whose parts could share a cost in many ways: name methods")
         object.__setattr__(self, "methods", tuple(settings))
         object.__setattr__(self, "_settings", settings)
         for keep in self.keeps:
-            tokenprune.Budget.of(keep)
+            tokenprune.Budget.from_keep(keep)
             if self.equal_cost and not isinstance(keep, float):
                 raise OptionError(
                     f"equal cost is a share of the unpatched model's visual tokens, such as 0.25, not {keep} tokens"
@@ -117,13 +117,13 @@ class BenchPlan:
             return [Pass(name, keep)]
         drawn = not escalates(setting) and setting.draws_at_random
         at = setting.with_keep(keep)
-        return [Pass(name, keep, seed, at.filled({}, seed)) for seed in (self.seeds if drawn else (None,))]
+        return [Pass(name, keep, seed, at.with_defaults({}, seed)) for seed in (self.seeds if drawn else (None,))]
 
 
 def _setting(method: str | Setting) -> Setting:
     if isinstance(method, Setting):
         return method
-    return escalating(1.0) if method == ESCALATE else Setting.from_spec(method).checked()
+    return escalating(1.0) if method == ESCALATE else Setting.from_text(method).validate()
 
 
 def _removes_nothing(setting: Setting) -> bool:

@@ -247,13 +247,13 @@ class Bench:
         of which none is known to spend what all shall."""
         if one.setting is None:
             return None
-        setting = one.setting.filled(self.options)
+        setting = one.setting.with_defaults(self.options)
         return setting_for(setting, one.keep) if self.plan.equal_cost else setting
 
     def _chosen(self, one: Pass) -> dict[str, Any]:
         """Return the setting that a record stores, where each method has one of its own; seeds stand beside it."""
         setting = self._setting(one) if self.plan.equal_cost else None
-        return {} if setting is None else {"setting": {k: v for k, v in setting.as_dict().items() if k != "seed"}}
+        return {} if setting is None else {"setting": {k: v for k, v in setting.to_json().items() if k != "seed"}}
 
     def _number_of_batches(self, one: Pass) -> int:
         try:

@@ -183,9 +183,9 @@ def request_of(setting: Setting | None) -> dict[str, Any]:
     if setting is None:
         return dict(OFF)
     methods = [
-        {"method": entry.name}
-        | {key: value for key, value in (method_info(entry.name).options | entry.options).items() if value is not None}
-        for entry in setting.entries or ()
+        {"method": name}
+        | {key: value for key, value in (method_info(name).options | options).items() if value is not None}
+        for name, options in zip(setting.names, setting.options, strict=True)
     ]
     budget = {name: value for name in ("keep", "per") if (value := getattr(setting, name)) is not None}
     return (methods[0] if len(methods) == 1 else {"method": methods}) | budget

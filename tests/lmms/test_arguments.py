@@ -36,7 +36,7 @@ def parsed(text: str, accepted: tuple[str, ...] = BASE, anything: bool = False) 
         (
             "method=divprune,kv_share=0.3,per=prompt",
             [tokenprune.method("divprune")],
-            [Budget(kv_share=0.3, per="prompt")],
+            [Budget.from_kv_share(0.3, per="prompt")],
         ),
         (
             "method=divprune+fastv,keep=0.5+32,layer=3",
@@ -56,7 +56,7 @@ def parsed(text: str, accepted: tuple[str, ...] = BASE, anything: bool = False) 
 )
 def test_what_is_patched(text: str, methods: list[Any], keep: Any) -> None:
     setting = parsed(f"pretrained=some/model,{text},device=cpu")
-    keep = [Budget.of(one.default_keep) for one in methods] if keep is None else keep
+    keep = [Budget.from_keep(one.default_keep) for one in methods] if keep is None else keep
     assert setting.config.steps() == (methods, keep) and setting.methods == methods
     assert setting.rest == {"pretrained": "some/model", "device": "cpu"}
 

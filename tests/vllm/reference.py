@@ -65,7 +65,7 @@ class Reference:
         methods = [tokenprune.method(one["method"], **{k: v for k, v in one.items() if k != "method"}) for one in named]
         keep = setting["keep"]
         if isinstance(keep, dict):
-            keep = tokenprune.Budget(**keep)
+            keep = tokenprune.Budget.from_json(keep)
         if "per" in setting:
             keep = tokenprune.Budget(keep=keep, per=setting["per"])
         pixels = any(method.site is tokenprune.Site.PRE_ENCODER or drops_by_pixels(method) for method in methods)

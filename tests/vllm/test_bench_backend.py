@@ -145,7 +145,7 @@ def test_prompts_are_those_of_transformers(engine: OfflineEngine) -> None:
 
 def test_timed_requests_find_no_cache(engine: OfflineEngine, encoded: list[int]) -> None:
     backend, question = VllmBackend(engine, "", 4), load_heldout(limit=1)[0]
-    timing = backend.timing(Setting.from_spec("pool", 0.25), question, 2)
+    timing = backend.timing(Setting.from_text("pool", 0.25), question, 2)
     assert len(encoded) == 6  # three rounds of two
     assert timing["repeats"] == 2 and timing["rows"] == 1
     for name in ("ttft_ms", "ttft_ms_unpatched", "token_ms", "token_ms_unpatched", "ttft_ratio", "token_ratio"):

@@ -23,7 +23,7 @@ from test_plugin import config
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.frontend.metrics import COUNTERS, GAUGES
 from tokenprune.integrations.vllm.frontend.of_workers import SUMS
-from tokenprune.integrations.vllm.settings.offer import offered
+from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 OURS = {f"{name}_total": set(labels) for name, (_, labels) in (COUNTERS | SUMS).items()}
@@ -193,7 +193,7 @@ def test_the_servers_command_starts(folder: Any) -> None:
     assert args.served_model_name == ["served", "served:normal", "served:fast", "served:full"]
     assert (args.shutdown_timeout, service["stop_grace_period"]) == (90, "2m")
     assert args.allowed_media_domains == ["none.invalid"] and args.allowed_local_media_path == "/mnt"
-    offer = offered(config(folder("qwen2_5_vl"), args.mm_processor_kwargs["tokenprune"]))
+    offer = get_server_config(config(folder("qwen2_5_vl"), args.mm_processor_kwargs["tokenprune"]))
     assert [f"served:{name}" for name in offer.names] == args.served_model_name[1:]
     assert (offer.overload.steps, offer.overload.profiles) == ((16, 64), ("normal", "fast"))
 
@@ -207,7 +207,7 @@ def test_the_recipes_server_starts(folder: Any) -> None:
     command = re.search(r"^vllm serve (.*?)^```$", page.replace("\\\n", " "), re.DOTALL | re.MULTILINE)[1]
     model, *rest = shlex.split(command)
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", model, *rest])
-    offer = offered(config(folder("qwen2_5_vl"), args.mm_processor_kwargs["tokenprune"]))
+    offer = get_server_config(config(folder("qwen2_5_vl"), args.mm_processor_kwargs["tokenprune"]))
     first, *others = args.served_model_name
     assert [f"{first}:{name}" for name in offer.names] == others == ["qwen:fast", "qwen:ocr"]
     assert (offer.setting().keep, offer.rules["default"].min_keep) == (0.25, 0.1)

@@ -29,7 +29,7 @@ from test_plugin import config
 from test_server import NAME
 from tokenprune.integrations.vllm.gateway import in_flight
 from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad, SharedCount
-from tokenprune.integrations.vllm.settings.offer import offered, replace_offer
+from tokenprune.integrations.vllm.settings.server_config import get_server_config, set_server_config
 
 OTHER = """
 import sys
@@ -143,15 +143,15 @@ def test_the_step_is_that_of_now(
         return value
 
     load.show(model_config)
-    assert load.profile(offered(model_config)) == "fast" and step() == 1
+    assert load.profile(get_server_config(model_config)) == "fast" and step() == 1
     running = 0
     assert step() == 1, "a step is in force for a while"
     now = 106.0
     assert step() == 0 and load.policy.step == 1
     running = 9
     assert step() == 1
-    replace_offer(model_config, offered(config(folder(NAME), setting)))
-    assert step() == 0 and load.profile(offered(model_config)) == "default"
+    set_server_config(model_config, get_server_config(config(folder(NAME), setting)))
+    assert step() == 0 and load.profile(get_server_config(model_config)) == "default"
 
 
 def client(server: Server) -> openai.OpenAI:

@@ -131,14 +131,14 @@ def test_how_many_stay() -> None:
     for block in (16, 32):
         for count in range(1, 200):
             for keep in (0.1, 0.25, 0.6, 1.0, 5):
-                setting = ServedSetting.of(DART | {"keep": keep})
+                setting = ServedSetting.from_json(DART | {"keep": keep})
                 wanted = setting.wanted(count)
                 expected = count
                 while expected - block >= max(wanted, block):
                     expected -= block
                 assert kept(setting, count, block) == expected
                 assert kept(setting, count, None) == wanted
-    assert kept(ServedSetting.of({"off": True}), 100, 16) == 100
+    assert kept(ServedSetting.from_json({"off": True}), 100, 16) == 100
 
 
 def test_a_image_in_parts_is_an_error() -> None:

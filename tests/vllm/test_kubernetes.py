@@ -22,7 +22,7 @@ from test_pixels import processor
 from test_plugin import config
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.gateway import reload
-from tokenprune.integrations.vllm.settings.offer import offered
+from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KUSTOMIZATION = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())
@@ -185,7 +185,7 @@ def test_the_servers_command_starts_in_shadow(folder: Any, tmp_path: Path) -> No
     setting = args.mm_processor_kwargs["tokenprune"]
     mount = next(one for one in CONTAINER["volumeMounts"] if one["name"] == "offer")
     assert setting["reload"] == f"{mount['mountPath']}/offer.json"
-    offer = offered(config(folder("qwen2_5_vl"), setting | {"reload": str(DEPLOY / "kubernetes/offer.json")}))
+    offer = get_server_config(config(folder("qwen2_5_vl"), setting | {"reload": str(DEPLOY / "kubernetes/offer.json")}))
     assert args.served_model_name == ["served", *(f"served:{name}" for name in offer.names)]
     assert offer.rollout("default") == offer.rollout("fast") == 0.0 and offer.on_error("fast") == "full"
 
@@ -209,7 +209,9 @@ def test_a_config_map_that_changes_is_read_again(folder: Callable[[str], Path], 
     vllm_config = SimpleNamespace(model_config=model_config, use_v2_model_runner=False)
     renderer = SimpleNamespace(get_mm_processor=lambda: made)
     engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer, collective_rpc=AsyncMock())
-    assert offered(model_config).rollout("default") == 0.0
+    assert get_server_config(model_config).rollout("default") == 0.0
     publish("..2", '{"profiles": {"slow": {"keep": 0.5}}, "rollout": 0.05}')
     assert asyncio.run(reload.reload(engine))
-    assert offered(model_config).rollout("default") == 0.05 and offered(model_config).names == ["slow"]
+    assert get_server_config(model_config).rollout("default") == 0.05 and get_server_config(model_config).names == [
+        "slow"
+    ]

@@ -149,7 +149,7 @@ def test_what_the_front_end_writes(paper: Paper, tmp_path: Any, monkeypatch: pyt
         return out["prompt_token_ids"], plans, out["mm_placeholders"]["image"]
 
     full, wholes, _ = written({"off": True})
-    setting = ServedSetting.of(DIVPRUNE)
+    setting = ServedSetting.from_json(DIVPRUNE)
     for override, count in ((None, setting.count), ({"keep": 3}, lambda number: min(3, number))):
         short, plans, places = written(override)
         assert len(plans) == len(wholes) == 2

@@ -21,7 +21,7 @@ from conftest import DIVPRUNE, OPTIONS, Engine, same
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm import compat, plugin
 from tokenprune.integrations.vllm.settings.configuration import check_engine
-from tokenprune.integrations.vllm.settings.offer import offered
+from tokenprune.integrations.vllm.settings.server_config import get_server_config
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.worker import runner
 from tokenprune.models.families import SERVED
@@ -261,13 +261,13 @@ def test_profiles_stand_over_checkpoint_and_server(folder: Any, tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps(made | {"tokenprune": own}))
     tuned = written(tmp_path / "tuned.json", {"method": "pool", "keep": 0.2})
     server = config(tmp_path, {"keep": 0.5, "profiles": {"tuned": {"config": str(tuned)}, "less": {"keep": 0.1}}})
-    assert dict(offered(server).profiles) == {
+    assert dict(get_server_config(server).profiles) == {
         "default": {"method": "random", "seed": 5, "keep": 0.5}, "less": {"method": "random", "seed": 5, "keep": 0.1},
         "tuned": {"method": "pool", "keep": 0.2},
     }  # fmt: skip
-    assert offered(server).rules["default"].min_keep == 0.05
+    assert get_server_config(server).rules["default"].min_keep == 0.05
     alone = config(folder("llava"), {"profiles": {"less": {"method": "pool", "keep": 0.1}}})
-    assert alone.multimodal_config.tokenprune == {"off": True} and offered(alone).names == ["less"]
+    assert alone.multimodal_config.tokenprune == {"off": True} and get_server_config(alone).names == ["less"]
 
 
 def written(path: Path, setting: dict[str, Any], model_type: str = "llava") -> Path:
@@ -318,9 +318,9 @@ def test_a_file_that_was_tuned_on_another_model_is_served_with_a_warning(
 def test_a_request_cannot_name_a_file(folder: Any, tmp_path: Path) -> None:
     path = str(written(tmp_path / "tokenprune.json", DIVPRUNE))
     with pytest.raises(OptionError, match="config names a file of the server"):
-        ServedSetting.of(DIVPRUNE, {"config": path})
+        ServedSetting.from_json(DIVPRUNE, {"config": path})
     with pytest.raises(OptionError, match="must be an object"):
-        ServedSetting.of(DIVPRUNE, path)
+        ServedSetting.from_json(DIVPRUNE, path)
 
 
 def test_without_a_setting_nothing_changes(start: Callable[..., Engine], reference: Any) -> None:

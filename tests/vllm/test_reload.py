@@ -29,9 +29,9 @@ from tokenprune.integrations.vllm.frontend.served import Served
 from tokenprune.integrations.vllm.gateway import profiles, reload
 from tokenprune.integrations.vllm.gateway.choice import Choice
 from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad
-from tokenprune.integrations.vllm.settings import offer as offers
-from tokenprune.integrations.vllm.settings.offer import ProfileError, offered
+from tokenprune.integrations.vllm.settings import server_config
 from tokenprune.integrations.vllm.settings.rules import LimitError
+from tokenprune.integrations.vllm.settings.server_config import ProfileError, get_server_config
 
 NAME = "qwen2_5_vl"
 FAST = {"profiles": {"fast": {"keep": 0.11}}, "min_keep": 0.1}
@@ -57,7 +57,7 @@ def engine(folder: Callable[[str], Path], file: Path, request: pytest.FixtureReq
 
     async def collective_rpc(method: str, args: tuple) -> list[int]:
         """Record the call, and the profiles that requests see meanwhile."""
-        made_engine.calls.append((method, *args, offered(vllm_config.model_config).names))
+        made_engine.calls.append((method, *args, get_server_config(vllm_config.model_config).names))
         return [0]
 
     made_engine.collective_rpc = collective_rpc
@@ -74,14 +74,17 @@ def left(engine: Any, asked: Any, seed: int = 0) -> int:
 
 def test_the_file_is_taken(engine: Any, file: Path) -> None:
     model_config = engine.vllm_config.model_config
-    assert offered(model_config).names == ["fast"] and offered(model_config).rules["default"].min_keep == 0.1
+    assert (
+        get_server_config(model_config).names == ["fast"]
+        and get_server_config(model_config).rules["default"].min_keep == 0.1
+    )
     full, before = left(engine, {"off": True}), left(engine, {"profile": "fast"})
     with pytest.raises(ProfileError):
         left(engine, {"profile": "slow"})
     file.write_text(json.dumps(LESS))
     assert left(engine, {"profile": "fast"}) == before, "read without a signal"
     assert asyncio.run(reload.reload(engine)) is True
-    assert offered(model_config).overload.steps == (4,)
+    assert get_server_config(model_config).overload.steps == (4,)
     assert left(engine, {"profile": "slow"}) == full > left(engine, {"profile": "fast"}) > 2 * before
     with pytest.raises(LimitError):
         left(engine, {"keep": 0.15})
@@ -114,10 +117,13 @@ def test_a_bad_file_changes_nothing(
 ) -> None:  # fmt: skip
     # A logger of the test's own: what an engine of another test made of vLLM's loggers is left alone.
     monkeypatch.setattr(reload, "logger", logging.getLogger("of this test"))
-    before, counted = offered(engine.vllm_config.model_config), samples("tokenprune:reloads_total", engine.name)
+    before, counted = (
+        get_server_config(engine.vllm_config.model_config),
+        samples("tokenprune:reloads_total", engine.name),
+    )
     file.unlink() if text is None else file.write_text(text)
     assert asyncio.run(reload.reload(engine)) is False
-    assert offered(engine.vllm_config.model_config) is before
+    assert get_server_config(engine.vllm_config.model_config) is before
     (record,) = [one for one in caplog.records if one.name == "of this test"]
     assert record.levelno == logging.WARNING and "the setting of before stays" in record.getMessage()
     assert re.search(says, record.getMessage())
@@ -130,18 +136,18 @@ def test_images_that_cannot_be_smaller_are_refused_as_at_the_start(folder: Calla
     vllm_config = SimpleNamespace(model_config=made.info.ctx.model_config, use_v2_model_runner=False)
     renderer = SimpleNamespace(get_mm_processor=lambda: made)
     engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer, collective_rpc=None)  # would raise
-    before = offered(vllm_config.model_config)
+    before = get_server_config(vllm_config.model_config)
     file.write_text('{"profiles": {"small": {"method": "downsample", "keep": 0.5}}}')
-    assert asyncio.run(reload.reload(engine)) is False and offered(vllm_config.model_config) is before
+    assert asyncio.run(reload.reload(engine)) is False and get_server_config(vllm_config.model_config) is before
 
 
 def test_a_profile_that_has_left_is_served_for_a_minute(
     engine: Any, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By its old value and with one line of the log, by key and by name; what has another value is served by that."""
-    monkeypatch.setattr(offers.time, "monotonic", lambda: now)
+    monkeypatch.setattr(server_config.time, "monotonic", lambda: now)
     # Not the server's own logger: others have it write elsewhere.
-    monkeypatch.setattr(offers, "logger", logging.getLogger("grace"))
+    monkeypatch.setattr(server_config, "logger", logging.getLogger("grace"))
     model_config, now = engine.vllm_config.model_config, 100.0
     file.write_text(json.dumps({"profiles": {"fast": {"keep": 0.11}, "slow": {"keep": 0.5}}}))
     assert asyncio.run(reload.reload(engine))
@@ -183,13 +189,13 @@ def test_a_request_on_its_way_goes_by_what_it_chose_from(
 ) -> None:
     """From its key in caches to its plan, whatever becomes of its profile in between."""
     model_config = engine.vllm_config.model_config
-    offer, fast = offered(model_config), {"profile": "fast"}
+    offer, fast = get_server_config(model_config), {"profile": "fast"}
     asked = Choice(fast, offer, offer.setting(fast), Served("name"))
     before = left(engine, {"profile": "fast"})
     file.write_text("{}")
     assert asyncio.run(reload.reload(engine))
-    later = time.monotonic() + offers.SECONDS + 1
-    monkeypatch.setattr(offers.time, "monotonic", lambda: later)
+    later = time.monotonic() + server_config.SECONDS + 1
+    monkeypatch.setattr(server_config.time, "monotonic", lambda: later)
     with pytest.raises(ProfileError):
         left(engine, {"profile": "fast"})
     assert left(engine, asked) == before and asked.served.profile == "fast" and asked.served.tokens_out == before
@@ -201,7 +207,7 @@ def test_a_signal_reads_it(engine: Any, file: Path) -> None:
         file.write_text(json.dumps(LESS))
         os.kill(os.getpid(), signal.SIGHUP)
         for _ in range(100):
-            if offered(engine.vllm_config.model_config).names == ["fast", "slow"]:
+            if get_server_config(engine.vllm_config.model_config).names == ["fast", "slow"]:
                 return
             await asyncio.sleep(0.05)
         raise AssertionError("the signal was not heard")
@@ -214,7 +220,11 @@ def test_workers_warm_up_before_requests_see_new_profiles(engine: Any, file: Pat
     assert asyncio.run(reload.reload(engine))
     ((method, warmed, seen),) = engine.calls
     assert method == "tokenprune_warm_up" and seen == ["fast"]
-    assert warmed == offered(engine.vllm_config.model_config).profiles and set(warmed) == {"default", "fast", "slow"}
+    assert warmed == get_server_config(engine.vllm_config.model_config).profiles and set(warmed) == {
+        "default",
+        "fast",
+        "slow",
+    }
     assert json.loads(json.dumps(warmed)) == warmed  # as it goes to the workers
 
 
@@ -222,7 +232,7 @@ def test_a_method_that_fails_to_warm_up_refuses_the_file(
     engine: Any, file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reload, "logger", logging.getLogger("of this test"))
-    before = offered(engine.vllm_config.model_config)
+    before = get_server_config(engine.vllm_config.model_config)
 
     async def collective_rpc(method: str, args: tuple) -> None:
         raise RuntimeError("out of registers")
@@ -230,7 +240,7 @@ def test_a_method_that_fails_to_warm_up_refuses_the_file(
     engine.collective_rpc = collective_rpc
     file.write_text(json.dumps(LESS))
     assert asyncio.run(reload.reload(engine)) is False
-    assert offered(engine.vllm_config.model_config) is before
+    assert get_server_config(engine.vllm_config.model_config) is before
     assert "out of registers" in caplog.text
 
 
@@ -256,7 +266,7 @@ def test_signals_in_a_row_are_handled_one_after_the_other(engine: Any, file: Pat
         await asyncio.gather(*tasks)
 
     asyncio.run(main())
-    assert len(engine.calls) == 3 and offered(engine.vllm_config.model_config).names == ["fast"]
+    assert len(engine.calls) == 3 and get_server_config(engine.vllm_config.model_config).names == ["fast"]
 
 
 def test_only_a_server_with_a_file_listens(folder: Callable[[str], Path], engine: Any) -> None:

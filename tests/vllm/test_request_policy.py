@@ -21,7 +21,7 @@ from tokenprune.integrations.vllm.frontend import request as seam
 from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest
 from tokenprune.integrations.vllm.gateway.choice import Choice
 from tokenprune.integrations.vllm.settings import configuration
-from tokenprune.integrations.vllm.settings.offer import Offer, offered
+from tokenprune.integrations.vllm.settings.server_config import ServerConfig, get_server_config
 
 NAME = "qwen2_5_vl"
 AGES = {"keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.25]]}}
@@ -54,7 +54,7 @@ def test_a_request_is_resolved_once(
 
     counting(configuration, "check_model")
     counting(seam, "of_request")
-    counting(Offer, "setting")
+    counting(ServerConfig, "setting")
     counting(ServedRequest, "of")
     counting(items, "family_of")
     cache = MultiModalProcessorOnlyCache(made.info.ctx.model_config)
@@ -72,10 +72,10 @@ def test_a_choice_of_an_endpoint_is_resolved_there(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = processor(folder(NAME), DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}}})
-    offer, asked = offered(made.info.ctx.model_config), {"profile": "fast"}
+    offer, asked = get_server_config(made.info.ctx.model_config), {"profile": "fast"}
     choice = Choice(asked, offer, offer.setting(asked), Served("name"))
     monkeypatch.setattr(configuration, "check_model", None)
-    monkeypatch.setattr(Offer, "setting", None)
+    monkeypatch.setattr(ServerConfig, "setting", None)
     items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[NAME])[:1]})
     made(CHECKPOINTS[NAME].prompt(1), items, hf_processor_mm_kwargs={"tokenprune": choice})
     assert (choice.served.profile, choice.served.keep, choice.served.images) == ("fast", 0.11, 1)

@@ -16,7 +16,7 @@ from test_pixels import photos, processor
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.frontend.served import Served
 from tokenprune.integrations.vllm.gateway.choice import Choice
-from tokenprune.integrations.vllm.settings.offer import offered
+from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
 SETTINGS = {
     "divprune": DIVPRUNE,
@@ -51,7 +51,7 @@ def asking(folder: Path, name: str, setting: Any, model: str) -> tuple[Any, Call
     def ask(count: int, asked: Any = None, prompt: str | None = None, lot: float | None = None) -> list[int]:
         items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[name])[:count]})
         if lot is not None:
-            offer = offered(made.info.ctx.model_config)
+            offer = get_server_config(made.info.ctx.model_config)
             asked = Choice(asked or {}, offer, offer.setting(asked or {}), Served(), lot)
         kwargs = {} if asked is None else {"tokenprune": asked}
         written = CHECKPOINTS[name].prompt(count) if prompt is None else prompt
@@ -107,7 +107,10 @@ def test_sides_share_nothing_and_each_shares_with_itself(folder: Callable[[str],
 
     name = "qwen2_5_vl"
     made = processor(folder(name), DIVPRUNE | {"rollout": 0.5}, served_model_name="sides")
-    offer, cache = offered(made.info.ctx.model_config), MultiModalProcessorOnlyCache(made.info.ctx.model_config)
+    offer, cache = (
+        get_server_config(made.info.ctx.model_config),
+        MultiModalProcessorOnlyCache(made.info.ctx.model_config),
+    )
 
     def hashes(asked: Any, lot: float) -> str:
         tracked = Choice(asked, offer, offer.setting(asked), Served(), lot)

@@ -267,7 +267,7 @@ def test_the_benchmark_asks_it(server: Server, reference: Any) -> None:
     assert all(pool["timing"][name]["p50"] > 0 for name in ("ttft_ms", "token_ms", "ttft_ratio"))
     decode = reference(NAME).processor.tokenizer.decode
     for setting in (None, {"method": "pool", "keep": 0.25}):
-        with backend.answering(None if setting is None else Setting.of(setting)) as answer:
+        with backend.answering(None if setting is None else Setting.from_json(setting)) as answer:
             answers, _ = answer(0, questions)
         for image, found in zip(images, answers, strict=True):
             tokens, _ = reference(NAME).greedy(prompt(1, "what is it? "), [image], 12, setting)

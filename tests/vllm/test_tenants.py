@@ -29,8 +29,8 @@ from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.gateway import answers, profiles
 from tokenprune.integrations.vllm.gateway.choice import lot_of
 from tokenprune.integrations.vllm.settings.callers import CallerError
-from tokenprune.integrations.vllm.settings.offer import offered
 from tokenprune.integrations.vllm.settings.servable import PROFILE
+from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
 NAME, CHAT = "llava", "/v1/chat/completions"
 LEFT = {"default": 9, "half": 18, "fast": 4, "ocr": 36}  # tokens of an image
@@ -87,7 +87,7 @@ def calling(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
 @pytest.mark.parametrize("asked", ["half", "default", "fsat", ["fast"]])
 def test_a_caller_names_no_other_profile(made: Any, calling: Any, asked: Any) -> None:
     calling(ALICE)
-    offer = offered(made)
+    offer = get_server_config(made)
     may = profiles._may_use(offer)
     assert may == ("fast", "ocr")
     with pytest.raises(CallerError, match="it may use fast, ocr"):

@@ -180,15 +180,15 @@ def test_what_stops_the_server(folder: Any, reference: Any, thresholds: Any, tmp
 def test_the_same_path_with_other_thresholds_is_another_key(thresholds: Any) -> None:
     """Caches may outlive a server; the file may not be the same for the next one."""
     path = thresholds("llava")
-    setting = ServedSetting.of({"method": "dymu", "keep": 0.4, "exact": True, "thresholds": str(path)})
+    setting = ServedSetting.from_json({"method": "dymu", "keep": 0.4, "exact": True, "thresholds": str(path)})
     before = setting.cache_key()
-    assert ServedSetting.of(setting.as_dict()).cache_key() == before
+    assert ServedSetting.from_json(setting.to_json()).cache_key() == before
     assert json.loads(json.dumps(before)) == before
     found = Thresholds.load(path)
     Thresholds(found.values | {0.4: torch.ones(3)}, found.fingerprint, 4).save(path)
-    assert ServedSetting.of(setting.as_dict()).cache_key() == before  # of this server, for as long as it runs
+    assert ServedSetting.from_json(setting.to_json()).cache_key() == before  # of this server, for as long as it runs
     settings._parsed.cache_clear()  # as another process
-    assert ServedSetting.of(setting.as_dict()).cache_key() == before
+    assert ServedSetting.from_json(setting.to_json()).cache_key() == before
     settings._file.cache_clear()
     settings._parsed.cache_clear()
-    assert ServedSetting.of(setting.as_dict()).cache_key() != before
+    assert ServedSetting.from_json(setting.to_json()).cache_key() != before

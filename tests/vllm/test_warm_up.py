@@ -82,11 +82,11 @@ def test_images_of_any_shape_and_videos_that_are_longer(
 def test_a_reload_runs_only_settings_that_are_new(
     start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]
 ) -> None:
-    engine, default = start("llava", DIVPRUNE), ServedSetting.of(DIVPRUNE).as_dict()
+    engine, default = start("llava", DIVPRUNE), ServedSetting.from_json(DIVPRUNE).to_json()
     at_start = len(runs)
 
     def reload(**profiles: Any) -> list[Any]:
-        new = {name: ServedSetting.of(DIVPRUNE, layer).as_dict() for name, layer in profiles.items()}
+        new = {name: ServedSetting.from_json(DIVPRUNE, layer).to_json() for name, layer in profiles.items()}
         return engine.llm.collective_rpc("tokenprune_warm_up", args=({"default": default} | new,))
 
     assert reload(tower={"method": "visionzip"}, off={"off": True}) == [len(list(warm_up.lengths(36)))]
@@ -122,7 +122,7 @@ def test_where_nothing_is_compiled_nothing_is_run(monkeypatch: pytest.MonkeyPatc
 def made() -> tuple[Any, Any]:
     """A model and its configuration, as far as they are read."""
     offer = SimpleNamespace(profiles={"default": DIVPRUNE})
-    multimodal = SimpleNamespace(tokenprune=DIVPRUNE, tokenprune_offer=offer)
+    multimodal = SimpleNamespace(tokenprune=DIVPRUNE, tokenprune_server=offer)
     config = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=multimodal, dtype=torch.bfloat16, max_model_len=40)
     )
@@ -152,7 +152,7 @@ def test_a_size_that_a_method_refuses_is_left_out(
             raise OptionError("odd")
         return select(self, tokens)
 
-    setting = ServedSetting.of(DIVPRUNE)  # tried before
+    setting = ServedSetting.from_json(DIVPRUNE)  # tried before
     monkeypatch.setattr(DivPrune, "select", even)
     assert warm_up.warm_up(*made, torch.device("cpu"), {"image": 64}, [setting]) == [("divprune", 64)]
 
@@ -165,7 +165,7 @@ def test_a_video_that_does_not_fit_into_memory_does_not_stop_the_server(
             raise torch.OutOfMemoryError("too many tokens")
         return unbounded(self, tokens)
 
-    setting, unbounded, room = ServedSetting.of(DIVPRUNE), DivPrune.select, 64
+    setting, unbounded, room = ServedSetting.from_json(DIVPRUNE), DivPrune.select, 64
     monkeypatch.setattr(DivPrune, "select", select)
     ran = warm_up.warm_up(*made, torch.device("cpu"), {"image": 64, "video": 256}, [setting])
     assert max(count for _, count in ran) == 64

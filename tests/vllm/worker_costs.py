@@ -114,7 +114,9 @@ class Request:
 
     def __init__(self, model: Any, count: int, grid: tuple[int, int, int] | None, images: int, setting: Any) -> None:
         self.model, self.grid = model, grid
-        plan = Plan.make(ServedSetting.of(setting), runs_of([IMAGE] * count), self.model.tokenprune_family.vllm.per_run)
+        plan = Plan.make(
+            ServedSetting.from_json(setting), runs_of([IMAGE] * count), self.model.tokenprune_family.vllm.per_run
+        )
         self.data, self.tokens, self.features = plan.encode(), list[int](), list[Any]()
         item = {field_name("image"): self.data} | ({} if grid is None else {"image_grid_thw": torch.tensor(grid)})
         for _ in range(images):

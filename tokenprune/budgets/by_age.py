@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -13,17 +14,31 @@ from tokenprune.errors import BudgetError
 Tiers = tuple[tuple[int, float | int], ...]
 
 
-def checked_tiers(age: Any, step: Any) -> Tiers | None:
-    """Return the tiers of `Budget(age=, step=)` as a tuple of pairs, None where they change nothing.
+@dataclass(frozen=True)
+class Ages:
+    """Tiers (age, kept) for the images of a prompt, and the number of images after which ages are recounted.
 
-    Raises BudgetError, which names the pair that is wrong.
+    Raises:
+        BudgetError: If a tier is invalid; the message names it.
     """
-    if not _is_whole(step) or step < 1:
-        raise BudgetError(f"step={step!r} must be a whole number of images, at least 1")
-    if age is None:
-        if step != 1:
-            raise BudgetError(f"step={step} is about ages, and no age= is given: add one, or leave step out")
-        return None
+
+    tiers: Tiers
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        if not _is_whole(self.step) or self.step < 1:
+            raise BudgetError(f"step={self.step!r} must be a whole number of images, at least 1")
+        if self.tiers is None:
+            raise BudgetError(f"step={self.step} is about ages, and no age= is given: add one, or leave step out")
+        vars(self).update(tiers=_read_tiers(self.tiers))
+
+    @property
+    def keep_all(self) -> bool:
+        """True if the tiers keep every image at every age as it is when new."""
+        return all(kept == 1.0 and isinstance(kept, float) for _, kept in self.tiers)
+
+
+def _read_tiers(age: Any) -> Tiers:
     try:
         pairs = [tuple(pair) for pair in age]
     except TypeError:
@@ -38,7 +53,7 @@ def checked_tiers(age: Any, step: Any) -> Tiers | None:
             raise BudgetError(f"age: ages must rise, and {(later, less)} follows {(earlier, more)}")
         if type(less) is type(more) and less > more:
             raise BudgetError(f"age: {(later, less)} keeps more than {(earlier, more)}, and older images may not")
-    return None if all(kept == 1.0 and isinstance(kept, float) for _, kept in tiers) else tiers
+    return tiers
 
 
 def _age(pair: tuple[Any, Any]) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -11,6 +12,14 @@ from tokenprune.errors import BudgetError
 from tokenprune.models.decoder_shape import DecoderShape
 
 Cuts = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class CostShare:
+    """Share of a cost of the decoder. target: "kv_share" (KV bytes of the visual tokens) or "flops_share" (prefill)."""
+
+    target: str
+    share: float
 
 
 class OverLayers(Protocol):

@@ -56,7 +56,8 @@ def profile(layers: int, cuts: Sequence[tuple[float | int, float]], budget: Budg
             f"{budget} cannot be reached by cuts from layer {placed[0][0]} of {layers} on: the layers before it alone "
             f"spend {placed[0][0] / layers:.3f} of the visual tokens; cut earlier or ask for more"
         )
-    stages = (StageBudget(**budget.held(), total=budget, cuts=placed, index=index) for index in range(len(placed)))
+    values = budget.init_values() | {"total": budget, "cuts": placed}
+    stages = (StageBudget(**values, index=index) for index in range(len(placed)))
     return [PlannedCut(layer, stage) for (layer, _), stage in zip(placed, stages, strict=True)]
 
 

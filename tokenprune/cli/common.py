@@ -156,7 +156,7 @@ def read_specs(methods: str) -> list[Setting]:
     from tokenprune.settings import Setting
     from tokenprune.settings.one_line import split_methods
 
-    return [Setting.from_spec(one).checked() for one in split_methods(methods)]
+    return [Setting.from_text(one).validate() for one in split_methods(methods)]
 
 
 def read_settings(methods: str, keep: str, most: int | None = None) -> list[Setting]:
@@ -164,27 +164,29 @@ def read_settings(methods: str, keep: str, most: int | None = None) -> list[Sett
 
     Commas part settings, and plus signs the methods of a stack and their keeps: "divprune+fastv,dart" at "0.5+0.25" ...
     """
-    from tokenprune.budgets import as_json
+    from tokenprune.budgets import Budget
     from tokenprune.errors import OptionError
     from tokenprune.settings import Setting
     from tokenprune.settings.max_visual_tokens import LIMITER, check_limit
 
     settings: list[Setting] = []
     if most is not None and not methods.strip():
-        return [Setting.from_spec(LIMITER, as_json(most))]
+        return [Setting.from_text(LIMITER, Budget(tokens=most).to_json())]
     for stack in read_specs(methods):
         number = len(stack.names)
         for text in keep.split(","):
             keeps: list[Any] = [*read_keeps(text.replace("+", ","))]
             if len(keeps) not in (1, number):
                 raise OptionError(
-                    f"--keep {text} has {len(keeps)} numbers for {number} method{'s'[: number > 1]} in {stack.spec}: "
-                    "give one, or one for each with plus signs between them (commas part settings)"
+                    f"--keep {text} has {len(keeps)} numbers for {number} method{'s'[: number > 1]} in "
+                    f"{stack.to_text()}: give one, or one for each with plus signs between them (commas part settings)"
                 )
             if most is None:
                 settings.append(stack.with_keep(keeps if keeps[1:] else keeps[0]))
                 continue
             check_limit(most, stack.names)
             of_each = keeps if keeps[1:] else keeps * number
-            settings.append(Setting.from_spec(f"{LIMITER}+{stack.spec}", [as_json(most), *of_each]))
+            settings.append(
+                Setting.from_text(f"{LIMITER}+{stack.to_text()}", [Budget(tokens=most).to_json(), *of_each])
+            )
     return settings

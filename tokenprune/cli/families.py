@@ -68,7 +68,7 @@ def _answers(text: str) -> Iterator[_Shown]:
     from tokenprune.selection.observable import Backend
     from tokenprune.settings import IN_LLM, Setting
 
-    methods = Setting.from_spec(text).methods
+    methods = Setting.from_text(text).methods
     columns = (f"may {text} act?", "families")
     refused = "no, as no method may: `tokenprune families` says why", ", ".join(sorted(REFUSED))
     yield "transformers", columns, [*_by_answer(methods, SUPPORTED, Backend.HF), refused]

@@ -210,7 +210,7 @@ def _costs() -> Callable[[MethodInfo], str]:
         if info.default_keep == 1 or issubclass(info.cls, ImageChooser):
             return ""
         try:
-            left = model.predict(load, [info.cls()], [Budget.of(info.default_keep)]).flops / whole
+            left = model.predict(load, [info.cls()], [Budget.from_keep(info.default_keep)]).flops / whole
         except TokenPruneError:
             return ""
         return f"{left:.0%}"

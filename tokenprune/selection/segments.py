@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from tokenprune.budgets.of_videos import Clip
+from tokenprune.budgets.video import Clip
 from tokenprune.kernels.transfer import Recent, to_device
 
 if TYPE_CHECKING:

@@ -45,15 +45,15 @@ def read_methods(
 
 def read_budgets(keep: Any, methods: Sequence[Method]) -> list[Budget]:
     if keep is None:
-        return [Budget.of(method.default_keep) for method in methods]
+        return [Budget.from_keep(method.default_keep) for method in methods]
     if isinstance(keep, (list, tuple)):
         if len(keep) != len(methods):
             raise BudgetError(
                 f"keep has {len(keep)} entries for {len(methods)} methods: give one number, or one for each method"
             )
-        budgets = [Budget.of(one) for one in keep]
+        budgets = [Budget.from_keep(one) for one in keep]
     else:
-        budgets = [Budget.of(keep)] * len(methods)
+        budgets = [Budget.from_keep(keep)] * len(methods)
     for method, budget in zip(methods, budgets, strict=True):
         check_scope(method, budget)
     return budgets

@@ -13,12 +13,12 @@ _ANY_DEPTH = 32  # layers of a decoder that stages are asked for where none is a
 def check_scope(method: Method, budget: Budget) -> None:
     """Raise BudgetError for a budget by age of a method whose choice changes when a chat gets longer, and for one by
     age or of videos of a method that cuts at several places, or elsewhere than at the decoder."""
-    if budget.age is None and not budget.of_videos:
+    if budget.ages is None and budget.video is None:
         return
     once = isinstance(method, Pruner) and method.stages(budget, _ANY_DEPTH) == [(method, budget)]
-    if budget.age is not None:
+    if budget.ages is not None:
         _check_age(method, once and method.site is Site.PRE_LLM)
-    if budget.of_videos and (not once or method.site is Site.DECODE):
+    if budget.video is not None and (not once or method.site is Site.DECODE):
         why = "cuts more than once" if isinstance(method, Pruner) else f"acts {method.site.words}"
         raise BudgetError(
             f"{method.name} {why}, and {budget} is for one cut at the decoder: use a method such as divprune, fastv or "

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.errors import OptionError, short
@@ -25,38 +24,15 @@ _OPEN, _CLOSE = "[{(", "]})"
 _CONSTANTS = {"True": True, "False": False, "None": None}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A method of a setting, by its name, and the options that were given for it."""
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def files(self) -> list[str]:
-        """Its options that name a file."""
-        return [name for name in self.options if name in file_options(method_class(self.name))]
-
-    @property
-    def spec(self) -> str:
-        """The entry on one line, with nothing to guess."""
-        options = []
-        for name, value in self.options.items():
-            hint = option_types(method_class(self.name)).get(name)
-            plain = isinstance(value, str) and value.strip() == value and not re.search(r'[,+"\[\]{}()]', value)
-            plain = plain and value_of(value, hint) == value
-            options.append(f"{name}={value if plain else json.dumps(value, ensure_ascii=False)}")
-        return self.name + (":" + ",".join(options) if options else "")
-
-    @property
-    def draws_at_random(self) -> bool:
-        """True if its method draws at random, with a seed that is not given."""
-        return "seed" in option_types(method_class(self.name)) and "seed" not in self.options
-
-    def filled(self, defaults: Mapping[str, Any], seed: int | None = None) -> Entry:
-        """Return the entry with options for which it has none. seed: of a method that draws at random."""
-        random = {"seed": seed} if seed is not None and self.draws_at_random else {}
-        return Entry(self.name, {**random, **defaults, **self.options})
+def format_method(name: str, options: Mapping[str, Any]) -> str:
+    """Return a method with its options on one line; `read_line` reads it."""
+    types: Mapping[str, Any] = option_types(method_class(name)) if options else {}
+    parts = []
+    for option, value in options.items():
+        plain = isinstance(value, str) and value.strip() == value and not re.search(r'[,+"\[\]{}()]', value)
+        plain = plain and value_of(value, types.get(option)) == value
+        parts.append(f"{option}={value if plain else json.dumps(value, ensure_ascii=False)}")
+    return name + (":" + ",".join(parts) if parts else "")
 
 
 def split_methods(text: str) -> tuple[str, ...]:
@@ -70,15 +46,17 @@ def split_methods(text: str) -> tuple[str, ...]:
     return tuple(one.strip() for one in found)
 
 
-def read_entries(text: str) -> tuple[Entry, ...]:
-    """Return the methods of a setting on one line; nothing is opened.
+def read_line(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the name and the options of each method of a setting on one line; no file is opened.
 
-    Raises UnknownMethodError, or OptionError for options that a method does not take.
+    Raises:
+        UnknownMethodError: If a method is not registered.
+        OptionError: If a method does not take an option.
     """
-    return tuple(_entry(part, text) for part in _split(text, "+", before=_METHOD))
+    return [_read_method(part, text) for part in _split(text, "+", before=_METHOD)]
 
 
-def _entry(part: str, text: str) -> Entry:
+def _read_method(part: str, text: str) -> tuple[str, dict[str, Any]]:
     name, colon, rest = (one.strip() for one in part.partition(":"))
     if not name or "=" in name:
         raise OptionError(f"{short(text)}: write methods and their options as in 'divprune+fastv:layer=3,query=all'")
@@ -93,8 +71,8 @@ def _entry(part: str, text: str) -> Entry:
         if key in options:
             raise OptionError(f"{text!r}: {key} of {name} stands there twice")
         options[key] = value_of(value, option_types(cls).get(key))
-    build(name, options if not Entry(name, options).files else {})  # an option or value that is not taken is said here
-    return Entry(name, options)
+    build(name, {} if options.keys() & file_options(cls) else options)  # raises for an unknown option or a wrong value
+    return name, options
 
 
 def value_of(text: str, hint: Any) -> Any:
@@ -135,4 +113,4 @@ def number(text: str) -> Any:
     return text
 
 
-__all__ = ["Entry", "number", "read_entries", "split_methods", "value_of"]
+__all__ = ["format_method", "number", "read_line", "split_methods", "value_of"]

@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokenprune.budgets import Budget
 from tokenprune.errors import ConfigError, short
 from tokenprune.selection.files import File, reason
-from tokenprune.selection.method import Method
 from tokenprune.settings import Setting
 
 logger = logging.getLogger(__name__)
@@ -29,51 +26,27 @@ _LARGEST = 2**20  # bytes of a file
 _SHAPE = f'{{"method": "divprune", "keep": 0.25}}, or {{"schema": {SCHEMA}, "setting": {{...}}, "tuned": {{...}}}}'
 
 
-@dataclass(frozen=True)
-class Config:
-    """The content of a file. It adds to a `Setting` what was measured of it, which a file alone holds.
+def check_tuned_model(setting: Setting, model: Any) -> None:
+    """Log a warning if the setting was tuned on another model."""
+    promised = setting.tuned.get("model") or {}
+    if "fingerprint" not in promised:
+        return
+    from tokenprune.models.fingerprint import fingerprint
 
-    setting: what to patch with, as JSON holds it. tuned: what is promised of it, and of which model; {} if nothing is.
-    name: of the file, for messages. guard: of `patch`, where the setting is meant with one: "warn", "auto" or "off".
-    """
-
-    setting: dict[str, Any]
-    tuned: dict[str, Any] = field(default_factory=dict)
-    name: str = "config"
-    guard: str | None = None
-
-    @cached_property
-    def parsed(self) -> Setting:
-        """The setting, read; raises UnknownMethodError, OptionError or BudgetError."""
-        return Setting.of(self.setting, self.name)
-
-    def steps(self) -> tuple[list[Method], list[Budget]]:
-        """Return the methods and their budgets; raises UnknownMethodError, OptionError or BudgetError."""
-        return self.parsed.steps()
-
-    def check_model(self, model: Any) -> None:
-        """Log a warning if the promise was made for another model."""
-        promised = self.tuned.get("model") or {}
-        if "fingerprint" not in promised:
-            return
-        from tokenprune.models.fingerprint import fingerprint
-
-        if fingerprint(model) != promised["fingerprint"]:
-            logger.warning(
-                "%s was tuned on %s with other weights or another dtype than this %s: what it promises was not "
-                "measured on this model; run `tokenprune tune` again",
-                self.name,
-                promised.get("name", "a model"),
-                type(model).__name__,
-            )
+    if fingerprint(model) != promised["fingerprint"]:
+        logger.warning(
+            "%s was tuned on %s with other weights or another dtype than this %s: what it promises was not measured "
+            "on this model; run `tokenprune tune` again",
+            setting.where,
+            promised.get("name", "a model"),
+            type(model).__name__,
+        )
 
 
-def read_config(source: str | Path | Mapping[str, Any] | Setting | Config) -> Config:
-    """Read and check a configuration: a file, its content, or a setting alone. Raises ConfigError for what is none."""
-    if isinstance(source, Config):
-        return source
+def read_config(source: str | Path | Mapping[str, Any] | Setting) -> Setting:
+    """Read and check a configuration: a file, its content, or a setting alone. Raises ConfigError if it is invalid."""
     if isinstance(source, Setting):
-        return Config(source.as_dict(), name=source.where)
+        return source
     if isinstance(source, Mapping):
         return _checked(source, "config")
     if not isinstance(source, (str, Path)):
@@ -90,7 +63,7 @@ def read_config(source: str | Path | Mapping[str, Any] | Setting | Config) -> Co
     return _checked(content, Path(source).name)
 
 
-def _checked(content: Any, name: str) -> Config:
+def _checked(content: Any, name: str) -> Setting:
     if not isinstance(content, Mapping):
         raise ConfigError(f"{name} is no configuration: it needs {_SHAPE}")
     if "method" in content or "off" in content:  # a setting alone
@@ -104,8 +77,8 @@ def _checked(content: Any, name: str) -> Config:
             f"{name} has the schema {short(schema)}, and this version of tokenprune reads {SCHEMA}: update "
             "tokenprune, or run `tokenprune tune` again"
         )
-    setting, tuned = content.get("setting"), content.get("tuned", {})
-    if not isinstance(setting, Mapping) or not isinstance(tuned, Mapping):
+    value, tuned = content.get("setting"), content.get("tuned", {})
+    if not isinstance(value, Mapping) or not isinstance(tuned, Mapping):
         raise ConfigError(f"{name} is damaged: setting and tuned must be objects")
     if unknown := sorted(map(str, set(content) - {"schema", "setting", "tuned", "guard"})):
         raise ConfigError(f"{name} has unknown entries {', '.join(unknown)}: options go into setting")
@@ -118,17 +91,18 @@ def _checked(content: Any, name: str) -> Config:
     guard = content.get("guard")
     if "guard" in content and guard not in _GUARDS:
         raise ConfigError(f"{name}: guard is one of {', '.join(_GUARDS)}, not {short(guard)}")
-    config = Config(dict(setting), dict(tuned), name, guard)
-    if not config.setting.get("off"):
-        config.steps()
-    return config
+    setting = replace(Setting.from_json(value, name), tuned=dict(tuned), guard=guard)
+    if not setting.off:
+        setting.steps()
+    return setting
 
 
-def write_config(path: str | Path, config: Config) -> None:
-    """Write a configuration, as a whole or not at all; raises ConfigError where that cannot be."""
+def write_config(path: str | Path, setting: Setting) -> None:
+    """Write a configuration file. The file is replaced as a whole; raises ConfigError if that fails."""
     path = Path(path)
-    content = {"schema": SCHEMA, "setting": config.setting} | ({"tuned": config.tuned} if config.tuned else {})
-    content |= {"guard": config.guard} if config.guard else {}
+    content: dict[str, Any] = {"schema": SCHEMA, "setting": setting.to_json()}
+    content |= {"tuned": setting.tuned} if setting.tuned else {}
+    content |= {"guard": setting.guard} if setting.guard else {}
     draft = path.with_name(path.name + ".new")
     try:
         draft.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -137,4 +111,4 @@ def write_config(path: str | Path, config: Config) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-__all__ = ["SCHEMA", "Config", "read_config", "write_config"]
+__all__ = ["SCHEMA", "check_tuned_model", "read_config", "write_config"]

@@ -49,7 +49,7 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
         elif check := next((check for base, check in _CHECKS.items() if isinstance(one, base)), None):
             check(one)
         else:
-            stages: list[Any] = [stage for stage, _ in one.stages(Budget.of(0.5), LAYERS)]
+            stages: list[Any] = [stage for stage, _ in one.stages(Budget.from_keep(0.5), LAYERS)]
             for number in range(min(_STAGES, len(stages))):
                 check_choices(stages[: number + 1])
         if isinstance(one, DecodeMethod):

@@ -37,13 +37,13 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
         tokens=33, protected=1, blocks=4, read=3, module=nn.Linear(2, 2, device="cpu", dtype=torch.float32)
     )
     with suppress(OptionError):  # that keep=1.0 contradicts its options
-        whole = Budget.of(1.0)
+        whole = Budget.from_keep(1.0)
         require(method.is_identity(whole) or not any(method.plan(whole, tower)), "with keep=1.0 it still merges tokens")
     for keep in _KEEPS[:-1]:
         if method.reads:
-            _check_drops(method, Budget.of(keep), tower)
+            _check_drops(method, Budget.from_keep(keep), tower)
             continue
-        plan = method.plan(Budget.of(keep), tower)
+        plan = method.plan(Budget.from_keep(keep), tower)
         require(len(plan) == tower.blocks, f"plan() must return a matcher or None for each of {tower.blocks} blocks")
         require(not any(plan[tower.read :]), f"blocks from {tower.read} on show no keys: theirs must be None")
         keys = normal(3, tower.tokens, 16, generator=torch.Generator("cpu").manual_seed(0))
@@ -108,7 +108,7 @@ def check_units(method: UnitDropper) -> None:
     unit and at most `most`, the same twice, nothing changed of what it reads, and nothing dropped where
     everything is to be kept."""
     with suppress(OptionError):  # that keep=1.0 contradicts its options
-        require(method.is_identity(Budget.of(1.0)), "with keep=1.0 it still drops units")
+        require(method.is_identity(Budget.from_keep(1.0)), "with keep=1.0 it still drops units")
     generator = torch.Generator("cpu").manual_seed(0)
     for grid in ((1, 1, 1), (1, 5, 7), (3, 4, 4)):
         levels = torch.randint(3, (*grid, 1), generator=generator, device="cpu").expand(*grid, 12)
@@ -128,7 +128,7 @@ def check_frames(method: FrameMerger) -> None:
     frames that stand in order, of those there are, from the first; groups of all that are left; at least one token and
     at most `keep`; the same twice, and nothing changed of what it reads."""
     with suppress(OptionError):  # that keep=1.0 contradicts its options
-        require(method.is_identity(Budget.of(1.0)), "with keep=1.0 it still merges frames")
+        require(method.is_identity(Budget.from_keep(1.0)), "with keep=1.0 it still merges frames")
     for depth in (1, 12, 26):
         blocks = method.blocks(depth)
         rise = all(a < b for a, b in pairwise(blocks)) and blocks and blocks[0] >= 0 and blocks[-1] < depth

@@ -92,7 +92,7 @@ def _kept(keep: Any, counts: list[int]) -> list[int]:
         if not fine:
             raise OptionError(f"keep={list(keep)} does not fit counts={counts}: give 1 .. count for each segment")
         return list(keep)
-    budget = Budget.of(keep)
+    budget = Budget.from_keep(keep)
     if budget.keep is None:
         raise OptionError(f"{budget} is of a whole decoder, and there is none here: give keep as a number or a list")
     return [budget.resolve_keep(count) for count in counts]

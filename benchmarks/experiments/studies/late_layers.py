@@ -49,7 +49,7 @@ def main() -> None:
         for layer in LAYERS:
             if (layer, args.every) in known:
                 continue
-            setting = None if layer == LAYERS[0] else Setting.of({"method": "vtw", "keep": layer / LAYERS[0]})
+            setting = None if layer == LAYERS[0] else Setting.from_json({"method": "vtw", "keep": layer / LAYERS[0]})
             said: list[str] = []
             with backend.answering(setting) as answer:
                 for first in range(0, len(asked), BATCH):

@@ -114,7 +114,7 @@ def tune(args: argparse.Namespace, subject: Any, seed: int) -> dict[str, Any]:
     return {
         "record": "tuning",
         "seed": seed,
-        "setting": choice and choice.candidate.as_dict(),
+        "setting": choice and choice.candidate.to_json(),
         "prefill_flops_ratio": choice and choice.cost["prefill_flops_ratio"],
         "held_out": {"questions": found.held_out, "drop": choice and choice.drop, "below": choice and choice.bound},
         "search": found.search,
@@ -126,7 +126,7 @@ def tune(args: argparse.Namespace, subject: Any, seed: int) -> dict[str, Any]:
 def measure(args: argparse.Namespace, subject: Any, setting: dict[str, Any] | None) -> dict[str, Any]:
     """The fresh questions, unpatched or under a setting: one 0 or 1 a question."""
     panel, numbers = Evaluator(subject, draw(args.fresh, FRESH_SEED)), range(len(ANSWERS) * args.fresh)
-    candidate = None if setting is None else Setting.of(setting)
+    candidate = None if setting is None else Setting.from_json(setting)
     for first in range(0, len(numbers), CHUNK):
         panel.ask(candidate, numbers[first : first + CHUNK])
     right = "".join(str(int(score)) for score in panel.scores(candidate, numbers))

@@ -98,7 +98,7 @@ class Simulated:
         self.answers: dict[Setting | None, np.ndarray] = {None: right.astype(float)}
         self.true, self.share, self.asked = {}, {}, 0
         for (method, keep), (drop, cost) in world.losses.items():
-            candidate = Setting.of({"method": method, "keep": keep})
+            candidate = Setting.from_json({"method": method, "keep": keep})
             self.true[candidate], self.share[candidate] = drop, cost
             grade = ALIKE**0.5 * hard + (1 - ALIKE) ** 0.5 * rng.standard_normal(count)
             share = (drop + world.changed) / RIGHT

@@ -62,7 +62,7 @@ class Asked:
     @property
     def name(self) -> str:
         """The setting as a title, "divprune 0.25"."""
-        return f"{self.setting.spec} {self.keep_in_words}"
+        return f"{self.setting.to_text()} {self.keep_in_words}"
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ def checked(text: str, keep: float) -> Setting:
     """
     if len(text) > LONGEST:
         raise OptionError(f"a setting of {len(text)} characters is too long: {LONGEST} at most")
-    setting = Setting.from_spec(text, keep)
+    setting = Setting.from_text(text, keep)
     if files := setting.files:
         raise OptionError(f"{', '.join(files)}: the page opens no files; use Python for it")
-    setting.checked().steps()
+    setting.validate().steps()
     return setting
 
 

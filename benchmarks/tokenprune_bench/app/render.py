@@ -96,7 +96,7 @@ def _layers(found: Comparison) -> str:
             for number, count in enumerate(layers)
         )
         parts.append(
-            f"<p>{html.escape(one.setting.spec)}: visual tokens in layers 0 to {len(layers) - 1}: "
+            f"<p>{html.escape(one.setting.to_text())}: visual tokens in layers 0 to {len(layers) - 1}: "
             f'{", ".join(map(str, layers))}</p><div class="tokenprune-bars">{bars}</div>'
         )
     return "".join(parts)
@@ -107,7 +107,7 @@ def _warnings(found: Comparison) -> list[str]:
     said = [found.prompt.note, busy_note(max(timed)) if timed else _busy_now(), *found.notes]
     if any(slower(one, _CORES) for one in found.asked):
         said.append(WHY_SLOWER)
-    said += [f"{one.setting.spec}: {text}" for one in found.asked for text in one.stats.notes]
+    said += [f"{one.setting.to_text()}: {text}" for one in found.asked for text in one.stats.notes]
     return [text for text in dict.fromkeys(said) if text]
 
 

@@ -20,7 +20,7 @@ def python(*settings: Setting) -> str:
 
 
 def _patch(setting: Setting, again: bool) -> str:
-    pixels, said = any(method.site is Site.PRE_ENCODER for method in setting.methods), setting.as_dict()
+    pixels, said = any(method.site is Site.PRE_ENCODER for method in setting.methods), setting.to_json()
     more = (", processor=processor" if pixels else "") + (", replace=True" if again else "")
     if isinstance(said["method"], str) and set(said) == {"method", "keep"}:
         return f'tokenprune.patch(model, "{said["method"]}", keep={said["keep"]!r}{more})'
@@ -30,14 +30,14 @@ def _patch(setting: Setting, again: bool) -> str:
 def vllm(setting: Setting) -> str:
     """Return the flag of `vllm serve`, or why it cannot be served."""
     try:
-        ServedSetting.of(setting.as_dict())
+        ServedSetting.from_json(setting.to_json())
     except TokenPruneError as error:
         return f"# {str(error).splitlines()[0]}"
-    return f"vllm serve MODEL --mm-processor-kwargs {shlex.quote(json.dumps({KEY: setting.as_dict()}))}"
+    return f"vllm serve MODEL --mm-processor-kwargs {shlex.quote(json.dumps({KEY: setting.to_json()}))}"
 
 
 def bench(setting: Setting, model: str) -> str:
     """Return the command that measures the setting. model: as `--model` takes it."""
     return shlex.join(
-        ["tokenprune", "bench", "--model", model, "--methods", setting.spec, "--keep", repr(setting.keep)]
+        ["tokenprune", "bench", "--model", model, "--methods", setting.to_text(), "--keep", repr(setting.keep)]
     )

@@ -148,13 +148,13 @@ def _part(model: Any, calibrator: Calibrator, keep: float) -> TowerPart | TimmPa
     from tokenprune.integrations.timm import is_timm, timm_patch
 
     if is_timm(model):
-        return timm_patch(model, [calibrator], [Budget.of(keep)])
+        return timm_patch(model, [calibrator], [Budget.from_keep(keep)])
     from tokenprune.integrations.hf.families import adapter_for
     from tokenprune.integrations.hf.towers.build import tower_part
 
     adapter = adapter_for(model)
     abilities.check(calibrator, adapter.family, config=adapter.config)
-    return tower_part(adapter, calibrator, Budget.of(keep))
+    return tower_part(adapter, calibrator, Budget.from_keep(keep))
 
 
 def _pixels(part: TowerPart | TimmPatch, model: Any, processor: Any) -> Pixels:

@@ -179,7 +179,7 @@ def _shares(setting: Setting | None, keeps: Sequence[float | int], visual: float
 
     if setting is not None:
         return [share_left(setting.budgets, visual)]
-    return [share_left([Budget.of(keep)], visual) for keep in keeps]
+    return [share_left([Budget.from_keep(keep)], visual) for keep in keeps]
 
 
 def _once(printed: set[str], table: Table) -> None:

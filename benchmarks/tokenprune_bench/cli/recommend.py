@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,8 @@ def recommend(
     that, on your questions."""
     defer_torch()
     import tokenprune
-    from tokenprune.settings.saved import Config, write_config
+    from tokenprune.settings import Setting
+    from tokenprune.settings.saved import write_config
 
     check_output(out)
     console, notes = get_console(), get_console(error=True)
@@ -46,5 +48,6 @@ def recommend(
     advised = tokenprune.recommend(model or SHIPPED[0], task=task)
     console.print(str(advised), markup=False, soft_wrap=not console.is_terminal)
     if out is not None:
-        write_config(out, Config(advised.setting, guard=advised.guard or None))
+        setting = Setting.from_json(advised.setting)
+        write_config(out, dataclasses.replace(setting, guard=advised.guard or None))
         notes.print(f"written: {out}", markup=False, soft_wrap=True)

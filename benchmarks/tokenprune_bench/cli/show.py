@@ -59,7 +59,7 @@ def show(
     keeps = read_keeps(keep or (animation.KEEPS if gif == animation.KEEP else "0.25"), one=gif is None)
     wanted = [one.with_keep(share) for share in keeps for one in settings]
     for one in wanted:
-        one.checked().steps()
+        one.validate().steps()
     # What cannot be read or shown is said before the model is loaded.
     found = len(read_frames(files, min(2, frames)))
     if gif is not None:

@@ -167,7 +167,7 @@ def tune(
             print_limits(subject)
         folder = None
         if run is not None:
-            search = Search([candidate.as_dict() for candidate in candidates], seed, batch_size, stacks)
+            search = Search([candidate.to_json() for candidate in candidates], seed, batch_size, stacks)
             folder = stack.enter_context(RunFolder(run, config_of(asked, search, metric, {"data": about}), group))
         evaluator = Evaluator(asked, questions, metric, batch_size=batch_size, folder=folder, group=group)
         step = stack.enter_context(show_progress(lines=False)) if group.leads else None

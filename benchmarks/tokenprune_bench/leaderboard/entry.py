@@ -138,7 +138,7 @@ def _line(one: Mapping[str, Any], answers: Answers, base: Mapping[str, Any], riv
         method=one["method"],
         keep=one["keep"],
         site=one["site"],
-        query_aware=any(method.query_aware for method in Setting.from_spec(one["method"]).methods),
+        query_aware=any(method.query_aware for method in Setting.from_text(one["method"]).methods),
         score=_score(answers),
         tokens=round(stats["visual_tokens_average"] / base["stats"]["visual_tokens_in"], 4),
         kv=round(kv / whole, 4) if kv and whole else None,

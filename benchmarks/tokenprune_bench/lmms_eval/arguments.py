@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import tokenprune
-from tokenprune.budgets import TARGETS
+from tokenprune.budgets.checks import TARGETS
 from tokenprune.errors import OptionError
 from tokenprune.methods.registry import method_class
 from tokenprune.selection.method import Method, Site
 from tokenprune.settings import Setting
 from tokenprune.settings.one_line import number
-from tokenprune.settings.saved import Config, read_config
+from tokenprune.settings.saved import read_config
 
 UNPATCHED = ("none", "unpatched")
 _BUDGET = (*(name for name in TARGETS if name != "frames"), "per")  # a list is no argument, and a base may have it
@@ -31,13 +31,13 @@ class ModelArguments:
     `tokenprune.patch`.
     """
 
-    config: Config | None
+    config: Setting | None
     rest: dict[str, Any]
     guard: str = "off"  # unless asked for: what is measured is the method, not the guard
 
     @property
     def methods(self) -> list[Method]:
-        return [] if self.config is None else self.config.parsed.methods
+        return [] if self.config is None else self.config.methods
 
     @property
     def acts_on_pixels(self) -> bool:
@@ -77,7 +77,7 @@ def read(arguments: dict[str, Any], base: str, accepted: Collection[str], anythi
     if not names:
         return ModelArguments(None, rest)
     methods = [{"method": name, **options[name]} for name in names]
-    config = read_config(Setting.of({"method": methods} | _budget(ours), "--model_args"))
+    config = Setting.from_json({"method": methods} | _budget(ours), "--model_args")
     config.steps()  # raises
     return ModelArguments(config, rest, **guard)
 

@@ -10,7 +10,6 @@ from tokenprune import api
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.selection.method import Method, Site
 from tokenprune.settings import Setting
-from tokenprune.settings.one_line import Entry
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.two_pass import ESCALATE
 
@@ -26,7 +25,7 @@ def patched(
     **options: Any,
 ) -> AbstractContextManager[Any]:
     """Return `patched_by` for a method by its name, with its options; `UNPATCHED` leaves the model as it is."""
-    setting = None if name == UNPATCHED else Setting.of({"method": name, "keep": keep} | options)
+    setting = None if name == UNPATCHED else Setting.from_json({"method": name, "keep": keep} | options)
     return patched_by(subject, setting, videos, record)
 
 
@@ -57,7 +56,7 @@ def methods_in(setting: Setting | None) -> list[Method]:
 
 def escalating(keep: float | int) -> Setting:
     """Return the setting that asks twice; it is for benchmarks, and no patch."""
-    return Setting((Entry(ESCALATE),), keep)
+    return Setting((ESCALATE,), ({},), keep)
 
 
 def escalates(setting: Setting | None) -> bool:

@@ -118,7 +118,7 @@ class Profile:
 
         cost = self.model.cost(self.load)
         return {
-            "setting": self.setting and self.setting.as_dict(),
+            "setting": self.setting and self.setting.to_json(),
             "environment": self.environment,
             "load": self.machine_load,
             "before": record(self.before),
@@ -149,7 +149,7 @@ def profile_call(
     if repeats < 1 or new_tokens < 2:
         raise OptionError("a profile takes at least one run, and two new tokens: the first one and a step of decoding")
 
-    setting = None if setting is None else Setting.of(setting)
+    setting = None if setting is None else Setting.from_json(setting)
 
     def ask() -> dict[str, Any]:
         return subject.inputs([list(images)], [question])

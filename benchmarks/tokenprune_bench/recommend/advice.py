@@ -91,7 +91,7 @@ class Advice:
         """The method at its keep."""
         from tokenprune.settings import Setting  # it imports torch, and the command's help reads this table
 
-        return Setting.of({"method": self.method, "keep": self.keep})
+        return Setting.from_json({"method": self.method, "keep": self.keep})
 
     def evidence(self, size: float = REFERENCE) -> tuple[list[Evidence], list[Evidence]]:
         """Return the evidence at this keep and kind of questions, and that from elsewhere; the nearest keep first.

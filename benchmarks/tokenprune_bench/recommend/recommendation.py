@@ -134,7 +134,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         name,
         family,
         task,
-        row.setting.as_dict(),
+        row.setting.to_json(),
         row.reason,
         (*near, _closed(row, cost, load, family)),
         tuple(elsewhere),

@@ -190,8 +190,8 @@ def _setting(record: dict[str, Any], seed: int | None) -> Setting:
     if record["method"] == ESCALATE:
         return escalating(record["keep"])
     own = record.get("setting")
-    setting = Setting.of(own) if own else Setting.from_spec(record["method"], record["keep"])
-    return setting.filled({}, seed)
+    setting = Setting.from_json(own) if own else Setting.from_text(record["method"], record["keep"])
+    return setting.with_defaults({}, seed)
 
 
 def _draw(

@@ -117,7 +117,7 @@ def show(
     """
     if not settings:
         raise OptionError("name at least one method to show")
-    asked = [Setting.of(one) for one in settings]
+    asked = [Setting.from_json(one) for one in settings]
     for setting in asked:
         draw.check_drawable(setting)
     videos = [len(images) > 1 and contact_sheet.as_video(subject, one) for one in asked]
@@ -138,7 +138,7 @@ def show(
     panels: list[Panel] = []
     shown: list[PromptView] = []
     for place, (setting, video) in enumerate(zip(asked, videos, strict=True)):
-        name = setting.spec
+        name = setting.to_text()
         step(name, 1 + place, 1 + len(asked))
         seen = contact_sheet.seen_under(subject, images, question, setting, video)
         if not video:  # frames at their own resolution; of a video the model may have merged some in time
@@ -193,7 +193,7 @@ def plot(
         raise AlreadyPatchedError("plot asks with and without methods: call tokenprune.unpatch(model) first")
     given = list(images) if isinstance(images, (list, tuple)) else [images]
     specs = split_methods(methods) if isinstance(methods, str) else tuple(methods)
-    settings = [Setting.from_spec(one, keep).checked() for one in specs]
+    settings = [Setting.from_text(one, keep).validate() for one in specs]
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     subject = Model(model, processor, name, max_new_tokens=16)
     found = show(subject, given, question, settings, scores)

@@ -48,8 +48,8 @@ def grid(methods: Iterable[str | Setting] = (), keeps: Sequence[float | int] = K
         raise OptionError("the tuner needs at least one keep")
     made = []
     for method in tuple(methods) or [name for name in available_methods() if name not in for_comparison()]:
-        setting = method if isinstance(method, Setting) else Setting.from_spec(method)
-        made += [setting.with_keep(keep).filled({}, seed=SEED) for keep in keeps]
+        setting = method if isinstance(method, Setting) else Setting.from_text(method)
+        made += [setting.with_keep(keep).with_defaults({}, seed=SEED) for keep in keeps]
     for candidate in made:
         candidate.steps()
     return list(dict.fromkeys(made))

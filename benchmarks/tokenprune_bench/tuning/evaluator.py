@@ -186,7 +186,7 @@ def tunable_metric(name: str) -> Metric:
 
 def _place(candidate: Setting | None) -> dict[str, Any]:
     """Return plain values that name a candidate in the folder of a run."""
-    return {"setting": None if candidate is None else candidate.as_dict()}
+    return {"setting": None if candidate is None else candidate.to_json()}
 
 
 def _total(costs: Any) -> Stats:

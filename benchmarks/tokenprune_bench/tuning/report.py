@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Sequence
 from typing import Any
 
-from tokenprune.settings.saved import Config
+from tokenprune.settings import Setting
 from tokenprune_bench.profiling.kept import keep_in_words, percent
 from tokenprune_bench.tables import Cell, Table
 from tokenprune_bench.tuning.betting import LIKELY
@@ -17,16 +18,16 @@ from tokenprune_bench.tuning.promise import points
 from tokenprune_bench.tuning.trial import COLLAPSE, Trial, Tuning
 
 
-def tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> Config:
+def tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> Setting:
     """Return the choice with what is promised of it; there must be one. data: name and digest of the questions."""
     choice, promise = tuning.choice, tuning.promise
     env = evaluator.environment
     model = {"name": env["model"], "type": env["model_type"]}
     if "engine" not in env:  # what vLLM loaded cannot be compared with a model of transformers
         model["fingerprint"] = evaluator.backend.fingerprint()
-    return Config(
-        choice.candidate.as_dict(),
-        {
+    return dataclasses.replace(
+        choice.candidate,
+        tuned={
             "promise": {
                 "max_drop": promise.max_drop,
                 "confidence": promise.confidence,

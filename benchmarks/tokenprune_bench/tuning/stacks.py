@@ -120,13 +120,14 @@ def _front(alone: Sequence[Alone]) -> list[Alone]:
 def _stacked(parts: Sequence[Alone]) -> Setting | None:
     """Return a candidate of the methods of several, in the order of their sites; None if they are in each other's
     way."""
-    entries, keeps = [], []
+    names, options, keeps = [], [], []
     for one in parts:
-        entries += one.candidate.entries
+        names += one.candidate.names
+        options += one.candidate.options
         keeps.append(one.candidate.methods[0].default_keep if one.candidate.keep is None else one.candidate.keep)
-    made = Setting(tuple(entries), keeps)
+    stack = Setting(tuple(names), tuple(options), keeps)
     try:
-        return made.checked()
+        return stack.validate()
     except OptionError:
         return None
 

@@ -203,7 +203,7 @@ def test_the_command_answers_for_every_family_at_80_columns(method: str) -> None
         said = {name: answer.strip() for answer, of in answers for name in of.split(", ")}
         assert set(said) == {*names, *refused}
         for name in names:
-            reasons = [abilities.obstacle(one, name, backend) for one in Setting.from_spec(method).methods]
+            reasons = [abilities.obstacle(one, name, backend) for one in Setting.from_text(method).methods]
             assert (said[name] == "yes") == (not any(reasons)), name
         assert all(said[name].startswith("no, as no method may") for name in refused)
 

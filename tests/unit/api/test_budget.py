@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any
 
@@ -14,7 +15,7 @@ import tokenprune
 from basics import MODEL_METHODS, SINGLE_CUT, at_the_decoder, pieces
 from each import each
 from tokenprune import Budget, BudgetError
-from tokenprune.budgets import TARGETS
+from tokenprune.budgets.checks import TARGETS
 from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES, Family
 
@@ -26,10 +27,10 @@ SHAPE = DecoderShape(layers=4, hidden=8, intermediate=16, heads=2, kv_heads=1, h
 def test_a_share_of_bytes_where_layers_differ() -> None:
     """Layers before a cut count by what they cache of a token: (3 + 1 r) / 4 = 0.8 of the bytes."""
     shape = DecoderShape(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=(3, 1), head_dim=4)
-    assert Budget(kv_share=0.8).resolve([100], layer=1, shape=shape, text_tokens=5) == [20]
+    assert Budget.from_kv_share(0.8).resolve([100], layer=1, shape=shape, text_tokens=5) == [20]
     assert Budget(average_tokens=80).resolve([100], layer=1, shape=shape, text_tokens=5) == [60]
     with pytest.raises(BudgetError, match=r"spend 0\.750"):
-        Budget(kv_share=0.7).resolve([100], layer=1, shape=shape, text_tokens=5)
+        Budget.from_kv_share(0.7).resolve([100], layer=1, shape=shape, text_tokens=5)
 
 
 @each(
@@ -49,10 +50,10 @@ def test_a_share_of_bytes_where_layers_differ() -> None:
         (Budget(average_share=2 / 3), 2, [36, 12], [12, 4]),  # (2 + 2 r) / 4 = 2 / 3
         (Budget(average_share=0.25), 0, [36, 10], [9, 2]),
         (Budget(average_share=1.0), 2, [36], [36]),
-        (Budget(kv_share=0.75), 2, [36, 10], [18, 5]),
-        (Budget(kv_share=0.25), 0, [36, 10], [9, 2]),
-        (Budget(kv_share=1.0), 2, [36], [36]),
-        (Budget(flops_share=1.0), 2, [36], [36]),
+        (Budget.from_kv_share(0.75), 2, [36, 10], [18, 5]),
+        (Budget.from_kv_share(0.25), 0, [36, 10], [9, 2]),
+        (Budget.from_kv_share(1.0), 2, [36], [36]),
+        (Budget.from_flops_share(1.0), 2, [36], [36]),
     ],
 )
 def test_resolve(budget: Budget, layer: int, counts: list[int], kept: list[int]) -> None:
@@ -62,7 +63,7 @@ def test_resolve(budget: Budget, layer: int, counts: list[int], kept: list[int])
 @each("layer", [0, 1, 3])
 @each("share", [0.9, 0.97])
 def test_flops_share(layer: int, share: float) -> None:
-    (kept,) = Budget(flops_share=share).resolve([100], layer=layer, shape=SHAPE, text_tokens=20)
+    (kept,) = Budget.from_flops_share(share).resolve([100], layer=layer, shape=SHAPE, text_tokens=20)
 
     def cost(tokens: int) -> float:
         return SHAPE.prefill_flops([120] * layer + [20 + tokens] * (4 - layer)) / SHAPE.prefill_flops([120] * 4)
@@ -74,11 +75,11 @@ def test_flops_share(layer: int, share: float) -> None:
 @pytest.mark.parametrize(
     "budget",
     [
-        Budget(kv_share=0.5),
-        Budget(kv_share=0.3),
+        Budget.from_kv_share(0.5),
+        Budget.from_kv_share(0.3),
         Budget(average_tokens=50),
         Budget(average_share=0.5),
-        Budget(flops_share=0.2),
+        Budget.from_flops_share(0.2),
     ],
     ids=str,
 )
@@ -116,33 +117,50 @@ def test_bad_keep(keep: Any, build) -> None:
 )
 def test_bad_budget(fields: dict) -> None:
     with pytest.raises(BudgetError):
-        Budget(**fields)
+        Budget.from_json({name: value for name, value in fields.items() if name != "per"}, fields.get("per", "image"))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        dict(keep=0.25), dict(keep=64), dict(tokens=1), dict(keep=1.0), dict(average_tokens=192),
-        dict(average_share=0.3), dict(kv_share=0.3, per="prompt"), dict(flops_share=0.5),
-        dict(per_second=20, fps=2.0), dict(frames=(64, 16, 0.5)), dict(keep=0.25, frame_weights=(3, 1, 1)),
-        dict(keep=0.5, age=((0, 1.0), (2, 0.5)), step=4), dict(keep=0.4, per="frame"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_budget_is_what_was_written(given: dict[str, Any]) -> None:
-    """Its arguments are its attributes, its repr makes it anew, and so do its fields with another of them."""
-    budget = Budget(**given)
-    assert {name: getattr(budget, name) for name in given} == given
-    assert eval(repr(budget)) == budget == dataclasses.replace(budget) and hash(budget) == hash(Budget(**given))
-    if budget.keep is not None:
-        other = Budget(**given | dict(keep=0.125, tokens=None))
-        assert dataclasses.replace(budget, keep=0.125) == other
+WRITTEN = [
+    (0.25, Budget(keep=0.25), "keep", 0.25),
+    (64, Budget(keep=64), "tokens", 64),
+    (1.0, Budget(keep=1.0), "keep", 1.0),
+    ({"tokens": 1}, Budget(tokens=1), "tokens", 1),
+    ({"average_tokens": 192}, Budget(average_tokens=192), "average_tokens", 192),
+    ({"average_share": 0.3}, Budget(average_share=0.3, per="prompt"), "average_share", 0.3),
+    ({"kv_share": 0.3}, Budget.from_kv_share(0.3, per="prompt"), "kv_share", 0.3),
+    ({"flops_share": 0.5}, Budget.from_flops_share(0.5), "flops_share", 0.5),
+    ({"per_second": 20}, Budget.per_second(20, per="frame"), "per_second", 20),
+    ({"per_second": 20, "fps": 2.0}, Budget.per_second(20, fps=2.0), "per_second", 20),
+    ({"frames": [64, 16, 0.5]}, Budget.by_frame((64, 16, 0.5)), "frames", (64, 16, 0.5)),
+    ({"keep": 0.25, "frame_weights": [3, 1, 1]}, Budget.by_frame_weights(0.25, (3, 1, 1)), "keep", 0.25),
+    ({"tokens": 1, "frame_weights": [3, 1]}, Budget.by_frame_weights(Budget(tokens=1), (3, 1)), "tokens", 1),
+    ({"keep": 0.5, "age": [[0, 1.0], [2, 0.5]], "step": 4}, Budget.by_age(0.5, ((0, 1.0), (2, 0.5)), step=4), "keep",
+     0.5),
+    ({"tokens": 1, "age": [[0, 1.0], [2, 1]], "step": 1}, Budget.by_age(Budget(tokens=1), ((0, 1.0), (2, 1))),
+     "tokens", 1),
+    (0.4, Budget(keep=0.4, per="frame"), "keep", 0.4),
+]  # fmt: skip
+
+
+@each(("value", "budget", "target", "amount"), WRITTEN)
+def test_json_repr_and_copies_are_equal_to_the_budget(value: Any, budget: Budget, target: str, amount: Any) -> None:
+    assert (budget.target, budget.amount) == (target, amount)
+    assert budget.to_json() == value and Budget.from_json(value, budget.per) == budget
+    for copy in (eval(repr(budget)), dataclasses.replace(budget), Budget(**budget.init_values())):
+        assert copy == budget and hash(copy) == hash(budget) and copy.amount == amount
+
+
+def test_a_budget_is_a_value_of_eight_arguments() -> None:
+    assert len(inspect.signature(Budget).parameters) == 8
+    budget = Budget(tokens=64, per="prompt")
+    assert budget.keep == budget.tokens == 64
+    assert dataclasses.replace(budget, keep=0.125, tokens=None) == Budget(keep=0.125, per="prompt")
     with pytest.raises(dataclasses.FrozenInstanceError):
         budget.keep = 0.5
 
 
 def test_budgets_of_one_number_differ() -> None:
-    of_one = [Budget(tokens=1), Budget(keep=1.0), *(Budget(**{name: 1.0}) for name in TARGETS[2:-1])]
+    of_one = [Budget(tokens=1), Budget(keep=1.0), *(Budget.from_json({name: 1.0}) for name in TARGETS[2:-1])]
     assert len({*of_one}) == len(of_one) == 7
     assert Budget(keep=4) == Budget(tokens=4) != Budget(average_tokens=4)
 
@@ -150,11 +168,11 @@ def test_budgets_of_one_number_differ() -> None:
 def test_numpy_numbers_are_numbers(build) -> None:
     numpy = pytest.importorskip("numpy")
     counts = dict(layer=0, shape=SHAPE, text_tokens=1)
-    assert Budget.of(numpy.float32(0.5)).resolve([10], **counts) == [5]
-    assert Budget.of(numpy.int64(3)).resolve([10], **counts) == [3]
-    assert Budget.of(numpy.float64(1.0)).is_identity() and not Budget(tokens=numpy.int64(1)).is_identity()
+    assert Budget.from_keep(numpy.float32(0.5)).resolve([10], **counts) == [5]
+    assert Budget.from_keep(numpy.int64(3)).resolve([10], **counts) == [3]
+    assert Budget.from_keep(numpy.float64(1.0)).is_identity() and not Budget(tokens=numpy.int64(1)).is_identity()
     with pytest.raises(BudgetError, match=BOTH_WAYS):
-        Budget.of(numpy.int64(1))
+        Budget.from_keep(numpy.int64(1))
 
 
 # -- in a model --------------------------------------------------------------------------------------------------------
@@ -193,7 +211,7 @@ def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
         assert cut.kept[row] == sorted(kept)
     info = tokenprune.method_info(method)
     before, after = sum(map(sum, inputs.counts)), sum(expected(len(piece)) for row in places for piece in row)
-    ((stage, _),) = tokenprune.method(method).stages(Budget.of(keep), 4)
+    ((stage, _),) = tokenprune.method(method).stages(Budget.from_keep(keep), 4)
     layer = stage.cut_layer
     assert (cut.site, cut.layer, cut.method) == (info.site.name, layer, method)
     assert stats.visual_tokens_per_layer == [before] * layer + [after] * (4 - layer)
@@ -264,7 +282,7 @@ def early(method: str) -> tokenprune.Method:
 
 @each(
     ("budget", "average"),
-    [(Budget(average_tokens=24), 24 / 36), (Budget(average_share=0.6), 0.6), (Budget(kv_share=0.6), 0.6)],
+    [(Budget(average_tokens=24), 24 / 36), (Budget(average_share=0.6), 0.6), (Budget.from_kv_share(0.6), 0.6)],
 )
 @pytest.mark.parametrize("method", MODEL_METHODS)
 def test_targets_are_met_in_a_model(method: str, budget: Budget, average: float, build) -> None:
@@ -287,7 +305,7 @@ def test_targets_are_met_in_a_model(method: str, budget: Budget, average: float,
 @each("batch", [dict(only=0), dict(padding=None), dict(rows=3, padding=None)])
 def test_flops_target_is_met_in_a_model(method: str, batch: dict, build) -> None:
     family = FAMILIES["llava"]
-    stats = run(build(family), early(method), Budget(flops_share=0.75), family.make_inputs(**batch))[1]
+    stats = run(build(family), early(method), Budget.from_flops_share(0.75), family.make_inputs(**batch))[1]
     assert stats.prefill_flops_ratio == pytest.approx(0.75, abs=0.02)
 
 

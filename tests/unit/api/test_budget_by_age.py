@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets by age: `Budget(keep=..., age=((0, 1.0), (2, 0.5)), step=4)`."""
+"""Budgets by age: `Budget.by_age(..., ((0, 1.0), (2, 0.5)), step=4)`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def per_image(family: Family, model: Any, inputs: Any, row: int, places: list[in
 def test_older_images_of_each_row_keep_less(name: str, step: int, build: Any) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(5, 1, 4))
-    with tokenprune.patched(model, "divprune", keep=Budget(keep=0.8, age=AGE, step=step), record=True):
+    with tokenprune.patched(model, "divprune", keep=Budget.by_age(0.8, AGE, step=step), record=True):
         rows = kept(model, inputs)
         out = tokenprune.stats(model).visual_tokens_out
     want = [
@@ -73,7 +73,7 @@ def test_older_images_of_each_row_keep_less(name: str, step: int, build: Any) ->
 def test_dropping_by_age_equals_the_masked_model(name: str, build: Any) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(4, 2))
-    with tokenprune.patched(model, "divprune", keep=Budget(keep=1.0, age=AGE), record=True):
+    with tokenprune.patched(model, "divprune", keep=Budget.by_age(1.0, AGE), record=True):
         logits, stats = model(**inputs).logits, tokenprune.stats(model)
     with reduced(family, model, stats.cuts, inputs["input_ids"].shape[1]):
         want = model(**inputs).logits
@@ -100,7 +100,7 @@ def test_a_longer_prompt_of_the_same_step_keeps_its_earlier_images_as_they_are(b
         types = {name: whole[name][:, : ends[number - 1]] for name in whole if name.endswith("type_ids")}
         return cut | types | {"image_grid_thw": grids[:number], "pixel_values": pixels[:patches]}
 
-    with tokenprune.patched(model, "divprune", keep=Budget(keep=1.0, age=AGE, step=2), record=True):
+    with tokenprune.patched(model, "divprune", keep=Budget.by_age(1.0, AGE, step=2), record=True):
         found = {number: kept(model, first(number))[0] for number in (2, 3, 4)}
         said = {number: model(**first(number)).logits[0, : ends[1]] for number in (2, 3)}
     before = {number: [place for place in places if place < ends[1]] for number, places in found.items()}
@@ -113,9 +113,9 @@ def test_one_image_and_a_single_tier_are_as_without_age(build: Any) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
     whole = model(**inputs).logits
-    with tokenprune.patched(model, "divprune", keep=Budget(keep=1.0, age=AGE)):
+    with tokenprune.patched(model, "divprune", keep=Budget.by_age(1.0, AGE)):
         assert torch.equal(model(**inputs).logits, whole)
-    nothing = Budget(keep=0.5, age=((0, 1.0),), step=4)
+    nothing = Budget.by_age(0.5, ((0, 1.0),), step=4)
     assert nothing == replace(nothing, per="image") == Budget(keep=0.5)
 
 
@@ -131,10 +131,10 @@ def test_counts_do_not_rise_with_age_and_an_image_keeps_a_token() -> None:
 
 def test_a_file_or_dict_says_the_same() -> None:
     said = {"method": "divprune", "keep": {"keep": 0.5, "age": [[0, 1.0], [2, 0.25]], "step": 4}}
-    (budget,) = Setting.of(said).budgets
-    assert budget == Budget(keep=0.5, age=((0, 1.0), (2, 0.25)), step=4)
+    (budget,) = Setting.from_json(said).budgets
+    assert budget == Budget.by_age(0.5, ((0, 1.0), (2, 0.25)), step=4)
     assert eval(repr(budget)) == budget and budget.short() == repr(budget)
-    assert repr(budget) == "Budget(keep=0.5, age=((0, 1.0), (2, 0.25)), step=4)"
+    assert repr(budget) == "Budget.by_age(0.5, ((0, 1.0), (2, 0.25)), step=4)"
 
 
 @each(
@@ -158,7 +158,9 @@ def test_a_file_or_dict_says_the_same() -> None:
 )
 def test_what_means_nothing_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(BudgetError, match=said):
-        Budget(**({"keep": 0.5} | given))
+        Budget.from_json(
+            {"keep": 0.5} | {name: value for name, value in given.items() if name != "per"}, given.get("per", "image")
+        )
 
 
 @pytest.mark.parametrize(
@@ -169,6 +171,6 @@ def test_what_means_nothing_is_refused(given: dict[str, Any], said: str) -> None
 def test_a_method_whose_choice_a_longer_chat_changes_is_refused(method: str, said: str, build: Any) -> None:
     model = build(FAMILIES["llava"])
     with pytest.raises(BudgetError, match=said):
-        tokenprune.patch(model, method, keep=Budget(keep=0.5, age=AGE))
+        tokenprune.patch(model, method, keep=Budget.by_age(0.5, AGE))
     with pytest.raises(tokenprune.NotPatchedError):
         tokenprune.unpatch(model)

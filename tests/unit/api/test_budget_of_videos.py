@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets of videos: `Budget(per_second=)`, `Budget(frames=)`, `Budget(keep=, frame_weights=)`."""
+"""Budgets of videos: `Budget.per_second`, `Budget.by_frame`, `Budget.by_frame_weights`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from families import FAMILIES as EVERY_FAMILY
 from oracle import close, reduced
 from session_oracle import recorded
 from tokenprune import Budget, BudgetError, UnsupportedSetupError
-from tokenprune.budgets.of_videos import spread
+from tokenprune.budgets.video import spread
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.models.decoder_shape import DecoderShape
@@ -105,7 +105,7 @@ def test_frames_keep_what_is_listed(name: str, method: str, build: Any) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(**BATCH)
     last = 5 if name == "llava_onevision" else 4
-    budget = Budget(frames=[2, 0.25, 1.0, 0.5, 100])
+    budget = Budget.by_frame([2, 0.25, 1.0, 0.5, 100])
     with tokenprune.patched(model, method, keep=budget, record=True):
         model(**inputs)
         stats = tokenprune.stats(model)
@@ -122,7 +122,7 @@ def test_frames_share_by_their_weights(name: str, method: str, build: Any) -> No
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(**BATCH)
     weights = [0.5, 0.1, 0.2, 0.1, 0.1]
-    with tokenprune.patched(model, method, keep=Budget(keep=0.5, frame_weights=weights), record=True):
+    with tokenprune.patched(model, method, keep=Budget.by_frame_weights(0.5, weights), record=True):
         model(**inputs)
         stats = tokenprune.stats(model)
     sizes = [4, 4, 4, 4, 5 if name == "llava_onevision" else 4]
@@ -136,7 +136,7 @@ def test_frames_share_by_their_weights(name: str, method: str, build: Any) -> No
 def test_each_video_of_a_prompt_shares_by_itself(build: Any) -> None:
     family = FAMILIES["qwen3_vl"]
     model, inputs = build(family), family.make_inputs(images=(1,), video=[[3, 3]], padding=None)
-    with tokenprune.patched(model, "divprune", keep=Budget(tokens=6, frame_weights=[1, 1, 4]), record=True):
+    with tokenprune.patched(model, "divprune", keep=Budget.by_frame_weights(6, [1, 1, 4]), record=True):
         model(**inputs)
         (kept,) = tokenprune.stats(model).cuts[0].kept
     video = (inputs["input_ids"][0] == VIDEO).nonzero().flatten().tolist()
@@ -151,8 +151,8 @@ def test_a_second_of_video_keeps_as_many_tokens(name: str, build: Any) -> None:
     model, inputs = build(family), family.make_inputs(**BATCH)
     joined = 1 if name == "llava_onevision" else 2
 
-    def kept(**budget: Any) -> int:
-        with tokenprune.patched(model, "divprune", keep=Budget(**budget), record=True):
+    def kept(tokens: float, **more: Any) -> int:
+        with tokenprune.patched(model, "divprune", keep=Budget.per_second(tokens, **more), record=True):
             model(**inputs)
             stats = tokenprune.stats(model)
         assert images_kept(inputs, stats.cuts[0].kept) == [1, 1, 1]
@@ -160,14 +160,14 @@ def test_a_second_of_video_keeps_as_many_tokens(name: str, build: Any) -> None:
         assert none is None and sum(first) == sum(second)
         return sum(first)
 
-    assert kept(per_second=3, fps=2.0) == round(3 * 5 * joined / 2.0)
-    assert kept(per_second=0.1, fps=2.0) == 1
-    assert kept(per_second=3, fps=4.0, per="frame") == 5 * max(1, round(3 * joined / 4.0))
+    assert kept(3, fps=2.0) == round(3 * 5 * joined / 2.0)
+    assert kept(0.1, fps=2.0) == 1
+    assert kept(3, fps=4.0, per="frame") == 5 * max(1, round(3 * joined / 4.0))
     if name == "qwen2_5_vl":
-        assert kept(per_second=3) == round(3 * 5 * 0.5) and kept(per_second=2, fps=4.0) == 5
+        assert kept(3) == round(3 * 5 * 0.5) and kept(2, fps=4.0) == 5
     else:
-        with pytest.raises(BudgetError, match=r"nothing tells how long .* Budget\(per_second=3, fps=2.0\)"):
-            kept(per_second=3)
+        with pytest.raises(BudgetError, match=r"nothing tells how long .* Budget.per_second\(3, fps=2.0\)"):
+            kept(3)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
@@ -176,7 +176,7 @@ def test_a_length_that_is_none_is_refused(seconds: float, build: Any) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(rows=1, video=5)
     with (
-        tokenprune.patched(model, "divprune", keep=Budget(per_second=3)),
+        tokenprune.patched(model, "divprune", keep=Budget.per_second(3)),
         pytest.raises(BudgetError, match="nothing tells how long"),
     ):
         model.model(**inputs | {"second_per_grid_ts": [seconds], "position_ids": torch.arange(
@@ -190,7 +190,7 @@ def test_videos_of_one_prompt_last_as_long_as_each_does(build: Any) -> None:
     inputs["second_per_grid_ts"] = torch.tensor([0.5, 1.0, 0.25])
     want = [round(2 * 5 * 0.5) + round(2 * 3 * 1.0), round(2 * 4 * 0.25)]
     for beams in (1, 2):
-        with tokenprune.patched(model, "divprune", keep=Budget(per_second=2), record=True):
+        with tokenprune.patched(model, "divprune", keep=Budget.per_second(2), record=True):
             model.generate(**inputs, max_new_tokens=2, num_beams=beams)
             cut = tokenprune.stats(model).cuts[0].kept
         rows = [row for row in inputs["input_ids"] for _ in range(beams)]
@@ -198,11 +198,14 @@ def test_videos_of_one_prompt_last_as_long_as_each_does(build: Any) -> None:
             len(set((row == VIDEO).nonzero().flatten().tolist()) & set(k)) for row, k in zip(rows, cut, strict=True)
         ]
         assert found == [number for number in want for _ in range(beams)]
-    with tokenprune.patched(model, "divprune", keep=Budget(frames=[2] * 5)), pytest.raises(BudgetError, match="list 3"):
+    with (
+        tokenprune.patched(model, "divprune", keep=Budget.by_frame([2] * 5)),
+        pytest.raises(BudgetError, match="list 3"),
+    ):
         model(**inputs)
 
 
-@pytest.mark.parametrize("budget", [Budget(frames=[2, 0.25, 1.0, 0.5, 3]), Budget(per_second=2)])
+@pytest.mark.parametrize("budget", [Budget.by_frame([2, 0.25, 1.0, 0.5, 3]), Budget.per_second(2)])
 @torch.no_grad()
 def test_dropping_equals_the_masked_model(budget: Budget, build: Any) -> None:
     family = FAMILIES["qwen2_5_vl"]
@@ -222,7 +225,7 @@ def test_all_of_every_frame_is_the_unpatched_model(build: Any) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(**BATCH)
     whole = model(**inputs).logits
-    for budget in (Budget(frames=[1.0] * 5), Budget(keep=1.0, frame_weights=[1, 2, 3, 4, 5]), Budget(per_second=999)):
+    for budget in (Budget.by_frame([1.0] * 5), Budget.by_frame_weights(1.0, [1, 2, 3, 4, 5]), Budget.per_second(999)):
         with tokenprune.patched(model, "divprune", keep=budget):
             assert torch.equal(model(**inputs).logits, whole)
 
@@ -231,7 +234,7 @@ def test_a_number_of_frames_that_differs_is_refused(build: Any) -> None:
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs(rows=1, video=3)
     with (
-        tokenprune.patched(model, "divprune", keep=Budget(keep=0.5, frame_weights=[1] * 6)),
+        tokenprune.patched(model, "divprune", keep=Budget.by_frame_weights(0.5, [1] * 6)),
         pytest.raises(
             BudgetError, match=r"frame_weights= lists 6 frames, and the decoder sees 3 .*\(2 of those sampled"
         ),
@@ -239,7 +242,7 @@ def test_a_number_of_frames_that_differs_is_refused(build: Any) -> None:
         model(**inputs)
 
 
-@each("budget", [Budget(per_second=2, fps=1.0), Budget(frames=[4, 4]), Budget(0.5, frame_weights=[1])])
+@each("budget", [Budget.per_second(2, fps=1.0), Budget.by_frame([4, 4]), Budget.by_frame_weights(0.5, [1])])
 @each(
     ("name", "method", "said"),
     [("qwen2_vl", "pyramiddrop", "cuts more than once"), ("qwen2_vl", "vscan", "cuts more than once|by itself"),
@@ -258,10 +261,10 @@ def test_what_cannot_go_by_frames_is_refused(name: str, method: str, said: str, 
 def test_a_method_that_compares_frames_spends_one_budget(build: Any) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(rows=1, video=5)
-    for budget in (Budget(frames=[4] * 5), Budget(keep=0.5, frame_weights=[1] * 5)):
-        with pytest.raises(BudgetError, match="say keep= or per_second= alone"):
+    for budget in (Budget.by_frame([4] * 5), Budget.by_frame_weights(0.5, [1] * 5)):
+        with pytest.raises(BudgetError, match=r"say keep= or Budget.per_second\(...\) alone"):
             tokenprune.patch(model, "evs", keep=budget)
-    with tokenprune.patched(model, "evs", keep=Budget(per_second=4), record=True), torch.no_grad():
+    with tokenprune.patched(model, "evs", keep=Budget.per_second(4), record=True), torch.no_grad():
         model(**inputs)
         (kept,) = tokenprune.stats(model).cuts[0].kept
     assert len(set((inputs["input_ids"][0] == VIDEO).nonzero().flatten().tolist()) & set(kept)) == 10
@@ -270,7 +273,7 @@ def test_a_method_that_compares_frames_spends_one_budget(build: Any) -> None:
 def test_a_session_takes_no_list_of_frames(build: Any) -> None:
     model = build(FAMILIES["qwen2_5_vl"])
     with (
-        tokenprune.patched(model, "divprune", keep=Budget(frames=[4] * 5)),
+        tokenprune.patched(model, "divprune", keep=Budget.by_frame([4] * 5)),
         pytest.raises(UnsupportedSetupError, match="block by block"),
     ):
         tokenprune.sessions.session(model, memory=64)
@@ -279,7 +282,7 @@ def test_a_session_takes_no_list_of_frames(build: Any) -> None:
 def test_a_session_keeps_as_many_tokens_a_second(build: Any) -> None:
     """Clips of 4 frames, half a second each, keep 2 * 4 * 0.5 tokens, beside the two ids around each."""
     family, g = FAMILIES["qwen2_5_vl"], torch.Generator().manual_seed(5)
-    with tokenprune.patched(build(family), "divprune", keep=Budget(per_second=2)) as model:
+    with tokenprune.patched(build(family), "divprune", keep=Budget.per_second(2)) as model:
         made = recorded(family, model, memory=10**6)
         made.session.say([1, 20])
         for _ in range(3):
@@ -292,7 +295,7 @@ def test_omni_tells_the_seconds_by_another_name(build: Any) -> None:
     family = EVERY_FAMILY["qwen2_5_omni_thinker"]
     model, inputs = build(family), family.make_inputs(images=(0,), video=5)
     assert "video_second_per_grid" in inputs
-    with tokenprune.patched(model, "divprune", keep=Budget(per_second=3)):
+    with tokenprune.patched(model, "divprune", keep=Budget.per_second(3)):
         model(**inputs)
         assert tokenprune.stats(model).visual_tokens_out == round(3 * 5 * 0.5)
 
@@ -302,7 +305,7 @@ def test_omni_tells_the_seconds_by_another_name(build: Any) -> None:
 )
 def test_vllm_takes_none_of_them(keep: dict[str, Any]) -> None:
     with pytest.raises(BudgetError, match="keep must be a number"):
-        ServedSetting.of({"method": "divprune", "keep": keep})
+        ServedSetting.from_json({"method": "divprune", "keep": keep})
 
 
 def test_frames_that_are_joined(build: Any) -> None:
@@ -313,17 +316,17 @@ def test_frames_that_are_joined(build: Any) -> None:
 @pytest.mark.parametrize(
     ("keep", "budget"),
     [
-        ({"per_second": 20, "fps": 2}, Budget(per_second=20, fps=2)),
-        ({"frames": [64, 0.25]}, Budget(frames=(64, 0.25))),
-        ({"tokens": 64, "frame_weights": [3, 1]}, Budget(tokens=64, frame_weights=(3.0, 1.0))),
+        ({"per_second": 20, "fps": 2}, Budget.per_second(20, fps=2)),
+        ({"frames": [64, 0.25]}, Budget.by_frame((64, 0.25))),
+        ({"tokens": 64, "frame_weights": [3, 1]}, Budget.by_frame_weights(64, (3.0, 1.0))),
     ],
 )
 def test_a_file_or_dict_says_the_same(keep: dict[str, Any], budget: Budget) -> None:
-    (found,) = Setting.of({"method": "divprune", "keep": keep}).budgets
+    (found,) = Setting.from_json({"method": "divprune", "keep": keep}).budgets
     assert found == budget and eval(repr(budget)) == budget and budget.short() == repr(budget)
     assert (
-        Budget(frames=torch.tensor([4, 8])) == Budget(frames=(4, 8))
-        and repr(Budget(frames=[4])) == "Budget(frames=(4,))"
+        Budget.by_frame(torch.tensor([4, 8])) == Budget.by_frame((4, 8))
+        and repr(Budget.by_frame([4])) == "Budget.by_frame((4,))"
     )
 
 
@@ -353,10 +356,10 @@ def test_a_file_or_dict_says_the_same(keep: dict[str, Any], budget: Budget) -> N
 )
 def test_what_means_nothing_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(BudgetError, match=said):
-        Budget(**given)
+        Budget.from_json({name: value for name, value in given.items() if name != "per"}, given.get("per", "image"))
 
 
 def test_a_budget_of_videos_without_one_is_refused() -> None:
     with pytest.raises(BudgetError, match="nothing is known of any here"):
-        Budget(per_second=3, fps=1.0).resolve([36], layer=0, shape=DecoderShape(2, 8, 8, 1, 1, 8), text_tokens=4)
-    assert counts_after([Budget(per_second=3)], 36) == [36]  # an image keeps all
+        Budget.per_second(3, fps=1.0).resolve([36], layer=0, shape=DecoderShape(2, 8, 8, 1, 1, 8), text_tokens=4)
+    assert counts_after([Budget.per_second(3)], 36) == [36]  # an image keeps all

@@ -60,7 +60,7 @@ def test_profile_tells_the_share_of_each_cut_and_of_all(keep: str, column: str, 
 def test_the_share_that_is_told_is_the_share_that_is_left(subject: Model) -> None:
     example = Image.open(IMAGE)
     for keep in (64, 0.25, [0.5, 16]):
-        setting = Setting.from_spec("divprune+fastv", keep)
+        setting = Setting.from_text("divprune+fastv", keep)
         inputs = subject.inputs([example], ["what?"])
         with tokenprune.patched(subject.model, config=setting, guard="off"):
             subject.generate(inputs)
@@ -95,7 +95,7 @@ def test_a_profile_of_two_settings_has_a_table_of_each() -> None:
 
 def test_a_stack_is_captioned_with_what_it_leaves(subject: Model) -> None:
     assert keep_in_words(0.25, 1, 0.25) == "0.25" and keep_in_words(64, 2, 0.25) == "64 each, 25 % in all"
-    settings = [Setting.from_spec(one, 0.25) for one in ("divprune+fastv", "divprune")]
+    settings = [Setting.from_text(one, 0.25) for one in ("divprune+fastv", "divprune")]
     shown = side_by_side.show(subject, [Image.open(IMAGE)], "what?", settings)
     assert [panel.title for panel in shown.kept_panels] == [
         "divprune+fastv, keep 0.25 each, 6.25 % in all", "divprune, keep 0.25",
@@ -112,8 +112,8 @@ def test_the_tuner_tells_what_a_stack_leaves() -> None:
         "prefill_flops_ratio": 0.2, "keep_ratio": 0.0625, "visual_tokens_average": 60, "visual_tokens_in": 256,
         "kv_bytes": 1, "kv_bytes_full": 4,
     }  # fmt: skip
-    chosen = Trial(Setting.from_spec("divprune+fastv", 0.25), "chosen", 1, 1, 0.0, 0.01, cost, kinds={"all": 0})
-    listed = Trial(Setting.from_spec("divprune+fastv", [0.5, 0.125]), "", 1, 1, 0.0, 0.01, cost)
+    chosen = Trial(Setting.from_text("divprune+fastv", 0.25), "chosen", 1, 1, 0.0, 0.01, cost, kinds={"all": 0})
+    listed = Trial(Setting.from_text("divprune+fastv", [0.5, 0.125]), "", 1, 1, 0.0, 0.01, cost)
     tuning = Tuning(Promise(), [chosen, listed], chosen, 1, 1, {"unpatched": 1.0, "tuned": 1.0})
     assert outcome(tuning)[0].startswith("divprune+fastv, keep 0.25 each, 6.25 % in all: less than 1 point lost")
     assert [row[1].text for row in tuning_table(tuning).rows] == [
@@ -321,7 +321,7 @@ def test_show_says_what_the_processor_crops_away(subject: Model, tmp_path: Path)
     shares = [int(text) for text in re.findall(r"(\d+)% at the (?:left|right)", line)]
     width, height = map(int, re.search(r"sees (\d+) x (\d+) of the image's 1000 x 500", line).groups())
     assert shares == [25, 25] and abs(width - 500) <= 12 and height == 500
-    shown = side_by_side.show(subject, [Image.open(wide)], "what?", [Setting.from_spec("uniform", 0.25)])
+    shown = side_by_side.show(subject, [Image.open(wide)], "what?", [Setting.from_text("uniform", 0.25)])
     assert line in shown.caption
     for size, sides in {(500, 1000): "25% at the top and 25% at the bottom", (600, 600): ""}.items():
         image = Image.new("RGB", size)
@@ -382,11 +382,11 @@ def test_lines_of_python_to_copy_run_one_after_the_other() -> None:
     from tokenprune_bench.app.comparison import Asked
 
     model, processor = demo_model(device="cpu")
-    settings = [Setting.from_spec(name, 0.5) for name in ("divprune", "fastv", "downsample+dart")]
+    settings = [Setting.from_text(name, 0.5) for name in ("divprune", "fastv", "downsample+dart")]
     told = snippets.python(*settings)
     names: dict[str, Any] = {"tokenprune": tokenprune, "model": model, "processor": processor}
     exec(told, names)
     assert [method.name for method in tokenprune.api.attachment_of(model).methods] == ["downsample", "dart"]
     assert told.count("tokenprune.patch(") == 3 and snippets.python(settings[0]).count("\n") == 0
-    asked = Asked(Setting.from_spec("divprune+fastv", 0.25), 256, 16, b"", Stats())
+    asked = Asked(Setting.from_text("divprune+fastv", 0.25), 256, 16, b"", Stats())
     assert asked.keep_in_words == "0.25 each, 6.25 % in all"

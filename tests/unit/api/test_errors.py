@@ -17,7 +17,7 @@ import tokenprune
 from basics import METHODS
 from each import each
 from tokenprune import OptionError, TokenPruneError, UnknownMethodError, UnsupportedModelError
-from tokenprune.budgets import _note_percentage
+from tokenprune.budgets.budget import _note_percentage
 from tokenprune.errors import PlaceholderMismatchError
 from zoo import FAMILIES, IMAGE, Family
 

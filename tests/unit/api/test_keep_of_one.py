@@ -26,7 +26,7 @@ from tokenprune.cli import app
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
-from tokenprune.settings.saved import Config, read_config, write_config
+from tokenprune.settings.saved import read_config, write_config
 from tokenprune_bench.app import snippets
 from tokenprune_bench.lmms_eval.arguments import read
 from tokenprune_bench.plan import BenchPlan
@@ -51,9 +51,9 @@ def test_settings_refuse_it(setting: dict[str, Any], tmp_path: Path) -> None:
         with pytest.raises(BudgetError, match=BOTH_WAYS):
             read_config(given)
     with pytest.raises(BudgetError, match=BOTH_WAYS):
-        ServedSetting.of(setting)
+        ServedSetting.from_json(setting)
     with pytest.raises(BudgetError, match=BOTH_WAYS):
-        ServedSetting.of({"method": "uniform", "keep": 0.5}, {"keep": 1})
+        ServedSetting.from_json({"method": "uniform", "keep": 0.5}, {"keep": 1})
 
 
 def test_python_refuses_it_before_anything_changes(build) -> None:
@@ -81,7 +81,7 @@ def test_both_ways_do_what_they_say(build) -> None:
         with tokenprune.patched(model, config=setting):
             model(**inputs)
             assert tokenprune.stats(model).visual_tokens_out == left
-        assert ServedSetting.of(setting).count(36) == left
+        assert ServedSetting.from_json(setting).count(36) == left
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_lmms_eval_refuses_it() -> None:
 def test_files_keep_them_apart(tmp_path: Path) -> None:
     path = tmp_path / "tokenprune.json"
     for setting, budget in ((ONE, Budget(tokens=1)), (ALL, Budget(keep=1.0))):
-        write_config(path, Config(setting))
+        write_config(path, Setting.from_json(setting))
         assert read_config(path).steps()[1] == [budget]
-        again = json.loads(json.dumps(ServedSetting.of(setting).as_dict()))
-        assert ServedSetting.of(again) == ServedSetting.of(setting)
+        again = json.loads(json.dumps(ServedSetting.from_json(setting).to_json()))
+        assert ServedSetting.from_json(again) == ServedSetting.from_json(setting)
     assert '"keep": 1.0' in path.read_text()
     several = {"method": ["dynres", "divprune"], "keep": [1.0, {"tokens": 1}]}
-    assert ServedSetting.of(ServedSetting.of(several).as_dict()) == ServedSetting.of(several)
-    for setting in (Setting.of(ALL), Setting.from_spec("divprune", 1.0)):
+    assert ServedSetting.from_json(ServedSetting.from_json(several).to_json()) == ServedSetting.from_json(several)
+    for setting in (Setting.from_json(ALL), Setting.from_text("divprune", 1.0)):
         assert snippets.python(setting).endswith("keep=1.0)") and "--keep 1.0" in snippets.bench(setting, "m")
 
 
@@ -126,7 +126,7 @@ def test_copies_are_equal_and_the_two_are_not() -> None:
     both = {"tokens": 3, "keep": 4}
     for wrong in ({"tokens": 0}, {"tokens": 0.5}, {"tokens": True}, both, both | {"keep": 0.5}):
         with pytest.raises(BudgetError):
-            Budget(**wrong)
+            Budget.from_json(wrong)
 
 
 # -- what several methods keep together --------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_the_share_of_a_stack() -> None:
     number = Budget(tokens=16)
     assert joint_share([quarter, number]) is None and joint_share([quarter, number], 256) == 1 / 16
     assert joint_share([Budget(tokens=16), Budget(tokens=64)], 256) == 1 / 16
-    assert joint_share([quarter, Budget(kv_share=0.5)], 256) is None
+    assert joint_share([quarter, Budget.from_kv_share(0.5)], 256) is None
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from tokenprune.settings.one_line import split_methods
 
 
 def spec(text: str) -> str:
-    return Setting.from_spec(text).checked().spec
+    return Setting.from_text(text).validate().to_text()
 
 
 @each(
@@ -52,12 +52,13 @@ def test_a_list_is_cut_between_settings(text: str, parts: tuple[str, ...]) -> No
     ],
 )
 def test_a_line_means_a_setting_that_patch_takes(text: str, setting: dict) -> None:
-    read = Setting.from_spec(text)
-    assert read.as_dict() == setting and Setting.of(setting) == read and hash(Setting.of(setting)) == hash(read)
-    assert Setting.from_spec(text, 0.5).as_dict() == read.with_keep(0.5).as_dict() == setting | {"keep": 0.5}
-    assert Setting.from_spec(read.spec) == read and Setting.from_spec(read.spec).spec == read.spec
-    assert [method.name for method in read.methods] == read.names == read.name.split("+")
-    assert read.names == [
+    read = Setting.from_text(text)
+    same = Setting.from_json(setting)
+    assert read.to_json() == setting and same == read and hash(same) == hash(read)
+    assert Setting.from_text(text, 0.5).to_json() == read.with_keep(0.5).to_json() == setting | {"keep": 0.5}
+    assert Setting.from_text(read.to_text()) == read and Setting.from_text(read.to_text()).to_text() == read.to_text()
+    assert [method.name for method in read.methods] == [*read.names] == read.name.split("+")
+    assert [*read.names] == [
         one["method"] for one in ([setting] if isinstance(setting["method"], str) else setting["method"])
     ]
 
@@ -98,27 +99,31 @@ def test_two_methods_inside_the_decoder_stack_at_two_layers() -> None:
 
 def test_a_file_with_odd_letters_is_quoted(tmp_path: Path) -> None:
     path = tmp_path / "a,b+c.safetensors"
-    assert Setting.from_spec(f'dymu:thresholds="{path}"').as_dict() == {"method": "dymu", "thresholds": str(path)}
+    assert Setting.from_text(f'dymu:thresholds="{path}"').to_json() == {"method": "dymu", "thresholds": str(path)}
 
 
 def test_seeds_and_defaults_are_filled_in_where_the_line_has_none() -> None:
-    assert [Setting.from_spec(one).draws_at_random for one in ("random", "random:seed=1", "dart")] == [
+    assert [Setting.from_text(one).draws_at_random for one in ("random", "random:seed=1", "dart")] == [
         True,
         False,
         False,
     ]
-    assert Setting.from_spec("random", 0.5).filled({}, seed=2).as_dict() == {"method": "random", "keep": 0.5, "seed": 2}
-    assert Setting.from_spec("random:seed=1", 0.5).filled({}, seed=2).as_dict() == {
+    assert Setting.from_text("random", 0.5).with_defaults({}, seed=2).to_json() == {
+        "method": "random",
+        "keep": 0.5,
+        "seed": 2,
+    }
+    assert Setting.from_text("random:seed=1", 0.5).with_defaults({}, seed=2).to_json() == {
         "method": "random",
         "keep": 0.5,
         "seed": 1,
     }
-    assert Setting.from_spec("random+fastv").filled({}, seed=2).as_dict()["method"] == [
+    assert Setting.from_text("random+fastv").with_defaults({}, seed=2).to_json()["method"] == [
         {"method": "random", "seed": 2},
         {"method": "fastv"},
     ]
     more = {"dart": {"layer": 3, "pivot_text": 0}}
-    assert Setting.from_spec("fastv+dart:layer=4").filled(more).as_dict()["method"][1] == {
+    assert Setting.from_text("fastv+dart:layer=4").with_defaults(more).to_json()["method"][1] == {
         "method": "dart",
         "layer": 4,
         "pivot_text": 0,
@@ -126,5 +131,5 @@ def test_seeds_and_defaults_are_filled_in_where_the_line_has_none() -> None:
 
 
 def test_settings_on_a_line_patch_a_model(model) -> None:
-    with tokenprune.patched(model, config=Setting.from_spec("divprune+fastv:layer=1", [0.5, 0.5])):
+    with tokenprune.patched(model, config=Setting.from_text("divprune+fastv:layer=1", [0.5, 0.5])):
         assert "divprune(), keep=0.5" in repr(model) and "fastv(layer=1), keep=0.5" in repr(model)

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import tokenprune
 from basics import snapshot
 from each import each
-from tokenprune import BudgetError, Config, OptionError, UnknownMethodError
+from tokenprune import BudgetError, OptionError, Setting, UnknownMethodError
 from tokenprune.errors import ConfigError
 from tokenprune.integrations.shared.attachment import attachment_of
 from tokenprune.integrations.vllm.settings import configure
@@ -60,7 +61,7 @@ def run(model: Any, **given: Any) -> tuple[torch.Tensor, list[int], list[Any]]:
 def test_a_config_does_what_its_setting_says(name: str, kind: str, build: Callable, tmp_path: Path) -> None:
     model, (setting, given) = build(LLAVA), SETTINGS[name]
     path = tmp_path / "tokenprune.json"
-    tokenprune.write_config(path, Config(setting))
+    tokenprune.write_config(path, Setting.from_json(setting))
     logits, layers, kept = run(model, config={"file": path, "text": str(path), "content": content(setting)}[kind])
     others = run(model, **given)
     assert torch.equal(logits, others[0])
@@ -78,7 +79,7 @@ def test_a_setting_alone_is_a_config(build: Callable, tmp_path: Path) -> None:
         ({"method": "fastv", "keep": {"average_tokens": 20}, "layer": 1},
          dict(method="fastv", keep=tokenprune.Budget(average_tokens=20), layer=1)),
         ({"method": ["pool", {"method": "fastv", "layer": 1}], "keep": [0.6, {"kv_share": 0.8}]},
-         dict(method=["pool", tokenprune.method("fastv", layer=1)], keep=[0.6, tokenprune.Budget(kv_share=0.8)])),
+         dict(method=["pool", tokenprune.method("fastv", layer=1)], keep=[0.6, tokenprune.Budget.from_kv_share(0.8)])),
     ):  # fmt: skip
         path.write_text(json.dumps(setting))
         wanted = run(model, **given)
@@ -92,7 +93,7 @@ def test_files_as_editors_save_them(encoding: str, tmp_path: Path) -> None:
     """Windows' Notepad and PowerShell put a mark in front, or write UTF-16."""
     setting, path = {"method": "view_select", "views": ["Straße", "路"]}, tmp_path / "tokenprune.json"
     path.write_bytes(json.dumps(content(setting), ensure_ascii=False).replace("\n", "\r\n").encode(encoding))
-    assert tokenprune.read_config(path).setting == setting
+    assert tokenprune.read_config(path).to_json() == setting
 
 
 def test_files_that_a_setting_names_are_read_once(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_another_model_than_it_was_tuned_on_is_warned_of(build: Callable, caplog
 
 
 def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
-    path, config = tmp_path / "tokenprune.json", Config({"method": "dart", "keep": 0.5}, {"metric": "exact"})
+    path, config = tmp_path / "tokenprune.json", Setting(("dart",), ({},), 0.5, tuned={"metric": "exact"})
     tokenprune.write_config(path, config)
     assert json.loads(path.read_text()) == {
         "schema": 1,
@@ -205,7 +206,7 @@ def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
         "tuned": {"metric": "exact"},
     }
     read = tokenprune.read_config(path)
-    assert (read.setting, read.tuned, read.name) == (config.setting, config.tuned, "tokenprune.json")
+    assert (read, read.where) == (config, "tokenprune.json")
     assert [file.name for file in tmp_path.iterdir()] == ["tokenprune.json"]
     with pytest.raises(ConfigError, match="cannot write"):
         tokenprune.write_config(tmp_path / "gone/tokenprune.json", config)
@@ -223,7 +224,8 @@ def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 )
 def test_the_plugin_reads_a_setting_the_same_way(setting: dict[str, Any]) -> None:
     """What the vLLM plugin makes of a setting, with nothing left implicit, is the same methods and budgets here."""
-    assert Config(ServedSetting.of(setting).as_dict()).steps() == Config(setting).steps()
+    served = Setting.from_json(ServedSetting.from_json(setting).to_json())
+    assert served.steps() == Setting.from_json(setting).steps()
 
 
 def test_none_means_the_default_of_patch_and_of_the_method(build: Callable) -> None:
@@ -236,11 +238,11 @@ def test_none_means_the_default_of_patch_and_of_the_method(build: Callable) -> N
 def test_a_config_holds_the_guard_that_it_is_meant_with(build: Callable, tmp_path: Path) -> None:
     model, path = build(LLAVA), tmp_path / "with guard.json"
     setting = {"method": "random", "keep": 0.3}
-    tokenprune.write_config(path, Config(setting, guard="auto"))
+    tokenprune.write_config(path, replace(Setting.from_json(setting), guard="auto"))
     assert json.loads(path.read_text()) == content(setting, guard="auto")
     was = snapshot(model)
     for config in (path, content(setting, guard="auto"), setting | {"guard": "auto"}):
-        assert tokenprune.read_config(config).guard == "auto" and tokenprune.read_config(config).setting == setting
+        assert tokenprune.read_config(config).guard == "auto" and tokenprune.read_config(config).to_json() == setting
         with pytest.raises(OptionError, match='meant with guard="auto", which reads prompts: pass processor='):
             tokenprune.patch(model, config=config)
         assert snapshot(model) == was
@@ -256,7 +258,7 @@ def test_a_config_holds_the_guard_that_it_is_meant_with(build: Callable, tmp_pat
 def test_the_plugin_refuses_a_config_that_needs_the_guard(tmp_path: Path) -> None:
     path, served = tmp_path / "tokenprune.json", SimpleNamespace(hf_config=SimpleNamespace(model_type="llava"))
     for guard, refused in (("auto", True), ("warn", False), (None, False)):
-        tokenprune.write_config(path, Config({"method": "divprune", "keep": 0.3}, guard=guard))
+        tokenprune.write_config(path, Setting(("divprune",), ({},), 0.3, guard=guard))
         with (
             pytest.raises(OptionError, match="which the plugin has not: give a higher keep")
             if refused

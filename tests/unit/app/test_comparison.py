@@ -49,9 +49,9 @@ def test_what_is_kept_is_known_first_then_answers_then_times(subject: Model) -> 
     one, two = whole.asked
     assert one.kept == one.tokens // 2 and two.kept == two.tokens // 4
     assert [one.drawing for one in drawn.asked] == [one.drawing for one in whole.asked]
-    direct = side_by_side.show(subject, [asked.image], asked.question, [Setting.from_spec("tome+fastv", 0.5)])
+    direct = side_by_side.show(subject, [asked.image], asked.question, [Setting.from_text("tome+fastv", 0.5)])
     assert direct.before == whole.before and direct.seen[0].answer == two.answer
-    alone = kept(subject, prompt, [Setting.from_spec(name, 0.5) for name in prompt.methods])
+    alone = kept(subject, prompt, [Setting.from_text(name, 0.5) for name in prompt.methods])
     assert [one.drawing for one in alone.asked] == [one.drawing for one in drawn.asked]  # what the slider shows
     with Image.open(io.BytesIO(two.drawing)) as image, Image.open(io.BytesIO(whole.original)) as original:
         assert image.size == original.size  # the same scale
@@ -68,7 +68,7 @@ def test_ratios_of_a_table_are_of_one_time(subject: Model) -> None:
 
     asked = load_heldout(folder=subject.heldout, limit=1)[0]
     prompt = PagePrompt([asked.image], asked.question, ("divprune", "random"))
-    found = kept(subject, prompt, [Setting.from_spec(name, 0.5) for name in prompt.methods])
+    found = kept(subject, prompt, [Setting.from_text(name, 0.5) for name in prompt.methods])
     pairs = zip(found.asked, (timed(50, 100), timed(120, 200)), strict=True)
     found = replace(found, before="red", asked=tuple(replace(one, answer="red", ttft=ttft) for one, ttft in pairs))
     cells = re.findall(r"(\d+) ms(?:, ×([\d.]+))?</td>", render.details(found))
@@ -141,7 +141,7 @@ def test_what_is_copied_does_what_was_shown() -> None:
     assert flag[:4] == ["vllm", "serve", "MODEL", "--mm-processor-kwargs"]
     assert json.loads(flag[4]) == {"tokenprune": {"method": "divprune", "keep": 0.25}}
     assert snippets.vllm(checked("dart", 0.25)).startswith("# dart cannot be served")
-    assert snippets.bench(Setting.from_spec("divprune+fastv:layer=3", 0.25), "demo_qwen") == (
+    assert snippets.bench(Setting.from_text("divprune+fastv:layer=3", 0.25), "demo_qwen") == (
         "tokenprune bench --model demo_qwen --methods divprune+fastv:layer=3 --keep 0.25"
     )
 

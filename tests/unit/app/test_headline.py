@@ -21,7 +21,7 @@ from tokenprune_bench.app.snippets import LONGEST
 
 def asked(layers: list[int] = [64] * 4, **more: Any) -> Asked:
     stats = Stats(visual_tokens_per_layer=layers)
-    return Asked(Setting.from_spec("divprune", 0.25), 256, layers[-1], b"", stats, **more)
+    return Asked(Setting.from_text("divprune", 0.25), 256, layers[-1], b"", stats, **more)
 
 
 def compared(one: Asked, before: str | None = None, right: str | None = None) -> Comparison:

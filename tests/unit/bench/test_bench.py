@@ -303,7 +303,7 @@ def noise() -> Image.Image:
 
 @pytest.mark.parametrize("method", ["random", "fastv", "pool", "downsample"])
 def test_show_counts_and_draws_what_is_kept(subject: Model, method: str) -> None:
-    shown = side_by_side.show(subject, [noise()], "is there a star?", [Setting.from_spec(method, 0.25)])
+    shown = side_by_side.show(subject, [noise()], "is there a star?", [Setting.from_text(method, 0.25)])
     assert (shown.tokens, shown.seen[0].kept.sum()) == (256, 64)
     side = 8 if method == "downsample" else 16
     pair = shown.pair(0)

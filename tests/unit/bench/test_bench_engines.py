@@ -176,7 +176,7 @@ def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
     with backend.answering(None) as answer:
         answer(0, bench.examples[:3])
     engine.foreign = 7
-    uniform = Setting.from_spec("uniform", 0.25)
+    uniform = Setting.from_text("uniform", 0.25)
     with backend.answering(uniform) as answer, pytest.raises(RunError, match="nobody else uses"):
         answer(0, bench.examples[:3])
     engine.foreign, engine.kept = 0, 0
@@ -203,7 +203,7 @@ def test_a_request_names_all_options_of_a_setting() -> None:
     assert request_of(Pass("unpatched", 1.0).setting) == {"off": True}
 
     def asked(setting: dict) -> dict:
-        return request_of(Setting.of(setting))
+        return request_of(Setting.from_json(setting))
 
     (drawn,) = BenchPlan(("random",), seeds=(2,)).passes("random", 0.5)
     assert request_of(drawn.setting) == {"method": "random", "keep": 0.5, "seed": 2}

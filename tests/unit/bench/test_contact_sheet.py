@@ -83,7 +83,7 @@ def cells(image: Image.Image, grids: list[tuple[int, int]], cell: int = CELL) ->
 @pytest.mark.parametrize("method, kept", [("divprune", 0.25), ("fastv", 16), ("pool", 0.25), ("downsample", 0.25)])
 def test_a_strip_of_images(subject: Model, method: str, kept: float) -> None:
     frames = [photo(90, 120, seed).point(lambda value: 80 + 6 * value // 10) for seed in range(3)]
-    setting = Setting.from_spec(method, kept)
+    setting = Setting.from_text(method, kept)
     image, left = contact_sheet.look(subject, frames, "is there a star?", setting, False, 16 * CELL)
     each = kept if isinstance(kept, int) else round(256 * kept)
     side = 8 if method == "downsample" else 16
@@ -139,9 +139,9 @@ def test_frames_of_squares_with_a_newline_behind_them_are_drawn(build: Any) -> N
 def test_what_cannot_be_drawn(subject: Model) -> None:
     frames = [photo(90, 120, seed) for seed in range(2)]
     with pytest.raises(OptionError, match="nothing to draw"):
-        side_by_side.show(subject, frames, "image 2?", [Setting.from_spec("view_select", 1.0)])
+        side_by_side.show(subject, frames, "image 2?", [Setting.from_text("view_select", 1.0)])
     with pytest.raises(OptionError, match="nothing to draw"):
-        contact_sheet.look(subject, frames[:1], "image 2?", Setting.from_spec("view_select", 1.0), False, 64)
+        contact_sheet.look(subject, frames[:1], "image 2?", Setting.from_text("view_select", 1.0), False, 64)
     inputs = subject.inputs([frames], ["is there a star?"])
     assert grids_of(subject, inputs, 2, False) == [(16, 16)] * 2
     with pytest.raises(UnsupportedSetupError, match="tiles"):
@@ -172,7 +172,7 @@ def test_a_video_is_drawn_by_its_own_grid(method: str, build: Any) -> None:
     subject = Video(model, processor, "tiny")
     times, height, width = subject.video_inputs([], "")["video_grid_thw"][0].tolist()
     grids = [(height // 2, width // 2)] * times
-    setting = Setting.from_spec(method, 0.5)
+    setting = Setting.from_text(method, 0.5)
     shown = side_by_side.show(subject, [flat(number) for number in range(2 * times)], "?", [setting])
     (seen,) = shown.seen
     assert subject.seen == 2 * times
@@ -246,13 +246,13 @@ def test_show_takes_as_many_frames_as_the_context_holds(
 def test_frames_that_fit_are_chosen_evenly_from_the_whole_video(subject: Model, video: Path) -> None:
     """Not from those that were chosen before."""
     frames, left_out = contact_sheet.fitting(
-        subject, lambda most: read_frames([video], most), 20, "?", Setting.from_spec("dart")
+        subject, lambda most: read_frames([video], most), 20, "?", Setting.from_text("dart")
     )
     assert "7 of the 20 frames" in left_out
     for one, other in zip(frames, read_frames([video], 7), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     frames, left_out = contact_sheet.fitting(
-        subject, lambda most: read_frames([video], most), 3, "?", Setting.from_spec("dart")
+        subject, lambda most: read_frames([video], most), 3, "?", Setting.from_text("dart")
     )
     assert len(frames) == 3 and left_out is None
 

@@ -44,7 +44,7 @@ BY_WHOLE_LAYERS = ("vtw",)
 
 
 def spec(name: str) -> Setting:
-    return escalating(1.0) if name == "escalate" else Setting.from_spec(name)
+    return escalating(1.0) if name == "escalate" else Setting.from_text(name)
 
 
 # -- what a method is given --------------------------------------------------------------------------------------------
@@ -76,14 +76,14 @@ def test_a_method_that_promises_nothing_is_refused_by_name(name: str, why: str) 
 
 
 def test_each_place_has_a_setting_of_its_own() -> None:
-    assert setting_for(spec("divprune"), 0.25).as_dict() == {"method": "divprune", "keep": 0.25}
-    assert setting_for(spec("vscan"), 0.25).as_dict() == {
+    assert setting_for(spec("divprune"), 0.25).to_json() == {"method": "divprune", "keep": 0.25}
+    assert setting_for(spec("vscan"), 0.25).to_json() == {
         "method": "vscan",
         "keep": 0.25,
     }  # `keep` is the average of its two cuts
-    assert setting_for(spec("fastv"), 0.25).as_dict() == {"method": "fastv", "keep": {"average_share": 0.25}}
-    assert setting_for(spec("dymu"), 0.25).as_dict() == {"method": "dymu", "keep": 0.25, "exact": True}
-    assert setting_for(spec("tome"), 0.25).as_dict() == {"method": "tome", "keep": 0.25}
+    assert setting_for(spec("fastv"), 0.25).to_json() == {"method": "fastv", "keep": {"average_share": 0.25}}
+    assert setting_for(spec("dymu"), 0.25).to_json() == {"method": "dymu", "keep": 0.25, "exact": True}
+    assert setting_for(spec("tome"), 0.25).to_json() == {"method": "tome", "keep": 0.25}
 
 
 def test_a_run_that_spends_something_else_is_told() -> None:

@@ -124,7 +124,7 @@ def measured(subject: Model, questions: list, setting: dict | None) -> list:
     backend = HfBackend(subject)
     backend.begin(questions, evidence=True)
     subject.max_new_tokens = 1
-    with backend.answering(None if setting is None else Setting.of(setting)) as answer:
+    with backend.answering(None if setting is None else Setting.from_json(setting)) as answer:
         return [answer(number, [one])[1].get(EVIDENCE) for number, one in enumerate(questions)]
 
 
@@ -170,14 +170,14 @@ def test_images_of_the_held_out_set_have_evidence() -> None:
     questions = load_heldout(limit=1)
     backend = HfBackend(subject)
     backend.begin(questions, evidence=True)
-    with backend.answering(Setting.from_spec("divprune", 0.25)) as answer:
+    with backend.answering(Setting.from_text("divprune", 0.25)) as answer:
         together = answer(0, questions)[1][EVIDENCE]
         alone = [answer(100 + number, [one])[1][EVIDENCE][0] for number, one in enumerate(questions)]
     assert together == alone and len(together) == 8
     assert [one is None for one in together] == [not one.boxes for one in questions]
     assert 0.3 < np.mean([one for one in together if one is not None]) < 1.0
     backend.begin(questions)  # nobody asked for it
-    with backend.answering(Setting.from_spec("divprune", 0.25)) as answer:
+    with backend.answering(Setting.from_text("divprune", 0.25)) as answer:
         assert EVIDENCE not in answer(0, questions[:1])[1]
 
 

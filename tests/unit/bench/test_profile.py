@@ -20,7 +20,6 @@ from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.selection.method import Site
 from tokenprune.settings import Setting
 from tokenprune.settings.cost import CostModel, Load, decode_limit, site_limits
-from tokenprune.settings.saved import Config
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.profiling.profile import Profile, Side, profile_call
 from tokenprune_bench.profiling.profile_tables import TO_FIRST_TOKEN, limit_table, stage_table
@@ -99,7 +98,7 @@ def _made_up(after: bool = True) -> Profile:
     less = [{name: ms / 2 for name, ms in run.items()} for run in runs]
     environment = dict(model="<m>", device="cpu", dtype="float32", tokenprune="1", transformers="2", torch="3")
     return Profile(
-        Setting.from_spec("divprune", 0.25) if after else None,
+        Setting.from_text("divprune", 0.25) if after else None,
         Side(runs, "a", (1024, 1024, 1024.0), 4096),
         Side(less, "b", (1024, 256, 256.0), 1024) if after else None,
         CostModel.from_config(config), Load.of_config(config, tokens=1024), environment, 0.5,
@@ -194,7 +193,7 @@ def test_what_methods_cost_is_predicted_as_they_run(subject: Model) -> None:
         with tokenprune.patched(subject.model, config=setting, guard="off"):
             subject.model(**inputs)
             stats = tokenprune.stats(subject.model)
-        cost = model.predict(prompt, *Config(setting).steps())
+        cost = model.predict(prompt, *Setting.from_json(setting).steps())
         assert cost.decoder == pytest.approx(stats.prefill_flops, rel=1e-9), setting
         assert cost.tokens == pytest.approx(stats.visual_tokens_average)
         assert 4 * cost.cache == stats.kv_bytes
@@ -205,12 +204,12 @@ def test_methods_before_the_decoder_spare_the_tower() -> None:
     model, prompt = CostModel.from_config(config), Load.of_config(config, tokens=1024)
     whole = model.cost(prompt)
     costs = {
-        name: model.predict(prompt, *Config({"method": name, "keep": 0.5}).steps())
+        name: model.predict(prompt, *Setting.from_json({"method": name, "keep": 0.5}).steps())
         for name in ("downsample", "tome", "divprune")
     }
     assert costs["downsample"].tower < 0.55 * whole.tower < costs["tome"].tower < costs["divprune"].tower == whole.tower
     assert len({cost.decoder for cost in costs.values()}) == 1
-    same = model.predict(prompt, *Config({"method": ["pevlm", "view_select"], "keep": 1.0}).steps())
+    same = model.predict(prompt, *Setting.from_json({"method": ["pevlm", "view_select"], "keep": 1.0}).steps())
     assert same == whole
 
 
@@ -239,7 +238,7 @@ def test_a_tower_that_is_not_known_leaves_the_decoder() -> None:
     decoder = CostModel.from_config(limits.SHAPES[0].made()).decoder
     table = limit_table(CostModel(decoder), prompt, 0.25)
     assert [row[0].text for row in table.rows] == ["PRE_LLM", "IN_LLM", "DECODE"] and "not known" in table.notes[0]
-    assert CostModel(decoder).predict(prompt, *Config({"method": "tome", "keep": 0.5}).steps()).tower == 0
+    assert CostModel(decoder).predict(prompt, *Setting.from_json({"method": "tome", "keep": 0.5}).steps()).tower == 0
 
 
 def test_the_command(tmp_path: Path) -> None:

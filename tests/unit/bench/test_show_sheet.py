@@ -112,7 +112,7 @@ def test_an_answer_that_does_not_end_is_cut() -> None:
 
 def test_an_empty_answer_is_said(subject: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "generate", lambda self, inputs, **options: self.model(**inputs) and [""])
-    shown = side_by_side.show(subject, [photo(64, 64, 0)], "?", [Setting.from_spec("uniform", 0.25)])
+    shown = side_by_side.show(subject, [photo(64, 64, 0)], "?", [Setting.from_text("uniform", 0.25)])
     assert [panel.lines[-1] for panel in shown.panels] == ["answer: (nothing)"] * 2
 
 
@@ -121,7 +121,7 @@ def test_an_empty_answer_is_said(subject: Model, monkeypatch: pytest.MonkeyPatch
 
 def test_the_crop_is_named_and_drawn(subject: Model) -> None:
     wide = Image.new("RGB", (600, 300), (90, 120, 200))
-    shown = side_by_side.show(subject, [wide], "what?", [Setting.from_spec("uniform", 0.25)])
+    shown = side_by_side.show(subject, [wide], "what?", [Setting.from_text("uniform", 0.25)])
     assert any(line.startswith(draw.CROPS) for line in shown.caption)
     assert shown.cropped is not None and shown.cropped.size == (280, 140)
     pixels = np.asarray(shown.cropped, int)
@@ -130,7 +130,7 @@ def test_the_crop_is_named_and_drawn(subject: Model) -> None:
     assert outline.min() == pytest.approx(70, abs=6) and outline.max() == pytest.approx(210, abs=6)
     orange = (np.asarray(shown.image(), int)[:260] == draw._BOX).all(-1)
     assert orange.any()
-    square = side_by_side.show(subject, [wide.resize((300, 300))], "what?", [Setting.from_spec("uniform", 0.25)])
+    square = side_by_side.show(subject, [wide.resize((300, 300))], "what?", [Setting.from_text("uniform", 0.25)])
     assert square.cropped is None and len(square.caption) == 2
 
 
@@ -206,7 +206,7 @@ def test_frames_at_several_keeps_are_refused() -> None:
 
 
 def test_a_video_of_one_frame_does_not_move(subject: Model) -> None:
-    shown = side_by_side.show(subject, [photo(64, 64, 0)], "?", [Setting.from_spec("uniform", 0.5)])
+    shown = side_by_side.show(subject, [photo(64, 64, 0)], "?", [Setting.from_text("uniform", 0.5)])
     for kind in (animation.FRAMES, animation.KEEP):
         with pytest.raises(OptionError, match="give it more"):
             animation.stills(shown, kind, 1)

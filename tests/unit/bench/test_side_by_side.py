@@ -22,7 +22,7 @@ def subject() -> Model:
 
 
 def settings(keep: float, *names: str) -> list[Setting]:
-    return [Setting.from_spec(name, keep) for name in names]
+    return [Setting.from_text(name, keep) for name in names]
 
 
 def ramp(width: int, height: int) -> Image.Image:

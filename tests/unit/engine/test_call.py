@@ -273,6 +273,6 @@ def test_a_cache_gets_back_the_class_that_it_had():
 
 def test_the_shape_of_a_decoder_is_enough_to_plan():
     shape = DecoderShape.from_config(FAMILIES["llava"].build().config.text_config)
-    steps = [Step(tokenprune.method("fastv", layer=2), Budget(kv_share=0.75))]
+    steps = [Step(tokenprune.method("fastv", layer=2), Budget.from_kv_share(0.75))]
     plan = plan_cuts(steps, shape, segments_of([8], [0]), [8], [12])
     assert plan.kept == [4]

@@ -70,7 +70,7 @@ def test_another_model_goes_by_them(build: Any) -> None:
         name: value for name, value in inputs.items() if name != "second_per_grid_ts"
     })  # fmt: skip
     model = build(family)
-    with tokenprune.patched(model, "divprune", keep=Budget(keep=0.5, frame_weights=weights), record=True):
+    with tokenprune.patched(model, "divprune", keep=Budget.by_frame_weights(0.5, weights), record=True):
         model(**inputs)
         (kept,) = tokenprune.stats(model).cuts[0].kept
     places = (inputs["input_ids"][0] == VIDEO).nonzero().flatten().tolist()

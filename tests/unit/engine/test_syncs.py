@@ -410,7 +410,7 @@ def test_a_family_without_videos_is_asked_for_none(name: str) -> None:
 def test_an_image_of_a_server(name: str, pieces: str, per_run: bool) -> None:
     """A worker of vLLM waits for no device: a plan says how many rows stay. With text within, or tiles."""
     text = runs_of([9 if piece == "#" else 7 for piece in pieces], [piece == "#" for piece in pieces])
-    plan = Plan.make(ServedSetting.of({"method": name, "keep": 0.5}), text, per_run)
+    plan = Plan.make(ServedSetting.from_json({"method": name, "keep": 0.5}), text, per_run)
     with counting() as served:
         rows = Far(torch.randn(sum(plan.counts), 16))
         segments = before_llm.segments_of(plan.counts, None, "image", rows.device)

@@ -113,7 +113,7 @@ def test_thresholds_of_another_model(build) -> None:
     for keep in (0.25, Budget(tokens=1), 0.500001, 18):
         with pytest.raises(BudgetError, match=r"was not calibrated.*keep=0.5; use"):
             tokenprune.patch(model, "dymu", keep=keep, thresholds=found)
-    for budget in (tokenprune.Budget(kv_share=0.5), tokenprune.Budget(keep=0.5, per="prompt")):
+    for budget in (tokenprune.Budget.from_kv_share(0.5), tokenprune.Budget(keep=0.5, per="prompt")):
         with pytest.raises(BudgetError, match="share of its patches"):
             tokenprune.patch(model, "dymu", keep=budget, thresholds=found)
     assert not tokenprune.is_patched(model)

@@ -279,9 +279,10 @@ def test_guides_are_the_nearest_however_many_are_compared_at_once(monkeypatch: p
 
 def test_costs_tower_work_alone(build) -> None:
     model, load = CostModel.from_config(build(FAMILIES["qwen2_vl"]).config), Load((96,), 24, 10)
-    whole, less = (model.predict(load, [tokenprune.method("ipcv", layer=1)], [Budget.of(keep)]) for keep in (1.0, 0.25))
+    method = tokenprune.method("ipcv", layer=1)
+    whole, less = (model.predict(load, [method], [Budget.from_keep(keep)]) for keep in (1.0, 0.25))
     assert less.tower < whole.tower and (less.decoder, less.tokens) == (whole.decoder, whole.tokens)
-    assert less.tokens > model.predict(load, [tokenprune.method("towerdrop")], [Budget.of(0.25)]).tokens
+    assert less.tokens > model.predict(load, [tokenprune.method("towerdrop")], [Budget.from_keep(0.25)]).tokens
 
 
 def test_conforms_and_refuses(build) -> None:

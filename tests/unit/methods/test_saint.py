@@ -72,7 +72,7 @@ def bipartite(keys: Tensor, t: float, partners: int) -> list[int]:
 def match(keys: Tensor, keep: float | int, protected: int = 0, **options: Any) -> list[list[int]]:
     """The tokens that stay of each row `[B, n, D]`, by the method."""
     count = keys.shape[1]
-    plan = tokenprune.method("saint", layer=1, **options).plan(Budget.of(keep), Tower(count, protected, 3, 3))
+    plan = tokenprune.method("saint", layer=1, **options).plan(Budget.from_keep(keep), Tower(count, protected, 3, 3))
     assert plan[0] is None and plan[2] is None
     merge: Merge | None = None if plan[1] is None else plan[1](keys, None)
     if merge is None:
@@ -288,5 +288,5 @@ def test_conforms_is_served_and_refuses(build) -> None:
         tokenprune.patch(build(FAMILIES["llava"]), "saint", layer=2)
     with pytest.raises(UnsupportedSetupError, match="it is not known what becomes of its patches"):
         tokenprune.patch(build(MORE["lfm2_vl"]), "saint")
-    plan = tokenprune.method("saint").plan(Budget.of(0.5), Tower(1024, 0, 32, 32))
+    plan = tokenprune.method("saint").plan(Budget.from_keep(0.5), Tower(1024, 0, 32, 32))
     assert [index for index, one in enumerate(plan) if one] == [4]

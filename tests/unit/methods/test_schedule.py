@@ -52,7 +52,7 @@ PUBLISHED = (576 + 288 + 144 + 72) / 4
     ids=str,
 )
 def test_published_schedules_come_out(budget: dict) -> None:
-    cuts = profile(32, PYRAMID, Budget(**budget))
+    cuts = profile(32, PYRAMID, Budget.from_json(budget))
     assert [cut.layer for cut in cuts] == [8, 16, 24]
     (tokens,) = per_layer(cuts, [576], decoder(32))
     assert tokens == [576] * 8 + [288] * 8 + [144] * 8 + [72] * 8
@@ -88,7 +88,7 @@ def test_the_average_over_layers_is_the_budget(schedule: Any, counts: list[int],
     shares = ("keep", "average_share", "kv_share")
     tokens = max(1, round(share * max(counts)))
     budget = {"int": Budget(tokens=tokens), "average_tokens": Budget(average_tokens=tokens + share)}.get(kind)
-    budget = budget or Budget(**{kind: share})
+    budget = budget or Budget.from_json({kind: share})
     weights = shape.kv_widths if kind == "kv_share" else [1] * layers
     before = sum(weights[: cuts[0][0]]) / sum(weights)
 
@@ -157,15 +157,15 @@ def counts_per_layer(cuts: list, row: int, piece: list[int], layers: int) -> lis
 @pytest.mark.parametrize("method", [Pyramid(), "vscan"], ids=["pyramid", "vscan"])
 @pytest.mark.parametrize(
     "keep",
-    [0.4, 0.75, 0.999, 9, 21, Budget(average_tokens=11.5), Budget(kv_share=0.6), Budget(flops_share=0.7)],
+    [0.4, 0.75, 0.999, 9, 21, Budget(average_tokens=11.5), Budget.from_kv_share(0.6), Budget.from_flops_share(0.7)],
     ids=str,
 )
 @torch.no_grad()
 def test_a_run_meets_the_budget(method: Any, keep: Any, family: Family, model: Any) -> None:
     """Ragged rows, several images, on every kind of model: each image within one token."""
-    budget = Budget.of(keep)
+    budget = Budget.from_keep(keep)
     # A row without images computes all its FLOPs, whatever is asked for.
-    inputs = family.make_inputs(images=(2, 1, 0) if budget.flops_share is None else (2, 1))
+    inputs = family.make_inputs(images=(2, 1, 0) if budget.target != "flops_share" else (2, 1))
     most = max(max(row) for row in inputs.counts if row)
     asked = budget.average_tokens or (budget.keep if isinstance(budget.keep, int) else None)
     if method != "vscan" and asked and asked <= most / 4:
@@ -175,14 +175,14 @@ def test_a_run_meets_the_budget(method: Any, keep: Any, family: Family, model: A
     with tokenprune.patched(model, method, keep=keep, record=True):
         model(**inputs)
         stats = tokenprune.stats(model)
-    if budget.flops_share is not None:
-        assert stats.prefill_flops_ratio_tokens == pytest.approx(budget.flops_share, abs=0.03)
+    if budget.target == "flops_share":
+        assert stats.prefill_flops_ratio_tokens == pytest.approx(budget.amount, abs=0.03)
         return
     newlines = family.name in ("llava_next", "llava_onevision")  # which stage 1 of vscan keeps, whatever the budget
     for row, row_pieces in enumerate(pieces(family, inputs)):
         for piece in row_pieces:
             tokens = counts_per_layer(stats.cuts, row, piece, 4)
-            target = min(len(piece), asked or (budget.keep or budget.kv_share) * len(piece))
+            target = min(len(piece), asked or budget.amount * len(piece))
             assert abs(sum(tokens) / 4 - target) <= 1 or (newlines and method == "vscan")
 
 

@@ -139,7 +139,7 @@ def test_half_precision_keys_and_features() -> None:
 def schedule(
     r: object = None, keep: float | int = 0.25, count: int = 577, blocks: int = 24, read: int = 23
 ) -> list[int]:
-    return ToMe(r=r).schedule(Budget.of_checked(keep), Tower(count, 1, blocks, read))
+    return ToMe(r=r).schedule(Budget.from_number(keep), Tower(count, 1, blocks, read))
 
 
 def test_r_as_int_list_and_slope() -> None:
@@ -161,7 +161,7 @@ def test_r_as_int_list_and_slope() -> None:
 @each("keep", [0.9, 0.5, 0.25, 0.11, 0.04, 1, 64, 577])
 def test_keep_is_reached_exactly_by_the_smallest_constant(keep: float | int) -> None:
     plan = schedule(keep=keep)
-    left = Budget.of_checked(keep).resolve([576], layer=0, shape=None, text_tokens=0)[0]
+    left = Budget.from_number(keep).resolve([576], layer=0, shape=None, text_tokens=0)[0]
     assert 577 - sum(plan) == left + 1
     assert len(plan) == 24 and plan[-1] == 0
     assert plan == sorted(plan, reverse=True)

@@ -44,7 +44,7 @@ def test_layer_by_layer() -> None:
 
 
 def test_what_cannot_be() -> None:
-    for budget in (Budget(average_tokens=9), Budget(kv_share=0.5), Budget(flops_share=0.5)):
+    for budget in (Budget(average_tokens=9), Budget.from_kv_share(0.5), Budget.from_flops_share(0.5)):
         with pytest.raises(BudgetError, match="most that stay"):
             tokenprune.method("visipruner").stages(budget, 32)
 

@@ -180,7 +180,7 @@ SCHEDULES = [  # layers, tokens, keep, tokens of stage 1, of stage 2; the first 
     (32, 576, 500, 576, 424),
     (32, 100, 500, 100, 100),
     (32, 576, Budget(average_tokens=64.0), 96, 32),
-    (32, 576, Budget(kv_share=0.5), 432, 144),
+    (32, 576, Budget.from_kv_share(0.5), 432, 144),
     (27, 50, Budget(tokens=1), 1, 1),
 ]
 
@@ -188,7 +188,7 @@ SCHEDULES = [  # layers, tokens, keep, tokens of stage 1, of stage 2; the first 
 @each(("layers", "count", "keep", "first", "second"), SCHEDULES)
 def test_schedule(layers: int, count: int, keep: Any, first: int, second: int) -> None:
     shape = DecoderShape(layers, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
-    budget = Budget.of(keep)
+    budget = Budget.from_keep(keep)
     got, arrives = [], count
     for method, part in tokenprune.method("vscan").stages(budget, layers):
         about = dict(layer=method.cut_layer, shape=shape, text_tokens=0, original=[count])
@@ -204,8 +204,8 @@ def test_schedules_that_cannot_be() -> None:
         method.stages(Budget(keep=0.5, per="prompt"), 32)
     with pytest.raises(OptionError, match="layer=32"):
         tokenprune.method("vscan", layer=32).stages(Budget(keep=0.5), 32)
-    ((first, budget),) = tokenprune.method("vscan", stage2=False).stages(Budget(flops_share=0.5), 32)
-    assert budget == Budget(flops_share=0.5) and first.prefix_cache_safe and not method.prefix_cache_safe
+    ((first, budget),) = tokenprune.method("vscan", stage2=False).stages(Budget.from_flops_share(0.5), 32)
+    assert budget == Budget.from_flops_share(0.5) and first.prefix_cache_safe and not method.prefix_cache_safe
 
 
 @each(

@@ -19,7 +19,9 @@ SHAPE = DecoderShape(32, hidden=64, intermediate=128, heads=4, kv_heads=2, head_
 
 def left(budget: Any, counts: list[int], layers: int = 32) -> list[list[int]]:
     """Tokens of each image in each layer."""
-    stages = {stage.cut_layer: part for stage, part in tokenprune.method("vtw").stages(Budget.of(budget), layers)}
+    stages = {
+        stage.cut_layer: part for stage, part in tokenprune.method("vtw").stages(Budget.from_keep(budget), layers)
+    }
     now, found = list(counts), []
     for layer in range(layers):
         if layer in stages:
@@ -35,12 +37,12 @@ def left(budget: Any, counts: list[int], layers: int = 32) -> list[list[int]]:
 def test_the_papers_layer() -> None:
     assert left(0.47, [576]) == left(Budget(average_share=0.47), [576]) == [[576] * 15 + [0] * 17]
     assert left(Budget(average_tokens=270), [576, 100]) == [[576] * 15 + [0] * 17, [100] * 32]
-    assert left(Budget(kv_share=0.5), [9]) == [[9] * 16 + [0] * 16]
+    assert left(Budget.from_kv_share(0.5), [9]) == [[9] * 16 + [0] * 16]
     assert left(64, [576]) == [[576] * 3 + [0] * 29]
 
 
 def test_flops_are_met_by_whole_layers() -> None:
-    (tokens,) = left(Budget(flops_share=0.6), [200])
+    (tokens,) = left(Budget.from_flops_share(0.6), [200])
     full = SHAPE.prefill_flops([240] * 32)
     spent = [SHAPE.prefill_flops([240] * k + [40] * (32 - k)) / full for k in range(33)]
     most = max(k for k in range(33) if spent[k] <= 0.6)

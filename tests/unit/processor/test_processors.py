@@ -55,7 +55,7 @@ def test_errors_leave_the_model_alone(method: str, demo: Any, build: Any) -> Non
         (OptionError, dict(keep=0.5)),
         (OptionError, dict(keep=0.5, processor=tokenizer())),
         (BudgetError, dict(keep=Budget(average_tokens=64), processor=processor)),
-        (BudgetError, dict(keep=Budget(kv_share=0.5), processor=processor)),
+        (BudgetError, dict(keep=Budget.from_kv_share(0.5), processor=processor)),
         (OptionError, dict(keep=0.5, processor=processor, layer=2)),
     ]
     for error, arguments in wrong:

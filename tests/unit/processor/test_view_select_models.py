@@ -209,7 +209,7 @@ def test_what_is_refused() -> None:
         (dict(processor=processor.image_processor), OptionError),
         (dict(processor=tokenizer()), OptionError),
         (dict(processor=processor, keep=0.0), BudgetError),
-        (dict(processor=processor, keep=Budget(kv_share=0.5)), BudgetError),
+        (dict(processor=processor, keep=Budget.from_kv_share(0.5)), BudgetError),
         (dict(processor=processor, keep=Budget(keep=0.5, per="prompt")), BudgetError),
         (dict(processor=processor, always_keep=["front"]), OptionError),
     ]:

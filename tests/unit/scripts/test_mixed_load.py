@@ -15,7 +15,7 @@ import pytest
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.settings.configuration import split
-from tokenprune.integrations.vllm.settings.offer import Offer
+from tokenprune.integrations.vllm.settings.server_config import ServerConfig
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
 SERVED = "uniform;keep=0.11;profile=fast;by=name;in=16;out=2"
@@ -56,24 +56,28 @@ def test_requests_are_of_all_kinds(load: Any) -> None:
     assert all((one.asked is not None or one.kind == "wrong") == one.has_asked for one in made)
 
 
+def read_server_config(setting: dict[str, Any]) -> ServerConfig:
+    base, given = split(setting)
+    server = ServedSetting.from_json(base)
+    return ServerConfig.from_json(given, server, lambda profile: ServedSetting.from_json(base, profile))
+
+
 def test_right_and_wrong_are_what_they_are_called(load: Any, checks: Any) -> None:
-    base, given = split(checks.BASE | checks.OFFERS[0] | checks.LIMITS)
-    offer = Offer.of(given, ServedSetting.of(base), lambda profile: ServedSetting.of(base, profile))
+    config = read_server_config(checks.BASE | checks.OFFERS[0] | checks.LIMITS)
     for asked in [*load.OWN, *({"profile": one} for one in load.PROFILES)]:
-        offer.setting(asked)
+        config.setting(asked)
     for asked in load.WRONG:
         with pytest.raises(TokenPruneError):
-            offer.setting(asked)
+            config.setting(asked)
 
 
 def test_offers_are_right_but_those_called_wrong(checks: Any) -> None:
     for number, made in enumerate(checks.OFFERS):
-        base, given = split(checks.BASE | made | checks.LIMITS)
         if number in checks.WRONG_OFFERS:
             with pytest.raises(TokenPruneError):
-                Offer.of(given, ServedSetting.of(base), lambda profile: ServedSetting.of(base, profile))  # noqa: B023
+                read_server_config(checks.BASE | made | checks.LIMITS)
         else:
-            Offer.of(given, ServedSetting.of(base), lambda profile: ServedSetting.of(base, profile))  # noqa: B023
+            read_server_config(checks.BASE | made | checks.LIMITS)
 
 
 def test_a_difference_is_seen(load: Any) -> None:

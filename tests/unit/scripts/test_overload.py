@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tokenprune.integrations.vllm.settings.offer import Offer
 from tokenprune.integrations.vllm.settings.overload import StepInForce
+from tokenprune.integrations.vllm.settings.server_config import ServerConfig
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
 
@@ -56,7 +56,10 @@ def test_the_rule_is_the_servers(overload: Any) -> None:
     off = ServedSetting()
     given = {"profiles": {"a": {"off": True}, "b": {"off": True}}}
     given["overload"] = {"in_flight": [3, 7], "profiles": ["a", "b"]} | overload.BARE
-    offer, rule = Offer.of(given, off, ServedSetting.of), overload.steps([3, 7], ["a", "b"], "default")
+    offer, rule = (
+        ServerConfig.from_json(given, off, ServedSetting.from_json),
+        overload.steps([3, 7], ["a", "b"], "default"),
+    )
     policy, names, loads = StepInForce(offer.overload), ["default", "a", "b"], [*range(20), *range(20, -1, -1)]
     assert [rule(number) for number in loads] == [names[policy.take(number, 0.0)] for number in loads]
 

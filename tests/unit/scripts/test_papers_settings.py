@@ -182,7 +182,7 @@ def test_every_command_is_a_setting_that_the_method_accepts(papers: Any, call: A
         if name == "dymu":
             assert given.pop("thresholds") == "thresholds.safetensors"
             assert isinstance(keep, float)  # only shares are calibrated
-        method, budget = tokenprune.method(name, **given), Budget.of(keep)
+        method, budget = tokenprune.method(name, **given), Budget.from_keep(keep)
         assert method.name == one.method and budget.keep == one.keep and type(budget.keep) is type(one.keep)
     assert (
         f"# fastv-192: visual tokens 166 from layer 2 on; averaged over layers {(2 * 576 + 30 * 166) / 32:.1f}" in told

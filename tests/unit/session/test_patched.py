@@ -124,7 +124,7 @@ def test_a_failed_block_leaves_the_cache_an_ordinary_one(patched, monkeypatch) -
     [
         ("llava", "fastv", 0.5, {"layer": 1}, "fastv acts in the language model"),
         ("llava", "restore", 0.5, {"calibrate": True}, "restore weighs attention"),
-        ("llava", "divprune", Budget(0.5, age=((0, 1.0), (1, 0.5))), {}, "depends on other images of a prompt"),
+        ("llava", "divprune", Budget.by_age(0.5, ((0, 1.0), (1, 0.5))), {}, "depends on other images of a prompt"),
         ("llava", "divprune", Budget(0.5, per="prompt"), {}, "depends on other images of a prompt"),
         ("llava", "cdpruner", 0.5, {}, "cdpruner reads the question"),
         ("llava", "divprune", 0.5, {"feature_cache": 10**6}, "feature_cache= keeps what a session drops"),

@@ -70,4 +70,6 @@ class Fake:
 
 def candidates(losses: dict[str, tuple[float, float]]) -> dict[Setting, tuple[float, float]]:
     """From "dart 0.5" to a candidate."""
-    return {Setting.of({"method": one.split()[0], "keep": float(one.split()[1])}): two for one, two in losses.items()}
+    return {
+        Setting.from_json({"method": one.split()[0], "keep": float(one.split()[1])}): two for one, two in losses.items()
+    }

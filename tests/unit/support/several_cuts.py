@@ -54,7 +54,7 @@ def counts_of(method: Any, layers: int, count: int, keep: Any) -> list[tuple[int
     shape = DecoderShape(layers, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
     return [
         (stage.cut_layer, *part.resolve([count], layer=stage.cut_layer, shape=shape, text_tokens=9, original=[count]))
-        for stage, part in method.stages(tokenprune.Budget.of(keep), layers)
+        for stage, part in method.stages(tokenprune.Budget.from_keep(keep), layers)
     ]
 
 

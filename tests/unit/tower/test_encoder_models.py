@@ -127,7 +127,7 @@ def test_other_families_say_why() -> None:
 
 REFUSED = {
     "share too small": (dict(keep=0.1), BudgetError, "at most half"),
-    "another budget": (dict(keep=Budget(kv_share=0.5)), BudgetError, "share of its patches"),
+    "another budget": (dict(keep=Budget.from_kv_share(0.5)), BudgetError, "share of its patches"),
     "a shared budget": (dict(keep=Budget(keep=0.5, per="prompt")), BudgetError, "share of its patches"),
     "contradiction": (dict(keep=1.0, r=4), OptionError, "leave out one"),
     "too long": (dict(r=[1] * 4), OptionError, "only 3 blocks"),

@@ -276,7 +276,7 @@ def test_a_setting_does_not_name_it(build: Callable) -> None:
     from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
     setting = {"method": "divprune", "keep": 0.5}
-    for read in (tokenprune.read_config, ServedSetting.of):
+    for read in (tokenprune.read_config, ServedSetting.from_json):
         with pytest.raises(tokenprune.OptionError, match="its encoder cache"):
             read(setting | {"feature_cache": ROOM})
     with tokenprune.patched(build(FAMILIES["llava"]), config=setting, feature_cache=ROOM) as model:

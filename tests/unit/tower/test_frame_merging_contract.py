@@ -107,7 +107,7 @@ def test_refused(build) -> None:
             tokenprune.patch(model, method, keep=0.5)
     with pytest.raises(OptionError, match="reads 3 blocks"):
         tokenprune.patch(model, "earlytom", keep=0.5, layers=(7,))
-    for budget in (Budget(keep=0.5, per="prompt"), Budget(flops_share=0.5), Budget(per_second=4)):
+    for budget in (Budget(keep=0.5, per="prompt"), Budget.from_flops_share(0.5), Budget.per_second(4)):
         with pytest.raises(BudgetError, match="earlytom"):
             tokenprune.patch(model, "earlytom", keep=budget)
     encoded = model.model.get_video_features(inputs["pixel_values_videos"])

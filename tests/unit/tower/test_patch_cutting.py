@@ -198,7 +198,7 @@ def test_inside_where_the_tower_allows_it(name: str, build) -> None:
     if inside:
         assert torch.equal(got, asked(inside=True)[0])
     # What a tower cannot do for each image of itself.
-    budgets = tokenprune.Budget(keep=0.4, per="prompt"), tokenprune.Budget(kv_share=0.4)
+    budgets = tokenprune.Budget(keep=0.4, per="prompt"), tokenprune.Budget.from_kv_share(0.4)
     for how in ({"guard": "auto"}, *({"keep": one} for one in budgets)):
         assert asked(**how)[1] is Site.PRE_LLM
         if inside:
@@ -231,7 +231,7 @@ def test_what_is_refused(build) -> None:
 
 
 def test_it_conforms() -> None:
-    ((stage, _),) = tokenprune.method("flowcut", inside=True).stages(tokenprune.Budget.of(0.5), 4)
+    ((stage, _),) = tokenprune.method("flowcut", inside=True).stages(tokenprune.Budget.from_keep(0.5), 4)
     check_method(stage)
     most = Tower(tokens=578, protected=2, blocks=24, read=23)
     check_method(stage, tower=most)

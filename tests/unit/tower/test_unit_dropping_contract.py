@@ -65,7 +65,7 @@ def test_refused(build) -> None:
     ):  # fmt: skip
         with pytest.raises(OptionError, match=says):
             tokenprune.patch(model, method, keep=0.5)
-    for budget in (tokenprune.Budget(keep=0.5, per="prompt"), tokenprune.Budget(flops_share=0.5)):
+    for budget in (tokenprune.Budget(keep=0.5, per="prompt"), tokenprune.Budget.from_flops_share(0.5)):
         with pytest.raises(BudgetError, match="before the prompt is known"):
             tokenprune.patch(model, "pixelprune", keep=budget)
     with torch.no_grad():

@@ -33,11 +33,11 @@ class World(Fake):
     """Also answers stacks: they lose what any of their parts loses, and spend the product."""
 
     def _parts(self, candidate: Setting | None) -> list[Setting]:
-        setting = None if candidate is None else candidate.as_dict()
+        setting = None if candidate is None else candidate.to_json()
         if setting is None or not isinstance(setting["method"], list):
             return []
         pairs = zip(setting["method"], setting["keep"], strict=True)
-        return [Setting.of({**one, "keep": keep}) for one, keep in pairs]
+        return [Setting.from_json({**one, "keep": keep}) for one, keep in pairs]
 
     def ask(
         self, candidate: Setting | None, chunk: Sequence[int], told: Callable[[int], None] = lambda size: None
@@ -92,9 +92,9 @@ def test_stacks_are_made_of_the_fronts_of_two_sites_and_more() -> None:
     assert len(propose(alone, lambda candidate: None, estimate, most=1)) == 1
     # What spends no less than a setting that loses no more is left out.
     assert not propose(alone, lambda candidate: 0.55, estimate)
-    seeded = Alone(Setting.of({"method": "random", "keep": 0.5, "seed": 0}), right, 0.4)
+    seeded = Alone(Setting.from_json({"method": "random", "keep": 0.5, "seed": 0}), right, 0.4)
     (one, *_) = propose([alone[0], seeded], lambda candidate: None, estimate)
-    assert one.as_dict() == {"method": [{"method": "downsample"}, {"method": "random", "seed": 0}], "keep": [0.5, 0.5]}
+    assert one.to_json() == {"method": [{"method": "downsample"}, {"method": "random", "seed": 0}], "keep": [0.5, 0.5]}
 
 
 def test_methods_that_stack_nothing_are_left_alone() -> None:

@@ -39,7 +39,7 @@ def subject() -> Model:
 def test_candidates_are_asked_without_the_guard(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
     """With the processor, which methods on pixels get, it would read prompts, warn, and be timed with the method."""
     count = [one for one in load_heldout(limit=2) if one.kind == "count"]
-    candidate = Setting.of({"method": "downsample", "keep": 0.25})
+    candidate = Setting.from_json({"method": "downsample", "keep": 0.25})
     with caplog.at_level("WARNING", logger="tokenprune"):
         Evaluator(subject, count).ask(candidate, [0, 1])
     assert caplog.records == []
@@ -56,7 +56,7 @@ def test_the_panel_remembers_and_goes_on(subject: Model, tmp_path: Path, monkeyp
         return generate(self, inputs, **options)
 
     def opened(metric: str = "exact") -> RunFolder:
-        return RunFolder(tmp_path / "run", config_of(subject, Search([pool.as_dict()], 0, 3), metric, {}))
+        return RunFolder(tmp_path / "run", config_of(subject, Search([pool.to_json()], 0, 3), metric, {}))
 
     monkeypatch.setattr(Model, "generate", counted)
     chunk = [5, 1, 3, 0]

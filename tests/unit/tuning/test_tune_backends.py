@@ -23,7 +23,7 @@ from tokenprune_demo.heldout import load_heldout
 QUESTIONS = load_heldout(limit=5)
 # The engine refuses dart, and answers all else as the unpatched model does.
 CANDIDATES = [*grid(["dart"], [0.5]), *grid(["uniform"], [0.5, 0.25])]
-SEARCH = Search([one.as_dict() for one in CANDIDATES], 0, 4)
+SEARCH = Search([one.to_json() for one in CANDIDATES], 0, 4)
 
 
 def tune(engine: MadeUp, folder: Path | None = None) -> tuple[Tuning, Evaluator]:
@@ -42,7 +42,7 @@ def tune(engine: MadeUp, folder: Path | None = None) -> tuple[Tuning, Evaluator]
 def test_an_engine_is_tuned() -> None:
     engine = MadeUp()
     found, panel = tune(engine)
-    assert found.choice.candidate.as_dict() == {"method": "uniform", "keep": 0.25}
+    assert found.choice.candidate.to_json() == {"method": "uniform", "keep": 0.25}
     assert [trial.state for trial in found.trials] == [
         "skipped: dart cannot be served",
         "keeps the promise",

@@ -38,7 +38,9 @@ class World:
     def __init__(self, rng: np.random.Generator, drops: Sequence[tuple[float, float]], flips: float) -> None:
         self.kinds, self.groups = ["all"] * QUESTIONS, list(range(QUESTIONS))
         base = rng.random(QUESTIONS) < 0.9
-        self.true = {Setting.of({"method": "dart", "keep": 1 - 0.1 * place}): one for place, one in enumerate(drops)}
+        self.true = {
+            Setting.from_json({"method": "dart", "keep": 1 - 0.1 * place}): one for place, one in enumerate(drops)
+        }
         self.answers: dict[Setting | None, np.ndarray] = {None: base.astype(float)}
         for candidate, (drop, _) in self.true.items():
             lost, won = (drop + flips) / 0.9, flips / 0.1

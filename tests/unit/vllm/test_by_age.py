@@ -33,18 +33,18 @@ KEEPS: list[dict[str, Any]] = [
 
 
 def setting(keep: Any, method: str = "divprune", **more: Any) -> ServedSetting:
-    return ServedSetting.of({"method": method, "keep": keep} | more)
+    return ServedSetting.from_json({"method": method, "keep": keep} | more)
 
 
 @each("keep", KEEPS)
 @each("method", ["divprune", "pool"])
 def test_an_image_keeps_what_the_budget_says(keep: dict[str, Any], method: str) -> None:
     """As many as on the Hugging Face side, for each number of images; and the newest what it keeps alone."""
-    made, budget = setting(keep, method), Budget(**keep)
-    assert made.age == budget.age and not made.removes_nothing
+    made, budget = setting(keep, method), Budget.from_json(keep)
+    assert made.ages == budget.ages and not made.removes_nothing
     for counts in ([36], [36, 7, 100], [1, 2, 3, 4, 5, 64, 64, 30]):
         new = [budget.resolve_keep(count) for count in counts]
-        wanted = aged(new, budget.age or (), budget.step)
+        wanted = aged(new, budget.ages.tiers, budget.ages.step)
         own = made.of_items("image", len(counts))
         assert [one.wanted(count) for one, count in zip(own, counts, strict=True)] == [
             made.acting.budget(count, number) for count, number in zip(counts, wanted, strict=True)
@@ -70,7 +70,7 @@ def test_an_image_at_its_age_is_what_another_setting_says() -> None:
 @pytest.mark.parametrize("keep", KEEPS, ids=str)
 def test_it_survives_the_journey(keep: dict[str, Any]) -> None:
     made = setting(keep)
-    assert ServedSetting.of(made.as_dict()) == made
+    assert ServedSetting.from_json(made.to_json()) == made
     for tier in made.tiers:
         plan = Plan.make(tier, runs_of([9] * 36), False)
         assert Plan.decode(plan.encode()) == plan and Plan.decode(plan.encode()).keep == [tier.count(36)]
@@ -79,7 +79,7 @@ def test_it_survives_the_journey(keep: dict[str, Any]) -> None:
 def test_a_request_replaces_keep_as_a_whole() -> None:
     made = offer({"method": "divprune", "keep": KEEPS[0]}, profiles={"chat": {"keep": KEEPS[1]}, "flat": {"keep": 0.5}})
     assert made.setting({"profile": "chat"}) == setting(KEEPS[1]) != made.setting() == setting(KEEPS[0])
-    assert made.setting({"profile": "flat"}).age is None and made.setting({"keep": 0.25}).age is None
+    assert made.setting({"profile": "flat"}).ages is None and made.setting({"keep": 0.25}).ages is None
     assert made.setting({"profile": "flat", "keep": KEEPS[2]}) == setting(KEEPS[2])
     assert made.setting({"method": "pool"}) == setting(KEEPS[0], "pool") and made.setting({"off": True}).is_off
     assert setting({"keep": 0.5, "age": [[0, 1.0]], "step": 3}) == setting(0.5)
@@ -120,11 +120,11 @@ def test_limits_hold_for_the_oldest_image() -> None:
 )
 def test_what_has_no_age_is_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(BudgetError, match=says):
-        ServedSetting.of({"method": "divprune", "keep": KEEPS[0]} | given)
+        ServedSetting.from_json({"method": "divprune", "keep": KEEPS[0]} | given)
 
 
 def test_pixels_shrink_alike_and_ages_count_behind_them() -> None:
-    made = ServedSetting.of({"method": ["dynres", "divprune"], "keep": [0.5, KEEPS[1]]})
+    made = ServedSetting.from_json({"method": ["dynres", "divprune"], "keep": [0.5, KEEPS[1]]})
     assert {one.share for one in made.tiers} == {0.5} and made.tiers[1].whole_keep == 0.075
 
 

@@ -12,7 +12,7 @@ from each import each
 from tests.unit.vllm.test_offer import PROFILES, offer
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.settings.callers import CallerError, Callers
-from tokenprune.integrations.vllm.settings.offer import ProfileError
+from tokenprune.integrations.vllm.settings.server_config import ProfileError
 
 SECRET = "sk-very-secret"
 

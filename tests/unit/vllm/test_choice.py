@@ -68,7 +68,7 @@ def test_items_at_once_keep_what_each_keeps_alone(name: str, counts: list[int]) 
 @each("per_run", [False, True])
 def test_rows_of_items_at_once_are_those_of_each(pieces: str, per_run: bool) -> None:
     text = runs_of([9 if piece == "#" else ord(piece) for piece in pieces], [piece == "#" for piece in pieces])
-    plan = Plan.make(ServedSetting.of({"method": "uniform", "keep": 0.5}), text, per_run)
+    plan = Plan.make(ServedSetting.from_json({"method": "uniform", "keep": 0.5}), text, per_run)
     rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
     kept = torch.cat([_drawn(plan, seed) for seed in range(2)])
     together = AwaitedRows.kept(plan, rows, kept)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from each import each
 from tokenprune import available_methods, method_info
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
-from tokenprune.integrations.vllm.settings.configuration import ServerKeys, check_spelling, split
-from tokenprune.integrations.vllm.settings.offer import Offer, ProfileError
+from tokenprune.integrations.vllm.settings.configuration import check_spelling, split
 from tokenprune.integrations.vllm.settings.overload import Overload
 from tokenprune.integrations.vllm.settings.rules import LimitError
+from tokenprune.integrations.vllm.settings.server_config import ProfileError, ServerConfig
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
@@ -24,15 +24,12 @@ SERVER = {"method": "divprune", "keep": 0.25}
 PROFILES = {"fast": {"keep": 0.11}, "ocr": {"off": True}, "small": {"method": "dynres", "keep": 0.5}}
 
 
-def offer(server: Any = SERVER, **given: Any) -> Offer:
+def offer(server: Any = SERVER, **given: Any) -> ServerConfig:
     """As `configure` makes it."""
     layers = [] if server is None else [server]
-    keys(server, **given)
-    return Offer.of(given, ServedSetting.of(*layers), lambda profile: ServedSetting.of(*layers, profile))
-
-
-def keys(server: Any = SERVER, **given: Any) -> ServerKeys:
-    return ServerKeys.of(given, ServedSetting.of(*([] if server is None else [server])))
+    return ServerConfig.from_json(
+        given, ServedSetting.from_json(*layers), lambda profile: ServedSetting.from_json(*layers, profile)
+    )
 
 
 def test_a_servers_setting_is_split() -> None:
@@ -47,8 +44,10 @@ def test_profiles_stand_over_the_server_and_under_the_request() -> None:
     assert made.setting() == made.setting({"profile": "default"}) == ServedSetting(DivPrune(), 0.25)
     assert made.setting({"profile": "fast"}) == ServedSetting(DivPrune(), 0.11)
     assert made.setting({"profile": "ocr"}) == made.setting({"profile": "fast", "off": True}) == ServedSetting()
-    assert made.setting({"profile": "small"}) == ServedSetting.of({"method": "dynres", "keep": 0.5})
-    assert made.setting({"profile": "fast", "method": "pool"}) == ServedSetting.of({"method": "pool", "keep": 0.11})
+    assert made.setting({"profile": "small"}) == ServedSetting.from_json({"method": "dynres", "keep": 0.5})
+    assert made.setting({"profile": "fast", "method": "pool"}) == ServedSetting.from_json(
+        {"method": "pool", "keep": 0.11}
+    )
     assert made.setting({"keep": 0.5}) == ServedSetting(DivPrune(), 0.5)
     # The same reduction, however it was asked for, has the same key in caches.
     assert made.setting({"profile": "fast"}).cache_key() == made.setting({"keep": 0.11}).cache_key()
@@ -58,8 +57,7 @@ def test_profiles_stand_over_the_server_and_under_the_request() -> None:
 def test_layers_give_memory_back_where_a_server_says_so() -> None:
     inside = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
     made = offer(inside, experimental_free_kv=True)
-    assert keys(inside, experimental_free_kv=True) == ServerKeys(free_kv=True)
-    assert keys(inside) == keys(inside, experimental_free_kv=False) == ServerKeys()
+    assert made.free_kv and not offer(inside).free_kv and not offer(inside, experimental_free_kv=False).free_kv
     # Which tokens stay is the same, and so are keys in caches; a request has no say in it.
     assert made.setting() == offer(inside).setting() and made.setting({"off": True}) == ServedSetting()
     with pytest.raises(OptionError, match="experimental_free_kv belongs to the server's setting"):
@@ -188,7 +186,7 @@ def test_a_profile_stands_in_under_load() -> None:
 
 
 def test_positions_are_the_servers() -> None:
-    assert keys().positions is None and keys(positions="original").positions == "original"
+    assert offer().positions is None and offer(positions="original").positions == "original"
     for wrong in ("orginal", None, 3, ["original"]):
         with pytest.raises(OptionError, match='positions must be "original"'):
             offer(positions=wrong)
@@ -212,9 +210,12 @@ def test_metrics_know_few_names() -> None:
     asked = [None, {}, {"profile": "fast"}, {"profile": "fast", "keep": 0.5}, {"keep": 0.123456}]
     assert [made.label(one) for one in asked] == ["default", "default", "fast", "request", "request"]
     assert ServedSetting().label() == ("off", "1")
-    assert ServedSetting.of({"method": "pool", "keep": 0.123456}).label() == ("pool", "0.12")
-    assert ServedSetting.of({"method": "pool", "keep": 64}).label() == ("pool", "tokens")
-    assert ServedSetting.of({"method": ["divprune", "dynres"], "keep": 0.5}).label() == ("dynres+divprune", "0.25")
+    assert ServedSetting.from_json({"method": "pool", "keep": 0.123456}).label() == ("pool", "0.12")
+    assert ServedSetting.from_json({"method": "pool", "keep": 64}).label() == ("pool", "tokens")
+    assert ServedSetting.from_json({"method": ["divprune", "dynres"], "keep": 0.5}).label() == (
+        "dynres+divprune",
+        "0.25",
+    )
 
 
 NAMES = available_methods()
@@ -258,7 +259,7 @@ def test_a_request_gets_a_setting_or_our_error(asked: Any) -> None:
         least = 0.3 if isinstance(asked, dict) and asked.get("profile") == "gold" else 0.1
         assert setting.share * setting.keep >= least - 1e-4 and isinstance(setting.keep, float)
         assert {one.name for one in (setting.pixels, setting.method) if one} <= {"divprune", "dynres", "pool"}
-    assert ServedSetting.of(json.loads(json.dumps(setting.as_dict()))) == setting
+    assert ServedSetting.from_json(json.loads(json.dumps(setting.to_json()))) == setting
     assert LIMITED.label(asked) in {"default", "request", "gold", *PROFILES}
 
 

@@ -108,7 +108,7 @@ def test_reduced_prompts() -> None:
 
 def test_a_video_whose_frames_are_compared() -> None:
     """Its frames are told to the model; a newline behind them is in none, time stamps between them are in no run."""
-    evs = ServedSetting.of({"method": "evs", "keep": 0.5})
+    evs = ServedSetting.from_json({"method": "evs", "keep": 0.5})
     for pieces, number, behind, sizes in (
         ("a############", 3, 0, [4, 4, 4]), ("#############", 3, 1, [4, 4, 4]), ("s####t####u####e", 3, 0, [4, 4, 4]),
         ("####", 1, 0, [4]),
@@ -120,10 +120,10 @@ def test_a_video_whose_frames_are_compared() -> None:
         with pytest.raises(OptionError, match=f"the 12 tokens of this one do not split into {number} frames"):
             Plan.make(evs, runs_of([9] * 12), False, number, behind)
     # Other methods ask for no frames, and images are left as they are.
-    assert plan(ServedSetting.of({"method": "divprune"}), "####").frame_sizes(0) == [None]
+    assert plan(ServedSetting.from_json({"method": "divprune"}), "####").frame_sizes(0) == [None]
     assert not plan(evs.without_method(), "####").reduces
     with pytest.raises(BudgetError, match="the whole video has one budget"):
-        ServedSetting.of({"method": "evs", "keep": 0.5, "per": "frame"})
+        ServedSetting.from_json({"method": "evs", "keep": 0.5, "per": "frame"})
 
 
 DROPPING = [method for method in (registry.build(name, {}) for name in servable()) if not method.merges]

@@ -12,13 +12,13 @@ from tests.unit.vllm.test_offer import offer
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.frontend.served import Served
 from tokenprune.integrations.vllm.gateway.choice import Choice, HeldBack, lot_of
-from tokenprune.integrations.vllm.settings.offer import Offer
+from tokenprune.integrations.vllm.settings.server_config import ServerConfig
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
 PROFILES = {"fast": {"keep": 0.11}, "new": {"keep": 0.5, "rollout": 0.5}, "ocr": {"off": True}}
 
 
-def full(made: Offer, lot: float, asked: Any = None) -> bool:
+def full(made: ServerConfig, lot: float, asked: Any = None) -> bool:
     request = Choice(asked or {}, made, made.setting(asked or {}), Served(), lot).resolve({"image": 2})
     assert isinstance(request, HeldBack) == (request.full == "rollout")
     if isinstance(request, HeldBack):
@@ -58,7 +58,7 @@ def test_it_is_the_operators_to_say() -> None:
             offer(rollout=wrong)
         with pytest.raises(OptionError, match=r"profile 'a': .*rollout must be a share in"):
             offer(profiles={"a": {"keep": 0.5, "rollout": wrong}})
-    assert made.setting() == ServedSetting.of({"method": "divprune", "keep": 0.25})  # what it is a rollout of
+    assert made.setting() == ServedSetting.from_json({"method": "divprune", "keep": 0.25})  # what it is a rollout of
 
 
 def test_what_is_done_where_it_fails() -> None:
@@ -66,7 +66,7 @@ def test_what_is_done_where_it_fails() -> None:
     made = offer(profiles=profiles, on_error="full")
     assert made.policy() == "on_error full; strict: on_error refuse"
 
-    def in_full(made: Offer, asked: dict[str, Any]) -> bool:
+    def in_full(made: ServerConfig, asked: dict[str, Any]) -> bool:
         instead = Choice(asked, made, made.setting(asked), Served(), 0.5).resolve({"image": 2}).instead
         assert instead is None or (instead.setting.is_off and instead.full == "failure" and instead.instead is None)
         return instead is not None

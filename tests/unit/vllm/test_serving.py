@@ -73,7 +73,7 @@ TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
     ],
 )
 def test_later_layers_win(layers, wanted) -> None:
-    assert ServedSetting.of(*layers) == wanted
+    assert ServedSetting.from_json(*layers) == wanted
 
 
 @each(
@@ -127,7 +127,7 @@ def test_later_layers_win(layers, wanted) -> None:
 def test_bad_settings(bad, error, says) -> None:
     """Each is a ValueError, which a server answers with HTTP 400, and says what to do."""
     with pytest.raises(error, match=says) as caught:
-        ServedSetting.of(SERVER, bad)
+        ServedSetting.from_json(SERVER, bad)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, TokenPruneError)
 
 
@@ -144,7 +144,7 @@ def test_a_tower_is_what_the_other_side_says(name: str, monkeypatch: pytest.Monk
     )
     check_model(setting, model_config)
     theirs, ours = (
-        tower_part(adapter_for(model), method, Budget.of(0.5)).reducer.layout.shape,
+        tower_part(adapter_for(model), method, Budget.from_keep(0.5)).reducer.layout.shape,
         served_tower(method, model.config),
     )
     for fact in ("tokens", "protected", "blocks", "read", "unit"):
@@ -157,45 +157,48 @@ def test_methods_by_the_towers_attention_are_served_as_they_are() -> None:
     names = {"visionzip", "fastervlm", "prumerge", "prumerge_plus", "hiprune", "holov"}
     assert names <= set(servable())
     given = {"method": "vispruner", "features": "projected", "keep": 0.3}
-    assert ServedSetting.of(SERVER, given).method == registry.build("vispruner", {"features": "projected"})
+    assert ServedSetting.from_json(SERVER, given).method == registry.build("vispruner", {"features": "projected"})
     for name, options, told in (
         ("vispruner", {}, 'vispruner does without with features="projected"'),
         ("scope", {"features": "tower"}, 'scope does without with features="projected"'),
         ("divprune", {"center": "tower"}, 'divprune does without with center="standardised"'),
     ):
         with pytest.raises(OptionError, match=f"it needs encoder_features.*{told}"):
-            ServedSetting.of(SERVER, {"method": name, "keep": 0.3} | options)
+            ServedSetting.from_json(SERVER, {"method": name, "keep": 0.3} | options)
 
 
 def test_a_setting_without_a_method_is_refused() -> None:
     with pytest.raises(OptionError, match="names no method"):
-        ServedSetting.of({"keep": 0.5})
+        ServedSetting.from_json({"keep": 0.5})
     with pytest.raises(OptionError, match="names no method"):
-        ServedSetting.of({"off": True}, {"keep": 0.5})
+        ServedSetting.from_json({"off": True}, {"keep": 0.5})
     for layers in (({"off": False},), ({"off": True}, {"off": False})):
         with pytest.raises(OptionError, match='"off": false switches nothing on, since no method is named'):
-            ServedSetting.of(*layers)
+            ServedSetting.from_json(*layers)
     for layers in ((SERVER, {"off": False}), ({"off": True}, SERVER | {"off": False})):
-        assert ServedSetting.of(*layers) == ServedSetting.of(SERVER)
+        assert ServedSetting.from_json(*layers) == ServedSetting.from_json(SERVER)
 
 
 def test_cache_keys_hold_all_that_matters() -> None:
     """Written out in full, so that two ways of saying the same share a cache, and nothing else does."""
     assert (
-        ServedSetting.of({"method": "random"}).cache_key()
-        == ServedSetting.of({"method": "random", "seed": 0}).cache_key()
+        ServedSetting.from_json({"method": "random"}).cache_key()
+        == ServedSetting.from_json({"method": "random", "seed": 0}).cache_key()
     )
-    keys = [ServedSetting.of(SERVER, more).cache_key() for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True})]
-    keys += [ServedSetting.of({"method": "random", "seed": seed}).cache_key() for seed in (0, 1)]
-    keys += [ServedSetting.of(SERVER, {"per": "frame"}).cache_key()]
+    keys = [
+        ServedSetting.from_json(SERVER, more).cache_key() for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True})
+    ]
+    keys += [ServedSetting.from_json({"method": "random", "seed": seed}).cache_key() for seed in (0, 1)]
+    keys += [ServedSetting.from_json(SERVER, {"per": "frame"}).cache_key()]
     keys += [
-        ServedSetting.of(TWO, more).cache_key() for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})
+        ServedSetting.from_json(TWO, more).cache_key()
+        for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})
     ]
     assert len({str(key) for key in keys}) == len(keys)
     assert all(key["algorithm"] for key in keys)
     dynres = {"method": "dynres", "min_scale": 0.3}
     for setting in ({"method": "random", "seed": 5}, TWO, dynres, {"off": True}, TWO | {"per": "frame"}):
-        assert ServedSetting.of(ServedSetting.of(setting).as_dict()) == ServedSetting.of(setting)
+        assert ServedSetting.from_json(ServedSetting.from_json(setting).to_json()) == ServedSetting.from_json(setting)
 
 
 @each("count", [1, 2, 7, 16, 576, 1225])
@@ -234,11 +237,11 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
 
     try:
         with pytest.raises(OptionError, match="acts at several places"):
-            ServedSetting.of({"method": "twofold", "keep": 0.5})
+            ServedSetting.from_json({"method": "twofold", "keep": 0.5})
         with pytest.raises(OptionError, match="has to follow from the shape alone"):
-            ServedSetting.of({"method": "moody", "keep": 0.5})
+            ServedSetting.from_json({"method": "moody", "keep": 0.5})
         with pytest.raises(OptionError, match="it reads the text"):
-            ServedSetting.of({"method": "reader", "keep": 0.5})
+            ServedSetting.from_json({"method": "reader", "keep": 0.5})
         assert not {"moody", "reader", "twofold"} & set(servable())
     finally:
         for name in ("moody", "reader", "twofold"):
@@ -263,7 +266,7 @@ def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> 
         setattr(BySight, attribute, value)
     try:
         with pytest.raises(OptionError, match="what it sees decides how many tokens stay"):
-            ServedSetting.of({"method": name, "keep": 0.5} | ({IN_LLM: True} if site is Site.IN_LLM else {}))
+            ServedSetting.from_json({"method": name, "keep": 0.5} | ({IN_LLM: True} if site is Site.IN_LLM else {}))
         assert name not in servable() and name not in servable(in_llm=True)
     finally:
         registry._METHODS.pop(name)
@@ -280,12 +283,12 @@ REFUSED_METHODS = [
 def test_a_method_that_is_not_served_names_the_options_with_which_it_is(name: str) -> None:
     """Of every method that acts ahead of the language model: no list names those that are served."""
     with pytest.raises(OptionError) as caught:
-        ServedSetting.of({"method": name})
+        ServedSetting.from_json({"method": name})
     less = registry.build(name, {})
     told = str(caught.value).split("Servable are")[0]
     for options in (less.query_free, less.fallback_options, {**less.query_free, **less.fallback_options}):
         try:
-            ServedSetting.of({"method": name, **options})
+            ServedSetting.from_json({"method": name, **options})
         except OptionError:
             continue
         assert any(f"{option}={json.dumps(value)}" in told for option, value in options.items()), told
@@ -295,19 +298,19 @@ def test_a_method_that_is_not_served_names_the_options_with_which_it_is(name: st
         for option, value in {**less.query_free, **less.fallback_options}.items():
             if f"{option}={json.dumps(value)}" in told:
                 with pytest.raises(OptionError) as again:
-                    ServedSetting.of({"method": name, option: value})
+                    ServedSetting.from_json({"method": name, option: value})
                 assert str(again.value).split("Servable are")[0] != told
 
 
 def test_what_drops_patches_ahead_of_the_tower_is_served() -> None:
     """Its number follows from pixels, which the front end has; which models can do so is another matter."""
-    setting = ServedSetting.of({"method": "pixelprune", "keep": 0.5, "threshold": 0.02})
+    setting = ServedSetting.from_json({"method": "pixelprune", "keep": 0.5, "threshold": 0.02})
     assert setting.method == PixelPrune(threshold=0.02) and not setting.removes_nothing
-    assert ServedSetting.of(setting.as_dict()) == setting
-    assert ServedSetting.of({"method": "pixelprune"}).keep == 1_000_000
+    assert ServedSetting.from_json(setting.to_json()) == setting
+    assert ServedSetting.from_json({"method": "pixelprune"}).keep == 1_000_000
     assert "pixelprune" in servable() and "pixelprune" not in servable(in_llm=True)
     with pytest.raises(OptionError, match=r"per=.*not with pixelprune"):
-        ServedSetting.of({"method": "pixelprune", "per": "frame"})
+        ServedSetting.from_json({"method": "pixelprune", "per": "frame"})
 
 
 def test_no_architecture_is_both_served_and_refused() -> None:
@@ -335,8 +338,8 @@ def test_the_path_of_a_request_is_a_true_one() -> None:
 
 def test_images_stay_whole_where_frames_are_compared() -> None:
     """And are to all caches what they are on a server that is off."""
-    evs = ServedSetting.of({"method": "evs", "keep": 0.5})
+    evs = ServedSetting.from_json({"method": "evs", "keep": 0.5})
     assert evs.of_items("image", 2) == (ServedSetting(),) * 2 and evs.of_items("video", 1) == (evs,)
-    assert evs.of_items("image", 1)[0].cache_key() == ServedSetting.of({"off": True}).cache_key()
-    smaller = ServedSetting.of({"method": ["downsample", "evs"], "keep": [0.5, 0.5]}).of_items("image", 1)[0]
-    assert smaller == ServedSetting.of({"method": "downsample", "keep": 0.5})
+    assert evs.of_items("image", 1)[0].cache_key() == ServedSetting.from_json({"off": True}).cache_key()
+    smaller = ServedSetting.from_json({"method": ["downsample", "evs"], "keep": [0.5, 0.5]}).of_items("image", 1)[0]
+    assert smaller == ServedSetting.from_json({"method": "downsample", "keep": 0.5})

@@ -81,7 +81,7 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
                 f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
             )
         check_layers(step, adapter)
-        if step.budget.of_videos and adapter.family.after_frames is None:
+        if step.budget.video is not None and adapter.family.after_frames is None:
             raise BudgetError(
                 f"{step.budget} goes by the frames of a video, which are not known of {adapter.config.model_type!r}: "
                 "frames that its processor hands over as images have a budget each; say keep= or tokens="

@@ -137,7 +137,7 @@ class Server:
         """
         size, layers, assumed = BYTES[self.dtype], self.costs.decoder.layers, self.assumed
         each = load.visual // images
-        visual = Budget.of(keep).resolve_keep(each) * images
+        visual = Budget.from_keep(keep).resolve_keep(each) * images
         cost = self.costs.cost(load, per_layer=[visual] * layers)
         prompt = load.text + visual
         held = -(-(prompt + answer) // assumed.block) * assumed.block

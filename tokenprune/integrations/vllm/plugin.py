@@ -68,8 +68,8 @@ def _register_models(whole: bool) -> None:
 
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
     from tokenprune.integrations.vllm.frontend.of_workers import listen
-    from tokenprune.integrations.vllm.settings.configuration import needs_gateway
     from tokenprune.integrations.vllm.settings.configure import configure
+    from tokenprune.integrations.vllm.settings.server_config import needs_gateway
     from tokenprune.integrations.vllm.settings.settings import KEY
 
     kwargs = getattr(model_config.multimodal_config, "mm_processor_kwargs", None) or {}

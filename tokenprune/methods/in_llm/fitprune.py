@@ -78,7 +78,7 @@ class FitPrune(CutsInside):
             self._check(False, f"{self.recipe} is for {len(rows[0])} layers, and this decoder has {layers}")
         if budget.share is not None:
             shares(rows, layers, budget.share)  # raises for what cannot be
-        parts = [_ByRecipe(**budget.held(), rows=rows) for _ in range(1, layers)]
+        parts = [_ByRecipe(**budget.init_values(), rows=rows) for _ in range(1, layers)]
         return [(OneCut(self, layer - 1, layer), part) for layer, part in enumerate(parts, 1)]
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:

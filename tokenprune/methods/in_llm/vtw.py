@@ -71,7 +71,7 @@ class _AsLongAs(Budget):
 
     @staticmethod
     def of(budget: Budget, layer: int | None = None) -> _AsLongAs:
-        return _AsLongAs(**budget.held(), layer=layer)
+        return _AsLongAs(**budget.init_values(), layer=layer)
 
     def resolve(
         self, counts: Sequence[int], *, layer: int, shape: DecoderShape, text_tokens: int,

@@ -50,7 +50,7 @@ def _sites(method: Any, options: dict[str, Any]) -> dict[str, Site]:
     """Return the site of each method that is asked for."""
     given: list[Any]
     if options.get("config") is not None:
-        given = read_config(options["config"]).parsed.methods
+        given = read_config(options["config"]).methods
     else:
         given = list(method) if isinstance(method, (list, tuple)) else [] if method is None else [method]
     return {one.name: one.site for one in (x if isinstance(x, Method) else method_info(x) for x in given)}

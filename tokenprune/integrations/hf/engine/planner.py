@@ -30,7 +30,7 @@ class Planner:
         self.adapter, self.shape, self.steps, self.record = adapter, shape, steps, record
         self._on_plan = acting(part.on_plan for part in parts)
         self.per = steps[0].budget.per if steps else "image"
-        self._of_videos = any(step.budget.of_videos for step in steps)
+        self._has_video_budget = any(step.budget.video is not None for step in steps)
         self._segments = Recent()
         self._plans = Recent()
 
@@ -39,8 +39,8 @@ class Planner:
         family, device = self.adapter.family, embeds.device
         outputs = call.outputs if family.features_per_image else {}
         runs = self._runs_per_image(call) if family.runs_of_tiles else None
-        seconds = self.adapter.seconds_per_frame(call.arguments) if self._of_videos else []
-        tempo = Tempo(seconds, self.adapter.joined) if self._of_videos else None
+        seconds = self.adapter.seconds_per_frame(call.arguments) if self._has_video_budget else []
+        tempo = Tempo(seconds, self.adapter.joined) if self._has_video_budget else None
         # Tensors are freed, and given away again, in the order of one stream.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         key = (call.prompt, encoding_key(outputs), device, stream, *seconds)
@@ -51,8 +51,8 @@ class Planner:
             call.has_images, call.state = True, TokenState(found, call.state.layout)
             call.trace = Trace(self.shape, found, call.prompt, call.past, embeds.shape[1], self.record)
             call.trace.stats.notes = call.notes
-            if self._of_videos and "image" in found.modality:
-                budgets = [step.budget for step in self.steps if step.budget.keep is None and step.budget.of_videos]
+            if self._has_video_budget and "image" in found.modality:
+                budgets = [step.budget for step in self.steps if step.budget.video and step.budget.keep is None]
                 call.notes += [f"images keep all tokens: {budget} is for videos" for budget in budgets]
 
     def _runs_per_image(self, call: Call) -> RunsPerImage | None:

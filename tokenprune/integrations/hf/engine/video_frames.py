@@ -40,8 +40,8 @@ class VideoFrames(Part):
             name = step.method.name
             if step.budget.per != "image":
                 instead = (
-                    "keep= or per_second= alone"
-                    if step.budget.of_videos
+                    "keep= or Budget.per_second(...) alone"
+                    if step.budget.video is not None
                     else f'per="image" in place of per={step.budget.per!r}'
                 )
                 raise BudgetError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.of_videos import Clip
+from tokenprune.budgets.video import Clip
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.selection.method import Method
 from tokenprune.selection.segments import Segments
@@ -112,7 +112,7 @@ class Plan:
         for row in dict.fromkeys(self.rows[index] for index in left):
             there = [index for index in left if self.rows[index] == row]
             counts = [arrived[index] for index in there]
-            if step.budget.of_videos:
+            if step.budget.video is not None:
                 shares = step.budget.resolve_videos(counts, [self.clips[index] for index in there])
             else:
                 shares = step.budget.resolve(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenprune.budgets.of_videos import Clip
+from tokenprune.budgets.video import Clip
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.alignment import align_per_image
 from tokenprune.integrations.hf.sequence.record import record_of

@@ -86,9 +86,9 @@ def check_patch(attachment: Any, adapter: Adapter) -> None:
             reason = f"{method.name} weighs attention by what was merged, of which a session forgets a part"
         elif method.query_aware:
             reason = f"{method.name} reads the question, which a session hears after its frames"
-        elif budget.age is not None or budget.per == "prompt":
+        elif budget.ages is not None or budget.per == "prompt":
             reason = f"{budget!r} depends on other images of a prompt, which a session sees block by block"
-        elif budget.frames is not None or budget.frame_weights is not None:
+        elif budget.video is not None and budget.video.per_second is None:
             reason = f"{budget!r} is for a whole video, which a session sees block by block"
         else:
             continue

@@ -97,7 +97,8 @@ class FrameMerging(TowerPart):
     def __init__(self, adapter: Adapter, method: FrameMerger, budget: Budget) -> None:
         super().__init__(adapter, method, budget)
         self.merges = method.merges
-        if budget.per != "image" or budget.flops_share is not None or budget.of_videos or budget.age is not None:
+        depends_on_prompt = budget.per != "image" or budget.target == "flops_share" or budget.ages is not None
+        if depends_on_prompt or budget.video is not None:
             raise BudgetError(
                 f"{method.name} decides before the prompt is known, for each video by itself: of {budget}, say keep, "
                 'average_tokens, average_share or kv_share, with per="image"'

@@ -22,7 +22,7 @@ def check_drops(method: UnitDropper, budget: Budget, depth: int) -> None:
         OptionError: If the method names a block that does not exist.
     """
     method.checked_block(depth)
-    if budget.per != "image" or budget.flops_share is not None:
+    if budget.per != "image" or budget.target == "flops_share":
         raise BudgetError(
             f"{method.name} decides before the prompt is known, for each image or video by itself: of {budget}, "
             'say keep, average_tokens, average_share or kv_share, with per="image"'

@@ -56,7 +56,7 @@ def obstacle(
     """
     found: Obstacle | None = None
     for form in method.forms() if backend is Backend.HF else [method]:
-        stages = [stage for stage, _ in form.stages(Budget.of(0.5), 32)] if backend is Backend.HF else [form]
+        stages = [stage for stage, _ in form.stages(Budget.from_keep(0.5), 32)] if backend is Backend.HF else [form]
         every = (_obstacles(stage, family, backend, cache, config, True) for stage in stages)
         found = next(itertools.chain.from_iterable(every), None)
         if found is None:

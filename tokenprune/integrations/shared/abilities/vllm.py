@@ -193,4 +193,4 @@ def _written(options: Mapping[str, object]) -> str:
 
 
 def _stages(method: Method) -> list[Method]:
-    return [stage for stage, _ in method.stages(Budget.of(0.5), 32)]
+    return [stage for stage, _ in method.stages(Budget.from_keep(0.5), 32)]

@@ -54,7 +54,7 @@ class PackedLayout(Layout):
             self.middle = not method.removes
             return
         # The number of units depends on the image: 1 is a placeholder.
-        self.budget = keep if isinstance(keep, Budget) else Budget.of_checked(keep)
+        self.budget = keep if isinstance(keep, Budget) else Budget.from_number(keep)
         self.shape = Tower(1, 0, len(self.blocks), len(self.blocks), tower) if shape is None else shape
         check_method(method, self.budget, self.shape.unit, shows=False)
         self.proportional, self.middle = method.proportional, True
@@ -72,7 +72,7 @@ class PackedLayout(Layout):
         sizes = [math.prod(grid) for grid in grids]
 
         def plan_of_frame(count: int, keep: float | int) -> Plan:
-            return method.plan(Budget.of_checked(keep), self.shape.of(count))
+            return method.plan(Budget.from_number(keep), self.shape.of(count))
 
         assert self.budget.keep is not None  # see `check_method`
         parts = frames_apart(grids, self.budget.keep, plan_of_frame)

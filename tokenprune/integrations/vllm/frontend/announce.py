@@ -28,10 +28,10 @@ def facts(vllm_config: Any) -> dict[str, str]:
     kinds = ["setting"]  # to look for the others imports vLLM's endpoints
     if (server := configured(model_config)) is not None:
         kinds, said = ["setting", "profiles", "cache"], policy_of(model_config).facts()
-        served = ServedSetting.of(server)
+        served = ServedSetting.from_json(server)
         method, keep = served.label()
         share = f"{served.whole_keep} tokens" if keep == "tokens" else keep
-        where = " in the language model" if served.in_llm else "" if served.age is None else BY_AGE
+        where = " in the language model" if served.in_llm else "" if served.ages is None else BY_AGE
         setting = "off" if served.is_off else f"{method} {share}{where}"
     hold = [kind for kind in kinds if not compat.missing_hooks(kind)]
     return {

@@ -17,8 +17,8 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.frontend.of_workers import of_workers
 from tokenprune.integrations.vllm.frontend.served import BY_KEY, NAME, Served, is_of_input
 from tokenprune.integrations.vllm.log import tell
-from tokenprune.integrations.vllm.settings.configuration import keys_of, settings_of
 from tokenprune.integrations.vllm.settings.servable import DEFAULT, REQUEST
+from tokenprune.integrations.vllm.settings.server_config import get_profile_settings, get_server_config
 
 COUNTERS = {
     "tokenprune:visual_tokens": (
@@ -119,7 +119,7 @@ def inform(model_config: Any, facts: Mapping[str, str]) -> None:
 
 def start_at_zero(model_config: Any) -> None:
     """Make the counters of a server with a setting, so that the first request is a rise that an alert can see."""
-    for profile, setting in settings_of(model_config).items():
+    for profile, setting in get_profile_settings(model_config).items():
         for label in {tier.label() for tier in setting.tiers}:
             visual(model_config, label, 0, 0)
         for by in (NAME, BY_KEY, *((DEFAULT,) if profile == DEFAULT else ())):
@@ -150,6 +150,6 @@ def refusing(model_config: Any, what: str, served: Served) -> Iterator[None]:
     except TokenPruneError as error:
         reason = getattr(error, "reason", "failure" if what == "input" and not is_of_input(error) else what)
         add(model_config, "refusals", reason)
-        if keys_of(model_config).log:
+        if get_server_config(model_config).log:
             tell("refusal", **served.request_id(), reason=reason)
         raise

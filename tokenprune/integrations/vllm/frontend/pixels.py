@@ -118,7 +118,7 @@ class Shrinker:
                 "acts after it, such as pool, uniform or divprune"
             )
         try:
-            return Resizer(method, Budget.of_checked(self.setting.share), processor)
+            return Resizer(method, Budget.from_number(self.setting.share), processor)
         except (OptionError, BudgetError):
             raise
         except TokenPruneError as error:
@@ -157,7 +157,7 @@ def kept_units(
 
 
 def _most(setting: ServedSetting, count: int) -> int:
-    return max(1, Budget.of_checked(setting.keep).resolve_keep(count))
+    return max(1, Budget.from_number(setting.keep).resolve_keep(count))
 
 
 def _colours(pixels: Tensor, modality: str, info: BaseProcessingInfo, kwargs: Mapping[str, object]) -> Tensor:

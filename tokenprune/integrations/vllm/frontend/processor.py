@@ -25,10 +25,11 @@ from tokenprune.integrations.vllm.frontend.items import CountedDetails, ModelIte
 from tokenprune.integrations.vllm.frontend.pixels import Shrinker
 from tokenprune.integrations.vllm.frontend.request import RequestRun, policy_of
 from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest, selecting
-from tokenprune.integrations.vllm.settings.configuration import configured, settings_of
+from tokenprune.integrations.vllm.settings.configuration import configured
 from tokenprune.integrations.vllm.settings.plan import MODALITIES, field_name
 from tokenprune.integrations.vllm.settings.position_checks import longest, original_positions
 from tokenprune.integrations.vllm.settings.servable import NOTHING
+from tokenprune.integrations.vllm.settings.server_config import get_profile_settings
 from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 
 # How an item is put into the prompt, and the field that says what is written.
@@ -80,7 +81,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
     def check_pixels(self) -> None:
         """Raise OptionError if the server's setting or a profile asks for smaller images where they save nothing."""
         model_config = self.info.ctx.model_config
-        for setting in () if configured(model_config) is None else settings_of(model_config).values():
+        for setting in () if configured(model_config) is None else get_profile_settings(model_config).values():
             if setting.pixels is not None:
                 Shrinker(setting, self.info, {}).check()
 

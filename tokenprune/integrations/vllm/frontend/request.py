@@ -19,15 +19,10 @@ from tokenprune.integrations.vllm.frontend import metrics
 from tokenprune.integrations.vllm.frontend.items import CountedDetails
 from tokenprune.integrations.vllm.frontend.served import BY_KEY, Served, ServedRequest, is_of_input, selecting
 from tokenprune.integrations.vllm.log import tell
-from tokenprune.integrations.vllm.settings.configuration import (
-    checked,
-    configured,
-    in_llm,
-    keys_of,
-    needs_gateway,
-)
+from tokenprune.integrations.vllm.settings.configuration import checked, configured, in_llm
 from tokenprune.integrations.vllm.settings.position_checks import check_placeholders
 from tokenprune.integrations.vllm.settings.servable import DEFAULT, NOTHING, REQUEST
+from tokenprune.integrations.vllm.settings.server_config import get_server_config, needs_gateway
 from tokenprune.integrations.vllm.settings.settings import of_request
 from tokenprune.integrations.vllm.settings.tower_items import check_items
 from tokenprune.integrations.vllm.settings.towers import acts_in_tower
@@ -127,7 +122,7 @@ class RequestPolicy:
         for one in items:
             metrics.visual(self.model_config, one.label, one.before, one.after)
         metrics.add(self.model_config, "requests", served.profile, served.by)
-        if keys_of(self.model_config).log:
+        if get_server_config(self.model_config).log:
             tell("request", **served.request_id(), **served.fields())
 
     def check_parameters(self, params: Any) -> None:

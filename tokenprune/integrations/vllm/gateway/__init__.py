@@ -2,7 +2,7 @@
 """Keys of a vLLM server's setting beside the reduction: profiles, callers, load, limits, rollouts, budgets by age.
 
 `tokenprune.integrations.vllm` reduces images under one setting. This package stands behind its seam, `RequestPolicy`,
-and chooses the setting of each request: by its profile (`profiles`, `offer`), its caller (`callers`), the load
+and chooses the setting of each request: by its profile (`profiles`), its caller (`callers`), the load
 (`overload`, `in_flight`), a rollout or the age of an image (`policy`). It reads a file again on SIGHUP (`reload`,
 `grace`), and says in an answer what served it (`answers`). Methods that act inside the language model are in `in_llm`.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenprune.integrations.vllm.compat import HOOKS, is_wrapped, missing_hooks, then
 from tokenprune.integrations.vllm.frontend.served import Served
-from tokenprune.integrations.vllm.settings.configuration import HTTP
+from tokenprune.integrations.vllm.settings.server_config import HTTP
 from tokenprune.integrations.vllm.settings.settings import KEY
 
 HEADER = "x-tokenprune"

@@ -17,9 +17,9 @@ from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest, is_of_input, selecting
-from tokenprune.integrations.vllm.settings.offer import Offer
 from tokenprune.integrations.vllm.settings.rules import FULL
 from tokenprune.integrations.vllm.settings.servable import DEFAULT, PROFILE
+from tokenprune.integrations.vllm.settings.server_config import ServerConfig
 from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 
 ROLLOUT, FAILURE = "rollout", "failure"  # why a request is served in full, though its setting would reduce it
@@ -32,14 +32,14 @@ class Choice:
     """A request's value of our key, and all that was settled when it came.
 
     An endpoint puts it into `mm_processor_kwargs` in the value's place: that is all that vLLM hands from there to the
-    processor, in another thread, and it hands values on as they are. So a request goes by the offer that it chose from,
-    whatever replaces it meanwhile, and the endpoint finds in `served` what the processor has written.
+    processor, in another thread, and it hands values on as they are. So a request goes by the config that it chose
+    from, whatever replaces it meanwhile, and the endpoint finds in `served` what the processor has written.
 
     setting: what the value asks for. lot: a number in [0, 1) by which a rollout decides; see `lot_of`.
     """
 
     asked: Mapping[str, Any]
-    offer: Offer = field(repr=False)
+    server: ServerConfig = field(repr=False)
     setting: ServedSetting
     served: Served
     lot: float = field(default_factory=random.random)
@@ -52,14 +52,14 @@ class Choice:
     def resolve(self, counts: Mapping[str, int]) -> ServedRequest:
         """Return what serves a request with so many items of each modality: its setting, or all in full where a rollout
         leaves it out; and the same where that fails, if its profile says so."""
-        self.served.profile = self.offer.label(self.asked)
+        self.served.profile = self.server.label(self.asked)
         request = ServedRequest.of(self.setting, counts, self.served)
         if self.setting.is_off:
             return request
         full = ServedRequest.of(ServedSetting(), counts, self.served, full=FAILURE)
-        if self.lot >= self.offer.rollout(self.profile):
+        if self.lot >= self.server.rollout(self.profile):
             return HeldBack(full.setting, full.items, self.served, full=ROLLOUT, shadow=request)
-        return dataclasses.replace(request, instead=full) if self.offer.on_error(self.profile) == FULL else request
+        return dataclasses.replace(request, instead=full) if self.server.on_error(self.profile) == FULL else request
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def lot_of(given: Any) -> float:
 def check_age(setting: ServedSetting, counts: Mapping[str, int], segments: Iterable[int] = ()) -> None:
     """Raise OptionError for a request with videos, of which nothing tells where they stand among its images, and for
     one in which an image has several budgets. counts: of its items, by modality. segments: of each, how many."""
-    if setting.age is None:
+    if setting.ages is None:
         return
     if counts.get("video"):
         raise OptionError(f"age= counts the images of a request, and this one has videos: {_INSTEAD}")

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenprune.integrations.vllm.frontend import metrics
-from tokenprune.integrations.vllm.settings.offer import Offer, offered
 from tokenprune.integrations.vllm.settings.overload import Overload, StepInForce
 from tokenprune.integrations.vllm.settings.servable import DEFAULT
+from tokenprune.integrations.vllm.settings.server_config import ServerConfig, get_server_config
 
 _PREFIX, _SUFFIX = "tokenprune-in-flight-", ".count"  # prometheus_client reads *.db there
 _BYTES = 8
@@ -123,19 +123,19 @@ class RequestLoad:
 
     def show(self, model_config: Any) -> None:
         """Show the step in force at /metrics from now on, of a server that has or had a policy."""
-        if self.shown is None and offered(model_config).overload is not None:
+        if self.shown is None and get_server_config(model_config).overload is not None:
             self.shown, gauge = model_config, metrics.gauge(model_config, "overload_step")
             # Prometheus' client calls no function where several processes answer at /metrics together.
             gauge.set_function(self.step) if shared_count() is None else gauge.set(self.step())
 
     def step(self) -> int:
         """Return the step at which a request that chooses nothing would be served now. Nothing changes."""
-        policy = self._policy(offered(self.shown).overload)
+        policy = self._policy(get_server_config(self.shown).overload)
         return 0 if policy is None else policy.at(self.in_flight, time.monotonic())
 
-    def profile(self, offer: Offer) -> str:
+    def profile(self, server: ServerConfig) -> str:
         """Return the profile for a request that chooses none, which puts its step in force."""
-        if (policy := self._policy(offer.overload)) is None:
+        if (policy := self._policy(server.overload)) is None:
             return DEFAULT
         step = policy.take(self.in_flight, time.monotonic())
         return policy.rule.profiles[step - 1] if step else DEFAULT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam's other side: requests that are served by what the server offers (see offer.py)."""
+"""The policy of requests that choose among the profiles of the server (see settings/server_config.py)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from tokenprune.integrations.vllm.frontend.request import RequestPolicy, Request
 from tokenprune.integrations.vllm.frontend.served import BY_KEY, CALLER, LOAD, Served, ServedRequest
 from tokenprune.integrations.vllm.gateway.answers import attached
 from tokenprune.integrations.vllm.gateway.choice import KEPT, SHADOWS, Choice, HeldBack, check_age
-from tokenprune.integrations.vllm.settings.configuration import checked, settings_of
-from tokenprune.integrations.vllm.settings.offer import offer_of, offered
+from tokenprune.integrations.vllm.settings.configuration import checked
 from tokenprune.integrations.vllm.settings.servable import DEFAULT, PROFILE
+from tokenprune.integrations.vllm.settings.server_config import (
+    find_server_config,
+    get_profile_settings,
+    get_server_config,
+)
 
 
 @dataclass(frozen=True)
@@ -26,10 +30,12 @@ class ServePolicy(RequestPolicy):
         if isinstance(asked, Choice):
             return asked.resolve(counts)
         # It came from `LLM(...)` in Python, or by an endpoint that knows the key alone.
-        offer = offer_of(self.model_config, lambda _: asked.get(PROFILE) if isinstance(asked, Mapping) else None)
-        setting = checked(offer.setting(asked), self.model_config)
+        server = find_server_config(
+            self.model_config, lambda _: asked.get(PROFILE) if isinstance(asked, Mapping) else None
+        )
+        setting = checked(server.setting(asked), self.model_config)
         served.by = BY_KEY if asked else DEFAULT
-        return Choice(asked, offer, setting, served).resolve(counts)
+        return Choice(asked, server, setting, served).resolve(counts)
 
     def _process(self, request: ServedRequest, run: RequestRun) -> tuple[Any, list[CountedDetails]]:
         check_age(request.setting, run.counts)
@@ -39,7 +45,7 @@ class ServePolicy(RequestPolicy):
 
     def observe(self, request: ServedRequest, run: RequestRun, items: list[CountedDetails]) -> None:
         served, setting = request.served, request.setting
-        if setting.age is not None:
+        if setting.ages is not None:
             served.aged = sum(one != setting.tiers[0] for one in request.items.get("image", ()))
         if isinstance(request, HeldBack):
             outcome = request.outcome(run, items)
@@ -51,19 +57,19 @@ class ServePolicy(RequestPolicy):
         super().observe(request, run, items)
 
     def facts(self) -> dict[str, list[str]]:
-        offer = offered(self.model_config)
-        policy = offer.policy()
-        return {"profiles": offer.names, "policy": [policy] if policy else [], "hooks": attached()}
+        server = get_server_config(self.model_config)
+        policy = server.policy()
+        return {"profiles": server.names, "policy": [policy] if policy else [], "hooks": attached()}
 
     def start_at_zero(self) -> None:
         super().start_at_zero()
-        offer = offered(self.model_config)
-        under_load = () if offer.overload is None else offer.overload.profiles
-        own = set() if offer.callers is None else offer.callers.own - {DEFAULT}
+        server = get_server_config(self.model_config)
+        under_load = () if server.overload is None else server.overload.profiles
+        own = set() if server.callers is None else server.callers.own - {DEFAULT}
         for profile, by in (*((one, LOAD) for one in under_load), *((one, CALLER) for one in own)):
             metrics.add(self.model_config, "requests", profile, by, count=0)
-        for profile, setting in settings_of(self.model_config).items():
-            if offer.rollout(profile) == 1 or setting.is_off:
+        for profile, setting in get_profile_settings(self.model_config).items():
+            if server.rollout(profile) == 1 or setting.is_off:
                 continue
             for outcome in SHADOWS:
                 metrics.add(self.model_config, "shadow_requests", profile, outcome, count=0)

@@ -27,8 +27,8 @@ from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad
 from tokenprune.integrations.vllm.gateway.policy import ServePolicy
 from tokenprune.integrations.vllm.log import clean_id
 from tokenprune.integrations.vllm.settings.configuration import checked, configured
-from tokenprune.integrations.vllm.settings.offer import Offer, offer_of
 from tokenprune.integrations.vllm.settings.servable import DEFAULT, PROFILE
+from tokenprune.integrations.vllm.settings.server_config import ServerConfig, find_server_config
 from tokenprune.integrations.vllm.settings.settings import KEY
 
 logger = logging.getLogger(__name__)
@@ -42,17 +42,17 @@ def load_of(renderer: Any) -> RequestLoad:
     return getattr(renderer, _LOAD)
 
 
-def check_hooks(offer: Offer) -> None:
+def check_hooks(server: ServerConfig) -> None:
     """Raise UnsupportedSetupError if there are profiles or callers, but the installed vLLM lacks the hooks."""
-    if offer.names or offer.callers is not None:
+    if server.names or server.callers is not None:
         require_hooks(missing_hooks("profiles"))
-    if offer.callers is not None and answers.is_server():
+    if server.callers is not None and answers.is_server():
         require_hooks(missing_hooks("header"))
 
 
-def attach(offer: Offer) -> None:
+def attach(server: ServerConfig) -> None:
     """Let requests choose a profile from now on. Raises UnsupportedSetupError as `check_hooks` does."""
-    check_hooks(offer)
+    check_hooks(server)
     if problems := missing_hooks("profiles"):
         logger.debug("requests cannot choose profiles in this vLLM: %s", "; ".join(problems))
         return
@@ -106,25 +106,25 @@ def _check_no_profile(model_config: Any, request: Any) -> None:
     given = (getattr(request, "mm_processor_kwargs", None) or {}).get(KEY, {})
     asked = given if isinstance(given, Mapping) else {}
     name = functools.partial(_asked_for, given, request, model_config)
-    by, offer = NAME, offer_of(model_config, name)
+    by, server = NAME, find_server_config(model_config, name)
     with metrics.refusing(model_config, "setting", Served()):
-        may = _may_use(offer)
-        profile = name(offer)
+        may = _may_use(server)
+        profile = name(server)
         if profile is None and may is not None:
             by, profile = CALLER, may[0]
-        setting = offer.profile(DEFAULT if profile is None else profile, may if by == NAME else None)
-        if PROFILE not in asked and setting != offer.profile(DEFAULT):
+        setting = server.profile(DEFAULT if profile is None else profile, may if by == NAME else None)
+        if PROFILE not in asked and setting != server.profile(DEFAULT):
             who = repr(request.model) if by == NAME else "this caller"
             raise OptionError(
                 f"{KEY}: {who} asks for profile {profile!r}, and this endpoint knows the server's own setting alone: "
                 f"ask for {model_config.served_model_name!r}"
             )
-        checked(offer.setting(given), model_config)  # a wrong setting is refused beside text alone, too
+        checked(server.setting(given), model_config)  # a wrong setting is refused beside text alone, too
 
 
-def _may_use(offer: Offer) -> tuple[str, ...] | None:
+def _may_use(server: ServerConfig) -> tuple[str, ...] | None:
     """Return the profiles that the caller of this request may use; None on a server without a rule of callers."""
-    return None if offer.callers is None else offer.callers.may_use(answers.current().headers)
+    return None if server.callers is None else server.callers.may_use(answers.current().headers)
 
 
 def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
@@ -150,14 +150,14 @@ def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
         # Before its images are read, which vLLM's own place for this is not.
         ServePolicy(model_config).check_parameters(request)
         asked = given.get(KEY, {})
-        offer = offer_of(model_config, functools.partial(_asked_for, asked, request, model_config))
+        server = find_server_config(model_config, functools.partial(_asked_for, asked, request, model_config))
         if not trusted:
-            _check_only_profile(asked, offer)
-        model, under_load = getattr(request, "model", None), functools.partial(load.profile, offer)
-        may = _may_use(offer)
-        asked, served.by = choose(asked, offer, model, model_config.served_model_name, under_load, may)
-        setting = checked(offer.setting(asked), model_config)  # no processor does where there is text alone
-    request.mm_processor_kwargs = others | {KEY: Choice(asked, offer, setting, served, lot_of(given_id))}
+            _check_only_profile(asked, server)
+        model, under_load = getattr(request, "model", None), functools.partial(load.profile, server)
+        may = _may_use(server)
+        asked, served.by = choose(asked, server, model, model_config.served_model_name, under_load, may)
+        setting = checked(server.setting(asked), model_config)  # no processor does where there is text alone
+    request.mm_processor_kwargs = others | {KEY: Choice(asked, server, setting, served, lot_of(given_id))}
     exchange.served.append(served)
     if trusted:
         return renderer
@@ -166,33 +166,33 @@ def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
     return renderer
 
 
-def _check_only_profile(asked: Any, offer: Offer) -> None:
+def _check_only_profile(asked: Any, server: ServerConfig) -> None:
     if isinstance(asked, Mapping) and set(asked) <= {PROFILE}:
         return
-    there = f"one of {', '.join(offer.names)}" if offer.names else "and it names none"
+    there = f"one of {', '.join(server.names)}" if server.names else "and it names none"
     raise OptionError(
         f"{KEY}: of this server a request can choose a profile alone, {there}: "
-        f'{{"{PROFILE}": "{next(iter(offer.names), DEFAULT)}"}}. Start it with --trust-request-mm-kwargs to let '
+        f'{{"{PROFILE}": "{next(iter(server.names), DEFAULT)}"}}. Start it with --trust-request-mm-kwargs to let '
         "requests write settings"
     )
 
 
-def _asked_for(asked: Any, request: Any, model_config: Any, offer: Offer) -> Any:
+def _asked_for(asked: Any, request: Any, model_config: Any, server: ServerConfig) -> Any:
     """Return the profile that a request names by its key, or else by its model's name; None if it names none."""
     if isinstance(asked, Mapping) and PROFILE in asked:
         return asked[PROFILE]
-    return _named(getattr(request, "model", None), offer, model_config.served_model_name)
+    return _named(getattr(request, "model", None), server, model_config.served_model_name)
 
 
-def _named(model: str | None, offer: Offer, served: str) -> str | None:
+def _named(model: str | None, server: ServerConfig, served: str) -> str | None:
     """Return the profile that a model's name asks for, whether or not there is one; None if it asks for none."""
     name, _, suffix = (model or "").rpartition(":")
-    has = bool(offer.names) or offer.file is not None  # which may have had some
-    return suffix if has and name and (suffix in offer.profiles or name == served) else None
+    has = bool(server.names) or server.file is not None  # which may have had some
+    return suffix if has and name and (suffix in server.profiles or name == served) else None
 
 
 def choose(
-    asked: Any, offer: Offer, model: str | None, served: str, under_load: Callable[[], str],
+    asked: Any, server: ServerConfig, model: str | None, served: str, under_load: Callable[[], str],
     may: tuple[str, ...] | None = None,
 ) -> tuple[Any, str]:  # fmt: skip
     """Return the value of our key for a request, with its profile, and who chose it; empty if nobody did.
@@ -205,12 +205,12 @@ def choose(
         return asked, BY_KEY  # and refused where it is read
     by = BY_KEY if asked else DEFAULT
     if PROFILE not in asked:
-        if (profile := _named(model, offer, served)) is not None:
+        if (profile := _named(model, server, served)) is not None:
             asked, by = {PROFILE: profile} | dict(asked), BY_KEY if asked else NAME
         elif may is not None and may[0] != DEFAULT:
             asked, by = {PROFILE: may[0]} | dict(asked), BY_KEY if asked else CALLER
         elif not asked and (profile := under_load()) != DEFAULT:
             return {PROFILE: profile}, LOAD  # the operator's choice, so whatever the caller may ask for
     if PROFILE in asked:
-        offer.profile(asked[PROFILE], may)
+        server.profile(asked[PROFILE], may)
     return asked, by

@@ -16,14 +16,19 @@ from tokenprune.integrations.vllm.gateway.policy import ServePolicy
 from tokenprune.integrations.vllm.log import SERVER
 from tokenprune.integrations.vllm.settings.configuration import GIVEN, WARM_UP, configured
 from tokenprune.integrations.vllm.settings.configure import reader
-from tokenprune.integrations.vllm.settings.offer import Offer, begin_grace, offered, replace_offer
+from tokenprune.integrations.vllm.settings.server_config import (
+    ServerConfig,
+    begin_grace,
+    get_server_config,
+    set_server_config,
+)
 
 logger = logging.getLogger(SERVER)
 
 
 def attach(model_config: Any) -> None:
     """Put this package to work for a server that starts. Raises UnsupportedSetupError (see `profiles.check_hooks`)."""
-    profiles.attach(offered(model_config))
+    profiles.attach(get_server_config(model_config))
     answers.attach()
     on_start(listen)
 
@@ -32,7 +37,7 @@ def listen(engine: Any) -> None:
     """Make SIGHUP call `reload`, in a server whose setting names a file. Programs that use `LLM(...)` keep their signal
     handlers."""
     model_config = engine.vllm_config.model_config
-    if configured(model_config) is None or offered(model_config).file is None:
+    if configured(model_config) is None or get_server_config(model_config).file is None:
         return
     try:
         loop = asyncio.get_running_loop()
@@ -58,14 +63,14 @@ async def reload(engine: Any) -> bool:
     """Read the file of a server's setting again, for requests that come from now on.
 
     The workers warm up new settings first, and requests see the old profiles until then. Requests that name a removed
-    profile are served for a while as before (see `offer_of`).
+    profile are served for a while as before (see `find_server_config`).
 
     Returns:
         True if the file was taken. False if it was refused: then nothing changes, and the log and
         `tokenprune:reloads_total` show it.
     """
     model_config = engine.vllm_config.model_config
-    before = offered(model_config)
+    before = get_server_config(model_config)
     try:
         after = _read(engine, before)
         await engine.collective_rpc(WARM_UP, args=(dict(after.profiles),))
@@ -73,7 +78,7 @@ async def reload(engine: Any) -> bool:
         metrics.add(model_config, "reloads", "refused")
         logger.warning("tokenprune: SIGHUP: %s is not taken, and the setting of before stays: %s", before.file, error)
         return False
-    replace_offer(model_config, after)
+    set_server_config(model_config, after)
     begin_grace(model_config, before)
     metrics.add(model_config, "reloads", "taken")
     ServePolicy(model_config).start_at_zero()
@@ -84,16 +89,16 @@ async def reload(engine: Any) -> bool:
     return True
 
 
-def _read(engine: Any, before: Offer) -> Offer:
-    """Return the offer of the file, checked as at the start, and leave the current offer, `before`, in force."""
+def _read(engine: Any, before: ServerConfig) -> ServerConfig:
+    """Return the config of the file, checked as at the start, and leave the current config, `before`, in force."""
     model_config = engine.vllm_config.model_config
     layers, beside = getattr(model_config.multimodal_config, GIVEN)
     read = reader(model_config, layers)
-    after = Offer.of(beside, read(), read)
+    after = ServerConfig.from_json(beside, read(), read)
     profiles.check_hooks(after)
-    replace_offer(model_config, after)  # the processor checks the settings in force
+    set_server_config(model_config, after)  # the processor checks the settings in force
     try:
         engine.renderer.get_mm_processor().check_pixels()
     finally:
-        replace_offer(model_config, before)
+        set_server_config(model_config, before)
     return after

@@ -10,7 +10,8 @@ from vllm.exceptions import VLLMValidationError
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.in_llm import limits
-from tokenprune.integrations.vllm.settings.configuration import configured, keys_of
+from tokenprune.integrations.vllm.settings.configuration import configured
+from tokenprune.integrations.vllm.settings.server_config import get_server_config
 from tokenprune.integrations.vllm.settings.settings import IN_LLM, ServedSetting
 from tokenprune.selection.method import Pruner
 
@@ -32,7 +33,7 @@ def configure(vllm_config: Any) -> None:
 def _asked(vllm_config: Any) -> tuple[ServedSetting, bool]:
     """Return the server's setting, and True if layers after the cut free the KV cache of dropped tokens."""
     model_config = vllm_config.model_config
-    return ServedSetting.of(configured(model_config)), keys_of(model_config).free_kv
+    return ServedSetting.from_json(configured(model_config)), get_server_config(model_config).free_kv
 
 
 def check_request(params: Any) -> None:

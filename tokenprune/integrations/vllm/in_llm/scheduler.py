@@ -10,7 +10,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.vllm.settings.configuration import configured, keys_of
+from tokenprune.integrations.vllm.settings.configuration import configured
+from tokenprune.integrations.vllm.settings.server_config import get_server_config
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
 _Scheduler: Any = object  # one of vLLM's follows in the classes below
@@ -23,7 +24,7 @@ class WholeImages(_Scheduler):
         super().__init__(*args, **kwargs)
         groups, model_config = self.kv_cache_config.kv_cache_groups, self.vllm_config.model_config
         self._holdings: Any = None
-        if keys_of(model_config).free_kv:
+        if get_server_config(model_config).free_kv:
             from tokenprune.integrations.vllm.in_llm.kv_cache import Holdings
 
             block = self.cache_config.block_size if self.cache_config.enable_prefix_caching else None
@@ -33,7 +34,7 @@ class WholeImages(_Scheduler):
                 f"experimental_in_llm needs one group of KV caches, and this model has {len(groups)}: serve it with a "
                 "method that acts before the language model"
             )
-        setting = ServedSetting.of(configured(model_config))
+        setting = ServedSetting.from_json(configured(model_config))
         self._whole_prompts = setting.method is not None and not setting.method.prefix_cache_safe
         # vLLM strips items of what the worker will not encode, but for models with M-RoPE: their plans are needed here.
         self.model_uses_mrope = True

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server's own setting: found when vLLM makes its ModelConfig, checked there, and kept beside its config.
 
-Beside the reduction it may hold keys of the whole server (`ServerKeys`), and keys of `gateway` (`ADD_ON`),
-which is not imported unless one of them is named, or the server speaks HTTP.
+`server_config.py` reads the keys beside the reduction, `BESIDE`.
 """
 
 from __future__ import annotations
 
 import difflib
 import logging
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError, short
 from tokenprune.integrations.shared import abilities
-from tokenprune.integrations.vllm.settings.servable import BESIDE, DEFAULT, FREE_KV, NOTHING, PROFILE
+from tokenprune.integrations.vllm.settings.servable import BESIDE
 from tokenprune.integrations.vllm.settings.settings import IN_LLM, KEY, ServedSetting
 from tokenprune.integrations.vllm.settings.towers import acts_in_tower, check_tower
 from tokenprune.methods.registry import available_methods, method_info
@@ -25,10 +22,6 @@ from tokenprune.selection.observable import Backend
 from tokenprune.settings import SCOPE
 
 logger = logging.getLogger(__name__)
-POSITIONS = ("original", "renumbered")
-HTTP = "vllm.entrypoints.launchers.app"  # imported in the process of a server
-KEYS = f"{KEY}_keys"
-OFFER = f"{KEY}_offer"  # attribute of a multimodal config: what `gateway` made of the keys `ADD_ON`
 GIVEN = f"{KEY}_given"  # the layers of the setting, and the keys beside them, as they were given
 WARM_UP = f"{KEY}_warm_up"  # method of vLLM's workers that a reload calls with the new profiles
 SECONDS = f"{KEY}_seconds"  # attribute of a multimodal config: the folder with the selection times of the workers
@@ -37,29 +30,6 @@ SECONDS = f"{KEY}_seconds"  # attribute of a multimodal config: the folder with 
 def configured(model_config: Any) -> dict[str, Any] | None:
     """Return the server's setting, or None if it has none."""
     return getattr(model_config.multimodal_config, KEY, None)
-
-
-def keys_of(model_config: Any) -> ServerKeys:
-    """Return the keys of a server with a setting that hold for all of it."""
-    return getattr(model_config.multimodal_config, KEYS)
-
-
-def settings_of(model_config: Any) -> dict[str, ServedSetting]:
-    """Return the settings of a server under which a request is served that writes none of its own, by profile."""
-    offer = getattr(model_config.multimodal_config, OFFER, None)
-    whole = {DEFAULT: configured(model_config)} if offer is None else offer.profiles
-    return {name: ServedSetting.of(one) for name, one in whole.items()}
-
-
-def needs_gateway(model_config: Any, asked: Any = NOTHING) -> bool:
-    """Return True if `gateway` has a part in a server with a setting, or in a request to it. asked: the
-    request's value of our key."""
-    if HTTP in sys.modules or hasattr(model_config.multimodal_config, OFFER) or not isinstance(asked, Mapping):
-        return True
-    keep = asked.get("keep")
-    budgets = keep if isinstance(keep, list | tuple) else [keep]  # of a stack, one a method
-    ages = any(isinstance(one, Mapping) and "age" in one for one in budgets)
-    return ages or bool(set(asked) & {PROFILE, *BESIDE})
 
 
 def in_llm(model_config: Any) -> bool:
@@ -119,37 +89,6 @@ def check_key(condition: bool, key: str, wanted: str) -> None:
     """Raise OptionError with what a key must be, unless it is."""
     if not condition:
         raise OptionError(f"{KEY}: {key} must be {wanted}")
-
-
-@dataclass(frozen=True)
-class ServerKeys:
-    """Keys of a server's setting that hold for all of it.
-
-    log:       True to log requests and selections (see log.py).
-    free_kv:   True to free the KV cache of dropped tokens in the layers after a cut inside the language model.
-    positions: "original" to keep the positions of the full prompt, "renumbered" to count the kept tokens anew; None:
-               the default of the model's family.
-    """
-
-    log: bool = False
-    free_kv: bool = False
-    positions: str | None = None
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], setting: ServedSetting) -> ServerKeys:
-        """Read those of the keys that are given beside `setting`. Raises OptionError."""
-        log, free_kv, positions = given.get("log"), given.get(FREE_KV, False), given.get("positions")
-        check_key("log" not in given or log == "json", "log", f'"json", or left out, not {short(log)}')
-        check_key(isinstance(free_kv, bool), FREE_KV, f"true or false, not {short(free_kv)}")
-        if free_kv and not setting.in_llm:
-            raise OptionError(
-                f"{KEY}: {FREE_KV} gives back what layers after a cut inside the language model do not need, so it "
-                f'goes with "{IN_LLM}": true; a method that acts before the language model saves all of it anyway'
-            )
-        known = "positions" not in given or (isinstance(positions, str) and positions in POSITIONS)
-        wanted = f'"original" (where they stood) or "renumbered" (counted anew), not {short(positions)}'
-        check_key(known, "positions", wanted)
-        return cls(log is not None, free_kv, positions)
 
 
 def check_engine(vllm_config: Any, family: Family, original: bool = False) -> None:

@@ -8,19 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedModelError
-from tokenprune.integrations.vllm.settings.configuration import (
-    GIVEN,
-    KEYS,
-    OFFER,
-    ServerKeys,
-    check_model,
-    check_spelling,
-    family_of,
-    split,
-)
-from tokenprune.integrations.vllm.settings.offer import Offer
+from tokenprune.integrations.vllm.settings.configuration import GIVEN, check_model, check_spelling, family_of, split
 from tokenprune.integrations.vllm.settings.position_checks import arrange
-from tokenprune.integrations.vllm.settings.servable import ADD_ON
+from tokenprune.integrations.vllm.settings.server_config import ServerConfig, set_server_config
 from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 from tokenprune.settings.saved import read_config
 
@@ -36,16 +26,16 @@ def _read(layer: Any, model_config: Any) -> Any:
     if isinstance(layer, Mapping) and len(layer) > 1:
         others = ", ".join(sorted(set(layer) - {"config"}))
         raise OptionError(f"{KEY}: config names a file with a whole setting: leave out {others}")
-    config = read_config(named)
-    if config.guard == "auto":
+    setting = read_config(named)
+    if setting.guard == "auto":
         raise OptionError(
             f"{named} is meant with the guard, which the plugin has not: give a higher keep in its place, as "
             '`tokenprune recommend` prints it for vLLM, and take "guard" out'
         )
-    tuned_on, served = (config.tuned.get("model") or {}).get("type"), model_config.hf_config.model_type
+    tuned_on, served = (setting.tuned.get("model") or {}).get("type"), model_config.hf_config.model_type
     if tuned_on not in (None, served):
         logger.warning("%s was tuned on %s, not on %s: what it promises was not measured here", named, tuned_on, served)
-    return config.setting
+    return setting.to_json()
 
 
 def configure(model_config: Any) -> None:
@@ -66,29 +56,25 @@ def configure(model_config: Any) -> None:
     beside = {key: value for _, one in given for key, value in one.items()}
     whole = reader(model_config, layers)
     setting = whole()
-    keys = ServerKeys.of(beside, setting)
-    named = bool(set(beside) & set(ADD_ON)) or setting.age is not None
-    offer = Offer.of(beside, setting, whole) if named else None
+    config = ServerConfig.from_json(beside, setting, whole)
     if multimodal.video_pruning_rate:
         raise OptionError(
             f"video_pruning_rate and {KEY} both prune videos: leave one of them out "
             f'({{"{KEY}": {{"off": true}}}} needs no video_pruning_rate either)'
         )
-    arrange(keys.positions, model_config, family, setting.in_llm)
+    arrange(config.positions, model_config, family, setting.in_llm)
     # Not in mm_processor_kwargs any more: a model's own processor does not know the key.
     multimodal.mm_processor_kwargs = kwargs or None
-    setattr(multimodal, KEY, setting.as_dict())
-    setattr(multimodal, KEYS, keys)
-    if offer is not None:
-        setattr(multimodal, GIVEN, (layers, beside))
-        setattr(multimodal, OFFER, offer)
+    setattr(multimodal, KEY, setting.to_json())
+    setattr(multimodal, GIVEN, (layers, beside))
+    set_server_config(model_config, config)
 
 
 def reader(model_config: Any, layers: list[Any]) -> Callable[..., ServedSetting]:
     """Return a function that makes the setting of a server, or of one of its profiles over it, of these layers."""
 
     def whole(*profile: Any) -> ServedSetting:
-        setting = ServedSetting.of(*layers, *(_read(layer, model_config) for layer in profile))
+        setting = ServedSetting.from_json(*layers, *(_read(layer, model_config) for layer in profile))
         check_model(setting, model_config)
         return setting
 

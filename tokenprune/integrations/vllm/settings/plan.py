@@ -196,7 +196,7 @@ class Plan:
     def encode(self) -> Tensor:
         """Return the plan as bytes in a tensor: only tensors travel with an item."""
         text = [[token, int(embed), number] for token, embed, number in self.text]
-        content = {"setting": self.setting.as_dict(), "tokens": text, "per_run": self.per_run, "frames": self.frames}
+        content = {"setting": self.setting.to_json(), "tokens": text, "per_run": self.per_run, "frames": self.frames}
         if self.kept is not None:
             content["kept"] = [[int(stays), len(list(group))] for stays, group in itertools.groupby(self.kept)]
         if self.setting.bounds:
@@ -270,5 +270,5 @@ def _decode(data: bytes) -> Plan:
     kept = content.get("kept")
     if kept is not None:
         kept = tuple(bool(stays) for stays, length in kept for _ in range(length))
-    setting = dataclasses.replace(ServedSetting.of(content["setting"]), bounds=tuple(content.get("bounds", ())))
+    setting = dataclasses.replace(ServedSetting.from_json(content["setting"]), bounds=tuple(content.get("bounds", ())))
     return Plan(setting, text, content["per_run"], content["frames"], kept)

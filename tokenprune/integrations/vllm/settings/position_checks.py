@@ -34,8 +34,13 @@ def longest(model_config: Any) -> int:
 
 
 def arrange(positions: str | None, model_config: Any, family: Family, in_llm: bool) -> None:
-    """Prepare the model's config for a server's `positions` (see `Offer`); only original ones in a model with one axis
-    change it. Raise UnsupportedSetupError if they would not be exact, OptionError if the model cannot renumber."""
+    """Prepare the model's config for a server's `positions` (see `ServerConfig`). Only "original", in a model with one
+    axis, changes it.
+
+    Raises:
+        UnsupportedSetupError: If original positions would not be exact.
+        OptionError: If the model cannot renumber positions.
+    """
     if family.vllm.mrope or in_llm:
         if positions == "renumbered":
             why = f"with {IN_LLM}" if in_llm else f"in {model_config.architecture}, which has M-RoPE"

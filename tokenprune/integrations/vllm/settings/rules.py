@@ -64,7 +64,7 @@ class Rules:
         if self.min_keep is None or not used:
             return
         for number, tier in enumerate(setting.tiers):
-            of_age = "" if setting.age is None else f" of an image of age {setting.age[number][0]}"
+            of_age = "" if setting.ages is None else f" of an image of age {setting.ages.tiers[number][0]}"
             if isinstance(tier.whole_keep, int):
                 raise LimitError(
                     f"{KEY}: the limit of {self.whose} is a share, min_keep={self.min_keep}, so keep{of_age} must be a "

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from tokenprune.budgets import AGES, Budget, as_json
-from tokenprune.budgets.by_age import Tiers, ages, left, reached
+from tokenprune.budgets import Budget
+from tokenprune.budgets.by_age import Ages, ages, left, reached
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, short
 from tokenprune.integrations.vllm.settings.servable import KEY, check_method, servable
 from tokenprune.selection.files import File
@@ -23,7 +23,6 @@ from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.settings import IN_LLM, Setting
 from tokenprune.settings.budget_checks import check_scope
 from tokenprune.settings.json_values import plain
-from tokenprune.settings.one_line import Entry
 
 __all__ = ["IN_LLM", "KEY", "ServedSetting", "check_method", "check_override", "servable"]
 
@@ -46,7 +45,7 @@ class ServedSetting:
     per:           "image", or "frame" if every frame of a video has `keep` for itself (see `Budget`).
     in_llm:        True if `method` acts inside the language model, and leaves the prompt as it is.
     files:         options of `method` that were given as files: name, path and digest of the content.
-    age, step:     see `Budget`: what `method` keeps of an image follows from its place in the request, by `of_items`.
+    ages:          see `Budget`: what `method` keeps of an image depends on its position in the request, see `of_items`.
     bounds:        of an image that is no longer new, within which `keep` is (see `tokenprune.budgets.by_age.reached`).
     """
 
@@ -57,12 +56,11 @@ class ServedSetting:
     per: str = "image"
     in_llm: bool = False
     files: Files = ()
-    age: Tiers | None = None
-    step: int = 1
+    ages: Ages | None = None
     bounds: tuple[float | int, ...] = ()
 
     @classmethod
-    def of(cls, *layers: Any, trusted: bool = True) -> ServedSetting:
+    def from_json(cls, *layers: Any, trusted: bool = True) -> ServedSetting:
         """Merge settings as users write them, the later over the earlier, and check the result.
 
         A layer that names other methods drops the options of the one before. trusted: False if the last layer comes
@@ -86,51 +84,50 @@ class ServedSetting:
     @cached_property
     def removes_nothing(self) -> bool:
         """True if every feature of the encoder stays in the prompt."""
-        whole = Budget.of_checked(self.keep).is_identity() and not self.bounds and self.age is None
+        whole = Budget.from_number(self.keep).is_identity() and not self.bounds and self.ages is None
         return self.method is None or self.in_llm or whole
 
     def without_method(self) -> ServedSetting:
         """Return what is left of the setting where `method` does not act."""
-        return dataclasses.replace(self, method=None, keep=1.0, files=(), age=None, step=1, bounds=())
+        return dataclasses.replace(self, method=None, keep=1.0, files=(), ages=None, bounds=())
 
     def of_items(self, modality: str, count: int) -> tuple[ServedSetting, ...]:
         """Return what the setting is to each of a request's items of a modality, which no longer depends on others:
         images stay as they are where frames are compared."""
         if modality == "image" and compares_frames(self.method):
             return (self.without_method(),) * count
-        if modality != "image" or self.age is None:
+        if modality != "image" or self.ages is None:
             return (self.tiers[0],) * count
-        return tuple(map(self._at, ages(count, self.step)))
+        return tuple(map(self._at, ages(count, self.ages.step)))
 
     @property
     def tiers(self) -> list[ServedSetting]:
         """The settings that an image can have by its age, the newest first."""
-        return [self] if self.age is None else [self._at(since) for since, _ in self.age]
+        return [self] if self.ages is None else [self._at(age) for age, _ in self.ages.tiers]
 
     def _at(self, age: int) -> ServedSetting:
         """Return the setting of an image of this age; without bounds where a `keep` says the same, so that it shares
         caches with a setting that was written so."""
-        assert self.age is not None
-        bounds = reached(self.age, age)
-        new = dataclasses.replace(self, age=None, step=1)
-        if len(bounds) == 1 and Budget.of_checked(self.keep).is_identity():
+        assert self.ages is not None
+        bounds = reached(self.ages.tiers, age)
+        new = dataclasses.replace(self, ages=None)
+        if len(bounds) == 1 and Budget.from_number(self.keep).is_identity():
             return dataclasses.replace(new, keep=bounds[0])
         if len(bounds) == 1 and isinstance(self.keep, int) and isinstance(bounds[0], int):
             return dataclasses.replace(new, keep=min(self.keep, bounds[0]))
         return dataclasses.replace(new, bounds=bounds)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the setting with nothing left implicit but `bounds`; `ServedSetting.of` reads it."""
-        steps = [(self.pixels, self.share, ()), (self.method, self.keep, self.files)]
-        entries = tuple(_entry(method, files) for method, _, files in steps if method is not None)
-        keeps = [as_json(keep) for method, keep, _ in steps if method is not None]
-        if self.age is not None:
-            budget = {"tokens" if isinstance(self.keep, int) else "keep": self.keep}
-            keeps[-1] = budget | {"age": [list(tier) for tier in self.age], "step": self.step}
-        if not entries:
+    def to_json(self) -> dict[str, Any]:
+        """Return the setting with nothing left implicit but `bounds`; `ServedSetting.from_json` reads it."""
+        share, keep = Budget.from_number(self.share), Budget.from_number(self.keep)
+        budgets = [(self.pixels, share, ()), (self.method, dataclasses.replace(keep, ages=self.ages), self.files)]
+        methods = [(method, files) for method, _, files in budgets if method is not None]
+        keeps = [budget.to_json() for method, budget, _ in budgets if method is not None]
+        if not methods:
             return {"off": True}
         per = None if self.per == "image" else self.per
-        return Setting(entries, keeps if keeps[1:] else keeps[0], per, in_llm=self.in_llm or None).as_dict()
+        names, options = tuple(method.name for method, _ in methods), tuple(_options(*one) for one in methods)
+        return Setting(names, options, keeps if keeps[1:] else keeps[0], per, in_llm=self.in_llm or None).to_json()
 
     def label(self) -> tuple[str, str]:
         """Return its labels in metrics: the methods, and the kept share in hundredths, a bounded number of values."""
@@ -149,7 +146,7 @@ class ServedSetting:
     def cache_key(self) -> dict[str, Any]:
         """Return the entries by which a cache key tells this setting of an image from others."""
         bounds = {"bounds": list(self.bounds)} if self.bounds else {}
-        return {"algorithm": ALGORITHM} | self.as_dict() | bounds | {name: digest for name, _, digest in self.files}
+        return {"algorithm": ALGORITHM} | self.to_json() | bounds | {name: digest for name, _, digest in self.files}
 
     def count(self, tokens: int) -> int:
         """Return how many of `tokens` features of the encoder stay in the prompt: a function of integers, the same in
@@ -158,16 +155,16 @@ class ServedSetting:
 
     def wanted(self, tokens: int) -> int:
         """Return how many of `tokens` visual tokens the method has to keep."""
-        wanted = left(Budget.of_checked(self.keep).resolve_keep(tokens), self.bounds)
+        wanted = left(Budget.from_number(self.keep).resolve_keep(tokens), self.bounds)
         return min(tokens, max(1, self.acting.budget(tokens, wanted)))
 
 
 def of_request(server: Mapping[str, Any], asked: Mapping[str, Any]) -> ServedSetting:
-    """Return what a request makes of a whole setting. Raises as `ServedSetting.of` and `check_override`."""
+    """Return what a request makes of a whole setting. Raises as `ServedSetting.from_json` and `check_override`."""
     if not asked:
-        return ServedSetting.of(server)
-    setting = ServedSetting.of(server, asked, trusted=False)
-    check_override(ServedSetting.of(server), setting)
+        return ServedSetting.from_json(server)
+    setting = ServedSetting.from_json(server, asked, trusted=False)
+    check_override(ServedSetting.from_json(server), setting)
     return setting
 
 
@@ -201,7 +198,7 @@ def _text(layer: Any) -> str:
 def _parsed(layers: tuple[str, ...], trusted: bool) -> ServedSetting:
     merged: Setting | None = None
     for number, text in enumerate(layers, start=1):
-        layer = Setting.of(json.loads(text), KEY).resolve(merged)
+        layer = Setting.from_json(json.loads(text), KEY).resolve(merged)
         if number == len(layers) and not trusted:
             layer = layer.without_files()
         merged = layer.merge_onto(merged)
@@ -221,9 +218,9 @@ def _checked(whole: Setting) -> ServedSetting:
         raise OptionError(f"{KEY}: {IN_LLM} goes with one method, not with {count}")
     methods = whole.methods
     for one in whole.keep if isinstance(whole.keep, list) else [whole.keep]:
-        if isinstance(one, dict) and set(one) - set(AGES) not in ({"keep"}, {"tokens"}):
+        if isinstance(one, dict) and set(one) - {"age", "step"} not in ({"keep"}, {"tokens"}):
             raise _no_number(one)
-    steps = [_step(*one, in_llm) for one in zip(methods, whole.budgets, whole.entries or (), strict=True)]
+    steps = [_step(*one, in_llm) for one in zip(methods, whole.budgets, whole.options, strict=True)]
     check_places(methods)
     pixels = [step for step in steps if step[0].site is Site.PRE_ENCODER]
     others = [step for step in steps if step[0].site is not Site.PRE_ENCODER]
@@ -239,11 +236,11 @@ def _checked(whole: Setting) -> ServedSetting:
             f"{KEY}: {method.name} compares the frames of a video, so the whole video has one budget: leave out "
             'per="frame"'
         )
-    if budget.age is not None and method is not None and compares_frames(method):
+    if budget.ages is not None and method is not None and compares_frames(method):
         raise BudgetError(f"{KEY}: {method.name} leaves images whole, whose ages age= is about: leave it out")
     keep, share = (one.keep for one in (budget, smaller))
     assert keep is not None and share is not None  # see `_step`
-    return ServedSetting(method, keep, shrinker, share, per, in_llm, files, budget.age, budget.step)
+    return ServedSetting(method, keep, shrinker, share, per, in_llm, files, budget.ages)
 
 
 def _no_number(keep: Any) -> BudgetError:
@@ -253,7 +250,7 @@ def _no_number(keep: Any) -> BudgetError:
     )
 
 
-def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[Method, Budget, Files]:
+def _step(method: Method, budget: Budget, options: Mapping[str, Any], in_llm: bool) -> tuple[Method, Budget, Files]:
     """Return one of the methods of a setting, its budget and its files (see `ServedSetting`), checked."""
     keep = budget.keep
     if keep is None:
@@ -270,11 +267,11 @@ def _step(method: Method, budget: Budget, entry: Entry, in_llm: bool) -> tuple[M
             raise BudgetError(f"{method.name} takes keep as a share (a float), not {keep}")
         assert isinstance(method, ResizeMethod)  # `check_method` refuses others
         method.check_keep(keep)
-    read = {name: value for name, value in entry.options.items() if isinstance(value, File)}
+    read = {name: value for name, value in options.items() if isinstance(value, File)}
     return method, budget, tuple((name, str(file), file.digest) for name, file in read.items())
 
 
-def _entry(method: Method, files: Files) -> Entry:
-    """Return a method with all of its options."""
+def _options(method: Method, files: Files) -> dict[str, Any]:
+    """Return all options of a method, with the names of its files."""
     options = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
-    return Entry(method.name, options | {name: path for name, path, _ in files})
+    return options | {name: path for name, path, _ in files}

@@ -144,4 +144,4 @@ def check_tiles(setting: ServedSetting, info: Any, item: Any, left: int) -> None
     tiles = len(item["pixel_values"].data)
     packed = pack(cls, config, item["image_sizes"].data, tiles, tower.patches)
     goals = goals_of_image(packed, tiles, left, setting, config)
-    parts_of_tiles(goals, tower, partial(method.plan, Budget.of_checked(setting.keep)))
+    parts_of_tiles(goals, tower, partial(method.plan, Budget.from_number(setting.keep)))

@@ -74,7 +74,7 @@ def check_tower(setting: Any, model_config: Any) -> None:
     method, config = setting.method, model_config.hf_config
     check_whole(method, model_config)
     if isinstance(method, UnitDropper):
-        method.is_identity(Budget.of_checked(setting.keep))
+        method.is_identity(Budget.from_number(setting.keep))
         whole = depth_of(config.vision_config)
         method.checked_block(whole if family_of_config(config).units else served_tower(method, config).read)
     elif isinstance(method, EncoderMethod):
@@ -83,7 +83,7 @@ def check_tower(setting: Any, model_config: Any) -> None:
             method.check_served(
                 row_of(config).merging or "", str(model_config.dtype).removeprefix("torch."), tower.blocks
             )
-            method.plan(Budget.of_checked(setting.keep), tower)
+            method.plan(Budget.from_number(setting.keep), tower)
     else:
         _check_blocks(method, config)
 
@@ -163,4 +163,4 @@ def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: boo
             f"{setting.keep} tokens"
         )
     for count in set(counts):
-        setting.method.plan(Budget.of_checked(setting.keep), served_tower(setting.method, config).of(count))
+        setting.method.plan(Budget.from_number(setting.keep), served_tower(setting.method, config).of(count))

@@ -47,12 +47,13 @@ class Clock:
     def of(cls, vllm_config: Any) -> Clock:
         """Return the clock of a worker of a server with a setting. Workers that share a model choose the same tokens,
         so only the first one reports."""
-        from tokenprune.integrations.vllm.settings.configuration import SECONDS, keys_of
+        from tokenprune.integrations.vllm.settings.configuration import SECONDS
+        from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
         if vllm_config.parallel_config.rank != 0:
             return cls(None)
         model_config = vllm_config.model_config
-        return cls(getattr(model_config.multimodal_config, SECONDS, None), keys_of(model_config).log)
+        return cls(getattr(model_config.multimodal_config, SECONDS, None), get_server_config(model_config).log)
 
     @contextmanager
     def timing(self, method: str, device: torch.device, *items: Mapping[str, Any]) -> Iterator[None]:

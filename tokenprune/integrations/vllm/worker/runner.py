@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks, wrap
-from tokenprune.integrations.vllm.settings.configuration import keys_of
 from tokenprune.integrations.vllm.settings.plan import Plan
+from tokenprune.integrations.vllm.settings.server_config import get_server_config
 from tokenprune.integrations.vllm.worker import requests
 from tokenprune.integrations.vllm.worker.warm_up import answer_reloads, before_ready
 
@@ -40,7 +40,7 @@ def prepare_runner(vllm_config: Any) -> None:
         if module is not None:
             original = requests.named(inspect.unwrap(module.group_and_batch_mm_kwargs))
             module.group_and_batch_mm_kwargs = in_small_batches(original, limit)
-    if keys_of(vllm_config.model_config).log:
+    if get_server_config(vllm_config.model_config).log:
         requests.follow()
     if _RUNNERS[1] in sys.modules:
         wrap(importlib.import_module(_PRUNER).MultiModalPruner, "recompute", of_v2)

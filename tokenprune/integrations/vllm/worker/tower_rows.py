@@ -55,7 +55,7 @@ def _treatment(plan: Plan) -> Any:
     """Return what is equal for items that one forward of the tower may reduce together."""
     drops, method = dropping_plan(plan), plan.setting.method
     if merging(plan) or (drops and plan.kept is None):
-        return plan.setting.as_dict()
+        return plan.setting.to_json()
     late = drops and isinstance(method, UnitDropper) and type(method).block is not UnitDropper.block
     return plan.setting.acting if late else drops  # else at the first block, whatever chose
 
@@ -80,7 +80,7 @@ class RowTower(Attachable):
         self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
         norm, scale = _NAMES.get(tower_kind(model.config) or "", ("layer_norm2", ""))
         blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
-        budget, shape = Budget.of_checked(plans[0].setting.keep), served_tower(method, model.config)
+        budget, shape = Budget.from_number(plans[0].setting.keep), served_tower(method, model.config)
         squares = units_of(model.config)
         self.packed: list[tuple[int, PackedFeatures]] = []  # number of tiles and packing of each image
         if crops(model.config) and not isinstance(method, UnitDropper):

@@ -21,8 +21,9 @@ from tokenprune.integrations.shared.abilities import reads_tower
 from tokenprune.integrations.vllm.compat import wrap
 from tokenprune.integrations.vllm.selection import before_llm
 from tokenprune.integrations.vllm.selection.in_llm import rehearse
-from tokenprune.integrations.vllm.settings.configuration import WARM_UP, settings_of
+from tokenprune.integrations.vllm.settings.configuration import WARM_UP
 from tokenprune.integrations.vllm.settings.plan import MODALITIES
+from tokenprune.integrations.vllm.settings.server_config import get_profile_settings
 from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 from tokenprune.kernels.dispatch import compiles
 from tokenprune.kernels.drawn import normal
@@ -143,7 +144,7 @@ def before_ready(worker: Any) -> None:
 
 def _warming_up(original: Any) -> Any:
     def compile_or_warm_up_model(self: Any) -> Any:
-        _warm_up_worker(self, lambda: settings_of(self.vllm_config.model_config).values())
+        _warm_up_worker(self, lambda: get_profile_settings(self.vllm_config.model_config).values())
         return original(self)
 
     return compile_or_warm_up_model
@@ -156,7 +157,7 @@ def answer_reloads(worker: Any) -> None:
 
 def _warm_up_profiles(worker: Any, profiles: Mapping[str, Mapping[str, Any]]) -> int:
     """Warm up the settings of a reload in a worker, and return the number of runs."""
-    return _warm_up_worker(worker, lambda: map(ServedSetting.of, profiles.values()))
+    return _warm_up_worker(worker, lambda: map(ServedSetting.from_json, profiles.values()))
 
 
 def _warm_up_worker(worker: Any, settings: Callable[[], Iterable[ServedSetting]]) -> int:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a server's setting that this package reads: named settings (`profiles`), rules for requests (see
-rules.py), who gets which profile (`callers`), profiles under load (`overload`), and a file of all these (`reload`)."""
+"""`ServerConfig`: the keys of a server's setting beside the reduction. They are named settings (`profiles`), rules for
+requests (rules.py), who gets which profile (`callers`), profiles under load (`overload`), a file of all these
+(`reload`), and `log`, `positions` and `experimental_free_kv` for the whole server."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,16 +17,28 @@ from typing import Any
 from tokenprune.errors import ConfigError, OptionError, TokenPruneError, short
 from tokenprune.integrations.vllm.log import SERVER
 from tokenprune.integrations.vllm.settings.callers import CallerError, Callers
-from tokenprune.integrations.vllm.settings.configuration import OFFER, check_key, configured, split
+from tokenprune.integrations.vllm.settings.configuration import check_key, configured, split
 from tokenprune.integrations.vllm.settings.overload import Overload
 from tokenprune.integrations.vllm.settings.rules import REFUSE, Rules
-from tokenprune.integrations.vllm.settings.servable import ADD_ON, BESIDE, DEFAULT, NOTHING, PROFILE, REQUEST, RULES
-from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting, check_override, of_request
+from tokenprune.integrations.vllm.settings.servable import (
+    ADD_ON,
+    BESIDE,
+    DEFAULT,
+    FREE_KV,
+    NOTHING,
+    PROFILE,
+    REQUEST,
+    RULES,
+)
+from tokenprune.integrations.vllm.settings.settings import IN_LLM, KEY, ServedSetting, check_override, of_request
 from tokenprune.selection.files import File
 from tokenprune.settings.json_values import plain
 
 logger = logging.getLogger(SERVER)
 SECONDS = 60.0  # for which profiles are served that a reload has removed
+POSITIONS = ("original", "renumbered")
+HTTP = "vllm.entrypoints.launchers.app"  # imported in the process of a server
+SERVER_CONFIG = f"{KEY}_server"  # attribute of a multimodal config
 _LEFT = f"{KEY}_left"
 RELOAD = "reload"  # the key that names a file
 RELOADED = tuple(key for key in ADD_ON if key != RELOAD)  # may stand there, and change while the server runs
@@ -40,14 +54,19 @@ class ProfileError(OptionError):
 
 
 @dataclass(frozen=True)
-class Offer:
-    """Profiles and rules that a server sets for its requests.
+class ServerConfig:
+    """What a server does and allows beside its own setting: the keys `BESIDE` of its configuration.
 
-    profiles: whole settings by name, the server's own as "default".
-    rules:    of the server, as "default", and of each profile that has its own.
-    callers:  which profiles a caller may use; None: each may use all.
-    overload: profiles that stand in for the default under load; None: the default always.
-    file:     that the keys of `RELOADED` come from, None if they stand in the setting.
+    profiles:     whole settings by name, the server's own as "default".
+    rules:        of the server, as "default", and of each profile that has its own.
+    callers:      profiles that each caller may use; None: each may use all.
+    overload:     profiles that replace the default under load; None: the default always.
+    file:         the file that the keys of `RELOADED` come from, None if they stand in the setting.
+    log:          True to log requests and selections (see log.py).
+    free_kv:      True to free the KV cache of dropped tokens in the layers after a cut inside the language model.
+    positions:    "original" to keep the positions of the full prompt, "renumbered" to count the kept tokens anew; None:
+                  the default of the model's family.
+    uses_gateway: True if `gateway` acts on requests, also where they come from Python and not by HTTP.
     """
 
     profiles: Mapping[str, dict[str, Any]] = field(default_factory=dict)
@@ -55,11 +74,27 @@ class Offer:
     callers: Callers | None = None
     overload: Overload | None = None
     file: str | None = None
+    log: bool = False
+    free_kv: bool = False
+    positions: str | None = None
+    uses_gateway: bool = False
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], server: ServedSetting, read: Callable[[Any], ServedSetting]) -> Offer:
-        """Check what a server's setting offers beside `server`. read: makes a whole setting of one profile, which
-        stands over the server's own. Raises OptionError."""
+    def from_json(
+        cls, given: Mapping[str, Any], server: ServedSetting, read: Callable[[Any], ServedSetting]
+    ) -> ServerConfig:
+        """Read the keys beside the setting of a server, and check them.
+
+        Args:
+            given: The keys, those of `BESIDE`.
+            server: The server's own setting.
+            read: Function that makes a whole setting of a profile, which is merged onto the server's own.
+
+        Raises:
+            OptionError: If a key is invalid.
+        """
+        log, free_kv, positions = _read_engine_keys(given, server)
+        uses_gateway = bool(set(given) & set(ADD_ON)) or server.ages is not None
         given = with_file(plain(given, KEY))
         profiles = given.get("profiles", {})
         check_key(isinstance(profiles, dict), "profiles", 'an object of settings by name, {"fast": {"keep": 0.1}}')
@@ -84,14 +119,14 @@ class Offer:
         callers = Callers.of(given["callers"], made, DEFAULT) if "callers" in given else None
         rule = given.get("overload")
         overload = None if rule is None else Overload.of(rule, made)
-        whole = {name: one.as_dict() for name, one in made.items()}
-        offer = cls(whole, rules, callers, overload, given.get(RELOAD))
+        whole = {name: one.to_json() for name, one in made.items()}
+        config = cls(whole, rules, callers, overload, given.get(RELOAD), log, free_kv, positions, uses_gateway)
         for name, setting in made.items():
             try:
-                offer.check(setting, name)
+                config.check(setting, name)
             except OptionError as error:
                 raise OptionError(f"profile {name!r}: {error}; the server's own settings have to keep to it") from error
-        return offer
+        return config
 
     @property
     def names(self) -> list[str]:
@@ -114,7 +149,7 @@ class Offer:
         Raises ProfileError, LimitError, OptionError, UnknownMethodError or BudgetError, which are ValueErrors.
         """
         if not isinstance(asked, Mapping):
-            return ServedSetting.of(asked, trusted=False)  # raises
+            return ServedSetting.from_json(asked, trusted=False)  # raises
         profile = asked.get(PROFILE, DEFAULT)
         server = self.profile(profile)
         if own := sorted(set(asked) & set(BESIDE)):
@@ -156,6 +191,22 @@ class Offer:
         return "; ".join(lines + ([] if self.callers is None else [self.callers.said()]))
 
 
+def _read_engine_keys(given: Mapping[str, Any], server: ServedSetting) -> tuple[bool, bool, str | None]:
+    """Return the values of `log`, `experimental_free_kv` and `positions`; raises OptionError."""
+    log, free_kv, positions = given.get("log"), given.get(FREE_KV, False), given.get("positions")
+    check_key("log" not in given or log == "json", "log", f'"json", or left out, not {short(log)}')
+    check_key(isinstance(free_kv, bool), FREE_KV, f"true or false, not {short(free_kv)}")
+    if free_kv and not server.in_llm:
+        raise OptionError(
+            f"{KEY}: {FREE_KV} gives back what layers after a cut inside the language model do not need, so it "
+            f'goes with "{IN_LLM}": true; a method that acts before the language model saves all of it anyway'
+        )
+    known = "positions" not in given or (isinstance(positions, str) and positions in POSITIONS)
+    wanted = f'"original" (where they stood) or "renumbered" (counted anew), not {short(positions)}'
+    check_key(known, "positions", wanted)
+    return log is not None, free_kv, positions
+
+
 def with_file(given: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a server's setting together with those of the file that `reload` names, if there is one.
     Raises OptionError or ConfigError."""
@@ -175,45 +226,62 @@ def with_file(given: dict[str, Any]) -> dict[str, Any]:
     return given | plain(found, path)
 
 
-# -- what a server offers now. Clients hear of a reload later than a server, and a request may have been sent before it
+# -- the config in force. Clients learn of a reload later than the server, and a request may be older than the reload
 
 
-def offered(model_config: Any) -> Offer:
-    """Return what a server with a setting offers to requests."""
-    found = getattr(model_config.multimodal_config, OFFER, None)
-    return Offer({DEFAULT: configured(model_config) or {}}) if found is None else found
+def get_server_config(model_config: Any) -> ServerConfig:
+    """Return the config of a server; only its setting as "default" if none was read."""
+    config = getattr(model_config.multimodal_config, SERVER_CONFIG, None)
+    return ServerConfig({DEFAULT: configured(model_config) or {}}) if config is None else config
 
 
-def replace_offer(model_config: Any, offer: Offer) -> None:
-    """Let a server offer this from now on, in this process."""
-    setattr(model_config.multimodal_config, OFFER, offer)
+def set_server_config(model_config: Any, config: ServerConfig) -> None:
+    """Set the config of a server from now on, in this process."""
+    setattr(model_config.multimodal_config, SERVER_CONFIG, config)
+
+
+def get_profile_settings(model_config: Any) -> dict[str, ServedSetting]:
+    """Return the settings of requests that write no setting of their own, by profile."""
+    profiles = get_server_config(model_config).profiles
+    return {name: ServedSetting.from_json(setting) for name, setting in profiles.items()}
+
+
+def needs_gateway(model_config: Any, asked: Any = NOTHING) -> bool:
+    """Return True if `gateway` acts on a server with a setting, or on a request to it. asked: the request's value of
+    our key."""
+    if HTTP in sys.modules or get_server_config(model_config).uses_gateway or not isinstance(asked, Mapping):
+        return True
+    keep = asked.get("keep")
+    budgets = keep if isinstance(keep, list | tuple) else [keep]  # of a stack, one for each method
+    by_age = any(isinstance(budget, Mapping) and "age" in budget for budget in budgets)
+    return by_age or bool(set(asked) & {PROFILE, *BESIDE})
 
 
 @dataclass
 class _Left:
-    """An offer that a reload has replaced, and until when its profiles are served. said: those that the log names."""
+    """A config that a reload replaced, and until when its profiles are served. said: profiles that the log names."""
 
-    offer: Offer
+    config: ServerConfig
     until: float
     said: set[str] = field(default_factory=set)
 
 
-def begin_grace(model_config: Any, before: Offer) -> None:
+def begin_grace(model_config: Any, before: ServerConfig) -> None:
     """Serve the profiles of `before` that the server no longer has for `SECONDS` from now."""
     now = time.monotonic()
     kept = [one for one in _left(model_config) if one.until > now]
     setattr(model_config.multimodal_config, _LEFT, [_Left(before, now + SECONDS), *kept])
 
 
-def offer_of(model_config: Any, named: Callable[[Offer], Any]) -> Offer:
-    """Return what a request goes by: the server's offer, or the last one that had the profile that it names.
+def find_server_config(model_config: Any, named: Callable[[ServerConfig], Any]) -> ServerConfig:
+    """Return the server's config for a request, or the last one that had the profile that the request names.
 
-    named: the name that the request gives, where the server has this offer; of any type.
+    named: returns the name that the request gives to a server with this config; of any type.
     """
-    offer = offered(model_config)
+    config = get_server_config(model_config)
     for one in _left(model_config):
-        name = named(one.offer)
-        if isinstance(name, str) and name in one.offer.profiles and name not in offer.profiles:
+        name = named(one.config)
+        if isinstance(name, str) and name in one.config.profiles and name not in config.profiles:
             if (seconds := one.until - time.monotonic()) <= 0:
                 break
             if name not in one.said:
@@ -222,8 +290,8 @@ def offer_of(model_config: Any, named: Callable[[Offer], Any]) -> Offer:
                     "tokenprune: profile %s has left with a reload, and requests name it: served as before, %.0f s more"
                 )
                 logger.warning(text, name, seconds)
-            return one.offer
-    return offer
+            return one.config
+    return config
 
 
 def _left(model_config: Any) -> list[_Left]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets of videos: tokens for each second, a number or a share for each frame, and weights by which frames share."""
+"""Budgets of videos: tokens for each second, a number or a share for each frame, or weights that divide a budget."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from tokenprune.errors import BudgetError
-
-OPTIONS = ("fps", "frame_weights")  # fields of a Budget beside its target
 
 
 @dataclass(frozen=True)
@@ -37,26 +35,61 @@ class Clip:
         return None if seconds is None or number is None else number * seconds
 
 
-class OfVideos(Protocol):
-    """The fields of a `Budget` of videos, of which one is set."""
+@dataclass(frozen=True)
+class VideoBudget:
+    """Tokens for each second or frame of a video. Exactly one of `per_second`, `frames` and `frame_weights` is set.
+
+    per_second:    Tokens for each second.
+    fps:           Frames per second at which videos were sampled, for `per_second`.
+    frames:        For each frame an int >= 2 (tokens) or a share in (0, 1].
+    frame_weights: Weights by which the frames divide the tokens that the budget's `keep` leaves of the video.
+
+    Raises:
+        BudgetError: If a value is invalid; the message names the frame.
+    """
+
+    per_second: float | None = None
+    fps: float | None = None
+    frames: tuple[float | int, ...] | None = None
+    frame_weights: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_rate(self.per_second, self.fps)
+        vars(self).update(frames=_read_frames(self.frames), frame_weights=_read_weights(self.frame_weights))
+        if sum(value is not None for value in (self.per_second, self.frames, self.frame_weights)) != 1:
+            raise BudgetError("a budget of videos needs exactly one of per_second, frames and frame_weights")
 
     @property
-    def per_second(self) -> float | None: ...
+    def target(self) -> str:
+        """Name of the target that is set; `frame_weights` is not a target."""
+        return "frames" if self.per_second is None else "per_second"
 
     @property
-    def fps(self) -> float | None: ...
+    def amount(self) -> Any:
+        """Value of the target."""
+        return self.frames if self.per_second is None else self.per_second
+
+    def describe_constructor(self, keep: str, per: str) -> str:
+        """Return the call of the constructor of `Budget` that makes this budget."""
+        if self.frame_weights is not None:
+            return f"by_frame_weights({keep}, {self.frame_weights!r})"
+        if self.frames is not None:
+            return f"by_frame({self.frames!r})"
+        fps = "" if self.fps is None else f", fps={self.fps!r}"
+        return f"per_second({self.per_second!r}{fps}{per})"
+
+
+class HasVideoBudget(Protocol):
+    """The part of a `Budget` that is read here."""
 
     @property
-    def frames(self) -> tuple[float | int, ...] | None: ...
-
-    @property
-    def frame_weights(self) -> tuple[float, ...] | None: ...
+    def video(self) -> VideoBudget | None: ...
 
     def resolve_keep(self, count: int) -> int: ...
 
 
-def check_rate(per_second: Any, fps: Any) -> None:
-    """Raise BudgetError for a rate that is none, or for `fps` without `per_second`."""
+def _check_rate(per_second: Any, fps: Any) -> None:
+    """Raise BudgetError for a rate that is not positive, or for `fps` without `per_second`."""
     for name, value in (("per_second", per_second), ("fps", fps)):
         if value is not None and not (_is_real(value) and 0 < value < math.inf):
             raise BudgetError(f"{name}={value!r} must be a positive number, for each second of video")
@@ -64,8 +97,7 @@ def check_rate(per_second: Any, fps: Any) -> None:
         raise BudgetError(f"fps={fps} tells how long a video is, and no per_second= is given: add it, or leave fps out")
 
 
-def checked_frames(frames: Any) -> tuple[float | int, ...] | None:
-    """Return `Budget(frames=)` as a tuple; raises BudgetError, which names the frame that is wrong."""
+def _read_frames(frames: Any) -> tuple[float | int, ...] | None:
     listed = _listed("frames", frames)
     for frame, value in enumerate(listed or ()):
         if not _is_real(value) or not (value >= 2 if _is_whole(value) else 0 < value <= 1):
@@ -76,8 +108,7 @@ def checked_frames(frames: Any) -> tuple[float | int, ...] | None:
     return None if listed is None else tuple(map(_plain, listed))
 
 
-def checked_weights(weights: Any) -> tuple[float, ...] | None:
-    """Return `Budget(frame_weights=)` as a tuple; raises BudgetError."""
+def _read_weights(weights: Any) -> tuple[float, ...] | None:
     listed = _listed("frame_weights", weights)
     for frame, value in enumerate(listed or ()):
         if not _is_real(value) or not 0 <= value < math.inf:
@@ -87,22 +118,28 @@ def checked_weights(weights: Any) -> tuple[float, ...] | None:
     return None if listed is None else tuple(map(float, listed))
 
 
-def of_videos(budget: OfVideos, counts: Sequence[int], clips: Sequence[Clip | None]) -> list[int]:
+def resolve_videos(budget: HasVideoBudget, counts: Sequence[int], clips: Sequence[Clip | None]) -> list[int]:
     """Return how many of each segment's `counts` tokens a budget of videos keeps, at least 1 and at most all.
 
-    clips: of each segment of a prompt, in order; None for an image, which keeps all, with `frame_weights` its `keep`.
-    Raises BudgetError where the budget does not fit a video, or too little is known of it.
+    Args:
+        clips: The clip of each segment of a prompt, in order. None for an image, which keeps all its tokens, or with
+            `frame_weights` its `keep`.
+
+    Raises:
+        BudgetError: If the budget does not fit a video, or too little is known about the video.
     """
-    if budget.per_second is not None:
+    video = budget.video
+    assert video is not None
+    if video.per_second is not None:
         return [
-            count if clip is None else _whole(count, budget.per_second * _duration(budget, clip))
+            count if clip is None else _whole(count, video.per_second * _duration(video, clip))
             for count, clip in zip(counts, clips, strict=True)
         ]
-    kept = [count if budget.frames else budget.resolve_keep(count) for count in counts]
-    for video in _videos(clips):
-        found = [(counts[index], _frame(budget, clips[index])) for index in video]
-        for index, number in zip(video, _of_frames(budget, found), strict=True):
-            kept[index] = number
+    kept = [count if video.frames else budget.resolve_keep(count) for count in counts]
+    for segments in _videos(clips):
+        frames = [(counts[index], _frame(video, clips[index])) for index in segments]
+        for index, num_kept in zip(segments, _of_frames(budget, video, frames), strict=True):
+            kept[index] = num_kept
     return kept
 
 
@@ -137,14 +174,15 @@ def spread(total: int, weights: Sequence[float], most: Sequence[int]) -> list[in
     return given
 
 
-def _of_frames(budget: OfVideos, found: Sequence[tuple[int, int]]) -> list[int]:
-    """Return what each frame of a video keeps. found: (tokens, index) of each."""
-    if (weights := budget.frame_weights) is not None:
-        counts = [count for count, _ in found]
-        return spread(budget.resolve_keep(sum(counts)), [weights[frame] for _, frame in found], counts)
-    frames = budget.frames or ()
-    asked = [(count, frames[frame]) for count, frame in found]
-    return [min(count, one) if isinstance(one, int) else _whole(count, count * one) for count, one in asked]
+def _of_frames(budget: HasVideoBudget, video: VideoBudget, frames: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the number of kept tokens of each frame of a video. frames: (tokens, index) of each."""
+    if (weights := video.frame_weights) is not None:
+        counts = [count for count, _ in frames]
+        return spread(budget.resolve_keep(sum(counts)), [weights[index] for _, index in frames], counts)
+    amounts = [(count, (video.frames or ())[index]) for count, index in frames]
+    return [
+        min(count, amount) if isinstance(amount, int) else _whole(count, count * amount) for count, amount in amounts
+    ]
 
 
 def _videos(clips: Sequence[Clip | None]) -> list[list[int]]:
@@ -161,10 +199,10 @@ def _videos(clips: Sequence[Clip | None]) -> list[list[int]]:
     return videos
 
 
-def _frame(budget: OfVideos, clip: Clip | None) -> int:
+def _frame(video: VideoBudget, clip: Clip | None) -> int:
     """Return which frame a segment is, of a video that has as many as the budget lists."""
-    name = "frame_weights" if budget.frames is None else "frames"
-    listed = len(getattr(budget, name))
+    name = "frame_weights" if video.frames is None else "frames"
+    listed = len(getattr(video, name))
     assert clip is not None and clip.frame is not None  # `_videos` names no others
     if clip.length != listed:
         joined = f" ({clip.joined} of those sampled are joined to one)" if clip.joined > 1 else ""
@@ -175,13 +213,13 @@ def _frame(budget: OfVideos, clip: Clip | None) -> int:
     return clip.frame
 
 
-def _duration(budget: OfVideos, clip: Clip) -> float:
-    seconds = clip.duration(budget.fps)
+def _duration(video: VideoBudget, clip: Clip) -> float:
+    seconds = clip.duration(video.fps)
     if seconds is None or not 0 < seconds < math.inf:
         raise BudgetError(
-            f"{budget}: nothing tells how long a video of this call lasts (Qwen2.5-VL's processor does, by "
-            "second_per_grid_ts): give the frames a second at which it was sampled, as in "
-            f"Budget(per_second={budget.per_second!r}, fps=2.0)"
+            f"per_second={video.per_second!r}: nothing tells how long a video of this call lasts (Qwen2.5-VL's "
+            "processor does, by second_per_grid_ts): give the frames a second at which it was sampled, as in "
+            f"Budget.per_second({video.per_second!r}, fps=2.0)"
         )
     return seconds
 

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a setting `{"method": ..., "keep": ..., option: ...}` from JSON, and check its keys before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from tokenprune.budgets import Budget
+from tokenprune.budgets.checks import TARGETS
+from tokenprune.errors import BudgetError, OptionError, short
+from tokenprune.methods.registry import did_you_mean, method_class
+from tokenprune.settings.json_values import plain
+from tokenprune.settings.keys import IN_LLM, LIMIT, SCOPE
+
+_EXAMPLE = '{"method": "divprune", "keep": 0.25}'
+_BY_AGE = '{"keep": 1.0, "age": [[0, 1.0], [2, 0.5]], "step": 4}'
+_LIST = '{"method": [{"method": "dynres", "min_scale": 0.5}, "divprune"]}'
+
+
+def read_setting(value: Any, where: str) -> dict[str, Any]:
+    """Return the fields of a `Setting` that a JSON object holds.
+
+    Raises:
+        OptionError, UnknownMethodError, BudgetError: If a key or a value is invalid.
+    """
+    if not isinstance(value, Mapping):
+        raise OptionError(f'{where} must be an object like {_EXAMPLE} or {{"off": true}}, not {short(value)}')
+    value = plain(value, where)
+    _check_scope(value, where)
+    options = {name: one for name, one in value.items() if name not in SCOPE}
+    _check_options(options, where)
+    fields = {"keep": value.get("keep"), "per": value.get("per"), "off": value.get("off")}
+    fields["in_llm"] = value.get(IN_LLM)
+    if "method" not in value:
+        return fields | ({"options": (options,)} if options else {})
+    methods = _read_methods(value["method"], options, where)
+    return fields | {
+        "names": tuple(name for name, _ in methods),
+        "options": tuple(own for _, own in methods),
+    }
+
+
+def _check_scope(value: Mapping[str, Any], where: str) -> None:
+    off, in_llm, per = value.get("off"), value.get(IN_LLM), value.get("per")
+    if "off" in value and not isinstance(off, bool):
+        raise OptionError(f"{where}: off must be true or false, not {short(off)}")
+    if off and len(value) > 1:
+        raise OptionError(f"{where}: off stands alone; leave out {', '.join(sorted(set(value) - {'off'}))}")
+    if IN_LLM in value and not isinstance(in_llm, bool):
+        raise OptionError(f"{where}: {IN_LLM} must be true or false, not {short(in_llm)}")
+    if "per" in value and not isinstance(per, str):
+        raise OptionError(f'{where}: per must be "image" or "frame", not {short(per)}')
+    if "keep" in value and value["keep"] is None:
+        Budget.from_keep(None)  # raises, because null is not the same as no keep
+
+
+def _check_options(options: Mapping[str, Any], where: str) -> None:
+    """Raise for keys that belong to another place than the options."""
+    if "feature_cache" in options:
+        raise OptionError(
+            f"{where}: feature_cache does not belong to a setting: pass it to tokenprune.patch() beside config=; vLLM "
+            "keeps encoded images itself, in its encoder cache"
+        )
+    if LIMIT in options:
+        raise OptionError(
+            f'{where}: {LIMIT} is a keep of downsample: write "method": ["downsample", ...], "keep": [...]'
+        )
+    for name in TARGETS[1:]:
+        if name in options:
+            raise BudgetError(f'{where}: {name} is a kind of keep: write "keep": {{"{name}": {short(options[name])}}}')
+    if "age" in options:  # `step` alone is an option of a method
+        raise BudgetError(f'{where}: age and step belong to keep: write "keep": {_BY_AGE}, for example')
+
+
+def _read_methods(named: Any, options: dict[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the name and the options of each method. options: those beside "method", which belong to a single one."""
+    if named == []:
+        raise OptionError(f"{where}: method is an empty list, it names no method: name at least one")
+    methods = [_read_method(one, where) for one in (named if isinstance(named, list) else [named])]
+    if options and len(methods) > 1:
+        raise OptionError(describe_ambiguity(where, options))
+    ((name, own), *others) = methods
+    if twice := sorted(set(options) & set(own)):
+        raise OptionError(f"{where}: {', '.join(twice)} stands in two places: give it with its method alone")
+    return [(name, own | options), *others]
+
+
+def _read_method(value: Any, where: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of the value of "method", or of an entry of its list."""
+    if not isinstance(value, dict) or "method" not in value:
+        return method_class(cast(Any, value)).name, {}  # its error says which names there are
+    options = {name: one for name, one in value.items() if name != "method"}
+    if "keep" in options:
+        raise OptionError(f'{where}: keep stands beside the methods, {{"method": [...], "keep": [0.5, 0.25]}}')
+    return method_class(value["method"]).name, options
+
+
+def describe_missing_method(where: str, off: bool | None = None) -> str:
+    """Return the message for a setting without a method."""
+    if off is False:
+        return f'{where}: "off": false switches nothing on, since no method is named: write {_EXAMPLE}, for example'
+    return f"{where} names no method: {_EXAMPLE}, for example"
+
+
+def describe_ambiguity(where: str, options: Mapping[str, Any]) -> str:
+    """Return the message for options that may belong to any of several methods."""
+    for option in options:
+        if hint := did_you_mean(option, SCOPE):
+            return f"{where} has no key {option!r}: {hint.strip()}"
+    return (
+        f"{where}: options {', '.join(options)} are ambiguous for several methods: give them with their method, "
+        f"{_LIST}, for example"
+    )
