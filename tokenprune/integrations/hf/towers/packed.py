@@ -80,7 +80,6 @@ class PackedTower(TowerPart):
         self.attach_part(self.reducer)
         self.hook(self.tower.register_forward_pre_hook, self._enter_tower, with_kwargs=True)
         self.hook(self.tower.register_forward_hook, self._leave_tower)
-        self.layout.attach(self.reducer)
         for observer in self.observers:
             self.attach_part(observer)
         if isinstance(self.method, UnitDropper):

@@ -53,6 +53,9 @@ class Layout:
         """Return the state of a forward from the input of its first block."""
         raise NotImplementedError
 
+    def attach(self, reducer: TowerReducer) -> None:
+        """Put further functions of `reducer` around modules of the tower."""
+
     def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
         """Return the merge of the current block from the keys of its attention."""
         raise NotImplementedError
@@ -103,6 +106,7 @@ class TowerReducer(Attachable):
             if middle:
                 self.around(block.norm, partial(self._merge, index))
                 self.around(block.end, None, partial(self._leave_branch, block), last=True)
+        self.layout.attach(self)
 
     def around(
         self, module: nn.Module, before: Callable | None, after: Callable | None = None, last: bool = False

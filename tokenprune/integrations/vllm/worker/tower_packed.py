@@ -72,7 +72,6 @@ class PackedTower(Attachable):
     def _attach(self) -> None:
         self.attach_part(self.reducer)
         self.wrap(self.tower, "prepare_encoder_metadata", partial(partial, self._describe))
-        self.layout.attach(self.reducer)
         for index, attention in enumerate(self.attentions):
             self.reducer.around(self.tower.blocks[index].attn.qkv, None, partial(self._note_keys, index))
             self.wrap(attention, "forward", partial(partial, self._attend, attention))
