@@ -55,7 +55,7 @@ class ProfileError(OptionError):
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What a server does and allows beside its own setting: the keys `BESIDE` of its configuration.
+    """Profiles, rules and options of a server: the keys `BESIDE` of its configuration.
 
     profiles:     whole settings by name, the server's own as "default".
     rules:        of the server, as "default", and of each profile that has its own.
