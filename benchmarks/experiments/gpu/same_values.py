@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.hf.engine import engine, entry
+from tokenprune.integrations.hf.engine import cuts, engine
 from tokenprune.selection.observable_registry import available_observables, find_observable
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.testing.view import _GivenSource
@@ -65,7 +65,8 @@ def looking(again: bool = False) -> Iterator[Looked]:
 
         return choose
 
-    with patch.object(engine, "choose", noting(engine.choose)), patch.object(entry, "choose", noting(entry.choose)):
+    name = "select_tokens"
+    with patch.object(engine, name, noting(engine.select_tokens)), patch.object(cuts, name, noting(cuts.select_tokens)):
         yield found
 
 

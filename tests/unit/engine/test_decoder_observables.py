@@ -310,13 +310,13 @@ def test_nothing_is_kept_that_nobody_reads(build) -> None:
 
     def read(tokens: Any) -> None:
         calls.append(tokens._source.call)
-        observed.append({name for name, value in vars(tokens._source.observed).items() if value})
+        observed.append(set(tokens._source.observed))
 
     for needs, fields in (
         ((), set()),
-        (("previous_hidden",), {"input_before"}),
-        (("embeddings",), {"entry"}),
-        (("unrotated_last_row",), {"before", "input_before", "unrotated"}),
+        (("previous_hidden",), {"INPUT_BEFORE"}),
+        (("embeddings",), {"ENTRY"}),
+        (("unrotated_last_row",), {"LAYER_BEFORE", "INPUT_BEFORE", "UNROTATED"}),
     ):
         reader(needs, read=read)
         with tokenprune.patched(model, "reader", keep=0.5):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import tokenprune
 from basics import MODEL_METHODS
-from tokenprune.integrations.hf.engine import engine, entry
+from tokenprune.integrations.hf.engine import cuts, engine
 from zoo import FAMILIES, VISION, tower
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ class Work(TorchDispatchMode):
 def counted_choices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
     """Count what is done to choose, and not what the model does."""
     work = Work()
-    for module in (engine, entry):
+    for module in (engine, cuts):
 
-        def choose(*args: Any, original: Any = module.choose) -> Any:
+        def choose(*args: Any, original: Any = module.select_tokens) -> Any:
             with work:
                 return original(*args)
 
-        monkeypatch.setattr(module, "choose", choose)
+        monkeypatch.setattr(module, "select_tokens", choose)
     yield work
 
 

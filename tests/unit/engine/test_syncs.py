@@ -359,7 +359,7 @@ def test_cuda_waits_for_what_is_counted() -> None:
 @torch.no_grad()
 def test_on_a_gpu(family_name: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as counted by CUDA; and choosing and cutting alone, with every wait an error."""
-    from tokenprune.integrations.hf.engine import engine, entry
+    from tokenprune.integrations.hf.engine import cuts, engine
 
     family = FAMILIES[family_name]
     inputs = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in inputs_of(family, name, True).items()}
@@ -384,9 +384,9 @@ def test_on_a_gpu(family_name: str, name: str, monkeypatch: pytest.MonkeyPatch) 
         return run
 
     if not tokenprune.method_info(name).cls.asks_device:
-        for module in (engine, entry):
-            monkeypatch.setattr(module, "choose", strict(module.choose))
-            monkeypatch.setattr(module, "apply", strict(module.apply))
+        for module in (engine, cuts):
+            monkeypatch.setattr(module, "select_tokens", strict(module.select_tokens))
+            monkeypatch.setattr(module, "apply_selection", strict(module.apply_selection))
         model(**inputs, use_cache=True)
 
 

@@ -79,8 +79,7 @@ def apply_selection(call: Call, step: Step, selection: Selection, hidden: Tensor
 
 
 def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[DecoderInputs, MaskFunctions | None]:
-    """Return the inputs of a call that cuts, with a new cache where the decoder would make one itself; and what its
-    masks will be made of, see `_mask_functions`."""
+    """Return the inputs of a call with cuts, and its mask functions. A missing cache is created."""
     functions, wanted = _mask_functions(call, inputs, adapter), inputs.extras.get("use_cache")
     if inputs.cache is None and (adapter.text_config.use_cache if wanted is None else wanted):
         cache = DynamicCache(config=adapter.text_config)
@@ -90,8 +89,11 @@ def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Decode
 
 
 def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> MaskFunctions | None:
-    """Return what the decoder will make its masks of, if it is to make them itself; None where the caller, or the base
-    model, made them, where a static cache has slots for tokens to come, and where attention takes no masks of pairs."""
+    """Return the functions from which the decoder builds its masks.
+
+    None if the masks exist already, if a static cache has slots for later tokens, or if attention takes no masks of
+    query-key pairs.
+    """
     embeds, mask = inputs.embeds, inputs.mask
     if call.cached.capacity is not None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return None
@@ -99,22 +101,24 @@ def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> Mask
 
     def functions(mask: Tensor | None) -> MaskFunctions:
         def make(config: Any) -> Any:
-            # Of embeddings masks take no more than their number and their type.
+            # Masks depend only on the shape and the dtype of the embeddings.
             return adapter.masks(torch.empty((), dtype=dtype, device=device).expand(*shape, 1), mask, None, config)
 
         return MaskFunctions(make, config, call.past + shape[1], call.prompt.no_padding_after_cut)
 
     if call.past or not call.prompt.placeholders or adapter.stateful or not (mask is None or mask.shape == shape):
         return functions(mask)
-    # The same for all prompts of this shape. The caller's mask may change in place, what the host knows does not.
+    # Prompts of this shape share the functions. They use the host's copy, because the caller may change its mask.
     real = partial(to_device, call.prompt.is_real, device)
     key = ("masks", dtype, mask is None, config._attn_implementation)
     return call.state.segments.recent.get(key, lambda: functions(None if mask is None else real()))
 
 
 def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Adapter) -> DecoderInputs:
-    """Return the decoder's inputs without the tokens that were merged in the tower, and those that `step` drops; the
-    first group of layers, which was of all tokens, is of those that are left."""
+    """Apply the merge of a vision tower and the cut of `step`, and return the decoder's inputs for the kept tokens.
+
+    The first entry of `call.groups` is replaced by inputs for the kept tokens.
+    """
     embeds, positions = inputs.embeds, inputs.positions
     mask, made = _whole_mask(call, inputs, adapter)
     if positions is None:

@@ -43,18 +43,23 @@ _NO_TOKENS = TokenState(_NO_SEGMENTS, _NO_LAYOUT)
 
 @dataclass(eq=False)
 class Call:
-    """One forward of the base model. Lives on a stack of its thread, never on the model.
+    """One forward of the base model. It is stored on a stack of its thread, never on the model.
 
-    arguments: of the base model's forward, as the adapter reads them. outputs: the encoder's output for each modality.
-    prompt: known where images are encoded or handed over. notes: for the statistics.
-    restore_output: see `Part.before_call`.
-    cached: the decoder's cache. state: the tokens at the current layer. merged: the selection of a vision tower, which
-    takes effect at the decoder's entry, and the step that it counts as; or None.
-    plan: the cuts to make, None before they are planned. trace: the cuts made; only if the call has visual tokens
-    (`has_images`).
-    The rest is set where tokens are missing (`active`). groups: what the layers are handed, one for each group of
-    layers that hold the same tokens. maskless: layers that need no attention mask. busy: those at which something is
-    done in any case.
+    Attributes:
+        arguments: Arguments of the base model's forward, as the adapter reads them.
+        outputs: Output of the encoder for each modality.
+        prompt: The prompt, read when images are encoded or passed as features.
+        notes: Notes for the statistics.
+        restore_output: See `Part.before_call`.
+        cached: The decoder's cache.
+        state: Tokens at the current layer. Each cut replaces it.
+        merged: Step and selection of a vision tower, applied at the decoder's entry, or None.
+        has_images: Whether the call has visual tokens. Only then `trace` is set.
+        plan: The cuts to make, or None before they are planned.
+        trace: The cuts made.
+        groups: Inputs of the layers, one entry for each group of layers with the same tokens. Empty unless `active`.
+        maskless: Layers that need no attention mask.
+        busy: Layers that the engine always enters.
     """
 
     arguments: dict[str, Any]
@@ -96,12 +101,12 @@ class Call:
     # -- the cache
 
     def take_cache(self, cache: Any) -> None:
-        """Set the decoder's cache, where it is not the one that the base model was handed."""
+        """Set the decoder's cache, which may differ from the base model's."""
         if cache is not self.cached.cache:
             self.cached = view_of(cache)
 
     def save_to_cache(self) -> None:
-        """Note on the cache what it holds now."""
+        """Store the positions of the cached tokens on the cache."""
         cached = self.cached
         if self.active and (cached.reduction is not None or cached.decode is not None or not self.state.layout.whole):
             slots = [(group.first, group.columns) for group in self.groups]
@@ -111,29 +116,29 @@ class Call:
 
     @property
     def cuts(self) -> frozenset[int]:
-        """The layers at whose input a method may choose; none where the call is not planned."""
+        """The layers at whose input a method may select tokens."""
         return frozenset() if self.plan is None else self.plan.cuts
 
     def cuts_at(self, layer: int) -> bool:
-        """Return True if a method chooses which tokens leave at the input of `layer` (0: at the decoder's entry)."""
+        """Return True if a method selects tokens at the input of `layer` (0: at the decoder's entry)."""
         return self.plan is not None and layer in self.plan.cuts and len(self.state.segments) > 0
 
     @cached_property
     def starts(self) -> frozenset[int]:
-        """The layers from which on the cache holds other tokens than before them."""
+        """The layers at which the tokens in the cache change."""
         reduction = self.cached.reduction
         return frozenset() if reduction is None else frozenset([first for first, _ in reduction.slots])
 
     def touches(self, layer: int, kwargs: dict[str, Any]) -> bool:
-        """Return False if `layer`, called with `kwargs`, gets these as they are and nothing is read of them."""
+        """Return False if `layer` runs with `kwargs` unchanged and no part reads them."""
         if not self.groups:
             return False
         return layer in self.busy or not self.groups[-1].passes[kwargs.get("attention_mask") is not None]
 
     def group(self, layer: int, functions: MaskFunctions | None = None) -> LayerInputs:
-        """Return what the layers from `layer` on are handed if they hold the tokens of the current layout.
+        """Return the inputs of the layers from `layer` on, for the tokens of the current layout.
 
-        functions: what the decoder's masks are made of; later groups have those of the first.
+        functions: Build the decoder's masks. Later groups use the functions of the first group.
         """
         start, cached = self.groups[0] if self.groups else None, self.cached
         functions = functions if start is None else start.functions

@@ -16,10 +16,11 @@ from tokenprune.selection.segments import Segments
 
 @dataclass(frozen=True)
 class Step:
-    """One stage of a patch: a method with its budget, at the input of a decoder layer (0: at the decoder's entry).
+    """One cut of a patch: a stage of a method, with its budget, at the input of a decoder layer (0: the entry).
 
-    owner: index of the method that this is a stage of, among those that the patch is composed of. whole: the budget of
-    that method; None: it has this stage only.
+    Attributes:
+        owner: Index of the method in the patch. Stages of one method share it.
+        whole: Budget of the method, or None if it has a single stage.
     """
 
     method: Method
@@ -33,21 +34,25 @@ class Step:
 
     @cached_property
     def acts(self) -> bool:
-        """True if the stage runs: it may drop tokens, or looks on behalf of a later stage. A method whose budget keeps
-        everything does neither."""
+        """True if the stage runs, because it may drop tokens or stores values for a later stage."""
         if not self.budget.is_identity():
             return True
         return self.method.by_content_count and not (self.whole or self.budget).is_identity()
 
 
-# Returns the tokens of each segment that a step keeps, given those that arrive and those that it was to keep so far.
+# (step, tokens of each segment that arrive, tokens that it would keep) -> tokens that it keeps.
 Floor = Callable[[Step, Sequence[int], Sequence[int]], list[int]]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A step in one call. arrived, wanted, kept: tokens of each segment that reach it, that its budget asks for, and
-    that it keeps."""
+    """Plan of one step. Lists have an entry for each segment.
+
+    Attributes:
+        arrived: Tokens that reach the step.
+        wanted: Tokens that its budget asks for.
+        kept: Tokens that it keeps.
+    """
 
     step: Step
     arrived: list[int]
@@ -57,13 +62,17 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """The cuts of a call, and the number of tokens that each keeps.
+    """The cuts of a call, and the number of tokens that each cut keeps.
 
-    Lists have an entry for each segment of the prompt, 0 where it is withdrawn.
+    Lists have an entry for each segment of the prompt, which is 0 after all of its tokens are dropped. A method may
+    keep another number of tokens than planned. `stage` then plans the later steps again.
 
-    rows, ordinals, clips: see `Segments`. text: of each row, its tokens that are not visual. arrived: the tokens that
-    reach the first stage. floors: have cuts keep more tokens than their budgets say. stages: the stages as planned. A
-    method may keep another number than its budget says; `stage` then plans the later ones anew.
+    Attributes:
+        rows, ordinals, clips: See `Segments`.
+        text: Number of text tokens of each row.
+        arrived: Tokens that reach the first step.
+        floors: Functions that raise the number of tokens that steps keep.
+        stages: The planned steps.
     """
 
     shape: DecoderShape
@@ -77,7 +86,7 @@ class Plan:
 
     @cached_property
     def cuts(self) -> frozenset[int]:
-        """The layers at whose input a method is asked."""
+        """The layers at whose input a method selects tokens."""
         asked = (one for one in self.stages if one.kept != one.arrived or one.step.method.by_content_count)
         return frozenset(stage.step.layer for stage in asked)
 
@@ -87,7 +96,7 @@ class Plan:
         return self.stages[-1].kept if self.stages else self.arrived
 
     def counts_of(self, segments: Segments) -> list[int]:
-        """Return how many tokens are left of each segment of the prompt. segments: those that are left of these."""
+        """Return the number of tokens of each segment of the prompt. segments: the segments after earlier cuts."""
         left = dict(zip(zip(segments.row, segments.ordinal, strict=True), segments.counts, strict=True))
         return [left.get(key, 0) for key in zip(self.rows, self.ordinals, strict=True)]
 
