@@ -221,7 +221,7 @@ def test_the_configuration_says_what_was_promised(subject: Model) -> None:
     fake = Fake(900, candidates({"dart 0.9": (0.0, 0.9)}))
     found = Tuner(fake, list(fake.costs), Promise(0.02)).run()
     config = tuned_config(found, Evaluator(subject, load_heldout(limit=1)), {"name": "mine"})
-    assert config.setting == {"method": "dart", "keep": 0.9}
+    assert config.to_json() == {"method": "dart", "keep": 0.9}
     assert config.tuned["measured"] | {"kinds": None} == {
         "unpatched": 1.0, "tuned": 1.0, "drop": 0.0, "drop_below": found.choice.bound, "kinds": None
     }  # fmt: skip
