@@ -46,8 +46,8 @@ SINGLE_CUT = [
 
 
 def at_the_decoder(method: str) -> Method:
-    """Return a method in its form that cuts at the decoder: flowcut cuts inside a tower that lets it."""
-    return tokenprune.method(method).forms()[-1]
+    """Return a method that cuts at the decoder: by default flowcut cuts inside the towers that support it."""
+    return tokenprune.method(method, **({"inside": False} if method == "flowcut" else {}))
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -64,12 +63,12 @@ def hf_parts(
     graphs: bool | Graphs | None = None,
 ) -> list[Any]:
     """Return what `patch` has to attach, in order; the last is the engine, which has the statistics. Nothing is changed
-    yet, and everything that cannot work is refused. Methods act in the best of their forms in which all can."""
-    *better, last = product(*(method.forms() for method in methods))
-    for formed in better:
+    yet, and everything that cannot work is refused."""
+    preferred = [method.preferred for method in methods]
+    if preferred != list(methods):
         with suppress(TokenPruneError):
-            return _parts(model, formed, budgets, record, processor, guard, feature_cache, graphs)
-    return _parts(model, last, budgets, record, processor, guard, feature_cache, graphs)
+            return _parts(model, preferred, budgets, record, processor, guard, feature_cache, graphs)
+    return _parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
 
 
 def _parts(
@@ -82,7 +81,7 @@ def _parts(
     feature_cache: int | None,
     graphs: bool | Graphs | None,
 ) -> list[Any]:
-    """See `hf_parts`; methods have one form each."""
+    """Return the parts for exactly these methods; see `hf_parts`."""
     adapter = adapter_for(model)
     layers = len(adapter.decoder.layers)
     stages = [

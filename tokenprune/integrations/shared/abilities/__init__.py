@@ -51,16 +51,15 @@ def obstacle(
     """Return why `method` may not act on `family` in `backend` with `cache`, None where it may.
 
     family: a model type, an architecture of vLLM, or a row; None asks about the method alone. config: of the model, for
-    what its vision tower decides. A method of several stages may act where each of them may, and one of several forms
-    where one of them may.
+    what its vision tower decides. A method of several stages may act where each of them may. In transformers a method
+    may also act where its preferred variant may.
     """
-    found: Obstacle | None = None
-    for form in method.forms() if backend is Backend.HF else [method]:
-        stages = [stage for stage, _ in form.stages(Budget.of(0.5), 32)] if backend is Backend.HF else [form]
-        every = (_obstacles(stage, family, backend, cache, config, True) for stage in stages)
-        found = next(itertools.chain.from_iterable(every), None)
-        if found is None:
+    if backend is Backend.HF and method.preferred != method:
+        if obstacle(method.preferred, family, backend, cache, config) is None:
             return None
+    stages = [stage for stage, _ in method.stages(Budget.of(0.5), 32)] if backend is Backend.HF else [method]
+    every = (_obstacles(stage, family, backend, cache, config, True) for stage in stages)
+    found = next(itertools.chain.from_iterable(every), None)
     return None if found is None else found.reason
 
 
