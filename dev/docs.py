@@ -24,6 +24,7 @@ import tokenprune
 from tokenprune.integrations.shared.abilities import obstacle
 from tokenprune.methods.registry import MethodInfo
 from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
+from tokenprune.models.families.tested import tested_sites
 from tokenprune.selection.observable import Backend
 from tokenprune.selection.observable_registry import find_observable
 from tokenprune.selection.options import in_words, option_types
@@ -163,7 +164,7 @@ def families() -> str:
     said: list[tuple[str, str]] = []
     first: dict[str, str] = {}  # of a long note, who has it
     for name, one in sorted(SUPPORTED.items()):
-        row = f"{', '.join(f'`{site}`' for site in one.sites)} | {one.since} |"
+        row = f"{', '.join(f'`{site}`' for site in tested_sites(one))} | {one.since} |"
         before = first.setdefault(one.note, row + name) if len(one.note) > 30 else row + name
         note = cell(one.note) if before.startswith(row) else f"as `{before.rpartition('|')[2]}`"
         said.append((name, f"{row} {note}"))

@@ -54,8 +54,9 @@ _Shown = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, r
 
 def _known() -> Iterator[_Shown]:
     from tokenprune.models.families import REFUSED, SUPPORTED
+    from tokenprune.models.families.tested import tested_sites
 
-    known = [(name, ", ".join(one.sites), one.since, one.note) for name, one in sorted(SUPPORTED.items())]
+    known = [(name, ", ".join(tested_sites(row)), str(row.since), row.note) for name, row in sorted(SUPPORTED.items())]
     yield "Families (since: the first version of transformers)", ("model type", "sites", "since", "notes"), known
     yield "Refused", ("model type", "because"), sorted(REFUSED.items())
 

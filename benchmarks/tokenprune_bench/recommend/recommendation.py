@@ -14,6 +14,7 @@ from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelErro
 from tokenprune.integrations.shared import abilities
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.models.families import REFUSED, SERVED, SUPPORTED, family_of
+from tokenprune.models.families.tested import tested_sites
 from tokenprune.models.model_config import SHIPPED, read_model_config
 from tokenprune.selection.method import Site
 from tokenprune.selection.observable import Backend
@@ -219,7 +220,7 @@ def _notes(family: str) -> list[str]:
 def _may_act(row: Advice, family: str) -> bool:
     """Return True where the method of a row is tested at its site in a family, and nothing keeps it from acting."""
     (method,), _ = row.setting.steps()
-    return method.site.name in family_of(family).sites and abilities.obstacle(method, family) is None
+    return method.site.name in tested_sites(family_of(family)) and abilities.obstacle(method, family) is None
 
 
 def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:

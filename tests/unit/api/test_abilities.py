@@ -16,6 +16,7 @@ from basics import MODEL_METHODS
 from families import FAMILIES as BUILT
 from tokenprune import OptionError, Site, TokenPruneError, UnsupportedSetupError
 from tokenprune.cli import app
+from tokenprune.integrations.hf.checks import gets_rotation
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.towers.packed import tower_of
 from tokenprune.integrations.shared import abilities
@@ -111,7 +112,7 @@ def test_layers_without_rotary_positions_are_refused_by_patch(family: str, build
     """Some layers of these decoders get no rotary positions; a cut after another layer works."""
     model, inputs = build(BUILT[family]), BUILT[family].make_inputs()
     adapter = adapter_for(model)
-    rotated = [adapter.gets_rotation(layer) for layer in range(3)]
+    rotated = [gets_rotation(adapter, layer) for layer in range(3)]
     assert set(rotated) == {True, False}
     for layer, has_rotation in enumerate(rotated):
         if has_rotation:
@@ -133,7 +134,7 @@ def test_a_model_is_what_its_row_says(name: str, build) -> None:
                  if getattr(facts, key) != getattr(row, key)]  # fmt: skip
     assert not different
     assert facts.patches == row.layout(adapter.config)
-    if row.units:
+    if row.tower_rows == "all images":
         tower = tower_of(adapter)
         assert all(hasattr(tower, part) for part in ("blocks", "merger", "spatial_merge_size"))
 

@@ -24,7 +24,7 @@ from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune.models.families import SUPPORTED
 from tower_attention import attending_by
 
-NAMES = sorted(name for name, family in FAMILIES.items() if SUPPORTED[family.kind].units)
+NAMES = sorted(name for name, family in FAMILIES.items() if SUPPORTED[family.kind].tower_rows == "all images")
 # One of each way that a tower is made: whole images, windows, deepstack, a convolution before the merger.
 DIFFERENT = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
 UNIT = 4

@@ -110,8 +110,8 @@ def check_layers(step: Step, adapter: Adapter) -> None:
             f"{method.name}: the decoder of {family!r} has no rotary positions, which {', '.join(rotary)} is made of; "
             "use a method that does not need them"
         )
-    if rotary and layer and not adapter.gets_rotation(layer - 1):
-        rotated = [index for index in range(len(adapter.decoder.layers)) if adapter.gets_rotation(index)]
+    if rotary and layer and not gets_rotation(adapter, layer - 1):
+        rotated = [index for index in range(len(adapter.decoder.layers)) if gets_rotation(adapter, index)]
         raise OptionError(
             f"{method.name}: layer={layer} reads {', '.join(rotary)} of decoder layer {layer - 1}, which gets no "
             f"rotary positions in {family!r}. Choose a layer after one of {rotated}"
@@ -121,6 +121,17 @@ def check_layers(step: Step, adapter: Adapter) -> None:
             f"{method.name}: layer={layer} is too late in {family!r}: {adapter.last_cut[1]}; cut at layer "
             f"{adapter.last_cut[0]} or before"
         )
+
+
+def gets_rotation(adapter: Adapter, layer: int) -> bool:
+    """Return whether the config gives a decoder layer rotary positions: some models skip layers."""
+    thetas = getattr(adapter.text_config, "layer_rope_theta", None)
+    if thetas is not None:
+        return bool(thetas[layer])
+    kinds, parameters = (getattr(adapter.text_config, name, None) for name in ("layer_types", "rope_parameters"))
+    if not kinds or not parameters or kinds[layer] not in parameters:
+        return True
+    return parameters[kinds[layer]] is not None
 
 
 def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], in_blocks: bool = False) -> None:

@@ -113,10 +113,12 @@ def _parts(
             case TowerMethod() if method.is_identity(budget):
                 pass
             case UnitDropper():
-                if adapter.family.units:
+                if adapter.family.tower_rows == "all images":
                     parts.append(UnitDrop(adapter, method, budget, processor))
                 else:
-                    parts.append((GridDrop if adapter.family.own_grids else TileDrop)(adapter, method, budget))
+                    parts.append(
+                        (GridDrop if adapter.family.tower_rows == "one image" else TileDrop)(adapter, method, budget)
+                    )
             case FrameMerger():
                 parts.append(FrameMerging(adapter, method, budget))
             case EncoderMethod():

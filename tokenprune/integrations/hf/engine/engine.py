@@ -79,7 +79,7 @@ class Engine(Attachable):
         self._latest, self._places = LatestStats(), Places()
         self._static = self.part(StaticSteps)
         self._packed = next((part for part in self.parts if isinstance(part, PackedCalls)), None)
-        self._reads_text = adapter.family.runs_of_tiles or any(part.reads_text for part in self.parts)
+        self._reads_text = adapter.family.square == "runs" or any(part.reads_text for part in self.parts)
         self._before_decoder = acting(part.before_decoder for part in self.parts)
         self._before_cut = acting(part.before_cut for part in self.parts)
         self._after_cut = acting(part.after_cut for part in self.parts)

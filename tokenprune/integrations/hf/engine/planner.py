@@ -16,6 +16,7 @@ from tokenprune.integrations.hf.forward.part import Part, acting
 from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
 from tokenprune.integrations.hf.forward.report import Report
 from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, encoding_key, find_segments
+from tokenprune.integrations.shared.towers.patch_grid import image_grid
 from tokenprune.kernels.transfer import Recent
 from tokenprune.models.decoder_shape import DecoderShape
 
@@ -31,6 +32,7 @@ class Planner:
         self._on_plan = acting(part.on_plan for part in parts)
         self.per = steps[0].budget.per if steps else "image"
         self._of_videos = any(step.budget.of_videos for step in steps)
+        self._image_grid = partial(image_grid, adapter.family, config=adapter.config)
         self._segments = Recent()
         self._plans = Recent()
 
@@ -38,14 +40,13 @@ class Planner:
         """Set `call.held.segments` and `call.report` where the call has visual tokens. embeds: `[B, L, D]`."""
         family, device = self.adapter.family, embeds.device
         outputs = call.outputs if family.features_per_image else {}
-        runs = self._runs_per_image(call) if family.runs_of_tiles else None
-        seconds = self.adapter.seconds_per_frame(call.arguments) if self._of_videos else []
-        tempo = Tempo(seconds, self.adapter.joined) if self._of_videos else None
+        runs = self._runs_per_image(call) if family.square == "runs" else None
+        tempo = Tempo.from_arguments(call.arguments, self.adapter.config) if self._of_videos else None
         # Tensors are freed, and given away again, in the order of one stream.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        key = (call.host, encoding_key(outputs), device, stream, *seconds)
+        key = (call.host, encoding_key(outputs), device, stream, *(tempo.seconds if tempo else ()))
         find = partial(find_segments, call.host.masks, outputs, self.per, device, family.step_within_image, runs)
-        found = self._segments.get(key, partial(find, self.adapter.image_grid, family.after_video, tempo))
+        found = self._segments.get(key, partial(find, self._image_grid, family.after_video, tempo))
         if found is not None:
             call.has_images, call.held = True, HeldTokens(found, call.held.layout)
             call.report = Report(self.shape, found, call.host.tokens_per_row, embeds.shape[1], self.record)

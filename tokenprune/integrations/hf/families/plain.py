@@ -72,9 +72,7 @@ class DeepstackAdapter(Adapter):
     features. If tokens leave inside the decoder, this adapter adds the features after each layer, by the same function.
     """
 
-    @property
-    def extra_arguments(self) -> frozenset[str]:
-        return frozenset({"visual_pos_masks"})
+    extra_arguments = frozenset({"visual_pos_masks"})
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
         mask, features = kwargs.pop("visual_pos_masks", None), kwargs.pop("deepstack_visual_embeds", None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import keys_of, values_of
-from tokenprune.integrations.hf.families.base import Adapter, register_adapter
+from tokenprune.integrations.hf.families.base import Adapter, embed_ids, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 
@@ -21,6 +21,14 @@ from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 class SharedKeysAdapter(Adapter):
     """Gemma 3n and Gemma 4: each layer gets a slice of `per_layer_inputs`, and the last layers attend to the keys of
     earlier ones, so that what those hold they see."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        layers = range(len(self.decoder.layers))
+        sources = [layer for layer in layers if getattr(self.attention_of(layer), "store_full_length_kv", False)]
+        shared = [layer for layer in layers if self._shares(layer)]
+        if shared and sources:
+            self.last_cut = min(sources), f"layers {shared[0]} to {shared[-1]} attend to the keys of layers {sources}"
 
     def _shares(self, layer: int) -> bool:
         return getattr(self.attention_of(layer), "is_kv_shared_layer", False)
@@ -34,15 +42,6 @@ class SharedKeysAdapter(Adapter):
     def _source(self, layer: int) -> Any:
         """Return the key of `shared_kv_states` that a layer reads."""
         return self.attention_of(layer).layer_type
-
-    @property
-    def last_cut(self) -> tuple[int, str] | None:
-        layers = range(len(self.decoder.layers))
-        sources = [layer for layer in layers if getattr(self.attention_of(layer), "store_full_length_kv", False)]
-        shared = [layer for layer in layers if self._shares(layer)]
-        if not shared or not sources:
-            return None
-        return min(sources), f"layers {shared[0]} to {shared[-1]} attend to the keys of layers {sources}"
 
 
 @register_adapter("gemma3n")
@@ -136,7 +135,7 @@ class ChameleonAdapter(Adapter):
             return kwargs  # for the model to refuse
         if pixels is not None:
             encoded = {"image": self.base.get_image_features(pixels, return_dict=True)}
-        ids, kwargs = kwargs.get("input_ids"), self.embedded(kwargs)
+        ids, kwargs = kwargs.get("input_ids"), embed_ids(self.base, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in ("pixel_values", "mm_encoder_outputs")}
         if not encoded or encoded.get("image") is None:
             return kwargs
@@ -161,9 +160,7 @@ class ErnieAdapter(Adapter):
 class GraniteAdapter(Adapter):
     """Granite 4 Vision hands its decoder zeros where images are, and features that are added before some layers."""
 
-    @property
-    def extra_arguments(self) -> frozenset[str]:
-        return frozenset({"vision_mask"})
+    extra_arguments = frozenset({"vision_mask"})
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
         mask, features = kwargs.pop("vision_mask", None), kwargs.pop("deepstack_features", None)

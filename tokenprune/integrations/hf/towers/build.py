@@ -13,6 +13,6 @@ from tokenprune.selection.sites.encoder import EncoderMethod
 
 def tower_patch(adapter: Adapter, method: EncoderMethod, budget: Budget) -> EncoderPatch | PackedTowerPatch:
     """Return the patch for the kind of tower that `adapter`'s model has; see the classes for what they raise."""
-    if adapter.family.units:
+    if adapter.family.tower_rows == "all images":
         return PackedTowerPatch(adapter, method, budget)
     return (TilePatch if hasattr(adapter.base, "pack_image_features") else EncoderPatch)(adapter, method, budget)

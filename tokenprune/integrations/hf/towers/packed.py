@@ -30,7 +30,7 @@ Order = Callable[[], Tensor | None]
 
 
 def tower_of(adapter: Adapter) -> Any:
-    """Return the tower of packed patches, which families with `units` have."""
+    """Return the tower of packed patches, which families with `tower_rows="all images"` have."""
     towers = (getattr(adapter.base, name, None) for name in ("visual", "vision_model"))
     return next(tower for tower in towers if hasattr(tower, "merger"))
 

@@ -54,9 +54,9 @@ def obstacle(
     what its vision tower decides. A method of several stages may act where each of them may. In transformers a method
     may also act where its preferred variant may.
     """
-    if backend is Backend.HF and method.preferred != method:
-        if obstacle(method.preferred, family, backend, cache, config) is None:
-            return None
+    preferred = method.preferred if backend is Backend.HF else method
+    if preferred != method and obstacle(preferred, family, backend, cache, config) is None:
+        return None
     stages = [stage for stage, _ in method.stages(Budget.of(0.5), 32)] if backend is Backend.HF else [method]
     every = (_obstacles(stage, family, backend, cache, config, True) for stage in stages)
     found = next(itertools.chain.from_iterable(every), None)

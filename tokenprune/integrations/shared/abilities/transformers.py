@@ -71,7 +71,7 @@ def in_transformers(method: Method, family: Family | str | None, acts: bool, con
     uncut = row.name in UNCUT and row.name not in FAMILIES  # an adapter of the user's may bring a row, and serve it
     if (acts and method.site is not Site.PRE_ENCODER) if uncut else family in REFUSED:
         yield Obstacle(f"model type {row.name!r} is not supported: {REFUSED[row.name]}", UnsupportedModelError)
-    elif not row.in_transformers:
+    elif row.since is None:
         yield Obstacle(f"model type {row.name!r} is not one of transformers: vLLM alone has it", UnsupportedModelError)
     yield from _by_row(method, row, acts, config)
 
@@ -102,21 +102,22 @@ def _by_row(method: Method, row: Family, acts: bool, config: Any) -> Iterator[Ob
             f"{name} compares the frames of a video, and of {family!r} it is not known which tokens are a frame; use "
             "a method that does not, such as divprune, or say so in its row (videos)"
         )
+    packed = row.tower_rows == "all images"
     # Elsewhere tiles share a budget, or have no row.
-    rows = row.own_grids or (row.merges and row.layout(config) not in ("packed", "sized"))
-    if isinstance(method, UnitDropper) and not (row.units or (rows and method.sees != "pixels")):
+    rows = row.tower_rows == "one image" or (row.merges and row.layout(config) not in ("packed", "sized"))
+    if isinstance(method, UnitDropper) and not (packed or (rows and method.sees != "pixels")):
         yield Obstacle(
             f"{name} cannot act in the tower of {family!r}: a visual token has to be a few patches that stand together "
             "in one sequence of all images, and this one has a fixed grid, or joins its patches in another way "
             f"(docs/families.md lists those that fit); {AFTER_THE_TOWER}"
         )
-    if isinstance(method, FrameMerger) and row.videos == "frames" and not row.frame_rows:
+    if isinstance(method, FrameMerger) and row.videos == "frames" and row.tower_rows != "one frame":
         yield Obstacle(
             f"{name} cannot merge frames in the tower of {family!r}: a frame of a video has to be a row of a CLIP or "
             "SigLIP tower, as in LLaVA-OneVision and LLaVA-NeXT-Video; use a method that merges them after the tower, "
             "such as holitom or fastvid"
         )
-    if isinstance(method, EncoderMethod) and not (row.merges or (method.drops and row.units)):
+    if isinstance(method, EncoderMethod) and not (row.merges or (method.drops and packed)):
         yield Obstacle(f"{name} cannot act in the tower of {family!r}: it is not known what becomes of its patches")
     if isinstance(method, ResizeMethod) and row.resizing is None:
         yield Obstacle(

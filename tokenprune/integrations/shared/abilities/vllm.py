@@ -53,10 +53,12 @@ def in_vllm(method: Method, family: Family | str | None, in_llm: bool, config: A
     yield from in_reading(method, row, served, None if _traced(row, config) else kind, json.dumps)
     if isinstance(method, EncoderMethod):
         yield from _merging_in_vllm(method, row, config)
-    if isinstance(method, UnitDropper) and not row.units:
+    if isinstance(method, UnitDropper) and row.tower_rows != "all images":
         yield from in_joined_layers(method, config)
         if not _drops(method, row, config):
-            others = ", ".join(one.name for one in SERVED.values() if one.units or _drops(method, one, None))
+            others = ", ".join(
+                one.name for one in SERVED.values() if one.tower_rows == "all images" or _drops(method, one, None)
+            )
             what = "tiles share a budget and are cropped after it" if row.patches == "packed" else "grids stay whole"
             yield Obstacle(
                 f"{name} drops patches in the vision tower, or ahead of it, and in that of {served} {what}; it is "
@@ -78,7 +80,7 @@ def _traced(row: Family, config: Any) -> bool:
 
 def _merging_in_vllm(method: EncoderMethod, row: Family, config: Any) -> Iterator[Obstacle]:
     """Yield why the tokens that a merge leaves cannot be known before the tower runs."""
-    if row.merges and row.units:
+    if row.merges and row.tower_rows == "all images":
         return
     if not _in_rows(row, config, "tiles", "packed"):
         yield Obstacle(

@@ -45,7 +45,7 @@ def is_known(config: Any) -> bool:
 def packs(config: Any) -> bool:
     """Return True for a tower that lays the patches of all images end to end, and merges whole units of them."""
     row = family_of(config.model_type)
-    return row.units and row.merges
+    return row.tower_rows == "all images" and row.merges
 
 
 def row_of(config: Any) -> TowerRow:
@@ -76,7 +76,9 @@ def check_tower(setting: Any, model_config: Any) -> None:
     if isinstance(method, UnitDropper):
         method.is_identity(Budget.of_checked(setting.keep))
         whole = depth_of(config.vision_config)
-        method.checked_block(whole if family_of_config(config).units else served_tower(method, config).read)
+        method.checked_block(
+            whole if family_of_config(config).tower_rows == "all images" else served_tower(method, config).read
+        )
     elif isinstance(method, EncoderMethod):
         if not setting.removes_nothing:
             tower = served_tower(method, config)
@@ -147,7 +149,7 @@ def units_of(config: Any) -> Squares | None:
 def tiles_of(method: TowerMethod, config: Any, count: int) -> int:
     """Return how many budgets an image of `count` visual tokens has: one for each row of the tower, where rows are not
     cropped; else one."""
-    if (row := family_of_config(config)).units or row.patches == "packed":
+    if (row := family_of_config(config)).tower_rows == "all images" or row.patches == "packed":
         return 1
     return max(1, count // served_tower(method, config).patches)
 

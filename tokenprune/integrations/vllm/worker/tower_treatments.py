@@ -113,7 +113,7 @@ def _merger(
     the rows that stay, of all items end to end, and `left` how many these are."""
     method, keep = plans[0].setting.method, plans[0].setting.keep
     assert isinstance(method, EncoderMethod)  # see `merging`
-    if model.tokenprune_family.units:
+    if model.tokenprune_family.tower_rows == "all images":
         return PackedTowerMerger(model, method, keep)
     if crops(model.config):
         return TileTowerMerger(model, method, plans, kwargs)
@@ -137,7 +137,7 @@ def tower_treatment(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any]
     if plans and merging(plans[0]):
         return ReducedTower(plans, _merger(model, plans, kwargs))
     if plans and dropping_plan(plans[0]):
-        packed = model.tokenprune_family.units
+        packed = model.tokenprune_family.tower_rows == "all images"
         return ReducedTower(plans, UnitDropping(model.visual, plans) if packed else TileDropping(model, plans))
     if any(_reading_method(plan) for plan in plans):
         return ReadTower(model.tokenprune_tower, plans, kwargs, modality)
