@@ -143,7 +143,7 @@ def without_base(cls: type[Method], site: Site) -> str | None:
     """Return what a method's class must derive from at `site`, in words; None if it does."""
     if issubclass(cls, BASES[site]):
         return None
-    bases = " or ".join(f"tokenprune.{'extend.' * (base is not Pruner)}{base.__name__}" for base in BASES[site])
+    bases = " or ".join(f"tokenprune.{'selection.' * (base is not Pruner)}{base.__name__}" for base in BASES[site])
     return f"a method of the site {site} must derive from {bases}"
 
 

@@ -15,7 +15,7 @@ import torch
 from tokenprune.api import is_patched
 from tokenprune.budgets import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError
-from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared import checks
 from tokenprune.integrations.shared.towers.merging import Merger
 from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune_bench.calibration.images import ImageFiles, PackedPixels, Pixels
@@ -152,7 +152,7 @@ def _part(model: Any, calibrator: Calibrator, keep: float) -> Merger:
     from tokenprune.integrations.hf.towers.build import tower_patch
 
     adapter = adapter_for(model)
-    abilities.check(calibrator, adapter.family, config=adapter.config)
+    checks.check(calibrator, adapter.family, config=adapter.config)
     return tower_patch(adapter, calibrator, Budget.of(keep))
 
 

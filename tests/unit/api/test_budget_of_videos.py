@@ -244,8 +244,8 @@ def test_a_number_of_frames_that_differs_is_refused(build: Any) -> None:
     ("name", "method", "said"),
     [("qwen2_vl", "pyramiddrop", "cuts more than once"), ("qwen2_vl", "vscan", "cuts more than once|by itself"),
      ("qwen2_vl", "dyrate", "cuts more than once"), ("qwen2_vl", "tome", "in the vision tower"),
-     ("qwen2_vl", "downsample", "on pixels"), ("internvl", "divprune", "not known of 'internvl'"),
-     ("llava", "fastv", "not known of 'llava'")],
+     ("qwen2_vl", "downsample", "on pixels"), ("internvl", "divprune", "not known for 'internvl'"),
+     ("llava", "fastv", "not known for 'llava'")],
 )  # fmt: skip
 def test_what_cannot_go_by_frames_is_refused(name: str, method: str, said: str, budget: Budget, build: Any) -> None:
     model = build(FAMILIES[name])

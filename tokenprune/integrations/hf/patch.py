@@ -11,7 +11,7 @@ from torch import nn
 
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.hf.checks import check_abilities, check_steps
+from tokenprune.integrations.hf.checks import check_methods, check_steps
 from tokenprune.integrations.hf.engine.call_check import CallCheck
 from tokenprune.integrations.hf.engine.decode_pruning import DecodePruning
 from tokenprune.integrations.hf.engine.drafts import Drafts
@@ -34,7 +34,7 @@ from tokenprune.integrations.hf.towers.frame_merging import FrameMerging
 from tokenprune.integrations.hf.towers.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.hf.towers.tile_dropping import GridDrop, TileDrop
 from tokenprune.integrations.hf.towers.unit_dropping import UnitDrop
-from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared import checks
 from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable import ObservedAt
@@ -92,8 +92,8 @@ def _parts(
     stages.sort(key=lambda step: composition_key(step.method))
     acting = [step.method for step in stages]
     check_places(acting)
-    abilities.check_together(acting)
-    check_abilities(stages, adapter)
+    checks.check_together(acting)
+    check_methods(stages, adapter)
     check_processor(processor, adapter)
 
     pixels: list[Any] = []
@@ -148,11 +148,10 @@ def _parts(
     inside = [part.method for part in parts if isinstance(part, InTower)]
     if readers:
         if inside:
-            ahead = "ahead of it" if isinstance(inside[0], UnitDropper) else "on the way"
-            what = "merges them on the way" if inside[0].merges else f"drops some of them {ahead}"
+            what = "merges" if inside[0].merges else "drops"
             raise OptionError(
-                f"{readers[0].name} reads the attention of the vision tower's patches, and {inside[0].name} {what}: "
-                "use one of the two"
+                f"{readers[0].name} reads the attention of the vision tower's patches, and {inside[0].name} {what} "
+                "some of them. Use one of the two."
             )
         parts.append(BlockReader(adapter, readers, processor))
     if any(compares_frames(step) for step in steps):
@@ -168,7 +167,10 @@ def _parts(
         parts += guard_for(adapter, guard, methods, budgets, processor)
     if feature_cache is not None:
         if any(method.query_aware for method in inside):
-            raise OptionError("feature_cache= keeps what left the tower, here chosen by a question: leave it out")
+            raise OptionError(
+                "feature_cache= keeps the output of the tower, which depends on the question here. Leave "
+                "feature_cache= out."
+            )
         from tokenprune.integrations.hf.feature_cache.part import FeatureReuse
 
         # What happens to tokens inside the tower is counted for a whole call.

@@ -14,7 +14,7 @@ SESSIONS = EVERY_METHOD - {"idefics3", "smolvlm"}
 SESSIONS_IN_WINDOWS = frozenset({"gemma3"})
 
 
-def tested_sites(row: Family) -> tuple[str, ...]:
+def list_tested_sites(row: Family) -> tuple[str, ...]:
     """Return the names of the sites at which methods are tested, in the order in which data meets them."""
     every_method = row.name in EVERY_METHOD
     tested = {

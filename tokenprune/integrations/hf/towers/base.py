@@ -81,7 +81,7 @@ class GroupedTokens(InTower):
                 continue
             if (of_images := getattr(record, self.leaves)) is None:
                 raise UnsupportedSetupError(
-                    f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
+                    f"{self.method.name}: these {modality} features were not encoded by the patched model. Pass pixels."
                 )
             left[modality] = of_images
         selection = self.select(call, inputs.embeds.device, left) if left else None
@@ -119,7 +119,7 @@ class TowerPatch(GroupedTokens):
         why = "the padding of images that are left with fewer tokens" if self.uneven else "proportional attention"
         way_out = "" if self.uneven else ", or pass proportional=False"
         raise UnsupportedSetupError(
-            f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs; load "
+            f"{self.method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs. Load "
             f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
         )
 
@@ -133,8 +133,8 @@ class TowerPatch(GroupedTokens):
     def not_traced(self, modality: str) -> UnsupportedSetupError:
         """Return the error for features that cannot be traced to tokens of the tower."""
         return UnsupportedSetupError(
-            f"{self.method.name}: the {modality} features of {self.adapter.config.model_type!r} do not tell which "
-            "patches they were made of; leave them out of the prompt, or use a method that acts after the tower"
+            f"{self.method.name}: the {modality} features of {self.adapter.config.model_type!r} cannot be traced to "
+            "patches. Leave them out of the prompt, or use a method that acts after the tower."
         )
 
     def groups_of(self, modality: str, arguments: dict[str, Any], output: Any) -> list[Tensor] | None:

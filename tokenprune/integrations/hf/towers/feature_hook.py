@@ -109,7 +109,7 @@ class EncoderHook(Attachable):
         host_args = shapes_on_host(modality, arguments)
         frames = self.adapter.video_frames(host_args) if modality == "video" else None
         if 0 in (frames or ()):
-            raise UnsupportedSetupError("a video of this call has no frames: leave it out, or pass its frames")
+            raise UnsupportedSetupError("A video of this call has no frames. Leave it out, or pass its frames.")
         for around in self._around:
             encode = partial(around, encode)
         output = encode(Encoding(modality, arguments, host_args))

@@ -121,8 +121,8 @@ class EncoderPatch(RowMerger, TowerPatch):
         """Give masked patches the weight 0: they weigh nothing in a mean, and stay masked."""
         if mask.ndim != 4:
             raise UnsupportedSetupError(
-                f"{self.method.name}: some patches of these images are padding, and attention of this kind takes no "
-                'mask that merging could change; load the model with attn_implementation={"vision_config": "sdpa", ...}'
+                f"{self.method.name}: some patches of these images are padding, which this attention cannot mask "
+                'after a merge. Load the model with attn_implementation={"vision_config": "sdpa", ...}.'
             )
         rows, device = len(observation.query), observation.query.device
         first = torch.zeros(1, 1, dtype=torch.long, device=device)

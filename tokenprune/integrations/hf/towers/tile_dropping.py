@@ -16,6 +16,7 @@ from tokenprune.integrations.hf.towers.blocks import find_blocks
 from tokenprune.integrations.hf.towers.merging import EncoderPatch
 from tokenprune.integrations.hf.towers.unit_dropping import KeptUnits
 from tokenprune.integrations.shared.attachable import states, with_output
+from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
 from tokenprune.integrations.shared.towers.reducer import Block, TowerRun
 from tokenprune.integrations.shared.towers.squares import by_units
 from tokenprune.integrations.shared.towers.unit_dropping import Grids, RowDropper, choose_units, choosing
@@ -40,8 +41,8 @@ class TileDrop(RowDropper, EncoderPatch):
 
     def _note_masked(self, run: TowerRun, observation: Observation, mask: Tensor) -> None:
         raise UnsupportedSetupError(
-            f"{self.method.name}: some patches of these images are padding, which units that leave would mix with "
-            "others; use a method that acts after the tower, such as divprune"
+            f"{self.method.name}: some patches of these images are padding, which dropping would mix with others. "
+            f"{AFTER_THE_TOWER}"
         )
 
 
@@ -52,11 +53,6 @@ class GridDrop(KeptUnits):
     """
 
     def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget) -> None:
-        if not method.removes:
-            raise UnsupportedSetupError(
-                f"{method.name}: units come back in towers of one sequence and of tiles, and not where each image is a "
-                "grid of its own; use towerdrop"
-            )
         knows = f"{method.name} knows SigLIP 2 of images of any shape"
         self.tower, self.encoder, layers = find_blocks(adapter, ("Siglip2EncoderLayer",), knows)
         self.side = adapter.family.side(adapter.config)

@@ -48,8 +48,8 @@ class KeptUnits(TowerReducer, GroupedTokens):
         self.shape = DecoderShape.from_config(adapter.text_config)
         if budget.per != "image" or budget.flops_share is not None:
             raise BudgetError(
-                f"{method.name} decides before the prompt is known, for each image or video by itself: of {budget}, "
-                'say keep, average_tokens, average_share or kv_share, with per="image"'
+                f"{method.name} acts before the prompt is known and does not support {budget}. Use keep, "
+                'average_tokens, average_share or kv_share, with per="image".'
             )
 
     def select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
@@ -80,7 +80,7 @@ class UnitDrop(KeptUnits, PackedTower):
         self.colours = None if self.inside else colours_of(processor)
         if self.colours is None and (why := method.reads_colours):
             raise OptionError(
-                f"{method.name}: {why}, and the model gets normalised ones: pass processor=, or leave it out"
+                f"{method.name}: {why}, and the model gets normalised pixels. Pass processor=, or leave the option out."
             )
 
     # -- inside the tower

@@ -238,6 +238,6 @@ def check_checkpointing(block: nn.Module, hidden: Tensor) -> None:
     learns = torch.is_grad_enabled() and any(one.requires_grad for one in block.parameters())
     if learns or hidden.requires_grad:
         raise UnsupportedSetupError(
-            "gradient checkpointing runs the tower's blocks a second time, when what they merged is forgotten; switch "
-            "it off for the vision tower"
+            "Gradient checkpointing runs the blocks of the tower a second time, without the state of their merges. "
+            "Switch it off for the vision tower."
         )

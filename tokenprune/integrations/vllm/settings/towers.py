@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.shared.abilities import AFTER_THE_TOWER
+from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
 from tokenprune.integrations.shared.towers.patch_grid import patches_of
 from tokenprune.integrations.shared.towers.squares import Squares
 from tokenprune.integrations.shared.towers.tower_scores import block_index, read_block, without_tower
@@ -53,7 +53,7 @@ def row_of(config: Any) -> TowerRow:
     # Configs that vLLM has of its own name a packed tower otherwise than transformers does.
     found = (TOWERS.get(f"{config.model_type}_vision") if packs(config) else None) or tower_of(config)
     if found is None:
-        raise UnsupportedSetupError(f"the vision tower {tower_kind(config)!r} is not known; {AFTER_THE_TOWER}")
+        raise UnsupportedSetupError(f"The vision tower {tower_kind(config)!r} is not known. {AFTER_THE_TOWER}")
     return found
 
 
@@ -96,8 +96,9 @@ def check_whole(method: Method, model_config: Any) -> None:
         options = without_tower(method, json.dumps) if isinstance(method, Pruner) else ""
         less = f", or {method.name} with {options}" if options else ""
         raise UnsupportedSetupError(
-            f'{method.name} looks into the vision tower, whose images --mm-encoder-tp-mode "data" spreads over '
-            f"devices; leave it at its default, or {AFTER_THE_TOWER}{less}"
+            f'{method.name} reads the vision tower, whose images --mm-encoder-tp-mode "data" spreads over devices. '
+            "Leave "
+            f"it at its default, or use a method that acts after the tower, such as divprune{less}."
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError
-from tokenprune.integrations.shared.abilities import reads_tower
+from tokenprune.integrations.shared.checks import reads_tower
 from tokenprune.integrations.shared.towers.tower_scores import Encoded
 from tokenprune.integrations.shared.towers.tower_scores import Seen as BlockScores
 from tokenprune.integrations.vllm.settings.plan import Plan
