@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenprune
-from tokenprune.integrations.shared.abilities import obstacle
+from tokenprune.integrations.shared.checks import unsupported
 from tokenprune.methods.registry import MethodInfo
 from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
+from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.selection.observable import Backend
 from tokenprune.selection.observable_registry import find_observable
 from tokenprune.selection.options import in_words, option_types
@@ -163,7 +164,7 @@ def families() -> str:
     said: list[tuple[str, str]] = []
     first: dict[str, str] = {}  # of a long note, who has it
     for name, one in sorted(SUPPORTED.items()):
-        row = f"{', '.join(f'`{site}`' for site in one.sites)} | {one.since} |"
+        row = f"{', '.join(f'`{site}`' for site in list_tested_sites(one))} | {one.since} |"
         before = first.setdefault(one.note, row + name) if len(one.note) > 30 else row + name
         note = cell(one.note) if before.startswith(row) else f"as `{before.rpartition('|')[2]}`"
         said.append((name, f"{row} {note}"))
@@ -187,9 +188,9 @@ def leaving() -> list[str]:
     by_pixels, by_states, by_keys = drop(score="detail"), drop(), tokenprune.method("saint")
     lines = ["| engine | by pixels or hidden states | by hidden states alone | by keys |", "|---|---|---|---|"]
     for engine, backend, rows in (("transformers", Backend.HF, SUPPORTED), ("vLLM", Backend.VLLM, SERVED)):
-        left = sorted(one.name for one in rows.values() if not obstacle(by_states, one, backend))
-        pixels = [name for name in left if not obstacle(by_pixels, name, backend)]
-        keys = {one.name for one in rows.values() if not obstacle(by_keys, one, backend)}
+        left = sorted(one.name for one in rows.values() if not unsupported(by_states, one, backend))
+        pixels = [name for name in left if not unsupported(by_pixels, name, backend)]
+        keys = {one.name for one in rows.values() if not unsupported(by_keys, one, backend)}
         found = (pixels, set(left) - set(pixels), keys - set(left), set(left) - keys)
         first, second, more, less = (", ".join(f"`{name}`" for name in sorted(names)) for names in found)
         others = f"these, and {more}" + (f", without {less}" if less else "")

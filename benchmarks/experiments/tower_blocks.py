@@ -67,7 +67,7 @@ def sets_of(subject: Model, limit: int) -> dict[str, list[list[Any]]]:
 
 def packed(subject: Model) -> bool:
     """Tell whether the tower takes patches of all images in one sequence, as demo_qwen's does."""
-    return bool(subject.adapter.family.units)
+    return subject.adapter.family.tower_rows == "all images"
 
 
 def repeated(output: Any, times: int) -> Any:

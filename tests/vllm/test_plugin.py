@@ -127,7 +127,7 @@ def test_registering_again_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ({"method": "fastv", "keep": 0.25}, "Servable are .*divprune"),
+        ({"method": "fastv", "keep": 0.25}, "true allows it, with limits"),
         ({"method": "divprune", "keep": 2.0}, "no share"),
         ({"method": "divprun"}, "did you mean 'divprune'"),
         (3, "must be an object"),

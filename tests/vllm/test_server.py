@@ -103,7 +103,7 @@ def test_requests_override_the_server(server: Server, reference: Any) -> None:
         ({"seed": 3}, "no option 'seed'"),
         ({"method": "downsample", "keep": 20}, "as a share"),
         ({"method": "dynres", "question_guard": True}, "reads the question"),
-        ({"method": "view_select"}, "needs all of a prompt's images"),
+        ({"method": "view_select"}, "needs all images of a prompt"),
         ({"method": ["divprune", "pool"]}, "at the same place"),
         ({"per": "prompt"}, "must be"),
     ],

@@ -120,5 +120,5 @@ def test_what_cannot_merge_is_refused_before_the_tower_runs(engine: Engine, chec
         with pytest.raises(error, match=says):
             written(engine, images, TOME | {"keep": keep})
     if checkpoint.video is not None:
-        with pytest.raises(OptionError, match=r"video features .* do not tell which patches.*after the tower"):
+        with pytest.raises(OptionError, match=r"video features .* cannot be traced to patches.*after the tower"):
             written(engine, images, TOME, [checkpoint.clip()])

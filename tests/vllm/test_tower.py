@@ -18,7 +18,7 @@ from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, OptionError, Pruner, Site, UnsupportedSetupError
-from tokenprune.integrations.shared.abilities.obstacle import not_on
+from tokenprune.integrations.shared.checks.reading import missing_observable
 from tokenprune.integrations.shared.towers.tower_scores import read_block
 from tokenprune.integrations.vllm.settings import tower_items, towers
 from tokenprune.integrations.vllm.settings.plan import MODALITIES
@@ -178,7 +178,7 @@ def ahead(name: str) -> list[dict[str, Any]]:
         if method.site is not Site.PRE_LLM or compares_frames(method()) or method_name in ("seer", "keyhole"):
             continue
         less = method()
-        if not_on(less, row) or (tiled and not not_on(less, SUPPORTED["qwen2_vl"])):
+        if missing_observable(less, row) or (tiled and not missing_observable(less, SUPPORTED["qwen2_vl"])):
             continue
         # Both first: without weights of its own, cdpruner's first pick is a tie between all tokens.
         for options in ({}, {**less.query_free, **less.fallback_options}, less.query_free, less.fallback_options):
@@ -264,7 +264,7 @@ def test_saint_drops_what_the_hugging_face_side_drops(engine: Engine, reference:
         asked.append((checkpoint.prompt(1, video=True), checkpoint.images(1), drop, [checkpoint.clip()]))
     engine.forget()
     if not SUPPORTED[checkpoint.name].merges:
-        with pytest.raises(UnsupportedSetupError, match="vLLM has to know before"):
+        with pytest.raises(UnsupportedSetupError, match="merges inside the vision tower"):
             engine.generate([engine.request(*asked[0])])
         return
     for one, output in zip(asked, engine.generate([engine.request(*one) for one in asked]), strict=True):
@@ -351,7 +351,7 @@ def test_what_cannot_merge_leaves_the_server_alone(engine: Engine, checkpoint: C
     tome, prompt, images = {"method": "tome", "keep": 0.5}, checkpoint.prompt(1), checkpoint.images(1)
     for override, error, says in (
         (tome | {"keep": {"tokens": 1}}, BudgetError, "at most half"),
-        (tome | {"r": 3}, OptionError, "leave it out, and keep decides"),
+        (tome | {"r": 3}, OptionError, "Leave r out"),
     ):
         with pytest.raises(error, match=says):
             engine.generate([engine.request(prompt, images, override)])
@@ -403,10 +403,10 @@ def test_items_that_cannot_be_traced(folder: Any) -> None:
     from vllm.multimodal.parse import ImageEmbeddingItems
 
     info = SimpleNamespace(get_hf_config=lambda: config(folder("internvl")).hf_config)
-    with pytest.raises(OptionError, match=r"do not tell which patches.*after the tower"):
+    with pytest.raises(OptionError, match=r"cannot be traced to patches.*after the tower"):
         tower_items.check_items(Seer(), {}, {"video": ["frames"]}, info)
     for name in ("tome", "towerdrop"):
-        with pytest.raises(OptionError, match=r"do not tell which patches.*after the tower"):
+        with pytest.raises(OptionError, match=r"cannot be traced to patches.*after the tower"):
             tower_items.check_items(tokenprune.method(name), {}, {"video": ["frames"]}, info)
     for method in (Seer(), tokenprune.method("towerdrop")):
         with pytest.raises(OptionError, match="pass pixels, not embeddings"):

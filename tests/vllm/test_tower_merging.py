@@ -138,12 +138,12 @@ def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) 
 def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
     prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     wrong = [
-        ({"exact": False}, OptionError, "pass exact=True"),
-        ({"vtu": "expanded"}, OptionError, "vtu=expanded changes attention inside the language model"),
+        ({"exact": False}, OptionError, "Pass exact=True"),
+        ({"vtu": "expanded"}, OptionError, "changes attention inside the language model"),
         ({"thresholds": "/etc/passwd"}, OptionError, "belongs to the server's setting"),
         ({"method": "dymu", "thresholds": "x"}, OptionError, "belongs to the server's setting"),
         ({"keep": 0.25}, BudgetError, "was not calibrated"),
-        ({"method": "tome", "r": 3}, OptionError, "leave it out, and keep decides"),
+        ({"method": "tome", "r": 3}, OptionError, "Leave r out"),
         ({"method": "tome", "keep": {"tokens": 1}}, BudgetError, "halves|at most half"),
         ({"keep": 0.4, "max_r": 2}, BudgetError, "max_r=2"),
     ]
@@ -160,7 +160,7 @@ def test_what_stops_the_server(folder: Any, reference: Any, thresholds: Any, tmp
     short = Thresholds({0.4: torch.ones(2)}, found.fingerprint, 1)
     short.save(tmp_path / "short.safetensors")
     for setting, error, says in (
-        (dymu, ValueError, "pass exact=True"),
+        (dymu, ValueError, "Pass exact=True"),
         (dymu | {"exact": True}, ValueError, "needs thresholds=PATH"),
         (dymu | {"exact": True, "thresholds": str(tmp_path / "none")}, ValueError, "cannot read"),
         (dymu | {"exact": True, "thresholds": str(tmp_path / "short.safetensors")}, ValueError, "with 2 blocks, and"),
@@ -171,7 +171,7 @@ def test_what_stops_the_server(folder: Any, reference: Any, thresholds: Any, tmp
     with pytest.raises(ValueError, match=r"in float32 .*in bfloat16.*dtype that it is served in"):
         config(folder("llava"), dymu | {"exact": True, "thresholds": str(path)}, dtype="bfloat16")
     for name in ("llava_next_video", "mistral3", "pixtral", "glm4v"):
-        with pytest.raises(UnsupportedSetupError, match=r"said of LLaVA-1\.5, .*Qwen3\.5, not of.*after the tower"):
+        with pytest.raises(UnsupportedSetupError, match=r"is not known before.*after the tower"):
             config(folder(name), TOME)
     with pytest.raises(ValueError, match=r"CLIPVisionModel.*is a Qwen2VisionTransformerPretrainedModel"):
         config(folder("qwen2_vl"), dymu | {"exact": True, "thresholds": str(path)})

@@ -54,8 +54,10 @@ _Shown = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, r
 
 def _known() -> Iterator[_Shown]:
     from tokenprune.models.families import REFUSED, SUPPORTED
+    from tokenprune.models.families.tested import list_tested_sites
 
-    known = [(name, ", ".join(one.sites), one.since, one.note) for name, one in sorted(SUPPORTED.items())]
+    rows = sorted(SUPPORTED.items())
+    known = [(name, ", ".join(list_tested_sites(row)), str(row.since), row.note) for name, row in rows]
     yield "Families (since: the first version of transformers)", ("model type", "sites", "since", "notes"), known
     yield "Refused", ("model type", "because"), sorted(REFUSED.items())
 
@@ -88,11 +90,11 @@ def _by_answer(methods: Iterable[Method], names: Iterable[str], backend: Backend
 
 
 def _answer(methods: Iterable[Method], name: str, backend: Backend) -> str:
-    from tokenprune.integrations.shared.abilities import obstacle
+    from tokenprune.integrations.shared.checks import unsupported
     from tokenprune.models.families import FAMILIES
 
     for method in methods:
-        if reason := obstacle(method, name, backend):
+        if reason := unsupported(method, name, backend):
             for own in (f"this {name!r}", repr(name), FAMILIES[name].vllm.architecture or name):
                 reason = reason.replace(own, "this family", 1)
             return f"no: {reason}"

@@ -169,10 +169,10 @@ class Method(ReprIsCall):
         budgets; most methods are one stage, themselves."""
         return [(self, budget)]
 
-    def forms(self) -> tuple[Method, ...]:
-        """Return the method in the forms that its options leave open, best first; most methods have one, themselves.
-        `patch` takes the first that the model, the budget and the other methods allow, and refuses by the last."""
-        return (self,)
+    @property
+    def preferred(self) -> Method:
+        """Variant that `patch` uses if the model, the budget and the other methods allow it; else it uses `self`."""
+        return self
 
     def check_model(self, decoder: nn.Module) -> None:
         """Raise OptionError if the method was fitted to another decoder than this one."""

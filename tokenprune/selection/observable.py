@@ -297,7 +297,8 @@ class TowerInput(Observable):
     where = ObservedAt.TOWER
 
     def obstacle(self, row: Family) -> str | None:
-        return None if row.units and row.patches == "runs" else "pixels that are packed token by token"
+        packed = row.tower_rows == "all images" and row.patches == "runs"
+        return None if packed else "pixels that are packed token by token"
 
     def of_colours(self, colours: Tensor) -> Tensor:
         """Return float32 `[tokens, C]`. colours: float32 `[tokens, patches, channels, P]`, from 0 to 1."""

@@ -15,7 +15,7 @@ import torch
 from tokenprune.api import is_patched
 from tokenprune.budgets import Budget
 from tokenprune.errors import AlreadyPatchedError, BudgetError, OptionError
-from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared import checks
 from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune_bench.calibration.images import ImageFiles, PackedPixels, Pixels
 from tokenprune_bench.calibration.merge import SCHEDULES, Calibrator
@@ -153,7 +153,7 @@ def _part(model: Any, calibrator: Calibrator, keep: float) -> TowerPart | TimmPa
     from tokenprune.integrations.hf.towers.build import tower_part
 
     adapter = adapter_for(model)
-    abilities.check(calibrator, adapter.family, config=adapter.config)
+    checks.check(calibrator, adapter.family, config=adapter.config)
     return tower_part(adapter, calibrator, Budget.from_keep(keep))
 
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared import checks
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.models.families import REFUSED, SERVED, SUPPORTED, family_of
+from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.models.model_config import SHIPPED, read_model_config
 from tokenprune.selection.method import Site
 from tokenprune.selection.observable import Backend
@@ -165,8 +166,8 @@ def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
         return ""
     other = replace(row, method="downsample")
     (method,), _ = other.setting.steps()
-    if reason := abilities.obstacle(method, family):
-        return f"The same budget by a smaller image (`downsample`) is not to be had: {reason}"
+    if reason := checks.unsupported(method, family):
+        return f"The same budget by a smaller image (`downsample`) is not supported: {reason}"
     any_size = cost.tower is not None and cost.tower.view is None
     how = f"`downsample` at keep {row.keep:g}{', or max_pixels of the processor' if any_size else ''}"
     lead = f"The same budget by a smaller image ({how})"
@@ -219,7 +220,7 @@ def _notes(family: str) -> list[str]:
 def _may_act(row: Advice, family: str) -> bool:
     """Return True where the method of a row is tested at its site in a family, and nothing keeps it from acting."""
     (method,), _ = row.setting.steps()
-    return method.site.name in family_of(family).sites and abilities.obstacle(method, family) is None
+    return method.site.name in list_tested_sites(family_of(family)) and checks.unsupported(method, family) is None
 
 
 def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
@@ -257,17 +258,17 @@ def _why_not(row: Advice, config: Any) -> str | None:
     if (architecture := _architecture(config)) is None:
         return "the plugin does not know this family"
     (method,), _ = row.setting.steps()
-    hint = "`recommend --task server` names what it serves"
-    if reason := abilities.obstacle(method, architecture, Backend.VLLM, config=config):
-        return f"{reason}; {hint}"
+    hint = "`recommend --task server` names the methods that it serves."
+    if reason := checks.unsupported(method, architecture, Backend.VLLM, config=config):
+        return f"{reason} {hint}"
     at_start = SimpleNamespace(  # of vLLM's own config, what the checks at the start of a server read
         hf_config=config, dtype="bfloat16", multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights")
     )
     try:
-        if merges_in_tower(method) or abilities.reads_tower(method):
+        if merges_in_tower(method) or checks.reads_tower(method):
             check_tower(SimpleNamespace(method=method, keep=row.keep, removes_nothing=False), at_start)
     except TokenPruneError as error:
-        return f"{error}; {hint}"
+        return f"{error} {hint}"
     return None
 
 

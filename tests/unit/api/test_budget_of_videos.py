@@ -16,7 +16,7 @@ from oracle import close, reduced
 from session_oracle import recorded
 from tokenprune import Budget, BudgetError, UnsupportedSetupError
 from tokenprune.budgets.video import spread
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.sequence.segments import Tempo
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
@@ -247,8 +247,8 @@ def test_a_number_of_frames_that_differs_is_refused(build: Any) -> None:
     ("name", "method", "said"),
     [("qwen2_vl", "pyramiddrop", "cuts more than once"), ("qwen2_vl", "vscan", "cuts more than once|by itself"),
      ("qwen2_vl", "dyrate", "cuts more than once"), ("qwen2_vl", "tome", "in the vision tower"),
-     ("qwen2_vl", "downsample", "on pixels"), ("internvl", "divprune", "not known of 'internvl'"),
-     ("llava", "fastv", "not known of 'llava'")],
+     ("qwen2_vl", "downsample", "on pixels"), ("internvl", "divprune", "not known for 'internvl'"),
+     ("llava", "fastv", "not known for 'llava'")],
 )  # fmt: skip
 def test_what_cannot_go_by_frames_is_refused(name: str, method: str, said: str, budget: Budget, build: Any) -> None:
     model = build(FAMILIES[name])
@@ -309,7 +309,7 @@ def test_vllm_takes_none_of_them(keep: dict[str, Any]) -> None:
 
 
 def test_frames_that_are_joined(build: Any) -> None:
-    joined = {name: adapter_for(build(FAMILIES[name])).joined for name in VIDEOS}
+    joined = {name: Tempo.from_arguments({}, build(FAMILIES[name]).config).joined for name in VIDEOS}
     assert joined == {"llava_onevision": 1, "qwen2_vl": 2, "qwen2_5_vl": 2, "qwen3_vl": 2}
 
 

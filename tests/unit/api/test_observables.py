@@ -20,7 +20,7 @@ from each import each
 from tokenprune import BudgetError, OptionError, Selection, Site, TokenPruneError
 from tokenprune import selection as extend
 from tokenprune.errors import RegistrationError
-from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared import checks
 from tokenprune.integrations.vllm.settings.servable import check_method as check_served
 from tokenprune.methods import registry
 from tokenprune.selection import observable_registry as observable_registry
@@ -284,7 +284,7 @@ def test_a_method_that_derives_from_method_is_told_the_base_of_its_site(site: st
     made = dataclass(frozen=True)(type("Old", (tokenprune.Method,), members))
     with pytest.raises(RegistrationError, match=f"must derive from tokenprune.*{base.__name__}"):
         tokenprune.register("old", site=site)(made)
-    assert re.search(f"must derive from tokenprune.*{base.__name__}", str(abilities.obstacle(made())))
+    assert re.search(f"must derive from tokenprune.*{base.__name__}", str(checks.unsupported(made())))
 
 
 @torch.no_grad()

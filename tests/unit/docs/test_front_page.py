@@ -19,7 +19,7 @@ import tokenprune
 from each import each
 from tests.unit.docs.test_docs import generator
 from tokenprune import Site
-from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared import checks
 from tokenprune.methods import registry
 from tokenprune_bench.recommend.advice import advice
 from zoo import FAMILIES
@@ -144,7 +144,7 @@ def test_a_loaded_row_stays_out_of_the_headline(timed: Any) -> None:
 @each("name", ["qwen2_5_vl", "llava"])
 def test_a_row_about_images_runs_and_keeps_that(case: str, name: str, build) -> None:
     row = ADVICE[case]
-    if abilities.obstacle(row.setting.steps()[0][0], name):
+    if checks.unsupported(row.setting.steps()[0][0], name):
         assert (case, name) == ("documents", "llava")
         row = ADVICE[row.instead]
     more = {"guard": "auto"} if row.more else {}  # tiny models have no processor: prompts are not read then

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of stable and experimental names is that of the code, and a name that has moved says where it is."""
+"""The page of stable and experimental names lists the public names of the code."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_other_scopes(per: str, build: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("llava", "prompts of 'llava' hold none"), (UNEQUAL, f"of '{UNEQUAL}' it is not known")]
+    ("name", "why"), [("llava", "prompts of 'llava' hold none"), (UNEQUAL, f"not known for '{UNEQUAL}'")]
 )
 def test_families_that_tell_no_frames(name: str, why: str, build: Callable[..., Any]) -> None:
     """Refused when the model is patched; a method that does not ask is told nothing."""
@@ -261,7 +261,7 @@ def test_a_video_of_no_frames_is_refused(build: Callable[..., Any]) -> None:
         for method in (Watcher(), "divprune"):
             with (
                 tokenprune.patched(model, method, keep=0.5),
-                pytest.raises(UnsupportedSetupError, match="a video of this call has no frames"),
+                pytest.raises(UnsupportedSetupError, match="A video of this call has no frames"),
             ):
                 model(**inputs)
 

@@ -17,7 +17,7 @@ from each import each
 from tokenprune import UnsupportedSetupError
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.sequence.packing import restarts
-from tokenprune.integrations.shared.abilities import obstacle
+from tokenprune.integrations.shared.checks import unsupported
 from zoo import FAMILIES, Family
 
 ONE_AXIS = ("llava", "internvl", "smolvlm", "gemma3")
@@ -122,12 +122,12 @@ def test_samples_of_every_family(family: Family, model) -> None:
     ends = torch.cat([torch.zeros(1, dtype=torch.long), real.sum(1).cumsum(0)]).int()
     row |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
     for method in ("divprune", "fastv"):
-        if obstacle(tokenprune.method(method), adapter_for(model).family) is not None:
+        if unsupported(tokenprune.method(method), adapter_for(model).family) is not None:
             continue
         with tokenprune.patched(model, method, keep=0.5):
             want, before = model(**batch).logits[real], tokenprune.stats(model)
             if family.kind in UNSPLIT:
-                with pytest.raises(UnsupportedSetupError, match="a row of its own"):
+                with pytest.raises(UnsupportedSetupError, match="its own row"):
                     model(**row)
                 continue
             got, after = model(**row).logits[0], tokenprune.stats(model)
@@ -280,7 +280,7 @@ def test_masks_that_cross_a_border_and_numbers_unread_are_refused(build) -> None
         additive = torch.zeros(mask.shape).masked_fill(~inputs["attention_mask"], torch.finfo(torch.float32).min)
         want = model(**inputs).logits
         assert torch.equal(model(**inputs | {"attention_mask": additive}).logits, want)
-        with pytest.raises(UnsupportedSetupError, match=r"numbers above 1.*a row of its own"):
+        with pytest.raises(UnsupportedSetupError, match=r"numbers above 1.*its own row"):
             model(**given(family, "a numbered mask"))  # not in training
 
 

@@ -213,7 +213,7 @@ def test_nothing_may_prune_behind_it(build, other: str) -> None:
 @pytest.mark.parametrize("keep", [0.5, 1.0])
 @pytest.mark.parametrize("form", ["fast", "exact"])
 def test_unknown_forms(build, form: str, keep: float) -> None:
-    with pytest.raises(OptionError, match=f"vtu='{form}' must be one of off, expanded$"):
+    with pytest.raises(OptionError, match=f"vtu='{form}' is not an option. Use one of off, expanded.$"):
         tokenprune.patch(build(FAMILIES["llava"]), Merging(vtu=form), keep=keep)
 
 

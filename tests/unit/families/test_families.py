@@ -26,8 +26,9 @@ from oracle import close, generate_logits, reduced, survivors
 from tokenprune import Pruner, Selection, Site, TokenPruneError, UnsupportedModelError, VisualTokens
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.shared.abilities import obstacle
+from tokenprune.integrations.shared.checks import unsupported
 from tokenprune.models import families
+from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import observables_of
 from zoo import Family
@@ -65,7 +66,7 @@ def family(request: pytest.FixtureRequest, record_property) -> Family:
 @pytest.fixture
 def methods(family: Family) -> list[str]:
     """Those that act where the table of families says that methods may."""
-    sites = families.SUPPORTED[family.kind].sites
+    sites = list_tested_sites(families.SUPPORTED[family.kind])
     return [name for name in METHODS if tokenprune.method_info(name).site.name in sites]
 
 
@@ -142,9 +143,9 @@ def check_survivors(cuts: list[Any], inputs: Any, family: Family, model: Any) ->
 
 def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> None:
     """Methods inside the tower refuse what the table does not name; those that read it, where patches are not known."""
-    refused = [] if "IN_ENCODER" in families.SUPPORTED[family.kind].sites else ["tome", "dymu"]
+    refused = [] if "IN_ENCODER" in list_tested_sites(families.SUPPORTED[family.kind]) else ["tome", "dymu"]
     refused += [] if families.SUPPORTED[family.kind].patches else READ_THE_TOWER
-    refused += [] if families.SUPPORTED[family.kind].units else ["pixelprune"]
+    refused += [] if families.SUPPORTED[family.kind].tower_rows == "all images" else ["pixelprune"]
     for method in refused:
         with pytest.raises(TokenPruneError, match=family.kind):
             tokenprune.patch(model, method, keep=0.3)
@@ -155,7 +156,7 @@ def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> No
 def test_units_leave_the_tower_where_the_table_says(family: Family, model) -> None:
     """docs/families.md has the same answers, and says of the others that they are refused."""
     drop = tokenprune.method("towerdrop", layer=1)
-    if obstacle(drop, family.kind, config=adapter_for(model).config) is not None:
+    if unsupported(drop, family.kind, config=adapter_for(model).config) is not None:
         with pytest.raises(TokenPruneError, match=family.kind):
             tokenprune.patch(model, drop, keep=0.3)
         return
@@ -195,7 +196,7 @@ def test_a_version_that_is_too_old_is_refused_by_name(build: Any, monkeypatch: p
     model = build(family)
     since = families.SUPPORTED[family.kind].since
     monkeypatch.setattr(compat, "VERSION", Version("4.57.6"))
-    with pytest.raises(UnsupportedModelError, match=f"'llava' can be pruned from transformers {since} on.* 4.57.6"):
+    with pytest.raises(UnsupportedModelError, match=f"'llava' needs transformers {since} or later.* 4.57.6"):
         tokenprune.patch(model, "divprune", keep=0.5)
     assert not tokenprune.is_patched(model)
 

@@ -157,7 +157,7 @@ def test_refusals_of_states(name: str, build) -> None:
     for method, layer, match in (
         ("dart", 3, "reads the attention of decoder layer 2, which has none"),
         ("fastv", 1, "reads the attention of decoder layer 0, which has none"),
-        ("dyrate", 2, "carry a state instead of keys"),
+        ("dyrate", 2, "layers with a state instead of keys"),
     ):
         with pytest.raises(OptionError, match=match):
             tokenprune.patch(model, method, keep=0.5, layer=layer)

@@ -18,7 +18,7 @@ from families import FAMILIES as BUILT
 from tokenprune import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.hf.families import Adapter, adapter_for, base, register_adapter
-from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared import checks
 from tokenprune.models import families
 from tokenprune.models.families import Family, family_of_config
 
@@ -60,7 +60,7 @@ def test_each_adapter_serves_families_of_the_table() -> None:
 @torch.no_grad()
 def test_a_row_is_all_that_a_family_needs(model) -> None:
     inputs = BUILT["llava"].make_inputs(images=(2, 1))
-    with pytest.raises(UnsupportedSetupError, match=rf"'{NEW}'.*in its row \(patches\)"):
+    with pytest.raises(UnsupportedSetupError, match=rf"'{NEW}'.*`patches` in its row"):
         tokenprune.patch(model, "fastervlm", keep=0.5)
     tokenprune.patch(model, "divprune", keep=0.5)  # the common contract
     tokenprune.unpatch(model)
@@ -68,7 +68,7 @@ def test_a_row_is_all_that_a_family_needs(model) -> None:
     with tokenprune.patched(model, "fastervlm", keep=0.5):
         model(**inputs)
         assert tokenprune.stats(model).visual_tokens_out < tokenprune.stats(model).visual_tokens_in
-    assert "makes as many tokens" in str(abilities.obstacle(tokenprune.method("downsample"), NEW))
+    assert "makes as many tokens" in str(checks.unsupported(tokenprune.method("downsample"), NEW))
     assert family_of_config(SimpleNamespace(model_type=NEW)).patches == "tiles"  # the plugin reads the same row
     # What the model itself decides: its config has no id for videos.
     assert adapter_for(model).family == Family(NEW, patches="tiles", square="always", resizing=None)

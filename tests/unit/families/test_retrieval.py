@@ -20,6 +20,7 @@ from families.retrieval import RETRIEVERS, Retriever
 from oracle import close, reduced, survivors
 from tokenprune import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.models.families import SUPPORTED
+from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.testing import check_model
 
 # Choose, merge at the entry, cut inside the decoder (by the last token, an end token here), and more than once.
@@ -200,9 +201,9 @@ def test_it_passes_the_check_of_models(retriever: Retriever, model: Any) -> None
 
 
 def test_what_is_refused(retriever: Retriever, model: Any) -> None:
-    with pytest.raises(OptionError, match=f"'{model.config.model_type}' writes none"):
+    with pytest.raises(OptionError, match=f"'{model.config.model_type}' writes no answer"):
         tokenprune.patch(model, "dyrate", keep=0.3)
-    assert "DECODE" not in SUPPORTED[model.config.model_type].sites
+    assert "DECODE" not in list_tested_sites(SUPPORTED[model.config.model_type])
     kind = model.vlm.config.model_type
     try:
         model.vlm.config.model_type = "qwen3_vl"

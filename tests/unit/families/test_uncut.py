@@ -17,7 +17,7 @@ from families import REFUSED
 from processors import LIMITS, photo
 from tokenprune import UnsupportedModelError
 from tokenprune.integrations.hf.families import Adapter, adapter_for, base, register_adapter
-from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared import checks
 from tokenprune.models import families
 from tokenprune.models.families import Family
 from zoo import BOS, EOS, HEAD_DIM, HIDDEN, IMAGE, PAD, TEXT, VIDEO, VISION, wake
@@ -89,7 +89,7 @@ def test_an_adapter_of_ones_own_may_cut(monkeypatch: pytest.MonkeyPatch) -> None
     for family in ("minimax_m3_vl", Family("minimax_m3_vl")):
         for row in families.FAMILIES.keys() & families.UNCUT:
             monkeypatch.delitem(families.FAMILIES, row)
-        assert abilities.obstacle(tokenprune.method("divprune"), "minimax_m3_vl") is not None
+        assert checks.unsupported(tokenprune.method("divprune"), "minimax_m3_vl") is not None
         register_adapter(family)(Adapter)
-        assert abilities.obstacle(tokenprune.method("divprune"), adapter_for(minimax()).family) is None
+        assert checks.unsupported(tokenprune.method("divprune"), adapter_for(minimax()).family) is None
         monkeypatch.delitem(families.FAMILIES, "minimax_m3_vl")

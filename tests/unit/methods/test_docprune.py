@@ -16,7 +16,7 @@ from families import FAMILIES
 from tests.unit.tower.test_unit_dropping import encode
 from tokenprune import OptionError
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.abilities import unserved
+from tokenprune.integrations.shared.checks import unserved
 from tokenprune.methods.encoder.docprune import relevance_map
 from tokenprune.testing import check_method
 
@@ -81,7 +81,7 @@ def test_conforms_is_served_and_takes_colours(build) -> None:
     for options in ({"threshold": 1.5}, {"tolerance": 0.0}, {"tolerance": "1"}):
         with pytest.raises(OptionError):
             tokenprune.method("docprune", **options)
-    with pytest.raises(OptionError, match="pass processor="):
+    with pytest.raises(OptionError, match="Pass processor="):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), "docprune")
 
 
@@ -194,12 +194,12 @@ def test_a_map_is_checked_and_not_served(build) -> None:
     check_method(tokenprune.method("docprune", relevance=torch.rand(8, 8), least_relevance=0.4))
     assert tokenprune.method("docprune", relevance=torch.rand(8, 8)).query_aware
     why = unserved(tokenprune.method("docprune", relevance=torch.rand(8, 8)))
-    assert "it reads the question" in why and "docprune does without with relevance=null, least_relevance=null" in why
+    assert "it reads the question" in why and "Use docprune with relevance=null, least_relevance=null" in why
     for options in ({"relevance": torch.rand(8)}, {"relevance": "map"}, {"least_relevance": "0.3"}):
         with pytest.raises(OptionError):
             tokenprune.method("docprune", **options)
     with pytest.raises(OptionError, match="must return a tensor"):
         tokenprune.method("docprune", relevance=lambda pixels: 1.0).keep_units(page(), 4)
-    with pytest.raises(OptionError, match="here chosen by a question"):
+    with pytest.raises(OptionError, match="which depends on the question"):
         options = {"processor": Colours(), "relevance": torch.rand(8, 8), "feature_cache": 10**6}
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), "docprune", **options)

@@ -22,7 +22,7 @@ from tests.unit.tower.test_unit_dropping import DIFFERENT, NAMES, UNIT, as_encod
 from tokenprune import OptionError, Site
 from tokenprune.budgets import Budget
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.abilities import unserved
+from tokenprune.integrations.shared.checks import unserved
 from tokenprune.integrations.shared.towers.units import Units, WayBack
 from tokenprune.kernels.merging import Merge
 from tokenprune.settings.cost import CostModel, Load
@@ -288,7 +288,7 @@ def test_costs_tower_work_alone(build) -> None:
 def test_conforms_and_refuses(build) -> None:
     method = tokenprune.method("ipcv")
     check_method(method)
-    assert "come back at the end of the tower, which is done in transformers alone" in unserved(method)
+    assert "restores its tokens at the end of the tower, which needs transformers" in unserved(method)
     model = build(FAMILIES["qwen2_vl"])  # of four blocks
     with pytest.raises(OptionError, match="takes a vision tower of 5 blocks, and this one has 4: give layer=1 to 2"):
         tokenprune.patch(model, "ipcv")

@@ -14,7 +14,7 @@ import tokenprune
 from each import each
 from greedy import SIZES, alone, image_tokens
 from tokenprune import OptionError, UnsupportedSetupError
-from tokenprune.integrations.shared.abilities.vllm import unserved
+from tokenprune.integrations.shared.checks.vllm import unserved
 from zoo import FAMILIES
 
 

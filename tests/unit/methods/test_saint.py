@@ -23,7 +23,7 @@ from tests.unit.tower.test_packed_units import in_rows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, MODALITIES, NAMES, UNIT, encode, masked, tensors_of, tower_of
 from tokenprune import Budget, OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.abilities import unserved
+from tokenprune.integrations.shared.checks import unserved
 from tokenprune.kernels.merging import Merge
 from tokenprune.selection import Tower
 from tokenprune.testing import check_method
@@ -286,7 +286,7 @@ def test_conforms_is_served_and_refuses(build) -> None:
     assert "threshold lets the content decide" in unserved(tokenprune.method("saint", threshold=0.7))
     with pytest.raises(OptionError, match="reads 2 blocks of its vision tower, no block 2"):  # not the last one
         tokenprune.patch(build(FAMILIES["llava"]), "saint", layer=2)
-    with pytest.raises(UnsupportedSetupError, match="it is not known what becomes of its patches"):
+    with pytest.raises(UnsupportedSetupError, match="where the visual token of each patch is not known"):
         tokenprune.patch(build(MORE["lfm2_vl"]), "saint")
     plan = tokenprune.method("saint").plan(Budget.from_keep(0.5), Tower(1024, 0, 32, 32))
     assert [index for index, one in enumerate(plan) if one] == [4]

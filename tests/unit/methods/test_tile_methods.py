@@ -15,7 +15,7 @@ from anyres_views import Picture
 from basics import MODEL_METHODS, TILE_METHODS, pieces
 from tests.unit.engine.test_oracle import BATCHES, check_generate, compare_forward
 from tokenprune import UnsupportedSetupError
-from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared import checks
 from tokenprune.models.families import SUPPORTED
 from zoo import FAMILIES
 
@@ -172,13 +172,13 @@ def test_other_families_are_refused_by_name(method: str, build: Any) -> None:
             refused.add(family.name)
     assert refused == {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm", "idefics3"}
     for name, row in SUPPORTED.items():
-        assert (abilities.obstacle(tokenprune.method(method), name) is None) == (
+        assert (checks.unsupported(tokenprune.method(method), name) is None) == (
             row.patches == "packed" or (row.patches == "tiles" and name in _TILES)
         ), name
 
 
 def test_vllm_refuses_them_too() -> None:
     method = tokenprune.method("hired")
-    reason = abilities.obstacle(method, "qwen2_vl", backend="vllm")
+    reason = checks.unsupported(method, "qwen2_vl", backend="vllm")
     assert reason is not None and "hired needs a thumbnail" in reason and "Qwen2VLForConditionalGeneration" in reason
-    assert abilities.obstacle(method, "llava_next", backend="vllm") is None
+    assert checks.unsupported(method, "llava_next", backend="vllm") is None

@@ -29,7 +29,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_tower_of_tiles_is_asked_about_its_own_set(script: Any) -> None:
-    family = SimpleNamespace(units=False)
+    family = SimpleNamespace(tower_rows=None)
     subject = SimpleNamespace(heldout=heldout_of("demo_smol"), adapter=SimpleNamespace(family=family))
     sets = script.sets_of(subject, 3)
     assert [*sets] == ["photographs", "documents", "charts"] and all(len(images) == 3 for images in sets.values())

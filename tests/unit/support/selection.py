@@ -132,7 +132,7 @@ SLOW = {
 }
 
 REASONS = {
-    name: f"{family.kind} can be pruned from transformers {SUPPORTED[family.kind].since} on, this is {compat.VERSION}"
+    name: f"{family.kind} needs transformers {SUPPORTED[family.kind].since} or later, this is {compat.VERSION}"
     for name, family in FAMILIES.items()
     if compat.lacks(SUPPORTED[family.kind].since)
 } | {name: f"transformers {compat.VERSION} has no {name}" for name in REFUSED if name not in CONFIG_MAPPING}

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 import tokenprune
 from tokenprune.integrations.hf.sessions.memory import INDEX
-from tokenprune.models.families import SUPPORTED
+from tokenprune.models.families.tested import SESSIONS
 from zoo import FAMILIES, IMAGE, Family, InputImage, join
 
-NAMES = [name for name in FAMILIES if SUPPORTED[name].sessions]
+NAMES = [name for name in FAMILIES if name in SESSIONS]
 
 
 @dataclass

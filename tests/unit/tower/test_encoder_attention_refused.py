@@ -41,7 +41,7 @@ def test_towers_that_are_not_known(build, monkeypatch: pytest.MonkeyPatch) -> No
         tokenprune.patch(model, "vscan", keep=0.3)
     assert snapshot(model) == was and not tokenprune.is_patched(model)
     monkeypatch.setitem(families.FAMILIES, "internvl", replace(families.FAMILIES["internvl"], patches=None))
-    with pytest.raises(UnsupportedSetupError, match=r"'internvl'.*its row \(patches\)"):
+    with pytest.raises(UnsupportedSetupError, match=r"'internvl'.*`patches` in its row"):
         tokenprune.patch(build(FAMILIES["internvl"]), "vscan", keep=0.3)
 
 
@@ -52,7 +52,7 @@ def test_features_of_an_unpatched_model(build) -> None:
     features = model.model.get_image_features(inputs["pixel_values"], vision_feature_layer=-2)
     rest = {key: value for key, value in inputs.items() if key != "pixel_values"}
     with tokenprune.patched(model, "vscan", keep=0.3):
-        with pytest.raises(UnsupportedSetupError, match="pass pixels"):
+        with pytest.raises(UnsupportedSetupError, match="Pass pixels"):
             model(**rest, mm_encoder_outputs={"image": features})
         model(**inputs)
     with tokenprune.patched(model, make_seer((0,))[0], keep=0.3):

@@ -120,15 +120,17 @@ def test_bfloat16(family: Family) -> None:
 def test_other_families_say_why() -> None:
     model = OTHERS["vipllava"].build()
     was = snapshot(model)
-    with pytest.raises(UnsupportedSetupError, match="tome cannot act in the tower of 'vipllava': it is not known"):
+    with pytest.raises(
+        UnsupportedSetupError, match="tome cannot act in the tower of 'vipllava', where the visual token"
+    ):
         tokenprune.patch(model, "tome", keep=0.5)
     assert snapshot(model) == was and not tokenprune.is_patched(model)
 
 
 REFUSED = {
     "share too small": (dict(keep=0.1), BudgetError, "at most half"),
-    "another budget": (dict(keep=Budget.from_kv_share(0.5)), BudgetError, "share of its patches"),
-    "a shared budget": (dict(keep=Budget(keep=0.5, per="prompt")), BudgetError, "share of its patches"),
+    "another budget": (dict(keep=Budget.from_kv_share(0.5)), BudgetError, "a share or a number of patches"),
+    "a shared budget": (dict(keep=Budget(keep=0.5, per="prompt")), BudgetError, "a share or a number of patches"),
     "contradiction": (dict(keep=1.0, r=4), OptionError, "leave out one"),
     "too long": (dict(r=[1] * 4), OptionError, "only 3 blocks"),
 }
@@ -164,7 +166,7 @@ def test_refused_on_the_way(build) -> None:
     model, inputs = build(llava), llava.make_inputs()
     encoded = model.model.get_image_features(inputs["pixel_values"])
     with tokenprune.patched(model, "tome", keep=0.5):
-        with pytest.raises(UnsupportedSetupError, match="vision_feature_layer=-2, not for -1"):
+        with pytest.raises(UnsupportedSetupError, match="vision_feature_layer=-2 of the config, not for -1"):
             model(**inputs, vision_feature_layer=-1)
         plain = {name: value for name, value in inputs.items() if name != "pixel_values"}
         with pytest.raises(UnsupportedSetupError, match="not encoded by the patched model"):

@@ -19,8 +19,8 @@ from asked_again import ROOM, another_question, counts, tower_calls
 from basics import check_takes
 from oracle import close, generate_logits
 from tokenprune import NotPatchedError, TokenPruneError
+from tokenprune.integrations.hf.feature_cache.part import ONE_BY_ONE
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.models.families import SUPPORTED
 from zoo import FAMILIES, Family
 
 # By the tower's attention, by features, by the question, inside the decoder, inside the tower, while decoding.
@@ -97,7 +97,7 @@ def one_by_one(family: Family) -> tuple[dict, dict, dict]:
 
 
 @pytest.mark.parametrize("method", ["divprune", "vscan"])
-@pytest.mark.parametrize("name", sorted(name for name, row in SUPPORTED.items() if row.apart))
+@pytest.mark.parametrize("name", sorted(ONE_BY_ONE))
 @torch.no_grad()
 def test_only_what_is_new_in_a_prompt_is_encoded(name: str, method: str, build: Callable) -> None:
     family = FAMILIES[name]

@@ -18,7 +18,7 @@ from tests.unit.tower.test_packed_encoder import order_of_windows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, UNIT, drawn, encode, kept_by, masked, tensors_of, tower_of
 from tokenprune import OptionError
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.abilities import unserved
+from tokenprune.integrations.shared.checks import unserved
 from tokenprune.integrations.shared.towers.parts import joining
 from tokenprune.integrations.shared.towers.reducer import TowerRun
 from tokenprune.integrations.shared.towers.units import Units
@@ -190,6 +190,6 @@ def test_a_method_inside_the_tower_conforms_and_what_cannot_be_is_refused(build)
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), Loudest(9), keep=0.5)
     assert unserved(Loudest(0)) is None and unserved(tokenprune.method("pixelprune")) is None
     check_method(Some())
-    assert "what it sees decides how many tokens stay" in unserved(Some())
+    assert "the content decides how many tokens stay" in unserved(Some())
     with pytest.raises(ConformanceError, match=r"keeps 1 of \d+, not (\d+) to \1"):
         check_method(Fewer())

@@ -132,7 +132,7 @@ def test_keeping_all_changes_no_bit(name: str, build) -> None:
 
 def test_refused(build) -> None:
     for name in ("llava_next", "llava_onevision"):
-        with pytest.raises(UnsupportedSetupError, match=r"joins its patches in another way.*after the tower"):
+        with pytest.raises(UnsupportedSetupError, match=r"not adjacent in one sequence.*after the tower"):
             tokenprune.patch(build(FAMILIES[name]), "towerdrop", layer=1)
     smolvlm, pixels = build(FAMILIES["smolvlm"]), torch.randn(1, 1, 3, 32, 32)
     with tokenprune.patched(smolvlm, "towerdrop", layer=1, guard="off"):
@@ -140,7 +140,7 @@ def test_refused(build) -> None:
         half[..., 16:] = 0
         with pytest.raises(UnsupportedSetupError, match="patches of these images are padding"):
             smolvlm.model.get_image_features(pixels, half)
-    with pytest.raises(UnsupportedSetupError, match="has a fixed grid"):
+    with pytest.raises(UnsupportedSetupError, match="not adjacent in one sequence"):
         tokenprune.patch(build(FAMILIES["llava"]), "towerdrop", score="detail")
     with pytest.raises(OptionError, match="and no block 2"):  # the tower's last, which LLaVA does not read
         tokenprune.patch(build(FAMILIES["llava"]), "towerdrop", layer=2)

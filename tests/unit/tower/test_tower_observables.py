@@ -202,7 +202,7 @@ def test_what_cannot_be_read_is_refused_before_anything_changes(build) -> None:
         before = snapshot(model)
         for need in (*NEEDS, "patches"):
             reader((need,), lambda tokens: None)
-            with pytest.raises(UnsupportedSetupError, match="reader looks into the vision tower"):
+            with pytest.raises(UnsupportedSetupError, match="reader reads the vision tower"):
                 tokenprune.patch(model, "reader", keep=0.5)
         assert snapshot(model) == before and model(**inputs) is not None
 

@@ -24,7 +24,7 @@ from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune.models.families import SUPPORTED
 from tower_attention import attending_by
 
-NAMES = sorted(name for name, family in FAMILIES.items() if SUPPORTED[family.kind].units)
+NAMES = sorted(name for name, family in FAMILIES.items() if SUPPORTED[family.kind].tower_rows == "all images")
 # One of each way that a tower is made: whole images, windows, deepstack, a convolution before the merger.
 DIFFERENT = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
 UNIT = 4
@@ -317,5 +317,5 @@ def test_colours_are_those_of_the_processor(build) -> None:
             kept.append(int(record_of(encode(model, inputs)["image"]).kept[0].sum()))
     # Along a row one step, from row to row as many as a row has: the first unit stays, and that of each row.
     assert kept == [h * w // UNIT, h // 2]
-    with pytest.raises(OptionError, match=r"threshold=0.02 is a distance of colours.*pass processor="):
+    with pytest.raises(OptionError, match=r"threshold=0.02 is a distance of colours.*Pass processor="):
         tokenprune.patch(model, "pixelprune", threshold=0.02)

@@ -52,7 +52,7 @@ def test_gradients_flow_through_kept_units(build) -> None:
         model.train()
         for reentrant in (True, False):
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            with pytest.raises(UnsupportedSetupError, match="gradient checkpointing"):
+            with pytest.raises(UnsupportedSetupError, match="Gradient checkpointing"):
                 model(**inputs)
 
 
@@ -71,7 +71,7 @@ def test_refused(build) -> None:
     with torch.no_grad():
         encoded = encode(model, inputs)
         rest = {name: value for name, value in inputs.items() if name != "pixel_values"}
-        with tokenprune.patched(model, "pixelprune"), pytest.raises(UnsupportedSetupError, match="pass pixels"):
+        with tokenprune.patched(model, "pixelprune"), pytest.raises(UnsupportedSetupError, match="Pass pixels"):
             model(**rest, mm_encoder_outputs=encoded)
         with tokenprune.patched(model, "pixelprune", keep=tokenprune.Budget(average_tokens=5)):
             model(**inputs)

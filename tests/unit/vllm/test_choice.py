@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from each import each
-from tokenprune.integrations.shared.abilities import reads_tower
+from tokenprune.integrations.shared.checks import reads_tower
 from tokenprune.integrations.vllm.selection import before_llm
 from tokenprune.integrations.vllm.settings.plan import Plan, runs_of
 from tokenprune.integrations.vllm.settings.servable import servable

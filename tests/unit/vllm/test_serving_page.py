@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.shared import abilities
-from tokenprune.integrations.shared.abilities import reads_tower
+from tokenprune.integrations.shared import checks
+from tokenprune.integrations.shared.checks import reads_tower
 from tokenprune.integrations.vllm.settings.servable import servable
 from tokenprune.integrations.vllm.settings.towers import is_known
 from tokenprune.methods.registry import build, method_class
@@ -38,7 +38,7 @@ def made(kind: str) -> PretrainedConfig:
 def test_whose_tower_is_read() -> None:
     types = list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items())
     kinds = {architecture: kind for kind, architecture in reversed(types)}  # the first, of variants
-    theirs = {name: row for name, row in SERVED.items() if row.in_transformers}  # else see tests/vllm
+    theirs = {name: row for name, row in SERVED.items() if row.since is not None}  # else see tests/vllm
     known = {name: name in kinds and is_known(made(kinds[name])) for name in theirs}
     assert known == {name: row.patches is not None for name, row in theirs.items()}
     assert 16 <= sum(known.values()) < len(known)
@@ -62,7 +62,7 @@ def test_methods_that_need_a_class_token_name_their_families() -> None:
 
 def refused(name: str, family: Family) -> bool:
     try:
-        abilities.check(method_class(name)(), family, Backend.VLLM)
+        checks.check(method_class(name)(), family, Backend.VLLM)
     except TokenPruneError:
         return True
     return False

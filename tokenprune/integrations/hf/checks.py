@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the set-ups in which a decoder can be cut: before a model is patched, and before anything is cut in a call."""
+"""Checks that need a loaded model, before it is patched, and checks of each call, before anything is cut.
+
+The check of method x family x engine x cache is in `integrations.shared.checks`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
@@ -17,7 +20,7 @@ from tokenprune.integrations.hf.cache.static_cache import ReducedStatic, is_stat
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
-from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared import checks
 from tokenprune.selection.method import Site
 from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import observables_of
@@ -56,18 +59,18 @@ class Places:
             now: Any = siblings.get(name)
             if now is not module and not any(getattr(now, one, None) is module for one in _AROUND):
                 raise UnsupportedSetupError(
-                    f"{path} was replaced since the model was patched, as an adapter or a quantizer does: it is a "
-                    f"{type(now).__module__}.{type(now).__name__} now. Unpatch the model, and patch it again after that"
+                    f"{path} was replaced by a {type(now).__module__}.{type(now).__name__} after the model was "
+                    "patched. Unpatch the model, and patch it again."
                 )
 
 
-def check_abilities(steps: Iterable[Step], adapter: Adapter) -> None:
-    """Raise an error of ours for a method that may not act on this family; see `shared.abilities`."""
+def check_methods(steps: Iterable[Step], adapter: Adapter) -> None:
+    """Raise an error for a method that is not supported on this family; see `shared.checks`."""
     for step in steps:
         method, acts = step.method, step.acts
         if isinstance(method, TowerMethod):
             acts = not method.is_identity(step.budget)
-        abilities.check(method, adapter.family, config=adapter.config, acts=acts)
+        checks.check(method, adapter.family, config=adapter.config, acts=acts)
 
 
 def check_steps(steps: list[Step], adapter: Adapter) -> None:
@@ -77,17 +80,17 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
         step.method.check_model(adapter.decoder)
         if step.method.site is not Site.PRE_LLM and not 1 <= step.layer < layers:
             raise OptionError(
-                f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers, and a "
-                f"cut inside it is made at the input of layer 1 to {layers - 1} (the layer before gives the scores)"
+                f"{step.method.name}: layer={step.layer} is out of range: this decoder has {layers} layers. Choose a "
+                f"layer from 1 to {layers - 1}."
             )
         check_layers(step, adapter)
         if step.budget.video is not None and adapter.family.after_frames is None:
             raise BudgetError(
-                f"{step.budget} goes by the frames of a video, which are not known of {adapter.config.model_type!r}: "
-                "frames that its processor hands over as images have a budget each; say keep= or tokens="
+                f"{step.budget} needs the frames of a video, which are not known for {adapter.config.model_type!r}. "
+                "Use keep= or tokens=."
             )
     if len({step.budget.per for step in steps}) > 1:
-        raise OptionError("composed methods must share their Budget's per=")
+        raise OptionError("Composed methods have different per=. Give their budgets the same per=.")
 
 
 def check_layers(step: Step, adapter: Adapter) -> None:
@@ -97,30 +100,41 @@ def check_layers(step: Step, adapter: Adapter) -> None:
     if observables_of(method.needs, *BEFORE) and layer - 1 in adapter.stateful:
         raise OptionError(
             f"{method.name}: layer={layer} reads the attention of decoder layer {layer - 1}, which has none in "
-            f"{family!r}; choose a layer after one of {attending}"
+            f"{family!r}. Choose a layer after one of {attending}."
         )
     if observables_of(method.needs, *AFTER) and layer in adapter.stateful:
         raise OptionError(
-            f"{method.name}: layer={layer} reads the attention of that decoder layer, which has none in {family!r}; "
-            f"choose one of {attending}"
+            f"{method.name}: layer={layer} reads the attention of that decoder layer, which has none in {family!r}. "
+            f"Choose one of {attending}."
         )
     rotary = [one.name for one in observables_of(method.needs) if one.rotary]
     if rotary and not hasattr(adapter.decoder, "rotary_emb"):
         raise OptionError(
-            f"{method.name}: the decoder of {family!r} has no rotary positions, which {', '.join(rotary)} is made of; "
-            "use a method that does not need them"
+            f"{method.name} reads {', '.join(rotary)}, and the decoder of {family!r} has no rotary positions. Use a "
+            "method that does not need them."
         )
-    if rotary and layer and not adapter.gets_rotation(layer - 1):
-        rotated = [index for index in range(len(adapter.decoder.layers)) if adapter.gets_rotation(index)]
+    if rotary and layer and not gets_rotation(adapter, layer - 1):
+        rotated = [index for index in range(len(adapter.decoder.layers)) if gets_rotation(adapter, index)]
         raise OptionError(
             f"{method.name}: layer={layer} reads {', '.join(rotary)} of decoder layer {layer - 1}, which gets no "
-            f"rotary positions in {family!r}. Choose a layer after one of {rotated}"
+            f"rotary positions in {family!r}. Choose a layer after one of {rotated}."
         )
     if adapter.last_cut is not None and layer > adapter.last_cut[0]:
         raise OptionError(
-            f"{method.name}: layer={layer} is too late in {family!r}: {adapter.last_cut[1]}; cut at layer "
-            f"{adapter.last_cut[0]} or before"
+            f"{method.name}: layer={layer} is too late in {family!r}: {adapter.last_cut[1]}. Choose layer "
+            f"{adapter.last_cut[0]} or an earlier layer."
         )
+
+
+def gets_rotation(adapter: Adapter, layer: int) -> bool:
+    """Return whether the config gives a decoder layer rotary positions: some models skip layers."""
+    thetas = getattr(adapter.text_config, "layer_rope_theta", None)
+    if thetas is not None:
+        return bool(thetas[layer])
+    kinds, parameters = (getattr(adapter.text_config, name, None) for name in ("layer_types", "rope_parameters"))
+    if not kinds or not parameters or kinds[layer] not in parameters:
+        return True
+    return parameters[kinds[layer]] is not None
 
 
 def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], in_blocks: bool = False) -> None:
@@ -138,9 +152,8 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
             check_decoding(step.method, adapter.text_config, cache, len(kwargs["inputs_embeds"]))
     if compat.reruns_hooks(adapter.decoder) and any(step.layer for step in steps):
         raise UnsupportedSetupError(
-            "gradient checkpointing runs decoder layers a second time here, with their hooks and without the state of "
-            "the cut between them; call model.gradient_checkpointing_disable(), use a PRE_LLM method (it cuts before "
-            "the layers), or a newer transformers (5.23 leaves the hooks out)"
+            "Gradient checkpointing runs decoder layers and their hooks a second time, without the state of the cut. "
+            "Call model.gradient_checkpointing_disable(), or use a PRE_LLM method or transformers 5.23 or later."
         )
     check_arguments(adapter, kwargs)
 
@@ -150,10 +163,8 @@ def check_cache(cache: Cache) -> None:
     for layer in getattr(cache, "layers", []):
         if type(layer) not in _KNOWN_LAYERS and not is_quantized(layer):
             kind = type(layer).__name__
-            known = "dynamic, static or quantized ones" if isinstance(layer, CacheLayerMixin) else "keys and values"
             raise UnsupportedSetupError(
-                f"cannot prune with cache layers of kind {kind}: only caches of {known} can hold fewer tokens per "
-                "layer; use a DynamicCache, or unpatch the model first"
+                f"Pruning with cache layers of kind {kind} is not supported. Use a DynamicCache, or unpatch the model."
             )
 
 
@@ -162,29 +173,28 @@ def check_static(cache: Cache, steps: Iterable[Step], adapter: Adapter, in_block
     sliding: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
     if sliding and len(sliding) == len(cache.layers):
         raise UnsupportedSetupError(
-            "cannot prune with a static cache all of whose layers are sliding: it does not know for how many tokens it "
-            "was made; leave out cache_implementation, or use a dynamic cache"
+            "Pruning with a static cache of sliding layers only is not supported, because the cache does not tell its "
+            "capacity. Use a dynamic cache."
         )
     past = int(cache.get_seq_length())
     filled = past and any(past >= layer.max_cache_len for layer in sliding)
     if filled and not isinstance(cache, ReducedStatic):
         raise UnsupportedSetupError(
-            "cannot prune the images of a later turn on a static cache whose sliding layers are full already; put "
-            "images into the first turn, or use a dynamic cache"
+            "Images of a later turn cannot be pruned, because the sliding layers of the static cache are full. Put the "
+            "images into the first turn, or use a dynamic cache."
         )
-    use, family = abilities.STATIC.instead, adapter.family
     if compat.COUNTS_OUTSIDE:
         raise UnsupportedSetupError(
-            f"cannot prune with a static cache in transformers {compat.VERSION}, whose models say by their own count "
-            f"where tokens go in it: {use}, or take transformers 5.4 or later"
+            f"Pruning with a static cache is not supported in transformers {compat.VERSION}. Use a dynamic cache, or "
+            "transformers 5.4 or later."
         )
     for step in steps:
-        abilities.check_cache(step.method.site, family, abilities.STATIC, step.method.name)
-    abilities.check_cache(Site.ATTENTION if in_blocks else Site.PRE_LLM, family, abilities.STATIC)
+        checks.check_cache(step.method.site, adapter.family, checks.STATIC, step.method.name)
+    checks.check_cache(Site.ATTENTION if in_blocks else Site.PRE_LLM, adapter.family, checks.STATIC)
     if (attention := adapter.attention) not in ("sdpa", "eager"):
         raise UnsupportedSetupError(
-            f"cannot prune with a static cache and attn_implementation={attention!r}: {use}, or load the model with "
-            '"sdpa"'
+            f"Pruning with a static cache and attn_implementation={attention!r} is not supported. Use a dynamic cache, "
+            'or load the model with "sdpa".'
         )
 
 
@@ -196,8 +206,8 @@ def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
         value = kwargs[name]
         if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == shape:
             raise UnsupportedSetupError(
-                f"the decoder of {adapter.config.model_type!r} got the per-token argument {name!r}, which its "
-                "adapter does not know how to cut; override take_extras in an adapter for this family"
+                f"The decoder of {adapter.config.model_type!r} got the per-token argument {name!r}, which its adapter "
+                "cannot cut. Override take_extras in an adapter for this family."
             )
 
 
@@ -209,13 +219,13 @@ def check_decoding(method: DecodeMethod, config: Any, cache: Any, batch: int) ->
     sliding = any(layer >= method.layer for layer in sliding_layers(config))
     if sliding and batch > 1 and "flash" in config._attn_implementation:
         raise UnsupportedSetupError(
-            f"{method.name}: mode='evict' with several rows, sliding-window layers and flash attention at once: flash "
-            "kernels cannot leave out single slots of a window; use mode='mask', one row at a time, or sdpa"
+            f"{method.name}: mode='evict' does not support several rows with sliding-window layers and flash "
+            "attention. Use mode='mask', one row at a time, or sdpa."
         )
     quantized = any(is_quantized(layer) for layer in getattr(cache, "layers", ()))
     if quantized or is_offloaded(cache):
         kind = "a quantized" if quantized else "an offloaded"
         raise UnsupportedSetupError(
-            f"{method.name}: mode='evict' takes keys out of the cache while decoding, which cannot be done with {kind} "
-            "one; use mode='mask', which hides them, or a dynamic cache"
+            f"{method.name}: mode='evict' removes keys from the cache, which is not supported for {kind} cache. Use "
+            "mode='mask', or a dynamic cache."
         )

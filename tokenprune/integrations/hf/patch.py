@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.hf.checks import check_abilities, check_steps
+from tokenprune.integrations.hf.checks import check_methods, check_steps
 from tokenprune.integrations.hf.engine.call_check import CallCheck
 from tokenprune.integrations.hf.engine.decode_pruning import DecodePruning
 from tokenprune.integrations.hf.engine.drafts import Drafts
@@ -33,7 +32,7 @@ from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.build import tower_part
 from tokenprune.integrations.hf.towers.frame_merging import FrameMerging
 from tokenprune.integrations.hf.towers.lost_features import ChunkedPrefillCheck
-from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared import checks
 from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable import ObservedAt
@@ -62,12 +61,12 @@ def hf_parts(
     graphs: bool | Graphs | None = None,
 ) -> list[Any]:
     """Return what `patch` has to attach, in order; the last is the engine, which has the statistics. Nothing is changed
-    yet, and everything that cannot work is refused. Methods act in the best of their forms in which all can."""
-    *better, last = product(*(method.forms() for method in methods))
-    for formed in better:
+    yet, and everything that cannot work is refused."""
+    preferred = [method.preferred for method in methods]
+    if preferred != list(methods):
         with suppress(TokenPruneError):
-            return _parts(model, formed, budgets, record, processor, guard, feature_cache, graphs)
-    return _parts(model, last, budgets, record, processor, guard, feature_cache, graphs)
+            return _parts(model, preferred, budgets, record, processor, guard, feature_cache, graphs)
+    return _parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
 
 
 def _parts(
@@ -80,7 +79,7 @@ def _parts(
     feature_cache: int | None,
     graphs: bool | Graphs | None,
 ) -> list[Any]:
-    """See `hf_parts`; methods have one form each."""
+    """Return the parts for exactly these methods; see `hf_parts`."""
     adapter = adapter_for(model)
     layers = len(adapter.decoder.layers)
     stages = [
@@ -91,8 +90,8 @@ def _parts(
     stages.sort(key=lambda step: composition_key(step.method))
     acting = [step.method for step in stages]
     check_places(acting)
-    abilities.check_together(acting)
-    check_abilities(stages, adapter)
+    checks.check_together(acting)
+    check_methods(stages, adapter)
     check_processor(processor, adapter)
 
     pixels: list[Any] = []
@@ -143,11 +142,10 @@ def _parts(
     inside = [part.method for part in towers]
     if readers:
         if inside:
-            ahead = "ahead of it" if isinstance(inside[0], UnitDropper) else "on the way"
-            what = "merges them on the way" if inside[0].merges else f"drops some of them {ahead}"
+            what = "merges" if inside[0].merges else "drops"
             raise OptionError(
-                f"{readers[0].name} reads the attention of the vision tower's patches, and {inside[0].name} {what}: "
-                "use one of the two"
+                f"{readers[0].name} reads the attention of the vision tower's patches, and {inside[0].name} {what} "
+                "some of them. Use one of the two."
             )
         parts.append(BlockReader(adapter, readers, processor))
     if any(compares_frames(step) for step in steps):
@@ -163,7 +161,10 @@ def _parts(
         parts += guard_for(adapter, guard, methods, budgets, processor)
     if feature_cache is not None:
         if any(method.query_aware for method in inside):
-            raise OptionError("feature_cache= keeps what left the tower, here chosen by a question: leave it out")
+            raise OptionError(
+                "feature_cache= keeps the output of the tower, which depends on the question here. Leave "
+                "feature_cache= out."
+            )
         from tokenprune.integrations.hf.feature_cache.part import FeatureReuse
 
         # What happens to tokens inside the tower is counted for a whole call.

@@ -71,7 +71,7 @@ class DyMU(EncoderMethod):
 
     @property
     def inexact(self) -> str | None:
-        return None if self.exact else "each image keeps a number of its own: pass exact=True"
+        return None if self.exact else "each image keeps its own number of tokens. Pass exact=True."
 
     @property
     def calibrated_for(self) -> Fingerprint | None:

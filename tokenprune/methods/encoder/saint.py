@@ -63,7 +63,7 @@ class SAINT(EncoderMethod):
 
     @property
     def inexact(self) -> str | None:
-        return None if self.threshold is None else "threshold lets the content decide: leave it out"
+        return None if self.threshold is None else "threshold lets the content decide. Leave threshold out."
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what drops in the one block that does; raise OptionError for a block that nobody reads."""

@@ -50,7 +50,7 @@ class ToMe(EncoderMethod):
 
     @property
     def inexact(self) -> str | None:
-        return None if self.r is None else "r says how much merges: leave it out, and keep decides"
+        return None if self.r is None else "r sets the number of merges. Leave r out, and set keep."
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what merges the schedule's number of tokens in each block."""

@@ -53,8 +53,9 @@ class FlowCut(Pruner):
 
     inside: bool | None = None
 
-    def forms(self) -> tuple[Method, ...]:
-        return (self,) if self.inside is not None else (replace(self, inside=True), replace(self, inside=False))
+    @property
+    def preferred(self) -> Method:
+        return replace(self, inside=True) if self.inside is None else self
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         return [(_InTower() if self.inside else self, budget)]

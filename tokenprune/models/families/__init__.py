@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 # Model types of transformers, and architectures of vLLM.
-SUPPORTED = {name: row for name, row in FAMILIES.items() if row.in_transformers}
+SUPPORTED = {name: row for name, row in FAMILIES.items() if row.since is not None}
 SERVED = {row.vllm.architecture: row for row in FAMILIES.values() if row.vllm.architecture}
 
 

@@ -40,18 +40,17 @@ class Vllm:
 class Family:
     """A model type.
 
-    note, since:  remarks for users, and the first version of transformers with which it can be pruned.
-    in_transformers: False for one that vLLM alone has.
+    note, since:  remarks for users, and the first version of transformers with which it can be pruned, None if
+                  only vLLM has it.
     vllm:         its architecture in vLLM.
 
     Prompt:
     videos:       "frames" where it is tested which tokens of a video are a frame, "whole" where a prompt may hold
                   videos, else "none". after_video: tokens of a video that follow its last frame.
     square:       "always" where every image (a tile, where each counts as one) is a square of tokens without newlines;
-                  "tile" where several such squares share a run of placeholders. Elsewhere a number of tokens that
-                  happens to be a square says nothing.
-    runs_of_tiles: each tile of an image is a run of placeholders of its own, and the prompt says which runs are one
-                  image.
+                  "runs" where each tile is also a run of placeholders of its own, and the prompt says which runs are
+                  one image; "tile" where several such squares share a run of placeholders. Elsewhere a number of tokens
+                  that happens to be a square says nothing.
     features_per_image: a list of features from the encoder has one entry per image; if not, runs of placeholders
                   separate them. step_within_image: the distance between placeholders of an image, at most.
     resizing:     how methods on pixels can make fewer tokens: "input" (the processor follows the image's size),
@@ -62,17 +61,16 @@ class Family:
                   tile, and a square of one or more patches makes a token), "packed" (tiles whose features are
                   reordered, cropped and separated by newlines), "runs" (patches of all images on one axis, ordered so
                   that consecutive ones make a token), "sized" (patches of all images on one axis, each image's row by
-                  row). pixtral: the same with a Pixtral tower, where that is a choice.
+                  row).
     unit_side:    config -> how many patches on a side of a square become one visual token; None: each does.
     merges:       patches can merge in the tower.
-    units:        the tower packs the patches of all images into one sequence, in which those of a visual token stand
-                  together to its end, so that whole tokens can leave ahead of it.
-    own_grids:    each image is a row of the tower, a grid of its own row by row and padding after it (NaFlex), and a
-                  square of patches (`unit_side`) makes a token.
-    frame_rows:   each frame of a video is a row of a CLIP or SigLIP tower whose patches are known to become which
-                  tokens, so that frames can merge in the tower.
-    apart:        the encoder takes every image for itself, by rows of its arguments, so that encoded ones can be used
-                  again one by one.
+    tower_rows:   contents of a row of the tower, where methods inside the tower depend on it:
+                  "all images": one sequence with the patches of all images. The patches of a visual token are adjacent
+                  to its end, so whole tokens can be dropped inside the tower.
+                  "one image": the patches of an image in its own grid, then padding (NaFlex). A square of patches
+                  (`unit_side`) becomes a token.
+                  "one frame": a frame of a video in a CLIP or SigLIP tower. The token of each patch is known, so frames
+                  can merge inside the tower.
 
     Decoder:
     stateful:     some layers carry a state instead of keys.
@@ -86,28 +84,18 @@ class Family:
 
     name: str
     note: str = ""
-    since: str = OLDEST
-    in_transformers: bool = True
+    since: str | None = OLDEST
     vllm: Vllm = Vllm()
     videos: Literal["none", "whole", "frames"] = "none"
     after_video: int = 0
-    square: Literal["always", "tile", "no"] = "no"
-    runs_of_tiles: bool = False
+    square: Literal["always", "runs", "tile", "no"] = "no"
     features_per_image: bool = True
     step_within_image: int = 1
     resizing: Literal["input", "target"] | None = "input"
     patches: str | None = None
-    pixtral: str | None = None
     unit_side: Callable[[Any], int] | None = None
     merges: bool = False
-    units: bool = False
-    own_grids: bool = False
-    frame_rows: bool = False
-    apart: bool = False
-    every_method: bool = False  # in the test suite
-    sessions: bool = False  # sessions are tested on it
-    sessions_in_windows: bool = False  # also where layers have sliding windows
-    masks_by_type: bool = False  # transformers makes masks of token types, which must be as many as the keys
+    tower_rows: Literal["all images", "one image", "one frame"] | None = None
     stateful: bool = False
     static_cache: bool = True
     vectors: bool = False
@@ -116,19 +104,6 @@ class Family:
     norm_name: str = "norm"
     entry_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
     layer_tokens: Mapping[str | int, int] = field(default_factory=lambda: TOKENS_OF_LAYERS, hash=False)
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """Names of the sites at which methods are tested, in the order in which data meets them."""
-        tested = {
-            "PRE_ENCODER": self.every_method,
-            "IN_ENCODER": self.merges,
-            "PRE_LLM": True,
-            "ATTENTION": self.every_method and self.videos == "frames",
-            "IN_LLM": True,
-            "DECODE": not (self.stateful or self.vectors),
-        }
-        return tuple(site for site, acts in tested.items() if acts)
 
     @property
     def tells_frames(self) -> bool:
@@ -146,7 +121,8 @@ class Family:
         if getattr(config, "ps_version", None) == "v1":
             return None  # first checkpoints of InternVL, whose tokens stand column by column
         tower = getattr(getattr(config, "vision_config", None), "model_type", None)
-        return self.pixtral if self.pixtral and tower == "pixtral" else self.patches
+        # Pixtral towers pack the patches of all images. LLaVA has one as a choice.
+        return "sized" if self.patches == "tiles" and tower == "pixtral" else self.patches
 
     def side(self, config: Any) -> int:
         """Return how many patches of the tower's grid, on a side of a square, become one visual token."""
@@ -157,9 +133,9 @@ class Family:
         count as one, though each is a run of its own."""
         if self.layout(config) == "sized":
             return False
-        if self.square == "tile" or (whole_image and self.runs_of_tiles):
+        if self.square == "tile" or (whole_image and self.square == "runs"):
             return count == tile_tokens(config)
-        return self.square == "always"
+        return self.square in ("always", "runs")
 
 
 def tile_tokens(config: Any) -> int | None:

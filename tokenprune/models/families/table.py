@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of families: one row for each model type, read by both engines, closed forms, commands and pages.
 
-A row with `in_transformers` has a tiny model in the test suite, on which cutting computes what masking computes. Other
+A row with `since` has a tiny model in the test suite, on which cutting computes what masking computes. Other
 model types of transformers are tried with the common contract, unless `refused.py` names them.
 """
 
@@ -47,21 +47,18 @@ _WITH_TILES = "an image with its tiles"
 _OR_VIDEO = "an image; a video"
 
 # Several families of one make; a row adds what is its own.
-_llava = partial(Family, every_method=True, merges=True, apart=True)
+_llava = partial(Family, merges=True)
 _tiles = partial(_llava, patches="tiles", resizing=None)
 _idefics = partial(
     _tiles,
     note="tiles of an image share its budget; where the prompt comes as embeddings, each counts as an image",
-    apart=False,
-    square="always",
-    runs_of_tiles=True,
+    square="runs",
     features_per_image=False,
     unit_side=_scaled,
     decoder_names=("text_model",),
 )
-_packs = partial(Family, units=True, videos="frames")  # a tower of the Qwen-VL make
+_packs = partial(Family, tower_rows="all images", videos="frames")  # a tower of the Qwen-VL make
 _qwen = partial(_packs, patches="runs", merges=True)
-_qwen_vl = partial(_qwen, sessions=True, every_method=True, apart=True)
 _retrieves = partial(Family, note="rows of dropped tokens are zeros; see retrieval.md", vectors=True)
 _mrope = partial(Vllm, budget=_OR_VIDEO, mrope=True)
 
@@ -86,18 +83,15 @@ _with_audio = partial(Vllm, budget="an image; a frame of a video", per_run=True,
 _EVERY_METHOD = (
     _llava(
         "llava",
-        sessions=True,
         square="always",
         resizing="target",
         patches="tiles",
-        pixtral="sized",
         vllm=Vllm(
             "LlavaForConditionalGeneration", "LLaVA-1.5, and Pixtral in Hugging Face's format", in_llm=True, nested=True
         ),
     ),
     _llava(
         "llava_next",
-        sessions=True,
         patches="packed",
         vllm=Vllm(
             "LlavaNextForConditionalGeneration", "LLaVA-NeXT, Granite Vision 3", _WITH_TILES, in_llm=True, nested=True
@@ -105,9 +99,8 @@ _EVERY_METHOD = (
     ),
     _llava(
         "llava_onevision",
-        sessions=True,
         videos="frames",
-        frame_rows=True,
+        tower_rows="one frame",
         after_video=1,
         patches="packed",
         vllm=Vllm(
@@ -118,12 +111,11 @@ _EVERY_METHOD = (
             nested=True,
         ),
     ),
-    _qwen_vl("qwen2_vl", vllm=_mrope("Qwen2VLForConditionalGeneration", "Qwen2-VL", in_llm=True)),
-    _qwen_vl("qwen2_5_vl", vllm=_mrope("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", in_llm=True)),
-    _qwen_vl("qwen3_vl", _DEEPSTACK, vllm=_mrope("Qwen3VLForConditionalGeneration", "Qwen3-VL", in_llm=True)),
+    _qwen("qwen2_vl", vllm=_mrope("Qwen2VLForConditionalGeneration", "Qwen2-VL", in_llm=True)),
+    _qwen("qwen2_5_vl", vllm=_mrope("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", in_llm=True)),
+    _qwen("qwen3_vl", _DEEPSTACK, vllm=_mrope("Qwen3VLForConditionalGeneration", "Qwen3-VL", in_llm=True)),
     _tiles(
         "internvl",
-        sessions=True,
         square="tile",
         unit_side=_shuffled,
         vllm=Vllm(
@@ -139,9 +131,6 @@ _EVERY_METHOD = (
     _tiles(
         "gemma3",
         _BOTH_WAYS,
-        sessions=True,
-        sessions_in_windows=True,
-        masks_by_type=True,
         square="always",
         unit_side=_pooled,
         vllm=Vllm("Gemma3ForConditionalGeneration", "Gemma 3", "an image or crop", per_run=True, nested=True),
@@ -182,7 +171,7 @@ _PLAIN = (
     Family(
         "llava_next_video",
         videos="frames",
-        frame_rows=True,
+        tower_rows="one frame",
         patches="packed",
         vllm=Vllm(
             "LlavaNextVideoForConditionalGeneration",
@@ -209,7 +198,7 @@ _PLAIN = (
         vllm=Vllm("PaliGemmaForConditionalGeneration", "PaliGemma", nested=True),
     ),
     _retrieves("colpali", square="always", patches="tiles", merges=True),
-    _retrieves("colqwen2", patches="runs", merges=True, units=True),
+    _retrieves("colqwen2", patches="runs", merges=True, tower_rows="all images"),
     Family("perception_lm", videos="frames"),
     Family("pp_chart2table", since="5.4", square="tile"),
     Family("qianfan_ocr", since="5.6", square="tile", unit_side=_shuffled, merges=True),
@@ -265,7 +254,7 @@ _SPECIAL = (
         "lfm2_vl",
         since="5.13",
         unit_side=_downsampled,
-        own_grids=True,
+        tower_rows="one image",
         norm_name="embedding_norm",
         vllm=Vllm("Lfm2VlForConditionalGeneration", "LFM2-VL", "a tile, and the whole view", per_run=True, nested=True),
     ),
@@ -313,7 +302,7 @@ _SPECIAL = (
 _OF_VLLM = (
     Family(
         "internvl_chat",
-        in_transformers=False,
+        since=None,
         square="tile",
         patches="tiles",
         unit_side=_shuffled,
@@ -324,7 +313,7 @@ _OF_VLLM = (
     ),
     Family(
         "kimi_vl",
-        in_transformers=False,
+        since=None,
         patches="sized",
         unit_side=_kernel,
         vllm=Vllm("KimiVLForConditionalGeneration", "Kimi-VL"),

@@ -85,7 +85,7 @@ class TileMap(Observable):
     backends = frozenset({Backend.HF, Backend.VLLM})
 
     def obstacle(self, row: Family) -> str | None:
-        alone = row.patches == "tiles" and row.square == "always" and not row.runs_of_tiles
+        alone = row.patches == "tiles" and row.square == "always"
         if row.patches == "packed" or alone:
             return None
         return "a thumbnail ahead of the tiles of an image"

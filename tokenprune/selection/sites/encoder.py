@@ -107,9 +107,9 @@ class EncoderMethod(TowerMethod):
 
     @property
     def inexact(self) -> str | None:
-        """Why an image may keep another number of patches than `keep` asks for, and which option changes that; None if
-        none ever does."""
-        return "how many patches an image keeps is its own affair"
+        """Why an image may keep another number of patches than `keep` asks for, and which option changes that, as in "r
+        sets the number of merges. Leave r out."; None if every image keeps that number."""
+        return "the method decides how many patches an image keeps. Use a method such as tome."
 
     def check_served(self, kind: str, dtype: str, blocks: int) -> None:
         """Raise OptionError if the method cannot merge in a tower of which no more than this is known: a serving engine

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check how a model is called: refuse rows that hold several samples, which a cut would take for one, and note calls in
-which nothing is pruned, or something else than the caller may expect."""
+"""Check how a model is called: refuse rows with several samples, and note calls whose pruning may surprise the "
+"caller."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class CallCheck(Part):
         elif length > 1 and not call.past and not call.outputs and call.arguments.get("input_ids") is None:
             self._note(
                 call,
-                "the prompt came as embeddings without pixels: if it holds images, nothing tells where, and nothing "
-                "was pruned; pass pixel_values with input_ids, or with embeddings of placeholders",
+                "the prompt came as embeddings without pixels, so images in it were not found and not pruned. Pass "
+                "pixel_values with input_ids, or with embeddings of placeholders",
             )
 
     def on_plan(self, call: Call, plan: Plan) -> Plan:
@@ -54,15 +54,14 @@ class CallCheck(Part):
         given, prompt, mrope = call.arguments, call.prompt, hasattr(self.adapter.base, "get_rope_index")
         if (reason := borders(given, prompt.has_sample_numbers, prompt.position_ids, mrope)) is not None:
             raise UnsupportedSetupError(
-                f"this call says by {reason} that a row holds several samples, which a cut would take for one: give "
-                "each sample a row of its own with padding (packing=False, padding_free=False, another collator than "
-                "DataCollatorWithFlattening), or train with the model unpatched"
+                f"A row holds several samples (by {reason}), and a cut would treat them as one. Give each sample its "
+                "own row with padding (packing=False, padding_free=False, no DataCollatorWithFlattening)."
             )
         if (reason := unread(given, prompt.padding, prompt.position_ids)) is not None:
             self._note(
                 call,
-                f"position_ids begin anew inside a row, which counts as one sample all the same, in attention too: "
-                f"{reason}; give each sample a row of its own",
+                f"position_ids restart inside a row, which still counts as one sample, because {reason}. Give each "
+                "sample its own row",
             )
         return plan
 
@@ -75,8 +74,8 @@ class CallCheck(Part):
             names = " and ".join(self.reading)
             self._note(
                 call,
-                f"without a cache {names} chose anew for this step, by the token written last: the answer may be "
-                "another than with use_cache=True",
+                f"without a cache {names} selected again for this step, by the last token. The answer may differ from "
+                "that with use_cache=True",
             )
         states()[self] = shape
 
@@ -88,8 +87,8 @@ class CallCheck(Part):
             names = " and ".join(dict.fromkeys(self.absolute))
             self._note(
                 call,
-                f"{names} reads values that depend on position ids, which count the left padding here: the choice may "
-                "differ from that of unpadded rows. Pass position_ids, or call generate()",
+                f"{names} reads values that depend on position ids, which count the left padding here. Pass "
+                "position_ids, or call generate()",
             )
 
     def _note(self, call: Call, note: str) -> None:

@@ -72,7 +72,7 @@ class Engine(Attachable):
         self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
         self.reading = list(dict.fromkeys(reading))
         self._latest, self._places = LatestStats(), Places()
-        self._reads_text = adapter.family.runs_of_tiles or any(part.reads_text for part in self.parts)
+        self._reads_text = adapter.family.square == "runs" or any(part.reads_text for part in self.parts)
         self._on_static_step = acting(part.on_static_step for part in self.parts)
         self._before_call = acting(part.before_call for part in self.parts)
         self._before_decoder = acting(part.before_decoder for part in self.parts)

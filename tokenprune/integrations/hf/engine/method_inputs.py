@@ -55,7 +55,8 @@ class DecoderSource(TokenSource):
         return super().at(values.to(self.hidden.device), position, segments)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        return self.adapter.norm(hidden)
+        norm = getattr(self.adapter.decoder, self.adapter.family.norm_name)
+        return hidden if norm is None else norm(hidden)  # some OPT models have none
 
     @property
     def before(self) -> Observation:

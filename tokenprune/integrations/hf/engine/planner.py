@@ -16,6 +16,7 @@ from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
 from tokenprune.integrations.hf.forward.token_state import TokenState
 from tokenprune.integrations.hf.forward.trace import Trace
 from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, encoding_key, find_segments
+from tokenprune.integrations.shared.towers.patch_grid import image_grid
 from tokenprune.kernels.transfer import Recent
 from tokenprune.models.decoder_shape import DecoderShape
 
@@ -31,6 +32,7 @@ class Planner:
         self._on_plan = acting(part.on_plan for part in parts)
         self.per = steps[0].budget.per if steps else "image"
         self._has_video_budget = any(step.budget.video is not None for step in steps)
+        self._image_grid = partial(image_grid, adapter.family, config=adapter.config)
         self._segments = Recent()
         self._plans = Recent()
 
@@ -38,15 +40,14 @@ class Planner:
         """Set `call.state.segments` and `call.trace` where the call has visual tokens. embeds: `[B, L, D]`."""
         family, device = self.adapter.family, embeds.device
         outputs = call.outputs if family.features_per_image else {}
-        runs = self._runs_per_image(call) if family.runs_of_tiles else None
-        seconds = self.adapter.seconds_per_frame(call.arguments) if self._has_video_budget else []
-        tempo = Tempo(seconds, self.adapter.joined) if self._has_video_budget else None
+        runs = self._runs_per_image(call) if family.square == "runs" else None
+        tempo = Tempo.from_arguments(call.arguments, self.adapter.config) if self._has_video_budget else None
         # Tensors are freed, and given away again, in the order of one stream.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        key = (call.prompt, encoding_key(outputs), device, stream, *seconds)
+        key = (call.prompt, encoding_key(outputs), device, stream, *(tempo.seconds if tempo else ()))
         masks = call.prompt.placeholders
         find = partial(find_segments, masks, outputs, self.per, device, family.step_within_image, runs)
-        found = self._segments.get(key, partial(find, self.adapter.image_grid, family.after_video, tempo))
+        found = self._segments.get(key, partial(find, self._image_grid, family.after_video, tempo))
         if found is not None:
             call.has_images, call.state = True, TokenState(found, call.state.layout)
             call.trace = Trace(self.shape, found, call.prompt, call.past, embeds.shape[1], self.record)

@@ -10,11 +10,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,7 +22,7 @@ from tokenprune.integrations.hf.cache.layer_storage import keys_of
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
-from tokenprune.integrations.shared.towers.patch_grid import PatchSource, image_grid
+from tokenprune.integrations.shared.towers.patch_grid import PatchSource
 from tokenprune.kernels.transfer import to_device
 from tokenprune.models.families import FAMILIES, SUPPORTED, UNCUT, Family, family_of, family_of_config
 
@@ -35,8 +33,6 @@ _STATIC = {"full_attention", "sliding_attention"}  # those that can hold fewer t
 # time. Their state is built from the tokens that reach them, as if there had never been others.
 STATEFUL = {"linear_attention", "conv", "mamba"}
 _POINTWISE = {"mlp", "moe"}
-# Arguments of a base model by which a processor says how long a frame of each video lasts.
-_SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 
 
 class Adapter(PatchSource):
@@ -54,10 +50,12 @@ class Adapter(PatchSource):
     text_config: Any
 
     # Facts that go with the methods that a subclass overrides.
-    extra_arguments: frozenset[str] = frozenset()  # decoder arguments that `take_extras` handles
-    adds_after_layers = False  # `after_layer` changes the output of layers
-    shares_keys = False  # some layers attend to the keys of other layers, see `key_count`
-    caches_keys = True  # the cache holds keys in the form that attention reads, see `cached_keys`
+    extra_arguments: ClassVar[frozenset[str]] = frozenset()  # decoder arguments that `take_extras` handles
+    adds_after_layers: ClassVar[bool] = False  # `after_layer` changes the output of layers
+    shares_keys: ClassVar[bool] = False  # some layers attend to the keys of other layers, see `key_count`
+    caches_keys: ClassVar[bool] = True  # the cache holds keys in the form that attention reads, see `cached_keys`
+    # The last decoder layer at whose input tokens can leave, and the reason; None if any layer is possible.
+    last_cut: tuple[int, str] | None = None
 
     def __init__(self, model: nn.Module) -> None:
         # Wrappers (an adapter library) come and go; what is said of the patch stands in the model itself.
@@ -66,6 +64,7 @@ class Adapter(PatchSource):
         self.family = family_of_config(self.config)
         self.base, self.decoder = self._find(self.model)
         self.text_config = self.decoder.config
+        self.sliding = sliding_layers(self.text_config)  # the decoder layers that attend in a window
         kinds = getattr(self.text_config, "layer_types", None) or ()
         unknown = set(kinds) - _ATTENDING - STATEFUL - _POINTWISE
         if unknown and self.family.name not in UNCUT:
@@ -107,38 +106,13 @@ class Adapter(PatchSource):
 
     def attention_of(self, layer: int) -> nn.Module:
         """Return the self-attention module of a decoder layer."""
-        return self._module(layer, "self_attn attention attn self_attention mixer", "self-attention module")
+        return _layer_module(self, layer, "self_attn attention attn self_attention mixer", "self-attention module")
 
     def modules_of(self, layer: int) -> tuple[nn.Module, nn.Module]:
         """Return the self-attention module and the MLP, or what stands in its place, of a decoder layer."""
-        return self.attention_of(layer), self._module(layer, "mlp feed_forward block_sparse_moe ffn", "known MLP")
-
-    def _module(self, layer: int, names: str, what: str) -> nn.Module:
-        """Return the first module of a decoder layer that has one of the names."""
-        for name in names.split():
-            if isinstance(module := getattr(self.decoder.layers[layer], name, None), nn.Module):
-                return module
-        raise UnsupportedModelError(f"decoder layer {layer} of {self.config.model_type!r} has no {what}")
-
-    def gets_rotation(self, layer: int) -> bool:
-        """Return whether a decoder layer gets rotary positions, as far as the config tells: some models skip layers."""
-        thetas = getattr(self.text_config, "layer_rope_theta", None)
-        if thetas is not None:
-            return bool(thetas[layer])
-        kinds, parameters = (getattr(self.text_config, name, None) for name in ("layer_types", "rope_parameters"))
-        if not kinds or not parameters or kinds[layer] not in parameters:
-            return True
-        return parameters[kinds[layer]] is not None
-
-    @property
-    def norm(self) -> nn.Module:
-        """The decoder's last norm."""
-        return getattr(self.decoder, self.family.norm_name)
-
-    @cached_property
-    def sliding(self) -> list[int]:
-        """The decoder layers that attend in a window."""
-        return sliding_layers(self.text_config)
+        return self.attention_of(layer), _layer_module(
+            self, layer, "mlp feed_forward block_sparse_moe ffn", "known MLP"
+        )
 
     @property
     def attention(self) -> str:
@@ -166,21 +140,9 @@ class Adapter(PatchSource):
         """Return what is encoded by a `get_{modality}_features` with `arguments`, within a forward with `call`."""
         return modality
 
-    def on_host(self, modality: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `get_image_features` or `get_video_features` with what tells the shapes of images
-        on the host, so that `grids` and others can read it any number of times."""
-        name = f"{modality}_grid_thw"
-        sizes = arguments.get(name)
-        return arguments if sizes is None else arguments | {name: torch.as_tensor(sizes, device="cpu")}
-
-    def image_grid(self, count: int) -> tuple[int, int, int] | None:
-        """Return (1, height, width) of an image of `count` tokens whose shape nothing else tells; None where it is not
-        known. Only an image of one square without separators is known by its number of tokens: see `Family.square`."""
-        return image_grid(self.family, count, self.config)
-
     def runs_per_image(self, ids: list[int], runs: list[tuple[int, int]]) -> list[int]:
         """Return how many runs of placeholders each image of a row consists of, in their order. Asked where
-        the family has `runs_of_tiles`.
+        the row has `square="runs"`.
 
         ids: of the row's prompt, padding among them. runs: (first, last + 1) of each unbroken run of placeholders.
         """
@@ -197,28 +159,9 @@ class Adapter(PatchSource):
             return [pixels.shape[1]] * pixels.shape[0]
         return None
 
-    def seconds_per_frame(self, arguments: dict[str, Any]) -> list[float]:
-        """Return the seconds that a frame of each video stands for, such as the decoder sees it, from the arguments of
-        the base model's forward; empty where they do not tell."""
-        given = next((arguments[name] for name in _SECONDS if arguments.get(name) is not None), ())
-        return torch.as_tensor(given, dtype=torch.float64, device="cpu").flatten().tolist()
-
-    @property
-    def joined(self) -> int:
-        """The number of sampled frames of a video that the decoder sees as one."""
-        vision = getattr(self.config, "vision_config", None)
-        return getattr(vision, "temporal_patch_size", None) or getattr(vision, "temporal_merge_size", None) or 1
-
     def embeds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the decoder's `kwargs` with `inputs_embeds` in the place of ids, and of images, if it takes such."""
         return kwargs
-
-    def embedded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return `kwargs` with the embeddings of `input_ids` in their place."""
-        if kwargs.get("input_ids") is None or kwargs.get("inputs_embeds") is not None:
-            return kwargs
-        rest = {name: value for name, value in kwargs.items() if name != "input_ids"}
-        return rest | {"inputs_embeds": self.base.get_input_embeddings()(kwargs["input_ids"])}
 
     def positions(self, mask: Any, past: int) -> Tensor | None:
         """Return the positions (long `[1 or B, L]`) that the decoder would make itself for a call with this attention
@@ -281,16 +224,27 @@ class Adapter(PatchSource):
         """Return the keys that a layer's cache holds, `[B, Hkv, K, Dh]`, as its attention function gets them."""
         return keys_of(cache, layer)
 
-    @property
-    def last_cut(self) -> tuple[int, str] | None:
-        """The last layer at whose input tokens can leave, and why; None for any layer."""
-        return None
-
     # -- more that has to be put right in a patched model
 
     def parts(self) -> list[Part]:
         """Return what else has to be attached to the model wherever tokens are cut."""
         return []
+
+
+def _layer_module(adapter: Adapter, layer: int, names: str, kind: str) -> nn.Module:
+    """Return the first module of a decoder layer that has one of the names."""
+    for name in names.split():
+        if isinstance(module := getattr(adapter.decoder.layers[layer], name, None), nn.Module):
+            return module
+    raise UnsupportedModelError(f"decoder layer {layer} of {adapter.config.model_type!r} has no {kind}")
+
+
+def embed_ids(base: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return `kwargs` with `inputs_embeds` in place of `input_ids`, from the input embeddings of `base`."""
+    if kwargs.get("input_ids") is None or kwargs.get("inputs_embeds") is not None:
+        return kwargs
+    rest = {name: value for name, value in kwargs.items() if name != "input_ids"}
+    return rest | {"inputs_embeds": base.get_input_embeddings()(kwargs["input_ids"])}
 
 
 def placeholder_ids(config: Any) -> dict[str, int]:

@@ -73,11 +73,12 @@ def describe(model: str | Path) -> Description:
     norm = next(name for name, _ in decoder.named_children() if "norm" in name)
     ids, kinds = placeholder_ids(config), set(getattr(decoder.config, "layer_types", None) or ())
     tower = next((name for name in ("vision_tower", "visual", "vision_model") if hasattr(base, name)), "")
+    packed = all(hasattr(getattr(base, tower, None), name) for name in ("blocks", "merger", "spatial_merge_size"))
     row = Family(
         config.model_type,
         since=f"{compat.VERSION.major}.{compat.VERSION.minor}",
         videos="whole" if "video" in ids else "none",
-        units=all(hasattr(getattr(base, tower, None), name) for name in ("blocks", "merger", "spatial_merge_size")),
+        tower_rows="all images" if packed else None,
         stateful=bool(kinds & STATEFUL),
         static_cache=kinds <= {"full_attention", "sliding_attention"},
         decoder_names=(path,),

@@ -38,10 +38,11 @@ def adapter_for(model: nn.Module) -> Adapter:
             f"{type(model).__name__} is not a transformers model: it has no config.model_type. {how_to_add()}"
         )
     check_tested("transformers", str(compat.VERSION), compat.NEWEST)
-    if kind in SUPPORTED and compat.lacks(SUPPORTED[kind].since):
+    since = SUPPORTED[kind].since if kind in SUPPORTED else None
+    if since is not None and compat.lacks(since):
         raise UnsupportedModelError(
-            f"model type {kind!r} can be pruned from transformers {SUPPORTED[kind].since} on, and this is transformers "
-            f"{compat.VERSION}: pip install 'transformers>={SUPPORTED[kind].since}'"
+            f"Model type {kind!r} needs transformers {since} or later, and this is transformers {compat.VERSION}. "
+            f"Run pip install 'transformers>={since}'."
         )
     if kind in REFUSED and kind not in UNCUT and kind not in ADAPTERS:
         raise UnsupportedModelError(f"model type {kind!r} is not supported: {REFUSED[kind]}. {how_to_add(kind)}")

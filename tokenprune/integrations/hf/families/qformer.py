@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.families.base import Adapter, register_adapter
+from tokenprune.integrations.hf.families.base import Adapter, embed_ids, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.record import start_record
 from tokenprune.integrations.shared.attachable import refuse_replica, states
@@ -53,10 +53,6 @@ class QFormerAdapter(Adapter):
         outer, decoder = super()._find(model)
         self.outer = outer
         return self.outer.language_model, decoder
-
-    @property
-    def norm(self) -> nn.Module:
-        return super().norm or nn.Identity()  # some OPT models have none
 
     def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         prompt, embeds = self.prompts.current_prompt(), arguments.get("inputs_embeds")
@@ -90,7 +86,7 @@ class QFormerAdapter(Adapter):
         return call
 
     def embeds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return self.embedded(kwargs)
+        return embed_ids(self.base, kwargs)
 
     def positions(self, mask: Any, past: int) -> Tensor | None:
         if not self.learned_positions or mask is None:

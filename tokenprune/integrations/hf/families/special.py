@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import keys_of, values_of
-from tokenprune.integrations.hf.families.base import Adapter, register_adapter
+from tokenprune.integrations.hf.families.base import Adapter, embed_ids, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 
@@ -23,6 +23,14 @@ class SharedKeysAdapter(Adapter):
     earlier ones, so that what those hold they see."""
 
     shares_keys = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        layers = range(len(self.decoder.layers))
+        sources = [layer for layer in layers if getattr(self.attention_of(layer), "store_full_length_kv", False)]
+        shared = [layer for layer in layers if self._shares(layer)]
+        if shared and sources:
+            self.last_cut = min(sources), f"layers {shared[0]} to {shared[-1]} attend to the keys of layers {sources}"
 
     def _shares(self, layer: int) -> bool:
         return getattr(self.attention_of(layer), "is_kv_shared_layer", False)
@@ -36,15 +44,6 @@ class SharedKeysAdapter(Adapter):
     def _source(self, layer: int) -> Any:
         """Return the key of `shared_kv_states` that a layer reads."""
         return self.attention_of(layer).layer_type
-
-    @property
-    def last_cut(self) -> tuple[int, str] | None:
-        layers = range(len(self.decoder.layers))
-        sources = [layer for layer in layers if getattr(self.attention_of(layer), "store_full_length_kv", False)]
-        shared = [layer for layer in layers if self._shares(layer)]
-        if not shared or not sources:
-            return None
-        return min(sources), f"layers {shared[0]} to {shared[-1]} attend to the keys of layers {sources}"
 
 
 @register_adapter("gemma3n")
@@ -138,7 +137,7 @@ class ChameleonAdapter(Adapter):
             return kwargs  # for the model to refuse
         if pixels is not None:
             encoded = {"image": self.base.get_image_features(pixels, return_dict=True)}
-        ids, kwargs = kwargs.get("input_ids"), self.embedded(kwargs)
+        ids, kwargs = kwargs.get("input_ids"), embed_ids(self.base, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in ("pixel_values", "mm_encoder_outputs")}
         if not encoded or encoded.get("image") is None:
             return kwargs

@@ -28,6 +28,7 @@ from tokenprune.integrations.hf.feature_cache.content import (
 )
 from tokenprune.integrations.hf.feature_cache.kept_output import OfImage, Whole, tensors_of
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
+from tokenprune.integrations.hf.towers.feature_hook import shapes_on_host
 from tokenprune.integrations.hf.towers.tiles import tiles_of
 from tokenprune.statistics import Stats
 
@@ -36,6 +37,9 @@ Image = tuple[dict[str, Tensor], dict[str, slice]]
 
 # Arguments that ask for what is not kept.
 _MORE = ("output_hidden_states", "output_attentions")
+# Model types whose encoder handles each image independently, as rows of its arguments. Their encoded images are cached
+# one by one. Other types cache the images of a call together.
+ONE_BY_ONE = frozenset("gemma3 internvl llava llava_next llava_onevision qwen2_5_vl qwen2_vl qwen3_vl".split())
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
 
 
@@ -49,7 +53,7 @@ class FeatureReuse(Part):
     def __init__(self, adapter: Adapter, limit: int, apart: bool) -> None:
         super().__init__()
         self.adapter, self.cache = adapter, FeatureCache(limit)
-        self.apart = apart and adapter.family.apart
+        self.apart = apart and adapter.config.model_type in ONE_BY_ONE
         family, base = adapter.config.model_type, adapter.base
         if not any(callable(getattr(base, f"get_{modality}_features", None)) for modality in adapter.placeholders):
             raise UnsupportedSetupError(
@@ -132,7 +136,7 @@ class FeatureReuse(Part):
         """Return the encoding of some of its images alone. images: of each, its rows of the arguments."""
         given = encoding.arguments
         some = {name: torch.cat([given[name][rows[name]] for rows in images]) for name in images[0]}
-        on_host = self.adapter.on_host(encoding.modality, encoding.on_host | some)
+        on_host = shapes_on_host(encoding.modality, encoding.on_host | some)
         return Encoding(encoding.modality, given | some, on_host)
 
     def _modules(self) -> list[nn.Module]:

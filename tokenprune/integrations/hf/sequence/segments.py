@@ -41,6 +41,10 @@ class Piece(NamedTuple):
     clip: Clip | None = None
 
 
+# Arguments of a base model with the seconds of a frame of each video.
+_SECONDS = ("second_per_grid_ts", "video_second_per_grid")
+
+
 class Tempo(NamedTuple):
     """Facts by which budgets know how long the videos of a call last.
 
@@ -50,6 +54,14 @@ class Tempo(NamedTuple):
 
     seconds: list[float]
     joined: int = 1
+
+    @classmethod
+    def from_arguments(cls, arguments: dict[str, Any], config: Any) -> Tempo:
+        """Read the seconds from the arguments of the base model's forward, and `joined` from the model's config."""
+        seconds = next((arguments[name] for name in _SECONDS if arguments.get(name) is not None), ())
+        vision = getattr(config, "vision_config", None)
+        joined = getattr(vision, "temporal_patch_size", None) or getattr(vision, "temporal_merge_size", None) or 1
+        return cls(torch.as_tensor(seconds, dtype=torch.float64, device="cpu").flatten().tolist(), joined)
 
 
 def feature_counts(output: Any) -> list[int] | None:

@@ -14,10 +14,13 @@ from tokenprune.errors import BudgetError, OptionError, UnsupportedModelError, U
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.integrations.hf.guard.part import GuardPart
-from tokenprune.models.families import SUPPORTED
+from tokenprune.models.families.tested import SESSIONS, SESSIONS_IN_WINDOWS
 from tokenprune.selection.method import Site
 
 SINCE = "5.19"  # the oldest transformers on which sessions are tested
+
+# Model types whose masks transformers makes from token types, which must cover all keys.
+MASKS_BY_TYPE = frozenset({"gemma3"})
 
 # Options of `generate` that a session gives itself, or that need another cache than its own.
 _OWN = (
@@ -46,14 +49,14 @@ def adapter_of(model: nn.Module) -> Adapter:
             f"model type {kind!r} keeps {', '.join(other)} in its cache, from which no entries can be taken: "
             f"sessions are for {', '.join(session_families())}"
         )
-    if kind not in SUPPORTED or not SUPPORTED[kind].sessions:
+    if kind not in SESSIONS:
         raise UnsupportedModelError(
             f"sessions are not tested on model type {kind!r}: they are for {', '.join(session_families())}. Answers "
             "of others could be wrong in silence"
         )
     if DynamicLayer not in kinds:
         raise UnsupportedModelError(f"all layers of this {kind!r} have sliding windows: its cache is bounded as it is")
-    if DynamicSlidingWindowLayer in kinds and not SUPPORTED[kind].sessions_in_windows:
+    if DynamicSlidingWindowLayer in kinds and kind not in SESSIONS_IN_WINDOWS:
         raise UnsupportedModelError(f"this {kind!r} has sliding windows, on which its sessions are not tested")
     check_mode(model)
     return adapter
@@ -61,7 +64,7 @@ def adapter_of(model: nn.Module) -> Adapter:
 
 def session_families() -> list[str]:
     """Return the model types with which sessions are tested, sorted."""
-    return sorted(name for name, family in SUPPORTED.items() if family.sessions)
+    return sorted(SESSIONS)
 
 
 def check_window(adapter: Adapter, left: int, who: str, way_out: str) -> None:
@@ -98,7 +101,7 @@ def check_patch(attachment: Any, adapter: Adapter) -> None:
             reason = "feature_cache= keeps what a session drops"
         elif any(isinstance(part, GuardPart) for part in attachment.engine.parts):
             reason = "its guard reads questions, which a session hears after its frames (guard='off' leaves it out)"
-        elif adapter.family.masks_by_type:
+        elif adapter.config.model_type in MASKS_BY_TYPE:
             reason = f"the masks of {adapter.config.model_type!r} by type of token are not tested with pruned blocks"
         else:
             return

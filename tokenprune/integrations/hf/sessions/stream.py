@@ -18,7 +18,7 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.sessions.anchors import reanchor
 from tokenprune.integrations.hf.sessions.attending import Attending
-from tokenprune.integrations.hf.sessions.checks import check_mode, generate_options, place_of
+from tokenprune.integrations.hf.sessions.checks import MASKS_BY_TYPE, check_mode, generate_options, place_of
 from tokenprune.integrations.hf.sessions.limits import Limits
 from tokenprune.integrations.hf.sessions.memory import TOKEN, Memory
 from tokenprune.integrations.hf.sessions.policies.base import Policy
@@ -209,7 +209,7 @@ class Stream:
     def _token_types(self, ids: Tensor) -> dict[str, Tensor]:
         """Return token types for a family that makes masks of them: transformers fills them up on the right to the
         length of the keys, so those of what the cache holds come in front."""
-        if not self.adapter.family.masks_by_type:
+        if self.adapter.config.model_type not in MASKS_BY_TYPE:
             return {}
         types = (ids == self.adapter.placeholders["image"]).long()
         return {"token_type_ids": torch.cat([ids.new_zeros(1, self.memory.held), types], 1)}

@@ -27,6 +27,7 @@ from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.hf.towers.blocks import attention_of, find_blocks
 from tokenprune.integrations.hf.towers.unit_dropping import coloured, colours_of
 from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
 from tokenprune.integrations.shared.towers.packed_features import PackRecorder, take_packed
 from tokenprune.integrations.shared.towers.patch_grid import image_sizes, place
 from tokenprune.integrations.shared.towers.tower_scores import (
@@ -81,7 +82,7 @@ class BlockReader(Part):
         self.of_pixels = {one for method in methods for one in read_of_pixels(method)}
         self.colours = colours_of(processor)
         if self.of_pixels and self.colours is None:
-            raise OptionError(f"{self.name} reads colours, and the model gets normalised ones: pass processor=")
+            raise OptionError(f"{self.name} reads colours, and the model gets normalised pixels. Pass processor=.")
 
     # -- inside the tower
 
@@ -137,7 +138,9 @@ class BlockReader(Part):
             return
         # Each (rows of the tower, patches, channels); a tower that lays images end to end has one row of all patches.
         if not all(state.values()):
-            raise UnsupportedSetupError(f"{self.name}: not all blocks of the vision tower showed their attention")
+            raise UnsupportedSetupError(
+                f"{self.name}: some blocks of the vision tower did not call their attention function. {AFTER_THE_TOWER}"
+            )
         on_one_axis = self.adapter.family.patches in ("runs", "sized")
         layers = [
             torch.cat([piece.flatten(0, 1) for piece in pieces])[None] if on_one_axis else torch.cat(pieces)
@@ -180,8 +183,8 @@ class EncodedTokens:
             encoded, mask = record_of(output).encoded, call.prompt.placeholders[modality]
             if encoded is None:
                 raise UnsupportedSetupError(
-                    f"these {modality} features were not encoded by the patched model, so what its vision tower shows "
-                    "is not known: pass pixels"
+                    f"These {modality} features were not encoded by the patched model, so values of its vision tower "
+                    "are missing. Pass pixels."
                 )
             self.masks.append((modality, mask, len(encoded.placed.cells)))
             self.parts.append(encoded)
@@ -190,9 +193,8 @@ class EncodedTokens:
         """Return float32 `[S, N, C]`; key: see `Encoded`."""
         if any(key not in part.values for part in self.parts):
             raise UnsupportedSetupError(
-                f"the {' of block '.join(map(str, key))} of the vision tower was not read: a method names all that it "
-                "reads in its encoder_layers; features that were encoded under another patch do not have it, then pass "
-                "pixels"
+                f"The {' of block '.join(map(str, key))} of the vision tower was not recorded. List the block in the "
+                "method's encoder_layers, and pass pixels if the features were encoded under another patch."
             )
         found = self._of([part.values[key] for part in self.parts], segments)
         return found.masked_fill(~segments.mask.unsqueeze(-1), 0) if segments.padded else found
@@ -222,4 +224,4 @@ class EncodedTokens:
 def _instead(methods: Sequence[Pruner]) -> str:
     """Return what to do where the tower cannot be read."""
     less = [f", or {method.name} with {options}" for method in methods if (options := without_tower(method))]
-    return "use a method that acts after the tower" + "".join(less)
+    return "Use a method that acts after the tower" + "".join(less) + "."

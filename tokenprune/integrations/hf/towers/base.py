@@ -80,7 +80,7 @@ class TowerPart(Part):
                 continue
             if (of_images := getattr(record, self.leaves)) is None:
                 raise UnsupportedSetupError(
-                    f"{self.method.name}: these {modality} features were not encoded by the patched model: pass pixels"
+                    f"{self.method.name}: these {modality} features were not encoded by the patched model. Pass pixels."
                 )
             left[modality] = of_images
         selection = self._select(call, inputs.embeds.device, left) if left else None
@@ -119,14 +119,14 @@ def check_bias(method: TowerMethod, config: Any, uneven: bool) -> None:
     why = "the padding of images that are left with fewer tokens" if uneven else "proportional attention"
     way_out = "" if uneven else ", or pass proportional=False"
     raise UnsupportedSetupError(
-        f"{method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs; load "
-        f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}'
+        f"{method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs. Load "
+        f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}.'
     )
 
 
 def not_traced(method: TowerMethod, adapter: Adapter, modality: str) -> UnsupportedSetupError:
     """Return the error for features that cannot be matched to tokens of the tower."""
     return UnsupportedSetupError(
-        f"{method.name}: the {modality} features of {adapter.config.model_type!r} do not tell which "
-        "patches they were made of; leave them out of the prompt, or use a method that acts after the tower"
+        f"{method.name}: the {modality} features of {adapter.config.model_type!r} cannot be traced to "
+        "patches. Leave them out of the prompt, or use a method that acts after the tower."
     )

@@ -10,7 +10,7 @@ from torch import nn
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.integrations.shared.abilities import AFTER_THE_TOWER
+from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
 
 _TOWERS = ("vision_tower", "visual", "vision_model")
 _LISTS = ("layers", "layer", "blocks")
@@ -33,14 +33,17 @@ def find_blocks(
                 if isinstance(blocks, nn.ModuleList) and blocks and all(type(x).__name__ in known for x in blocks):
                     return tower, module, list(blocks)
     kind = type(getattr(adapter.base, "vision_tower", adapter.base)).__name__
-    raise UnsupportedSetupError(f"{knows}, not {kind}; {instead}")
+    raise UnsupportedSetupError(f"{knows}, not {kind}. {instead}")
 
 
 def check_layer(name: str, layer: int, arguments: dict[str, Any]) -> None:
     """Raise UnsupportedSetupError for a call that reads another output of the tower than that of `layer`, for which the
     method called `name` was set up. arguments: of `get_image_features`, or of that of videos."""
     if (asked := arguments.get("vision_feature_layer")) not in (None, layer):
-        raise UnsupportedSetupError(f"{name} was set up for the config's vision_feature_layer={layer}, not for {asked}")
+        raise UnsupportedSetupError(
+            f"{name} was set up for vision_feature_layer={layer} of the config, not for {asked}. Set it in the config "
+            "before patch()."
+        )
 
 
 def attention_of(block: nn.Module) -> nn.Module:

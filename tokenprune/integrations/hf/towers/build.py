@@ -18,8 +18,8 @@ def tower_part(
     adapter: Adapter, method: TowerMethod, budget: Budget, processor: Any = None
 ) -> RowTower | PackedTower | GridTower:
     """Return the part for the tower of a model. For the errors see the classes."""
-    if adapter.family.units:
+    if adapter.family.tower_rows == "all images":
         return PackedTower(adapter, method, budget, processor)
-    if adapter.family.own_grids and isinstance(method, UnitDropper):
+    if adapter.family.tower_rows == "one image" and isinstance(method, UnitDropper):
         return GridTower(adapter, method, budget)
     return RowTower(adapter, method, budget)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
@@ -19,6 +21,13 @@ from tokenprune.integrations.shared.eager import run_eagerly
 
 MODALITIES = ("image", "video")
 _thread = threading.local()
+
+
+def shapes_on_host(modality: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Copy the sizes of images among the encoder's `arguments` to the host once, so that later reads do not wait."""
+    name = f"{modality}_grid_thw"
+    sizes = arguments.get(name)
+    return arguments if sizes is None else arguments | {name: torch.as_tensor(sizes, device="cpu")}
 
 
 class FeatureRecorder:
@@ -97,10 +106,10 @@ class EncoderHook(Attachable):
             self.check()
         else:
             modality = self.adapter.modality(modality, arguments, call.arguments)
-        host_args = self.adapter.on_host(modality, arguments)
+        host_args = shapes_on_host(modality, arguments)
         frames = self.adapter.video_frames(host_args) if modality == "video" else None
         if 0 in (frames or ()):
-            raise UnsupportedSetupError("a video of this call has no frames: leave it out, or pass its frames")
+            raise UnsupportedSetupError("A video of this call has no frames. Leave it out, or pass its frames.")
         for around in self._around:
             encode = partial(around, encode)
         output = encode(Encoding(modality, arguments, host_args))

@@ -100,8 +100,8 @@ class FrameMerging(TowerPart):
         depends_on_prompt = budget.per != "image" or budget.target == "flops_share" or budget.ages is not None
         if depends_on_prompt or budget.video is not None:
             raise BudgetError(
-                f"{method.name} decides before the prompt is known, for each video by itself: of {budget}, say keep, "
-                'average_tokens, average_share or kv_share, with per="image"'
+                f"{method.name} acts before the prompt is known and does not support {budget}. Use keep, "
+                'average_tokens, average_share or kv_share, with per="image".'
             )
         knows = f"{method.name} merges frames in the towers CLIP and SigLIP"
         self.tower, self.encoder, self.layers = find_blocks(adapter, _CLASS_TOKENS, knows)
@@ -133,7 +133,10 @@ class FrameMerging(TowerPart):
         self.reducer.end()  # what a call that failed may have left
         frames = self.adapter.video_frames(encoding.on_host) if encoding.modality == "video" else []
         if frames is None:
-            raise UnsupportedSetupError(f"{self.method.name}: nothing tells how many frames these videos have")
+            raise UnsupportedSetupError(
+                f"{self.method.name}: the number of frames of these videos is not known. Pass the arguments of the "
+                "processor."
+            )
         check_layer(self.method.name, self.layer, encoding.on_host)
         states()[self] = frames  # until the tower begins
         try:
@@ -170,7 +173,9 @@ class FrameMerging(TowerPart):
         last = index == self.mixed[-1]
         if last:
             if run.received is None:
-                raise UnsupportedSetupError(f"{self.method.name}: block {index} of the tower showed no attention")
+                raise UnsupportedSetupError(
+                    f"{self.method.name}: block {index} of the tower did not call its attention function."
+                )
             run.received = run.mix(mixes, run.received)
         run.follow(mixes)
         if last:

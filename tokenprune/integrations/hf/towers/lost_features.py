@@ -55,6 +55,6 @@ class ChunkedPrefillCheck(Part):
                 lost = modality in masks and bool(masks[modality].any())
             if lost:
                 raise UnsupportedSetupError(
-                    "a part of the prompt came without its images, or with pieces of them: generate() was given "
-                    "prefill_chunk_size; leave it out"
+                    "A part of the prompt came without its images, because generate() got prefill_chunk_size. Leave "
+                    "prefill_chunk_size out."
                 )

@@ -34,7 +34,7 @@ from tokenprune.selection.sites.units import UnitDropper
 
 
 def tower_of(adapter: Adapter) -> Any:
-    """Return the packed tower of a family with `units`."""
+    """Return the tower of packed patches, which families with `tower_rows="all images"` have."""
     towers = (getattr(adapter.base, name, None) for name in ("visual", "vision_model"))
     return next(tower for tower in towers if hasattr(tower, "merger"))
 
@@ -64,7 +64,8 @@ class PackedTower(TowerPart):
             self.colours = colours_of(processor) if dropper.sees == "pixels" else None
             if self.colours is None and (why := dropper.reads_colours):
                 raise OptionError(
-                    f"{method.name}: {why}, and the model gets normalised ones: pass processor=, or leave it out"
+                    f"{method.name}: {why}, and the model gets normalised pixels. Pass processor=, or leave the "
+                    "option out."
                 )
             return
         self.merges = not method.drops

@@ -25,6 +25,7 @@ from tokenprune.integrations.hf.towers.blocks import attention_of, check_layer, 
 from tokenprune.integrations.hf.towers.merge_map import feature_groups
 from tokenprune.integrations.hf.towers.tiles import TileGoals
 from tokenprune.integrations.shared.attachable import with_output
+from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
 from tokenprune.integrations.shared.towers.packed_features import PackRecorder, take_packed
 from tokenprune.integrations.shared.towers.patch_grid import patches_of
 from tokenprune.integrations.shared.towers.reducer import Host, TowerReducer
@@ -135,13 +136,13 @@ class RowTower(TowerPart):
         """Give masked patches the weight 0, so that they do not count in a mean, and stay masked."""
         if isinstance(self.method, UnitDropper):
             raise UnsupportedSetupError(
-                f"{self.method.name}: some patches of these images are padding, which units that leave would mix with "
-                "others; use a method that acts after the tower, such as divprune"
+                f"{self.method.name}: some patches of these images are padding, which dropping would mix with others. "
+                f"{AFTER_THE_TOWER}"
             )
         if mask.ndim != 4:
             raise UnsupportedSetupError(
-                f"{self.method.name}: some patches of these images are padding, and attention of this kind takes no "
-                'mask that merging could change; load the model with attn_implementation={"vision_config": "sdpa", ...}'
+                f"{self.method.name}: some patches of these images are padding, which this attention cannot mask "
+                'after a merge. Load the model with attn_implementation={"vision_config": "sdpa", ...}.'
             )
         rows, device = len(observation.query), observation.query.device
         first = torch.zeros(1, 1, dtype=torch.long, device=device)

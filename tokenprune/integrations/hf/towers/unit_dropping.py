@@ -24,8 +24,8 @@ def check_drops(method: UnitDropper, budget: Budget, depth: int) -> None:
     method.checked_block(depth)
     if budget.per != "image" or budget.target == "flops_share":
         raise BudgetError(
-            f"{method.name} decides before the prompt is known, for each image or video by itself: of {budget}, "
-            'say keep, average_tokens, average_share or kv_share, with per="image"'
+            f"{method.name} acts before the prompt is known and does not support {budget}. Use keep, "
+            'average_tokens, average_share or kv_share, with per="image".'
         )
 
 

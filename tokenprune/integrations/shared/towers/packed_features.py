@@ -89,8 +89,8 @@ class PackedFeatures:
         ids = packed[:, 0].round().long()
         if not torch.equal(packed[:, 1], _check(ids.double())):
             raise UnsupportedSetupError(
-                "this image has so many tiles that the model interpolates its features, so that none of them is a "
-                "patch of the tower; use a smaller image, or a method that acts after the tower"
+                "This image has so many tiles that the model interpolates its features, so they are no patches of the "
+                "tower. Use a smaller image, or a method that acts after the tower."
             )
         return ids
 

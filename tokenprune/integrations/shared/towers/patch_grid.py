@@ -107,8 +107,8 @@ def place(
         placed = _tiles(source, arguments, total, scores)
     if placed is None:
         raise UnsupportedSetupError(
-            f"the {modality} features of this {source.config.model_type!r} do not tell which patches of the vision "
-            "tower they were made of; leave them out of the prompt, or use a method that acts after the tower"
+            f"The {modality} features of this {source.config.model_type!r} cannot be traced to patches of the vision "
+            "tower. Leave them out of the prompt, or use a method that acts after the tower."
         )
     return placed
 

@@ -183,7 +183,7 @@ class TowerReducer(Attachable):
             return None
         if run.keys is None:
             name = self.layout.method.name
-            raise UnsupportedSetupError(f"{name}: block {index} of the tower showed no attention keys")
+            raise UnsupportedSetupError(f"{name}: block {index} of the tower did not call its attention function.")
         keys, run.keys = run.keys, None
         return self.layout.find(match, keys, run)
 
@@ -216,6 +216,6 @@ def check_checkpointing(block: nn.Module, hidden: Tensor) -> None:
     learns = torch.is_grad_enabled() and any(one.requires_grad for one in block.parameters())
     if learns or hidden.requires_grad:
         raise UnsupportedSetupError(
-            "gradient checkpointing runs the tower's blocks a second time, when what they merged is forgotten; switch "
-            "it off for the vision tower"
+            "Gradient checkpointing runs the blocks of the tower a second time, without the state of their merges. "
+            "Switch it off for the vision tower."
         )

@@ -39,14 +39,13 @@ def check_method(method: TowerMethod, budget: Budget, unit: int, shows: bool) ->
     """
     if budget.keep is None or budget.per != "image":
         raise BudgetError(
-            f"{method.name} acts in the encoder, where each image is for itself: keep is a share of its "
-            f"patches or a number of them, not {budget}"
+            f"{method.name} acts in the encoder on each image separately and does not support {budget}. Set keep "
+            "to a share or a number of patches."
         )
     if method.reads and (not shows or unit > 1):
         raise UnsupportedSetupError(
-            f"{method.name} drops patches inside the tower by {method.reads}, which takes a CLIP or SigLIP tower "
-            "that sees an image as one tile, and each of whose patches becomes a visual token; use a method after "
-            "the tower, or leave out the option"
+            f"{method.name} drops patches by {method.reads}, which needs a CLIP or SigLIP tower with one tile per "
+            "image and one token per patch. Use a method after the tower, or leave out the option."
         )
 
 

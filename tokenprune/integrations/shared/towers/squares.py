@@ -52,8 +52,8 @@ class Squares:
         height = math.isqrt(max(0, patches))
         if not patches or height * height != patches or height % self.side:
             raise UnsupportedSetupError(
-                f"{patches} patches of the vision tower are no square grid of units of {self.side} x {self.side}, "
-                "which become one visual token each: use a method that acts after the tower"
+                f"{patches} patches of the vision tower are no square grid of units of {self.side} x {self.side} "
+                "patches. Use a method that acts after the tower."
             )
         return patches // self.size
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.shared.abilities import reads_tower
+from tokenprune.integrations.shared.checks import reads_tower
 from tokenprune.integrations.vllm.frontend import metrics
 from tokenprune.integrations.vllm.frontend.items import CountedDetails
 from tokenprune.integrations.vllm.frontend.served import BY_KEY, Served, ServedRequest, is_of_input, selecting

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError, short
-from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared import checks
 from tokenprune.integrations.vllm.settings.servable import BESIDE
 from tokenprune.integrations.vllm.settings.settings import IN_LLM, KEY, ServedSetting
 from tokenprune.integrations.vllm.settings.towers import acts_in_tower, check_tower
@@ -42,8 +42,8 @@ def family_of(model_config: Any) -> Family:
     architecture = model_config.architecture
     if architecture not in SERVED:
         raise UnsupportedModelError(
-            f"{KEY} {abilities.unserved_family(architecture)}. It serves {', '.join(SERVED)}. Leave the {KEY} setting "
-            "out to serve the model as it is"
+            f"{KEY} {checks.unserved_family(architecture)}. Leave the {KEY} setting out to serve the model unchanged "
+            "(docs/serving.md lists the served models)."
         )
     return SERVED[architecture]
 
@@ -53,8 +53,8 @@ def check_model(setting: ServedSetting, model_config: Any) -> None:
     if setting.method is None:
         return
     backend, config = Backend.VLLM_IN_LLM if setting.in_llm else Backend.VLLM, model_config.hf_config
-    abilities.check(setting.method, family_of(model_config), backend, config=config)
-    if acts_in_tower(setting.method) or abilities.reads_tower(setting.method):
+    checks.check(setting.method, family_of(model_config), backend, config=config)
+    if acts_in_tower(setting.method) or checks.reads_tower(setting.method):
         check_tower(setting, model_config)
 
 

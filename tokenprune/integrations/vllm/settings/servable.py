@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of keys in a setting for vLLM; and the methods that it can serve: `shared.abilities` allows them, and they
+"""Names of keys in a setting for vLLM; and the methods that it can serve: `shared.checks` allows them, and they
 pass a trial run."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.shared import abilities
+from tokenprune.integrations.shared import checks
 from tokenprune.methods.registry import available_methods, method_class
 from tokenprune.selection.method import Method, Site
 from tokenprune.selection.sites.encoder import EncoderMethod
@@ -28,8 +28,8 @@ REQUEST = "request"  # label in metrics for a setting that a request wrote itsel
 
 def check_method(method: Method, in_llm: bool = False) -> None:
     """Raise OptionError if vLLM cannot serve this method, saying what to use instead."""
-    if reason := abilities.unserved(method, in_llm) or _failure(method, in_llm):
-        raise OptionError(f"{reason}. Servable are {', '.join(servable(in_llm))}")
+    if reason := checks.unserved(method, in_llm) or _failure(method, in_llm):
+        raise OptionError(reason)
 
 
 def servable(in_llm: bool = False) -> list[str]:
@@ -37,12 +37,11 @@ def servable(in_llm: bool = False) -> list[str]:
     return [name for name in available_methods() if _is_served(cast(Any, method_class(name)), in_llm)]
 
 
-# The check runs each method, and the answer to a refused request names all of them: without a cache the front end would
-# run them each time.
+# The check runs each method.
 @lru_cache(maxsize=1024)
 def _is_served(cls: type[Method], in_llm: bool) -> bool:
     method = cls()
-    return not (abilities.unserved(method, in_llm) or _failure(method, in_llm))
+    return not (checks.unserved(method, in_llm) or _failure(method, in_llm))
 
 
 def _failure(method: Any, in_llm: bool) -> str | None:
@@ -55,5 +54,5 @@ def _failure(method: Any, in_llm: bool) -> str | None:
     try:
         (inside if in_llm else before_llm).probe(method)
     except TokenPruneError as error:
-        return abilities.refusal(method, str(error), in_llm)
+        return checks.refusal(method, str(error), in_llm)
     return None

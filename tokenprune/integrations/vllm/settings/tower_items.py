@@ -15,7 +15,7 @@ import torch
 
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError
-from tokenprune.integrations.shared.abilities import AFTER_THE_TOWER
+from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
 from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, newline_number, numbered
 from tokenprune.integrations.shared.towers.tile_goals import Goal, goals_of, parts_of_tiles
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
@@ -47,8 +47,8 @@ def check_items(method: Method, settings: Mapping[str, Sequence[ServedSetting]],
         video = modality == "video"
         _check(
             not video or served.patches == "runs" or (served.patches == "packed" and not merges),
-            f"{method.name}: the video features of {served.name!r} do not tell which patches of the "
-            f"vision tower they were made of; {AFTER_THE_TOWER}",
+            f"{method.name}: the video features of {served.name!r} cannot be traced to patches of the vision tower. "
+            f"{AFTER_THE_TOWER}",
         )
         if served.patches != "packed":
             continue
@@ -93,8 +93,8 @@ def _newlines(info: Any, height: int, width: int, method: Method) -> int:
     found = info._get_num_unpadded_features(**sizes)
     _check(
         found == LlavaNextProcessingInfo._get_num_unpadded_features(info, **sizes),
-        f"{method.name}: this image has so many tiles that the model interpolates its features, so that none of them "
-        f"is a patch of the tower; send a smaller image, or {AFTER_THE_TOWER}",
+        f"{method.name}: this image has so many tiles that the model interpolates its features. Send a smaller image, "
+        "or use a method that acts after the tower, such as divprune.",
     )
     return found[1]
 

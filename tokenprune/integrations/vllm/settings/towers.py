@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.shared.abilities import AFTER_THE_TOWER
+from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
 from tokenprune.integrations.shared.towers.patch_grid import patches_of
 from tokenprune.integrations.shared.towers.squares import Squares
 from tokenprune.integrations.shared.towers.tower_scores import block_index, read_block, without_tower
@@ -45,7 +45,7 @@ def is_known(config: Any) -> bool:
 def packs(config: Any) -> bool:
     """Return True for a tower that lays the patches of all images end to end, and merges whole units of them."""
     row = family_of(config.model_type)
-    return row.units and row.merges
+    return row.tower_rows == "all images" and row.merges
 
 
 def row_of(config: Any) -> TowerRow:
@@ -53,7 +53,7 @@ def row_of(config: Any) -> TowerRow:
     # Configs that vLLM has of its own name a packed tower otherwise than transformers does.
     found = (TOWERS.get(f"{config.model_type}_vision") if packs(config) else None) or tower_of(config)
     if found is None:
-        raise UnsupportedSetupError(f"the vision tower {tower_kind(config)!r} is not known; {AFTER_THE_TOWER}")
+        raise UnsupportedSetupError(f"The vision tower {tower_kind(config)!r} is not known. {AFTER_THE_TOWER}")
     return found
 
 
@@ -76,7 +76,9 @@ def check_tower(setting: Any, model_config: Any) -> None:
     if isinstance(method, UnitDropper):
         method.is_identity(Budget.from_number(setting.keep))
         whole = depth_of(config.vision_config)
-        method.checked_block(whole if family_of_config(config).units else served_tower(method, config).read)
+        method.checked_block(
+            whole if family_of_config(config).tower_rows == "all images" else served_tower(method, config).read
+        )
     elif isinstance(method, EncoderMethod):
         if not setting.removes_nothing:
             tower = served_tower(method, config)
@@ -94,8 +96,9 @@ def check_whole(method: Method, model_config: Any) -> None:
         options = without_tower(method, json.dumps) if isinstance(method, Pruner) else ""
         less = f", or {method.name} with {options}" if options else ""
         raise UnsupportedSetupError(
-            f'{method.name} looks into the vision tower, whose images --mm-encoder-tp-mode "data" spreads over '
-            f"devices; leave it at its default, or {AFTER_THE_TOWER}{less}"
+            f'{method.name} reads the vision tower, whose images --mm-encoder-tp-mode "data" spreads over devices. '
+            "Leave "
+            f"it at its default, or use a method that acts after the tower, such as divprune{less}."
         )
 
 
@@ -147,7 +150,7 @@ def units_of(config: Any) -> Squares | None:
 def tiles_of(method: TowerMethod, config: Any, count: int) -> int:
     """Return how many budgets an image of `count` visual tokens has: one for each row of the tower, where rows are not
     cropped; else one."""
-    if (row := family_of_config(config)).units or row.patches == "packed":
+    if (row := family_of_config(config)).tower_rows == "all images" or row.patches == "packed":
         return 1
     return max(1, count // served_tower(method, config).patches)
 

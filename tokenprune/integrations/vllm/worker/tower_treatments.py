@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError
-from tokenprune.integrations.shared.abilities import reads_tower
+from tokenprune.integrations.shared.checks import reads_tower
 from tokenprune.integrations.shared.towers.tower_scores import Encoded
 from tokenprune.integrations.shared.towers.tower_scores import Seen as BlockScores
 from tokenprune.integrations.vllm.settings.plan import Plan
@@ -122,7 +122,7 @@ def tower_treatment(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any]
     if plans and (merging(plans[0]) or dropping_plan(plans[0])):
         method = plans[0].setting.method if merging(plans[0]) else plans[0].setting.acting
         assert isinstance(method, TowerMethod)
-        if model.tokenprune_family.units:
+        if model.tokenprune_family.tower_rows == "all images":
             return ReducedTower(plans, PackedTower(model, method, plans))
         return ReducedTower(plans, RowTower(model, method, plans, kwargs))
     if any(_reading_method(plan) for plan in plans):

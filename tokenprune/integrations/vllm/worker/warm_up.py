@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tokenprune.errors import TokenPruneError, UnsupportedSetupError
-from tokenprune.integrations.shared.abilities import reads_tower
+from tokenprune.integrations.shared.checks import reads_tower
 from tokenprune.integrations.vllm.compat import wrap
 from tokenprune.integrations.vllm.selection import before_llm
 from tokenprune.integrations.vllm.selection.in_llm import rehearse

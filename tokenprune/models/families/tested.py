@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the test suite that run on each model type: facts for pages, commands and the check of sessions."""
+
+from __future__ import annotations
+
+from tokenprune.models.families.row import Family
+
+# Model types on which every method is tested.
+EVERY_METHOD = frozenset(
+    "gemma3 idefics3 internvl llava llava_next llava_onevision qwen2_5_vl qwen2_vl qwen3_vl smolvlm".split()
+)
+# Model types on which sessions are tested, also with sliding windows in some layers.
+SESSIONS = EVERY_METHOD - {"idefics3", "smolvlm"}
+SESSIONS_IN_WINDOWS = frozenset({"gemma3"})
+
+
+def list_tested_sites(row: Family) -> tuple[str, ...]:
+    """Return the names of the sites at which methods are tested, in the order in which data meets them."""
+    every_method = row.name in EVERY_METHOD
+    tested = {
+        "PRE_ENCODER": every_method,
+        "IN_ENCODER": row.merges,
+        "PRE_LLM": True,
+        "ATTENTION": every_method and row.videos == "frames",
+        "IN_LLM": True,
+        "DECODE": not (row.stateful or row.vectors),
+    }
+    return tuple(site for site, is_tested in tested.items() if is_tested)
