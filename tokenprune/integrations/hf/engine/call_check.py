@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check how a model is called: refuse rows with several samples, and note calls whose pruning may surprise the "
-"caller."""
+"""Check how a model is called: refuse rows with several samples, and note calls that prune less than expected."""
 
 from __future__ import annotations
 
