@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check how a model is called: refuse rows with several samples, and note calls whose pruning may surprise the "
-"caller."""
+"""Check how a model is called: refuse rows with several samples, and note calls that prune less than expected."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ class CallCheck(Part):
         elif length > 1 and not call.past and not call.outputs and call.arguments.get("input_ids") is None:
             self._note(
                 call,
-                "the prompt came as embeddings without pixels, so images in it were not found and not pruned. Pass "
-                "pixel_values with input_ids, or with embeddings of placeholders",
+                "the prompt came as embeddings without pixels: if it holds images, nothing tells where, and nothing "
+                "was pruned; pass pixel_values with input_ids, or with embeddings of placeholders",
             )
 
     def on_plan(self, call: Call, plan: Plan) -> Plan:
@@ -60,8 +59,8 @@ class CallCheck(Part):
         if (reason := unread(given, prompt.padding, prompt.position_ids)) is not None:
             self._note(
                 call,
-                f"position_ids restart inside a row, which still counts as one sample, because {reason}. Give each "
-                "sample its own row",
+                f"position_ids begin anew inside a row, which counts as one sample all the same, in attention too: "
+                f"{reason}; give each sample a row of its own",
             )
         return plan
 
@@ -74,8 +73,8 @@ class CallCheck(Part):
             names = " and ".join(self.reading)
             self._note(
                 call,
-                f"without a cache {names} selected again for this step, by the last token. The answer may differ from "
-                "that with use_cache=True",
+                f"without a cache {names} chose anew for this step, by the token written last: the answer may be "
+                "another than with use_cache=True",
             )
         states()[self] = shape
 
@@ -87,8 +86,8 @@ class CallCheck(Part):
             names = " and ".join(dict.fromkeys(self.absolute))
             self._note(
                 call,
-                f"{names} reads values that depend on position ids, which count the left padding here. Pass "
-                "position_ids, or call generate()",
+                f"{names} reads values that depend on position ids, which count the left padding here: the choice may "
+                "differ from that of unpadded rows. Pass position_ids, or call generate()",
             )
 
     def _note(self, call: Call, note: str) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.budgets import Budget
-from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.blocks import find_blocks
@@ -56,11 +55,6 @@ class GridTower(TowerPart):
     leaves = "kept"
 
     def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget) -> None:
-        if not method.removes:
-            raise UnsupportedSetupError(
-                f"{method.name}: units come back in towers of one sequence and of tiles, and not where each image is a "
-                "grid of its own; use towerdrop"
-            )
         super().__init__(adapter, method, budget)
         knows = f"{method.name} knows SigLIP 2 of images of any shape"
         self.tower, self.encoder, layers = find_blocks(adapter, ("Siglip2EncoderLayer",), knows)
