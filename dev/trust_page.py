@@ -16,7 +16,7 @@ from tokenprune_demo.heldout import SMOL, load_heldout
 
 TOKEN = 14  # pixels a side of a visual token of demo_smol
 
-LLAVA = RESULTS.parent / "papers/llava15_7b.json"
+LLAVA = RESULTS.parent / "experiments/papers/llava15_7b.json"
 
 
 def kinds() -> str:

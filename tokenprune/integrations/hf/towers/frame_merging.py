@@ -30,7 +30,7 @@ from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.shared.attachable import hidden_states, states, with_output
 from tokenprune.integrations.shared.towers.patch_grid import place
-from tokenprune.integrations.shared.towers.reducer import Host, Layout, TowerReducer, check_checkpointing
+from tokenprune.integrations.shared.towers.reducer import Host, TowerLayout, TowerReducer, check_checkpointing
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
 from tokenprune.integrations.shared.towers.tower_scores import block_observable
 from tokenprune.integrations.shared.towers.units import Units
@@ -71,7 +71,7 @@ class FramesRun(TowerRun):
         self.units, self.left = replace(self.units, owner=owner, left=[sum(left)]), left
 
 
-class FrameLayout(Layout):
+class FrameLayout(TowerLayout):
     """One frame per row. `frames` returns the number of frames of each video of a forward."""
 
     begins = True

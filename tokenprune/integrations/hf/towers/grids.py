@@ -16,7 +16,7 @@ from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.blocks import find_blocks
 from tokenprune.integrations.hf.towers.unit_dropping import check_drops
 from tokenprune.integrations.shared.attachable import with_output
-from tokenprune.integrations.shared.towers.reducer import Host, Layout, TowerReducer
+from tokenprune.integrations.shared.towers.reducer import Host, TowerLayout, TowerReducer
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
 from tokenprune.integrations.shared.towers.squares import by_units
 from tokenprune.integrations.shared.towers.unit_dropping import Grids, choose_units, choosing
@@ -36,7 +36,7 @@ class GridHost(Host):
         return args[:1], kwargs | {"attention_mask": bias}  # None if the kept rows have the same length
 
 
-class GridLayout(Layout):
+class GridLayout(TowerLayout):
     """One image per row, with as many patches as its grid."""
 
     def __init__(self, method: UnitDropper, blocks: Sequence[Block]) -> None:

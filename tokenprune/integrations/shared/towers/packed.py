@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tokenprune.budgets import Budget
 from tokenprune.integrations.shared.towers.packed_features import first_of_group
 from tokenprune.integrations.shared.towers.parts import Plan, frames_apart
-from tokenprune.integrations.shared.towers.reducer import Layout, TowerReducer
+from tokenprune.integrations.shared.towers.reducer import TowerLayout, TowerReducer
 from tokenprune.integrations.shared.towers.rows import check_method
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
 from tokenprune.integrations.shared.towers.unit_dropping import Grids, choosing_packed, come_back, dropping
@@ -26,7 +26,7 @@ from tokenprune.selection.sites.units import UnitDropper
 Order = Callable[[], Tensor | None]  # returns `TowerRun.order`
 
 
-class PackedLayout(Layout):
+class PackedLayout(TowerLayout):
     """Patches of all images in one sequence. Units merge within an image, or within a frame of a video.
 
     Attention keys are `[n * patches, Dh]`, mean over the heads.

@@ -31,7 +31,7 @@ from tokenprune.kernels.merging import Merge
 from tokenprune.selection.sites.encoder import Matcher, Tower
 
 
-class Layout:
+class TowerLayout:
     """Base of the layouts: how the units of images are arranged in a tower, and how a method reduces them.
 
     Attributes:
@@ -92,7 +92,7 @@ class Host:
 class TowerReducer(Attachable):
     """Runs the blocks of one tower on the kept units. The state of a forward is kept per thread."""
 
-    def __init__(self, layout: Layout, host: Host) -> None:
+    def __init__(self, layout: TowerLayout, host: Host) -> None:
         super().__init__()
         self.layout, self.host = layout, host
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, UnsupportedSetupError
 from tokenprune.integrations.shared.towers.parts import Plan
-from tokenprune.integrations.shared.towers.reducer import Layout
+from tokenprune.integrations.shared.towers.reducer import TowerLayout
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
 from tokenprune.integrations.shared.towers.squares import Squares
 from tokenprune.integrations.shared.towers.tile_goals import Goal, parts_of_tiles
@@ -49,7 +49,7 @@ def check_method(method: TowerMethod, budget: Budget, unit: int, shows: bool) ->
         )
 
 
-class RowLayout(Layout):
+class RowLayout(TowerLayout):
     """One image per row, `[B, n, D]`. Attention keys are `[B, H, n, Dh]`.
 
     Args:

@@ -49,7 +49,7 @@ def _around(
     return output if changed is None else changed
 
 
-class PackedTower(Attachable):
+class ServedPackedTower(Attachable):
     """Merges or drops units in the tower of a vLLM model while it is attached.
 
     Attributes:

@@ -64,7 +64,7 @@ def merging(plan: Plan) -> bool:
     return plan.reduces and merges_in_tower(plan.setting.method)
 
 
-class RowTower(Attachable):
+class ServedRowTower(Attachable):
     """Merges or drops units in the tower of a vLLM model while it is attached.
 
     Attributes:

@@ -17,8 +17,8 @@ from tokenprune.integrations.shared.towers.tower_scores import Encoded
 from tokenprune.integrations.shared.towers.tower_scores import Seen as BlockScores
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.worker.tower import TowerReader
-from tokenprune.integrations.vllm.worker.tower_packed import PackedTower, dropping_plan
-from tokenprune.integrations.vllm.worker.tower_rows import RowTower, merging
+from tokenprune.integrations.vllm.worker.tower_packed import ServedPackedTower, dropping_plan
+from tokenprune.integrations.vllm.worker.tower_rows import ServedRowTower, merging
 from tokenprune.selection.method import Pruner
 from tokenprune.selection.sites.encoder import TowerMethod
 
@@ -63,7 +63,7 @@ class ReducedTower:
     """Has tokens merge, or units leave, in the tower, as `part` does within its context."""
 
     plans: Sequence[Plan]
-    part: RowTower | PackedTower
+    part: ServedRowTower | ServedPackedTower
 
     def running(self) -> AbstractContextManager[Any]:
         return self.part
@@ -123,8 +123,8 @@ def tower_treatment(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any]
         method = plans[0].setting.method if merging(plans[0]) else plans[0].setting.acting
         assert isinstance(method, TowerMethod)
         if model.tokenprune_family.tower_rows == "all images":
-            return ReducedTower(plans, PackedTower(model, method, plans))
-        return ReducedTower(plans, RowTower(model, method, plans, kwargs))
+            return ReducedTower(plans, ServedPackedTower(model, method, plans))
+        return ReducedTower(plans, ServedRowTower(model, method, plans, kwargs))
     if any(_reading_method(plan) for plan in plans):
         return ReadTower(model.tokenprune_tower, plans, kwargs, modality)
     return PlainTower(plans)
