@@ -286,9 +286,9 @@ def test_what_is_refused(build) -> None:
     refused(model, "pevlm", OptionError, r"dense_layers=\[4\]", dense_layers=[0, 4])
     refused(model, "pevlm", OptionError, "names all layers", dense_layers=[0, 1, 2, 3])
     refused(model, ["pevlm", "pevlm"], OptionError, "same place")
-    for name, family in FAMILIES.items():
+    for family in FAMILIES.values():
         if not family.video:
-            refused(build(family), "pevlm", UnsupportedSetupError, f"{name}.*names no video token")
+            refused(build(family), "pevlm", UnsupportedSetupError, "hold none")
 
 
 @torch.no_grad()

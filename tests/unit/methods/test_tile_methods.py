@@ -17,6 +17,7 @@ from tests.unit.engine.test_oracle import BATCHES, check_generate, compare_forwa
 from tokenprune import UnsupportedSetupError
 from tokenprune.integrations.shared import checks
 from tokenprune.models.families import SUPPORTED
+from tokenprune.selection.observable import Backend
 from zoo import FAMILIES
 
 TILED = ("llava_next", "llava_onevision")
@@ -179,6 +180,6 @@ def test_other_families_are_refused_by_name(method: str, build: Any) -> None:
 
 def test_vllm_refuses_them_too() -> None:
     method = tokenprune.method("hired")
-    reason = checks.unsupported(method, "qwen2_vl", backend="vllm")
+    reason = checks.unsupported(method, "qwen2_vl", engine=Backend.VLLM)
     assert reason is not None and "hired needs a thumbnail" in reason and "Qwen2VLForConditionalGeneration" in reason
-    assert checks.unsupported(method, "llava_next", backend="vllm") is None
+    assert checks.unsupported(method, "llava_next", engine=Backend.VLLM) is None
