@@ -170,7 +170,7 @@ def test_others_are_refused_with_the_reason() -> None:
         with pytest.raises(UnsupportedModelError) as caught:
             family_of(SimpleNamespace(architecture=name))
         assert f"does not serve {name}, because {reason}" in str(caught.value)
-    with pytest.raises(UnsupportedModelError, match=r"does not serve Fresh\. It serves Llava"):
+    with pytest.raises(UnsupportedModelError, match=r"does not serve Fresh\. Leave the tokenprune setting out"):
         family_of(SimpleNamespace(architecture="Fresh"))
 
 
