@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.only_v1("weights are the model's matter, not the runner's"),
     pytest.mark.skipif(
         not torch.cpu._is_avx512_supported(),
-        reason="without AVX-512 vLLM has no kernels for AWQ and GPTQ, and its int8 logits differ by 0.3 from the reference",
+        reason="without AVX-512 vLLM has no kernels for AWQ and GPTQ, and other int8 logits than the reference",
     ),
 ]
 # int8: an activation at the border of two of its 255 values may fall to another side than in the reference, whose own
