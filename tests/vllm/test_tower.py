@@ -339,7 +339,7 @@ def test_towerdrop_leaves_as_much_of_each_tile(
     prompt, images, read = *asked[-1][:2], read_block(config, towers.depth_of(config.vision_config)) + 1
     for more, says in (
         ({"layer": read}, f"has {read} blocks, and no block {read}"),
-        ({"score": "detail"}, r"grids stay whole; it is served for .*after the tower"),
+        ({"score": "detail"}, r"grids stay whole. Use a method that acts after the tower"),
     ):
         with pytest.raises(OptionError, match=says):
             engine.generate([engine.request(prompt, images, drop | more)])
