@@ -83,5 +83,5 @@ def test_what_cannot_be_served_is_said(engine: Engine, checkpoint: Checkpoint) -
 
 @pytest.mark.parametrize("name", ["internvl", "llava"])
 def test_families_whose_videos_are_not_known_are_refused_at_the_start(name: str, start: Callable[..., Engine]) -> None:
-    with pytest.raises((TokenPruneError, ValueError), match=r"for \w+ForConditionalGeneration the tokens of a frame are not known"):
+    with pytest.raises((TokenPruneError, ValueError), match=r"the tokens of a frame are not known"):
         start(name, EVS)

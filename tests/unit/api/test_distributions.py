@@ -112,7 +112,7 @@ def test_the_core_imports_neither_of_the_others() -> None:
 
 
 COMMANDS = "app bench demo fit leaderboard profile recommend report show tune".split()
-NAMES = ("recommend", "Recommendation", "demo_model()", "plot", "method_info('fitprune').cls.fit")
+NAMES = ("recommend", "demo_model()", "plot", "method_info('fitprune').cls.fit")
 
 
 def test_the_core_alone_lists_methods_and_says_what_to_install() -> None:
