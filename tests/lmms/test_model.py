@@ -251,7 +251,7 @@ def test_the_guard_gets_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
         integration.load("llava_hf", method="dart", guard=guard, pretrained=str(DEMO), device="cpu", device_map="cpu")
     processor = given[0].pop("processor")  # to read prompts with
     assert processor.tokenizer.decode([5])
-    assert [one.pop("config").setting for one in given] == [{"method": "dart"}, {"method": "dart"}]
+    assert [arguments.pop("config").to_json() for arguments in given] == [{"method": "dart"}, {"method": "dart"}]
     assert given == [{"guard": "auto"}, {"guard": "off", "processor": None}]
 
 
