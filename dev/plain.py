@@ -5,8 +5,8 @@ python dev/plain.py                                                # the package
 python dev/plain.py tokenprune/budgets --kinds docstrings --show 5 # marked lines of a folder
 python dev/plain.py --max 5                                        # exit with 1 above 5 markers per 1,000 words
 
-A marker is a construction that this repository once used 10 to 40 times as often as other libraries: relative clauses in
-place of a noun, pronouns far from their noun, inverted negations, and everyday words with a private meaning. A marker
+A marker is a construction that this repository once used 10 to 40 times as often as other libraries: relative clauses
+instead of a noun, pronouns far from their noun, inverted negations, and everyday words with a private meaning. A marker
 shows a sentence to look at. Rewrite the sentence with the noun of the field as its subject.
 
 Markers per 1,000 words in other libraries (docstrings, comments, error messages; November 2026):
@@ -61,7 +61,7 @@ MARKERS = {
     "is to be / are to be": r"\b(is|are|was|were) (not )?to be\b",
     "how many (as a noun)": r"\breturn how\b|\bhow many of\b|\bhow many\b(?![^.;:]*\?)",
 }
-# Names of variables and functions that do not say what they hold; other libraries use them fewer than 15 times together.
+# Names that do not describe a value. Other libraries use them fewer than 15 times together.
 NAMES = frozenset(
     "one number found place most own given whole seen wanted real alike made at there near gone into of".split()
 )
@@ -78,9 +78,10 @@ def docstring_nodes(tree: ast.AST) -> list[ast.Constant]:
     """Return the string nodes that are docstrings."""
     nodes = []
     for node in ast.walk(tree):
-        if isinstance(node, DOCUMENTED) and node.body and isinstance(first := node.body[0], ast.Expr):
-            if isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-                nodes.append(first.value)
+        first = node.body[0] if isinstance(node, DOCUMENTED) and node.body else None
+        value = first.value if isinstance(first, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            nodes.append(value)
     return nodes
 
 
@@ -95,9 +96,9 @@ def strings(source: str) -> Passages:
     tree = ast.parse(source)
     skipped = {id(node) for node in docstring_nodes(tree)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
-            if len(WORD.findall(node.value)) >= 4:
-                yield node.lineno, node.value
+        text = node.value if isinstance(node, ast.Constant) and id(node) not in skipped else None
+        if isinstance(text, str) and len(WORD.findall(text)) >= 4:
+            yield node.lineno, text
 
 
 def comments(source: str) -> Passages:

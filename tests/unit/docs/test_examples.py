@@ -44,9 +44,8 @@ def names(photo: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def photo() -> Any:
     pytest.importorskip("tokenprune_demo")
-    from skimage import data
-
     from PIL import Image
+    from skimage import data
 
     return Image.fromarray(data.astronaut())
 
