@@ -16,7 +16,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("adaptinfer", site=Site.IN_LLM, needs=TEXT, paper="arXiv 2508.06084")
 @dataclass(frozen=True)
 class AdaptInfer(SeveralCuts):
-    """Keep the visual tokens that the question attends to, weighting its words dynamically (AdaptInfer).
+    """Keep the tokens that the question attends to, with dynamic weights of its words (AdaptInfer).
 
     The method makes three cuts in the decoder. At each cut, the score of a visual token is the attention it receives
     from the text tokens after the image. Each text token is weighted, per head, by the attention it exchanges with the

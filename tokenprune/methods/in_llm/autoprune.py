@@ -26,7 +26,7 @@ _TOP, _MIDDLE = 0.75, 14.9  # height of the curve, and the layer at half of this
 @register("autoprune", site=Site.IN_LLM, needs=TEXT, paper="arXiv 2509.23931, NeurIPS 2025")
 @dataclass(frozen=True)
 class AutoPrune(SeveralCuts):
-    """Drop visual tokens along a logistic curve that adapts to the image and the question (AutoPrune).
+    """Drop tokens along a curve that adapts to image and question (AutoPrune).
 
     The attention of an early layer gives the mutual information between words and visual tokens. It sets the slope of a
     logistic curve of the number of tokens per layer: tokens leave early if the words attend to few of them, and late if

@@ -37,7 +37,7 @@ class AttentionPrior(Fitted):
 )  # fmt: skip
 @dataclass(frozen=True)
 class D2Pruner(Pruner):
-    """Keep tokens with more attention than their position explains, then diverse ones (D2Pruner).
+    """Keep tokens with more attention than their position explains, and diverse ones (D2Pruner).
 
     Importance is the attention from the prompt's last token, divided by a prior: the attention at the same position of
     the image, averaged over many images. A share of the budget goes to the most important tokens. The rest is filled in

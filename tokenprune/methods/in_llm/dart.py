@@ -18,7 +18,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("dart", site=Site.IN_LLM, needs=("keys",), paper="arXiv 2502.11494, EMNLP 2025")
 @dataclass(frozen=True)
 class Dart(Pruner):
-    """Keep the visual tokens that duplicate a few pivot tokens least (DART).
+    """Keep the tokens that duplicate a few pivot tokens least (DART).
 
     Pivots are the visual tokens, and the text tokens after the image, with the largest L1 norm of their keys. Each
     pivot in turn takes an equal share of the remaining visual tokens: the tokens with the lowest cosine similarity to

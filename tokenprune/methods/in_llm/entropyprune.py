@@ -19,7 +19,7 @@ _ELEMENTS = 2**22  # matrix elements per batch of the eigendecomposition
 @register("entropyprune", site=Site.IN_LLM, paper="arXiv 2602.17196, EMNLP 2026 Findings")
 @dataclass(frozen=True)
 class EntropyPrune(Pruner):
-    """Keep the visual tokens with the highest matrix entropy of their query heads (EntropyPrune).
+    """Keep the tokens with the highest entropy of their query heads (EntropyPrune).
 
     The heads of a token's query are centred. With the eigenvalues l of their Gram matrix divided by the number of heads
     H, the score is -sum(l ln l) / ln H. Rotary embeddings do not change it. The selection does not depend on the

@@ -15,7 +15,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("fastv", site=Site.IN_LLM, paper="arXiv 2403.06764, ECCV 2024")
 @dataclass(frozen=True)
 class FastV(Pruner):
-    """Keep the visual tokens that the prompt's last token attends to most (FastV).
+    """Keep the tokens that the prompt's last token attends to most (FastV).
 
     Tokens are ranked once, in prefill, by the attention of an early decoder layer, averaged over heads. All later
     layers run on the kept tokens.

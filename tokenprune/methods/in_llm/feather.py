@@ -17,7 +17,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("feather", site=Site.IN_LLM, needs=("unrotated_last_row",), paper="arXiv 2412.13180, ICCV 2025")
 @dataclass(frozen=True)
 class Feather(SeveralCuts):
-    """Keep a uniform grid and the best tokens by position-free attention, in two cuts (FEATHER).
+    """Keep a uniform grid and the best tokens by position-free attention (FEATHER).
 
     The score is the attention from the prompt's last token, computed without rotary embeddings: with them, attention
     favours the last rows of an image, which are close to the question. The first cut keeps a uniform grid and the

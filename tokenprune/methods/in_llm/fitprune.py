@@ -32,7 +32,7 @@ class Recipe(Fitted):
 @register("fitprune", site=Site.IN_LLM, needs=("head_maxima",), paper="arXiv 2409.10197, AAAI 2025")
 @dataclass(frozen=True)
 class FitPrune(CutsInside):
-    """Drop a few visual tokens at every decoder layer, following a recipe fitted to the model (FitPrune).
+    """Drop a few tokens at every decoder layer by a fitted recipe (FitPrune).
 
     A recipe states the share of tokens that each layer sees. It is fitted so that the attention distributions change as
     little as possible. Each layer drops the tokens with the lowest score: the mean attention from later visual tokens

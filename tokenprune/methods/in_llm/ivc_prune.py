@@ -23,7 +23,7 @@ _SKIPPED = 2  # text tokens after an image that only close the image in the prom
 @register("ivc_prune", site=Site.IN_LLM, needs=("value_heads", "rotation"), paper="arXiv 2602.03060, ICLR 2026")
 @dataclass(frozen=True)
 class IvcPrune(Pruner):
-    """Keep visual tokens that encode coordinates, and tokens with values close to the question's (IVC-Prune).
+    """Keep tokens that encode coordinates or match the question (IVC-Prune).
 
     Coordinate tokens are the tokens with the largest mean cosine, and the largest mean sine, of their rotary angles.
     The rest is scored by value similarity: first the text after the image rates all tokens and selects a few seeds;

@@ -26,7 +26,7 @@ _STEP = 0.5  # ratio between cuts if the budget is a token count, which is not a
 @register("mustdrop", site=Site.IN_LLM, paper="arXiv 2411.10803")
 @dataclass(frozen=True)
 class MustDrop(SeveralCuts):
-    """Drop visual tokens with little attention from the text, in four cuts; salient ones last (MustDrop).
+    """Drop tokens with little attention from the text in four cuts (MustDrop).
 
     A token is ranked by the larger of two scores: its share of the text's attention to the image, and the highest
     attention from any word. Tokens with the most attention in the vision tower are protected: each cut keeps them

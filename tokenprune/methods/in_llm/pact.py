@@ -29,7 +29,7 @@ _HALVINGS = 16  # bisection steps of the search for the cutoff
 )  # fmt: skip
 @dataclass(frozen=True)
 class PACT(Pruner):
-    """Drop unimportant tokens and merge the others in clusters of bounded radius around dense tokens (PACT).
+    """Drop unimportant tokens and cluster the others by their keys (PACT).
 
     The importance of a token is its attention score under the mean query of all tokens up to the end of the image,
     without rotation, times the norm of its hidden state. The important tokens are visited by descending density; a

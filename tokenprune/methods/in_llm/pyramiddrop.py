@@ -18,7 +18,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("pyramiddrop", site=Site.IN_LLM, needs=("next_row_attention",), paper="arXiv 2410.17247, CVPR 2025")
 @dataclass(frozen=True)
 class PyramidDrop(SeveralCuts):
-    """Drop visual tokens in stages with depth, by attention from the last prompt token (PyramidDrop).
+    """Drop tokens in stages by attention from the last prompt token (PyramidDrop).
 
     At each cut, the layer after the cut ranks the tokens: its softmax attention from the prompt's last token, averaged
     over heads.

@@ -23,7 +23,7 @@ _A_CLUSTER = 10  # recycled tokens per cluster
 @register("sparsevlm", site=Site.IN_LLM, paper="arXiv 2410.04417, ICML 2025", merges=True)
 @dataclass(frozen=True)
 class SparseVLM(SeveralCuts):
-    """Keep tokens that relevant words of the question attend to, and merge some of the rest (SparseVLM).
+    """Keep tokens that relevant words attend to and merge some others (SparseVLM).
 
     The rating words are chosen once, from the embeddings that enter the decoder: words with an above-average similarity
     to the visual tokens. Three cuts rank the visual tokens by the mean attention from these words. Version "1" merges

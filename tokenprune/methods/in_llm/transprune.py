@@ -23,7 +23,7 @@ _LOOKS = frozenset({"transitions"})
 )  # fmt: skip
 @dataclass(frozen=True)
 class TransPrune(SeveralCuts):
-    """Keep tokens with strong changes between layers, and tokens the question attends to (TransPrune).
+    """Keep tokens that change most between layers or that the question attends to (TransPrune).
 
     The transition of a token through a module (attention or MLP) is the relative growth of its norm, times a softmax
     over the image of its change of direction. Transitions are summed over all layers from the layer before the first

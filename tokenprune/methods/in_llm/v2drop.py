@@ -15,7 +15,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("v2drop", site=Site.IN_LLM, needs=("previous_hidden",), paper="arXiv 2509.01552, CVPR 2026")
 @dataclass(frozen=True)
 class V2Drop(SeveralCuts):
-    """Keep the visual tokens that the decoder layer before a cut changes most (V2Drop).
+    """Keep the tokens that the layer before a cut changes most (V2Drop).
 
     The change of a token is the L2 norm of the difference between the layer's output and input. Three cuts keep fewer
     and fewer tokens; the last layers see one token or none. The selection reads no attention and does not depend on the

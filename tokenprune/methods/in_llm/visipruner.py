@@ -26,7 +26,7 @@ _CALM_LAYERS = 2  # number of calm layers before all visual tokens are dropped
 )  # fmt: skip
 @dataclass(frozen=True)
 class VisiPruner(CutsInside):
-    """Keep the tokens that affect a layer once vision starts to matter, and drop them later (VisiPruner).
+    """Keep tokens that affect a layer's output and drop them when they no longer do (VisiPruner).
 
     The contribution of a token to a layer is its value vectors times the attention from the prompt's last token, all
     heads concatenated. Visual tokens matter to a layer if removing one contribution turns the layer's output for the

@@ -18,7 +18,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("vtw", site=Site.IN_LLM, paper="arXiv 2405.05803, AAAI 2025")
 @dataclass(frozen=True)
 class Vtw(Pruner):
-    """Withdraw all visual tokens at one decoder layer; later layers see only text (VTW).
+    """Withdraw all visual tokens at one decoder layer (VTW).
 
     `keep` is the average number of tokens over the decoder's layers, rounded down to whole layers. The default 0.47
     gives the paper's 15 layers of 32, as does keep=15/32. Budgets that depend on the size of an image withdraw each

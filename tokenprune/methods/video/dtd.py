@@ -21,7 +21,7 @@ _ALONE = -2.0  # similarity of a token without a reference, below all cosines
 @register("dtd", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2504.17343, ACM MM 2025")
 @dataclass(frozen=True)
 class DTD(Pruner):
-    """Drop video tokens that are similar to the same patch of an earlier frame (DTD of TimeChat-Online).
+    """Drop video tokens that repeat the same patch of an earlier frame (DTD of TimeChat-Online).
 
     A token is kept if its cosine similarity to the same patch of the previous frame is at most `threshold`. The first
     frame is kept completely, so a static scene costs no tokens after it. Later frames do not affect the selection, so a

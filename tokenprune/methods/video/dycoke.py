@@ -21,7 +21,7 @@ _FIRST = 2.0  # score of kept tokens of first frames, above all other scores
 @register("dycoke", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2411.15024, CVPR 2025")
 @dataclass(frozen=True)
 class DyCoke(VideoPruner):
-    """Keep every fourth frame of a video, and the changed tokens of the frames between (DyCoke).
+    """Keep every fourth frame and the changed tokens of the others (DyCoke).
 
     Frames are processed in windows of four. The first frame of a window is kept. The second is compared with the first,
     the fourth with the third, and the third with the first, patch by patch; the tokens with the lowest cosine

@@ -18,7 +18,7 @@ _FIRST = 4.0  # offset of first frames, above all distances (at most 2)
 @register("evs", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2510.14624")
 @dataclass(frozen=True)
 class EVS(VideoPruner):
-    """Keep the first frame of a video and the tokens that change most between frames (EVS).
+    """Keep the first frame of a video and the tokens that change most (EVS).
 
     The score of a token is 1 minus its cosine similarity to the same patch of the previous frame. The highest scores of
     the whole video are kept, so a static frame may lose all its tokens. The first frame has priority. If the budget is

@@ -37,7 +37,7 @@ _NEIGHBOURS = 4  # nearest neighbours in the density of a token
 )
 @dataclass(frozen=True)
 class FastVID(VideoMerger):
-    """Keep attended tokens of each frame, and merge the rest around centres of anchor frames (FastVID).
+    """Keep attended tokens of each frame and merge the rest by density (FastVID).
 
     The video is split into segments at the largest changes between frames. Each frame has an equal budget. One part of
     it keeps the tokens with the most attention in the vision tower. The other part gives the segment's anchor frames

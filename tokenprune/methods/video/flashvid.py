@@ -40,7 +40,7 @@ _LONG = 4  # maximum mean length of a segment, in frames
 )
 @dataclass(frozen=True)
 class FlashVID(TwoCutMerger):
-    """Keep attended, diverse tokens of each frame, merge the rest in trees over time (FlashVID).
+    """Keep diverse attended tokens and merge the rest in trees over time (FlashVID).
 
     The picks of a frame are tokens far from each other, by cosine distance times their attention in the vision tower.
     Every other token joins the most similar token of the previous frame, at any position, if the similarity exceeds

@@ -18,7 +18,7 @@ from tokenprune.selection.videos import Videos
 @register("framefusion", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2501.01986, ICCV 2025", merges=True)
 @dataclass(frozen=True)
 class FrameFusion(VideoMerger):
-    """Merge video tokens that are similar to the same patch of the previous frame (FrameFusion).
+    """Merge video tokens into similar tokens of the previous frame (FrameFusion).
 
     The budget decides the number of merges, and the tokens with the highest cosine similarity merge first. A run of
     merged tokens at one patch becomes the mean of the run and the token before it, at the position of that token.

@@ -37,7 +37,7 @@ _FEW = 0.125  # share of kept tokens below which the lower threshold applies
 )
 @dataclass(frozen=True)
 class HoliTom(TwoCutMerger):
-    """Merge static patches over segments of a video, keep attended moving tokens (HoliTom).
+    """Merge static patches over time and keep attended moving tokens (HoliTom).
 
     A patch is static in a segment if each of its tokens is similar to the token before it. Dynamic programming splits
     the video into segments with the most static tokens. Static tokens become their mean over time, and these means are

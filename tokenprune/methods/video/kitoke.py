@@ -24,7 +24,7 @@ _MEASURED = 1024  # maximum number of tokens in the estimate of the median dista
 @register("kitoke", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2604.03414", merges=True)
 @dataclass(frozen=True)
 class KiToke(VideoMerger):
-    """Sample rare tokens of a video by density, and merge the rest into the sampled tokens (KiToke).
+    """Sample rare tokens of a video and merge the rest into them (KiToke).
 
     The density of a token is the sum of Gaussians of its distances to all tokens of the video. Its sampling probability
     is proportional to the inverse, so duplicates share one probability. Pivotal sampling draws exactly as many tokens

@@ -26,7 +26,7 @@ _NEAR = 50  # the search ends within keep / 50 of the requested count
 @register("llava_scissor", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2506.21862", merges=True)
 @dataclass(frozen=True)
 class LLaVAScissor(VideoMerger):
-    """Merge connected components of similar tokens, in frames and then across a video (LLaVA-Scissor).
+    """Merge connected components of similar tokens across a video (LLaVA-Scissor).
 
     Two tokens of a frame are connected if they are similar enough, and each component becomes its mean. The means of
     all frames are connected in the same way, and each component becomes a representative. Every token joins the most

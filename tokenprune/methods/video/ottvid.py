@@ -28,7 +28,7 @@ _TEMPERATURE = 0.3
 )  # fmt: skip
 @dataclass(frozen=True)
 class OTTVid(VideoMerger):
-    """Pick representative tokens per frame, and merge frames by optimal transport (OTT-Vid).
+    """Pick representative tokens and merge them between frames by optimal transport (OTT-Vid).
 
     The picks of a frame cover its tokens: a token is covered by its similarity to the nearest pick and weighted by its
     attention in the vision tower. Optimal transport moves mass from the picks of a frame to the picks of the next;

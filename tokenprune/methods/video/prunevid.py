@@ -37,7 +37,7 @@ _WHOLE = 14  # largest group that is not clustered
 @register("prunevid", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2412.16117, ACL 2025 Findings", merges=True)
 @dataclass(frozen=True)
 class PruneVid(TwoCutMerger):
-    """Merge static patches of a scene, cluster the rest, and cut in the decoder by attention (PruneVid).
+    """Merge static patches of a scene and cluster the rest (PruneVid).
 
     Scenes are contiguous clusters of frames. A patch is static in a scene if the mean cosine of all pairs of its tokens
     exceeds `threshold`; it becomes its mean over time. The static patches of a scene, and the other tokens of each

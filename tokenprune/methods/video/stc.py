@@ -18,7 +18,7 @@ from tokenprune.selection.videos import Videos
 @register("stc", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2512.00891, CVPR 2026")
 @dataclass(frozen=True)
 class STC(VideoPruner):
-    """Keep the tokens of each frame that differ most from the frame and from earlier frames (STC-Pruner).
+    """Keep the tokens that differ most from their frame and the past (STC-Pruner).
 
     This is the streaming variant of `vidcom2`: every frame keeps the same number of tokens, selected by the frames up
     to the end of its chunk. Distances use the half of the channels with the lowest variance over the first chunk. The

@@ -26,7 +26,7 @@ _NOTHING = 2.0  # threshold above all cosines
 @register("sttm", site=Site.IN_LLM, needs=("frames",), paper="arXiv 2507.07990, ICCV 2025", merges=True)
 @dataclass(frozen=True)
 class STTM(VideoMerger):
-    """Merge each frame of a video with a quadtree, then merge the quadtrees along time (STTM).
+    """Merge each frame with a quadtree and the quadtrees along time (STTM).
 
     From the coarsest level down, a square of 2 x 2 parts becomes its mean if all parts have a cosine of at least
     `spatial` to it. Squares of consecutive frames merge if one contains the other and their cosine is at least

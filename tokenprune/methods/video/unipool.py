@@ -38,7 +38,7 @@ _NEIGHBOURS = 5  # nearest neighbours in the density of a token, including the t
 )
 @dataclass(frozen=True)
 class UniPool(VideoMerger):
-    """Pool salient, diverse tokens over all frames, cluster the rest, and merge again by the question (UniPool).
+    """Pool salient and diverse tokens of a video and cluster the rest (Unified Compression).
 
     Tokens are visited by descending attention in the vision tower. A token enters the pool if its cosine to every
     pooled token is below `threshold`. The other tokens are clustered around density peaks, and each cluster becomes its

@@ -17,7 +17,7 @@ _TEMPERATURE, _EPS = 0.7, 1e-6
 @register("vcast", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2603.27650")
 @dataclass(frozen=True)
 class VCast(VideoPruner):
-    """Keep salient tokens of each frame, with more tokens at abrupt turns of the video (V-CAST).
+    """Keep salient tokens of each frame and more at turns of the video (V-CAST).
 
     The means of the frames form a path. The budget is shared by a softmax of the path's curvature at each frame, after
     one token per frame if possible. Within a frame, the score of a token is 1 minus its cosine to the frame's mean,

@@ -19,7 +19,7 @@ _TEMPERATURE = 0.01
 @register("vidcom2", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2505.14454, EMNLP 2025")
 @dataclass(frozen=True)
 class VidCom2(VideoPruner):
-    """Keep the tokens that differ most from their frame and from the whole video (VidCom2).
+    """Keep the tokens that differ most from their frame and the video (VidCom2).
 
     Distances use the half of the channels with the lowest variance over the video. A frame that differs from the
     video's mean gets up to twice its share of the budget, and the others slightly less. Within a frame, the score of a
