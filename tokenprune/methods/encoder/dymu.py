@@ -13,7 +13,7 @@ from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.kernels.merging import threshold_match
 from tokenprune.methods.encoder.thresholds import Thresholds, shipped
-from tokenprune.methods.fitted import FitAt
+from tokenprune.methods.fitted import LazyFit
 from tokenprune.methods.registry import register
 from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection.method import Site
@@ -55,7 +55,7 @@ class DyMU(EncoderMethod):
     """
 
     ragged = True
-    fit = FitAt("tokenprune_bench.calibration.run", "fit_dymu")
+    fit = LazyFit("tokenprune_bench.calibration.run", "fit_dymu")
     fit_limit: ClassVar[int | None] = None
 
     thresholds: str | Path | Thresholds | None = field(default=None, metadata={"file": True})

@@ -19,7 +19,7 @@ from tokenprune.kernels.suppress import unsuppressed
 from tokenprune.kernels.take import settle
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import stretched
+from tokenprune.methods.scores import rescale
 from tokenprune.methods.video.merging import VideoMerger, others_joined, spots, tower_attention
 from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
@@ -122,6 +122,6 @@ class _InnerUniPool(Pruner):
             some = text.mask.any(1, keepdim=True)
             attention = torch.where(some, tokens.text_sum_and_max[:, 1], attention)
             cosine = torch.where(some, best_match(tokens.hidden, text.hidden, text.mask)[0], cosine)
-        score = self.balance * stretched(attention.nan_to_num(nan=0.0), tokens.mask)
-        score = score + (1 - self.balance) * stretched(cosine, tokens.mask)
+        score = self.balance * rescale(attention.nan_to_num(nan=0.0), tokens.mask)
+        score = score + (1 - self.balance) * rescale(cosine, tokens.mask)
         return others_joined(Selection.top(score, tokens), tokens)

@@ -17,13 +17,13 @@ from tokenprune.budgets.schedule import place, profile
 from tokenprune.selection.method import Method, Pruner, Selection
 from tokenprune.selection.tokens import VisualTokens
 
-# What `text_votes` reads.
-TEXT = frozenset({"text_attention", "last_row_attention"})
+# What `sum_text_attention` reads.
+TEXT_ATTENTION = frozenset({"text_attention", "last_row_attention"})
 
 
 @dataclass(frozen=True)
-class CutsInside(Pruner):
-    """Base of the methods that make cuts inside the decoder which it places itself in `stages`, each a `OneCut`."""
+class MultiCutMethod(Pruner):
+    """Base of the methods that make cuts inside the decoder which it places itself in `stages`, each a `CutStage`."""
 
     def choose(self, tokens: VisualTokens, cut: int) -> Selection:
         """Return which visual tokens stay at a cut, counted from 0; all choose alike where this is not overridden."""
@@ -35,7 +35,7 @@ class CutsInside(Pruner):
 
 
 @dataclass(frozen=True)
-class SeveralCuts(CutsInside):
+class SharedBudgetCuts(MultiCutMethod):
     """Base of those that share one budget among their cuts; a subclass implements `score`, `select` or `choose`.
 
     depths: for each cut the share of the decoder's layers before it, where no `layers` are given (see `place`).
@@ -70,41 +70,46 @@ class SeveralCuts(CutsInside):
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         placed = self.layers or place(self.depths, layers, budget)
         cuts = profile(layers, list(zip(placed, self.sizes, strict=True)), budget)
-        return [(OneCut(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
+        return [(CutStage(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
 
 
-def _of(name: str) -> Any:
+def _from_method(name: str) -> Any:
     """Return a property of a cut that is its method's."""
-    return property(attrgetter(f"of.{name}"))
+    return property(attrgetter(f"method.{name}"))
 
 
 @dataclass(frozen=True)
-class OneCut(Pruner):
-    """One of the cuts of a method. of: the method. number: of the cut, from 0. layer: at whose input it is made."""
+class CutStage(Pruner):
+    """One of the cuts of a method. method: the method. index: of the cut, from 0. layer: at whose input it is made."""
 
-    of: CutsInside
-    number: int
+    method: MultiCutMethod
+    index: int
     layer: int
 
-    name, site, paper, merges = _of("name"), _of("site"), _of("paper"), _of("merges")
-    needs, by_content_count, least = _of("needs"), _of("by_content_count"), _of("least")
-    encoder_layers, query_aware = _of("encoder_layers"), _of("query_aware")
-    prefix_cache_safe = _of("prefix_cache_safe")
+    name, site, paper, merges = (
+        _from_method("name"),
+        _from_method("site"),
+        _from_method("paper"),
+        _from_method("merges"),
+    )
+    needs, by_content_count, least = _from_method("needs"), _from_method("by_content_count"), _from_method("least")
+    encoder_layers, query_aware = _from_method("encoder_layers"), _from_method("query_aware")
+    prefix_cache_safe = _from_method("prefix_cache_safe")
 
     def check_model(self, decoder: torch.nn.Module) -> None:
-        self.of.check_model(decoder)
+        self.method.check_model(decoder)
 
     def budget(self, count: int, keep: int) -> int:
-        return self.of.budget_at(self.number, count, keep)
+        return self.method.budget_at(self.index, count, keep)
 
     def select(self, tokens: VisualTokens) -> Selection:
-        return self.of.choose(tokens, self.number)
+        return self.method.choose(tokens, self.index)
 
 
-def text_votes(tokens: VisualTokens, weights: torch.Tensor) -> torch.Tensor:
+def sum_text_attention(tokens: VisualTokens, weights: torch.Tensor) -> torch.Tensor:
     """float32 `[S, H, N]`: attention that the text after each image pays to each visual token in the layer before the
     cut, summed over its tokens with `weights`, `[S, M]` or `[S, H, M]`; that of the prompt's last token where no text
-    is after an image. The method has to need `TEXT`."""
+    is after an image. The method has to need `TEXT_ATTENTION`."""
     alone, votes = ~tokens.text.mask.any(1), tokens.attention_from(weights)
     if alone.device.type == "cpu" and not alone.any():  # the host may be asked, and then needs no other row
         return votes
