@@ -35,7 +35,7 @@ class DyMU(EncoderMethod):
     its members did.
     max_r: tokens that a block merges in one image at most; half of them is the limit in any case.
     vtu: virtual unmerging in the decoder: "off", or "expanded", which applies its weights to the merged tokens and its
-    attention to all positions. It saves no KV memory (docs/vtu.md).
+    attention to all positions. It saves no KV memory (docs/methods/dymu.md).
     exact: every image keeps exactly the number of patches that `keep` asks for: what merges in which block is still
     its content's choice, but no block goes below that number, and where the thresholds would leave more than the blocks
     after can still merge, the best pairs below the threshold merge too. For those who must know the number before the

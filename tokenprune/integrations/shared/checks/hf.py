@@ -109,7 +109,7 @@ def _find_tower_error(method: Method, row: Family, config: Any) -> TokenPruneErr
         if not (packed or (in_rows and method.sees != "pixels")):
             return UnsupportedSetupError(
                 f"{name} cannot drop patches in the tower of {family!r}, where the patches of a visual token are not "
-                f"adjacent in one sequence (docs/families.md lists other families). {AFTER_THE_TOWER}"
+                f"adjacent in one sequence (docs/reference/families.md lists other families). {AFTER_THE_TOWER}"
             )
         if own_grids and not method.removes:
             return UnsupportedSetupError(
