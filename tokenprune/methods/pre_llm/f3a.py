@@ -8,10 +8,10 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from tokenprune.kernels.clusters import by_rows
+from tokenprune.kernels.clusters import map_rows
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.drawn import normal
-from tokenprune.kernels.pairs import PickedRows, Products, finite, unit
+from tokenprune.kernels.pairs import PickedRows, Products, is_finite, normalize
 from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
@@ -63,7 +63,7 @@ class F3A(Pruner):
             found.append(pool_of(x[image, :count], cues[image], number, grid, drawn))
         pools = [torch.nn.utils.rnn.pad_sequence(list(each), batch_first=True) for each in zip(*found, strict=True)]
         choose = partial(spread, max(tokens.keep))
-        return Selection(by_rows(choose, tokens.mask.shape[1] ** 2, tokens.budget, *pools), counts=tokens.keep)
+        return Selection(map_rows(choose, tokens.mask.shape[1] ** 2, tokens.budget, *pools), counts=tokens.keep)
 
 
 class Drawn(NamedTuple):
@@ -100,7 +100,7 @@ def mean_of_text(tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, D]`: mean embedding of the text after each image, 0 where there is none. A sum in float64 is the
     same in any order."""
     words = tokens.text.hidden
-    real = tokens.text.mask & finite(words.float())
+    real = tokens.text.mask & is_finite(words.float())
     total = words.double().masked_fill(~real.unsqueeze(2), 0).sum(1)
     return (total / real.sum(1, keepdim=True).clamp(min=1)).float()
 
@@ -167,7 +167,7 @@ def pool_of(x: torch.Tensor, cue: torch.Tensor, number: int, grid: Grid, drawn: 
     """Return what `spread` chooses `number` of an image's tokens `[N, D]` from, without its first dimension. cue:
     float32 `[D]`."""
     x = x.float()
-    x = standardised(x.masked_fill(~finite(x).unsqueeze(1), 0), 0)
+    x = standardised(x.masked_fill(~is_finite(x).unsqueeze(1), 0), 0)
     anchors = anchors_of(len(x), number, x.device)
     scores = scores_of(x, standardised(cue, 0), anchors, grid, drawn)
     fixed, candidates = foraged(scores, anchors, number, grid)
@@ -177,7 +177,7 @@ def pool_of(x: torch.Tensor, cue: torch.Tensor, number: int, grid: Grid, drawn: 
     low = worth.masked_fill(~there, torch.inf).amin()
     high = worth.masked_fill(~there, -torch.inf).amax()
     worth = ((worth - low) / (high - low + _TINY)).masked_fill(~there, 0)
-    return unit(x), grid.place / grid.longest(there).clamp(min=_TINY), worth, there, fixed
+    return normalize(x), grid.place / grid.longest(there).clamp(min=_TINY), worth, there, fixed
 
 
 def standardised(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -318,13 +318,13 @@ def spread(
     1; place: float32 `[S, N, 2]`; worth: float32 `[S, N]`, 0 to 1; there, fixed: bool `[S, N]`, at least one.
     """
     products = Products(direction)
-    if products.fits:
+    if products.fits_in_memory:
         products.table  # noqa: B018  # made here: most of its rows are asked for
     picks, row_of = Picks(there), PickedRows(products)
     unlike = apart = torch.zeros_like(worth)
     for step in range(most):
         score = 0.60 * worth + 0.25 * unlike + 0.15 * apart
-        score = picks.among_left(score.masked_fill(fixed, _FIRST))
+        score = picks.mask_taken(score.masked_fill(fixed, _FIRST))
         pick = picks.take_best(score)
         one = place.gather(1, pick[:, None, None].expand(-1, 1, 2))
         away = (place - one).square().sum(2).sqrt()
@@ -332,4 +332,4 @@ def spread(
         # The first pick is a fixed one, whatever these are.
         unlike = other if step == 0 else torch.minimum(unlike, other)
         apart = away if step == 0 else torch.minimum(apart, away)
-    return picks.first(number)
+    return picks.first_picks(number)
