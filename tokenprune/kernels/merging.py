@@ -198,8 +198,8 @@ def ragged_merge(best: Tensor, partner: Tensor, r: list[int], protected: int, co
         return None
     left = [count - gone for count, gone in zip(counts, r, strict=True)]
     ragged = min(r) < max(r)
-    there = None
+    on_device = None
     if ragged or min(counts) < max(counts):
-        there = to_device(r, best.device), to_device(counts, best.device)
-    keep, source, target = pairing(best, partner, r, counts, protected, on_device=there)
-    return Merge(keep, source, target, max(counts), left, there[0] if there and ragged else None)
+        on_device = to_device(r, best.device), to_device(counts, best.device)
+    keep, source, target = pairing(best, partner, r, counts, protected, on_device=on_device)
+    return Merge(keep, source, target, max(counts), left, on_device[0] if on_device and ragged else None)

@@ -48,7 +48,7 @@ def test_as_many_are_kept_as_it_says_and_the_oldest_leave() -> None:
     assert len(recent._entries) == FIFOCache.MAX_ENTRIES
     assert recent.get(key, pytest.fail) == str(key)
     assert recent.get(0, lambda: "anew") == "anew"
-    assert not copy.deepcopy(recent)._made and not pickle.loads(pickle.dumps(recent))._made
+    assert not copy.deepcopy(recent)._entries and not pickle.loads(pickle.dumps(recent))._entries
 
 
 def test_a_prompt_of_the_same_shape_is_searched_once(searches: list[torch.device]) -> None:
@@ -174,7 +174,7 @@ def test_tiles_share_their_budget_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(len(weight))
         return shares(weight, *rest)
 
-    shares = tiles.shares
+    shares = tiles.split_budget
     monkeypatch.setattr(tiles, "split_budget", noted)
     model = tokenprune.patch(FAMILY.build(), "visionzip", keep=0.5)
     for images in ((1, 2), (1, 2), (1, 1), (1, 2)):
