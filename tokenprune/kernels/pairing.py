@@ -52,7 +52,7 @@ def pairing(
     Returns long `[B, m]`, the places of the tokens that stay: the protected, what is left at even places, then those at
     odd places, each in order of place; long `[B, r]`, the places of those that leave, most similar first; and long
     `[B, r]`, where in the first the token is that each joins. A row that nothing leaves stays in its order. What stands
-    behind a row's own numbers is padding: any place that on_device is. by_place=False has what is left at even places by
+    behind a row's own numbers is padding: any place that there is. by_place=False has what is left at even places by
     falling similarity, where nothing is protected, and as many leave every row.
     """
     if on_device is None:

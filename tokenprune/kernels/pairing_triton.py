@@ -78,7 +78,7 @@ def _pair(
             more, tied = theirs[None, :] > mine[:, None], theirs[None, :] == mine[:, None]
             before = (more | (tied & (other[None, :] < at[:, None]))) & (other < A)[None, :]
             rank += tl.sum(before.to(tl.int32), 1)
-    # After a row's own numbers: the first token, which on_device is.
+    # After a row's own numbers: the first token, which there is.
     for start in range(0, M, BLOCK):
         tl.store(keep + start + at, tl.zeros([BLOCK], tl.int64), (start + at >= real - gone) & (start + at < M))
     for start in range(0, R, BLOCK):
