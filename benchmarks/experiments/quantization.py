@@ -81,7 +81,7 @@ MEASURED = [
 def weight_bytes(config: Any, kind: str) -> float:
     """Bytes of a decoder's weights; embeddings and head, a matrix each, stay as they are."""
     shape = DecoderShape.from_config(config)
-    return shape.weights * WEIGHTS[kind] + 2 * config.vocab_size * config.hidden_size * WEIGHTS["bf16"]
+    return shape.num_weights * WEIGHTS[kind] + 2 * config.vocab_size * config.hidden_size * WEIGHTS["bf16"]
 
 
 def cache_bytes(shape: DecoderShape, visual: int, setting: Setting) -> float:

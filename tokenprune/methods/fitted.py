@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError, require
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune.selection.files import File, reason
 
 
@@ -71,7 +71,7 @@ class FittedTable:
 
     def check_decoder(self, name: str, path: str | Path, decoder: torch.nn.Module) -> None:
         """Raise OptionError if this was fitted to another decoder. name: of the method."""
-        if self.model != fingerprint(decoder):
+        if self.model != compute_fingerprint(decoder):
             raise OptionError(
                 f"{name}: {path} was fitted to another model (or to this one in another dtype): run `tokenprune "
                 f"{self.command}` with this model"

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from tokenprune.kernels.coverage import cosines
-from tokenprune.kernels.pairs import finite, unit
+from tokenprune.kernels.pairs import is_finite, normalize
 from tokenprune.selection.tokens import VisualTokens
 
 Centering = bool | Literal["standardised", "tower"]
@@ -63,7 +63,7 @@ def center_tokens(tokens: VisualTokens, center: Centering) -> tuple[torch.Tensor
     what the vision tower makes of each patch. A token that equals the mean, or is not finite, points nowhere.
     """
     x = (tokens.encoder_features if center == "tower" else tokens.hidden).float()
-    real = (tokens.mask & finite(x)).unsqueeze(2)
+    real = (tokens.mask & is_finite(x)).unsqueeze(2)
     x, number = x.masked_fill(~real, 0), real.sum(1, keepdim=True).clamp(min=1)
     mean = x.sum(1, keepdim=True) / number
     if center is not True:
@@ -71,7 +71,7 @@ def center_tokens(tokens: VisualTokens, center: Centering) -> tuple[torch.Tensor
         x, mean = x / spread, mean / spread
     left = (x - mean).masked_fill(~real, 0)
     nowhere = left.norm(dim=2, keepdim=True) <= _NOTHING * x.norm(dim=2, keepdim=True)
-    own = unit(x)
+    own = normalize(x)
     # The sum of all cosines of a token is its cosine with the sum of all unit vectors; its own is left out.
     alike = (own @ own.sum(1, keepdim=True).transpose(1, 2)).squeeze(2) - own.square().sum(2)
     distinct = -alike / (number.squeeze(2) - 1).clamp(min=1)

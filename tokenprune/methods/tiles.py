@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.kernels.temporal import shares
+from tokenprune.kernels.temporal import split_budget
 from tokenprune.selection.observables.tiling import Tiling
 from tokenprune.selection.tokens import VisualTokens
 
@@ -37,7 +37,7 @@ class Tiles:
         of = torch.where(tile >= 0, tile, tiles).masked_fill(~tokens.mask, tiles + 1)
         sizes = torch.zeros(len(of), tiles + 2, dtype=torch.long, device=of.device)
         sizes = sizes.scatter_add(1, of, torch.ones_like(of))
-        number = shares(sizes[:, :tiles], tokens.budget, sizes[:, :tiles])
+        number = split_budget(sizes[:, :tiles], tokens.budget, sizes[:, :tiles])
         others = tokens.budget - number.sum(1)
         return Tiles(of, torch.cat([number, others[:, None], torch.zeros_like(others)[:, None]], dim=1), sizes)
 
@@ -58,7 +58,7 @@ class Tiles:
         most = self.sizes[:, : self.num_tiles].clone()
         first = torch.minimum(torch.minimum(thumbnail, patches), most[:, 0])
         most[:, 0] = 0
-        number = shares(weight, patches - first, most)
+        number = split_budget(weight, patches - first, most)
         number[:, 0] = patches - number.sum(1)
         cut = (tiling.width > 0)[:, None]
         return replace(

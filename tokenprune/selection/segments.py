@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tokenprune.budgets.video import Clip
-from tokenprune.kernels.transfer import Recent, to_device
+from tokenprune.kernels.transfer import FIFOCache, to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,9 +55,9 @@ class Segments:
         return dataclasses.replace(self, position=self.position.to(device), mask=self.mask.to(device))
 
     @cached_property
-    def recent(self) -> Recent:
+    def recent(self) -> FIFOCache:
         """Values that follow from these segments and their key alone: prompts that share the segments share them."""
-        return Recent()
+        return FIFOCache()
 
     @cached_property
     def padded(self) -> bool:
@@ -106,9 +106,9 @@ class Patches:
     tiles: int
 
     @cached_property
-    def recent(self) -> Recent:
+    def recent(self) -> FIFOCache:
         """Values that follow from these places and their key alone: prompts that share the places share them."""
-        return Recent()
+        return FIFOCache()
 
 
 class TextView(Protocol):
@@ -183,10 +183,10 @@ class SeenAttention(Protocol):
     def rows(self, index: Tensor) -> Tensor:
         """Return float32 `[B, H, R, K]`, softmax attention of the queries at `index`, long `[B, R]`."""
 
-    def visible(self, index: Tensor) -> Tensor:
+    def visible_keys(self, index: Tensor) -> Tensor:
         """Return bool `[B, 1 or H, R, K]`, which keys these queries may attend to."""
 
-    def received(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+    def column_means(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Return float32 `[B, H, Q]`, the mean attention that each token receives from the queries that are `valid`,
         bool `[B, Q]`, and see it."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.take import top_mask
-from tokenprune.kernels.temporal import by_frame
+from tokenprune.kernels.temporal import group_by_frame
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.tokens import VisualTokens
 
@@ -90,7 +90,7 @@ class Videos:
     def by_frame(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return `[V, F, P, ...]`, the values `[S, N, ...]` of the videos' tokens, zeros for padding, and `mask`."""
         most = max(map(max, self.frames))
-        return by_frame(self._rows(values), *self._frame_and_place, max(map(len, self.frames)), most)
+        return group_by_frame(self._rows(values), *self._frame_and_place, max(map(len, self.frames)), most)
 
     def by_token(self, values: Tensor) -> Tensor:
         """Return `[V, N]`, the values `[V, F, P]` in the order of the tokens; 0 for what is in no frame."""

@@ -13,7 +13,7 @@ from typing import Any
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
 from tokenprune.integrations.shared import checks
 from tokenprune.models.decoder_shape import DecoderShape
-from tokenprune.models.families import REFUSED, SERVED, SUPPORTED, family_of
+from tokenprune.models.families import REFUSED, SERVED, SUPPORTED, get_family
 from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.models.model_config import SHIPPED, read_model_config
 from tokenprune.selection.method import Site
@@ -126,7 +126,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         notes.append(f"{row.method} cannot act in {family!r}: this is the row {row.instead!r}.")
         row = advice()[row.instead]
     cost, load = _cost(config, row)
-    near, elsewhere = row.evidence(cost.decoder.weights)
+    near, elsewhere = row.evidence(cost.decoder.num_weights)
     if not any(one.about == "accuracy" for one in near):
         notes.insert(0, f"Accuracy at this keep and task: {NONE}.")
     acting = [one for one in (row, *advice().values()) if _may_act(one, family)]
@@ -177,7 +177,7 @@ def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
     speed = f"prefill x{whole / theirs:.2f} as fast by FLOPs, tower included, and {row.method} x{whole / ours:.2f}"
     if cost.tower is None:
         speed = f"how much faster is not known, as the tower's shape is not; {row.method} x{whole / ours:.2f} by FLOPs"
-    near, _ = other.evidence(cost.decoder.weights)
+    near, _ = other.evidence(cost.decoder.num_weights)
     found = {one.about: one for one in reversed(near)}
     pieces = [str(found[about]) for about in ("accuracy", "time") if about in found]
     unknown = [] if "accuracy" in found else ["what it answers right at this keep and task was not measured"]
@@ -220,7 +220,7 @@ def _notes(family: str) -> list[str]:
 def _may_act(row: Advice, family: str) -> bool:
     """Return True where the method of a row is tested at its site in a family, and nothing keeps it from acting."""
     (method,), _ = row.setting.steps()
-    return method.site.name in list_tested_sites(family_of(family)) and checks.unsupported(method, family) is None
+    return method.site.name in list_tested_sites(get_family(family)) and checks.unsupported(method, family) is None
 
 
 def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:

@@ -252,7 +252,7 @@ def test_guard_on_a_device_without_events(arrived: bool, monkeypatch: pytest.Mon
         monkeypatch.setattr(transfer, "_event", lambda device: None)
     with counting() as sending:
         late = transfer.AsyncValues(Far(torch.tensor([0.5])))
-        assert late.ready() is arrived
+        assert late.is_ready() is arrived
     assert not sending.found
     with counting() as reading:
         assert late.read() == [0.5]

@@ -171,7 +171,7 @@ def test_parts_merge_apart() -> None:
     goals = [(row.bool(), left) for row, left in zip(part, wanted, strict=True)]
     (match,) = parts_of_tiles(goals, Tower(13, 1, 1, 1), plan_of).plan(1)
     merge = match(keys, None)
-    assert merge.left == [1 + sum(row) for row in wanted]
+    assert merge.num_kept == [1 + sum(row) for row in wanted]
     for row in range(3):
         joined: dict[int, list[int]] = {}
         for token, place in enumerate(merge.assign[row].tolist()):

@@ -14,8 +14,8 @@ from tokenprune.errors import OptionError
 from tokenprune.methods.decode.rate_predictor import RatePredictor
 from tokenprune.methods.fitted import LazyFit
 from tokenprune.methods.registry import register
-from tokenprune.models.fingerprint import fingerprint
-from tokenprune.models.per_layer import per_layer
+from tokenprune.models.fingerprint import compute_fingerprint
+from tokenprune.models.per_layer import get_layer_values
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.decode import DecodeMethod, Share, TokenType
 
@@ -123,8 +123,8 @@ class DyRate(DecodeMethod):
     def check_model(self, decoder: torch.nn.Module) -> None:
         if self.rate != "predictor":
             return
-        heads = per_layer(decoder.config, "num_attention_heads")[self.layer - 1]  # where its attention is read
-        if self._fitted.weight.shape[1] != len(TokenType) * heads or self._fitted.model != fingerprint(decoder):
+        heads = get_layer_values(decoder.config, "num_attention_heads")[self.layer - 1]  # where its attention is read
+        if self._fitted.weight.shape[1] != len(TokenType) * heads or self._fitted.model != compute_fingerprint(decoder):
             raise OptionError(
                 f"{self.name}: {self.predictor} was fitted to another model (or to this one in another dtype): run "
                 "`tokenprune fit dyrate` with this model"

@@ -11,7 +11,7 @@ from annotated_types import Ge
 
 from tokenprune.budgets import Budget
 from tokenprune.budgets.schedule import place, profile
-from tokenprune.kernels.masses import evenly
+from tokenprune.kernels.masses import uniform_weights
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.multi_cut import TEXT_ATTENTION, CutStage, SharedBudgetCuts, sum_text_attention
@@ -94,7 +94,7 @@ class _Stage(CutStage):
         counts = [min(count, number) for count, number in zip(tokens.counts, planned, strict=True)]
         if counts == tokens.counts:
             return Selection(tokens.mask, counts=counts)
-        score = sum_text_attention(tokens, evenly(tokens.text.mask)).mean(1)
+        score = sum_text_attention(tokens, uniform_weights(tokens.text.mask)).mean(1)
         return Selection(top_mask(score, tokens.mask, to_device(counts, score.device), max(counts)), counts=counts)
 
     def _counts(self, count: int, even: int, slope: float) -> list[int]:

@@ -13,7 +13,7 @@ from tokenprune.budgets import Budget
 from tokenprune.budgets.schedule import profile
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
-from tokenprune.kernels.pairs import finite
+from tokenprune.kernels.pairs import is_finite
 from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
@@ -73,7 +73,7 @@ class ApET(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         most, mask = max(tokens.keep), tokens.mask
         x = (tokens.encoder_features if self.features == "tower" else tokens.hidden).float()
-        x = x.masked_fill(~(mask & finite(x)).unsqueeze(2), 0)
+        x = x.masked_fill(~(mask & is_finite(x)).unsqueeze(2), 0)
         number = [min(self.basis, keep - 1) for keep in tokens.keep]
         basis, real = pick_farthest_points(x, mask, number)
         error = compute_approximation_error(x, gather_tokens(x, basis, 1).masked_fill(~real.unsqueeze(2), 0))
@@ -116,7 +116,7 @@ def pick_farthest_points(x: torch.Tensor, mask: torch.Tensor, number: list[int])
     """
     picks, score, taken = Picks(mask), x.norm(dim=2), []
     for turn in range(max(1, *number)):
-        pick = picks.take_best(picks.among_left(score))
+        pick = picks.take_best(picks.mask_taken(score))
         apart = (x - gather_tokens(x, pick[:, None], 1)).square().sum(2)
         score = torch.minimum(score, apart) if turn else apart
         taken.append(pick)

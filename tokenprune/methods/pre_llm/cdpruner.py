@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.kernels.clusters import by_rows
+from tokenprune.kernels.clusters import map_rows
 from tokenprune.kernels.dpp import greedy_dpp
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.pairs import normalize
 from tokenprune.methods.registry import register
 from tokenprune.methods.scores import Centering, center_tokens, compute_relevance, get_center_needs, rescale
 from tokenprune.selection.method import Pruner, Selection, Site
@@ -76,10 +76,10 @@ class CDPruner(Pruner):
 
         def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             weight = weight.masked_fill(~mask, 0)
-            directions = unit(x)
+            directions = normalize(x)
             weighed = directions * weight.unsqueeze(2)
             own = weight.square() * directions.any(2)  # their length is 1, or 0
             return greedy_dpp(weighed, weighed, mask, number, most, 0.0, own)
 
         entries = x.shape[1] * (x.shape[2] + most)
-        return Selection(by_rows(of, entries, x, tokens.mask, tokens.budget, weight), counts=tokens.keep)
+        return Selection(map_rows(of, entries, x, tokens.mask, tokens.budget, weight), counts=tokens.keep)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tokenprune.kernels.clusters import farthest_weighted
+from tokenprune.kernels.clusters import select_farthest_weighted
 from tokenprune.kernels.farthest import farthest
 from tokenprune.methods.registry import register
 from tokenprune.methods.scores import Centering, center_tokens, get_center_needs
@@ -51,5 +51,5 @@ class DivPrune(Pruner):
             keep = farthest(tokens.hidden, tokens.mask, tokens.budget, most)
         else:
             left, distinct = center_tokens(tokens, self.center)
-            keep = farthest_weighted(left, tokens.mask, distinct, tokens.budget, most, weigh_first=False)
+            keep = select_farthest_weighted(left, tokens.mask, distinct, tokens.budget, most, weigh_first=False)
         return Selection(keep, counts=tokens.keep)

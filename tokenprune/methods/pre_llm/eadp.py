@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike, cosines, cover
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products, cosines, greedy_cover
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.registry import register
@@ -61,11 +61,13 @@ class EADP(Pruner):
             weight = smooth_on_grid(weight, tokens)
 
         def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            covered = Relation(alike(x, mask), lambda one, weight: (one + 1) / 2 * weight, weight.masked_fill(~mask, 0))
-            return cover([covered], mask, number, most)
+            covered = Relation(
+                cosine_products(x, mask), lambda one, weight: (one + 1) / 2 * weight, weight.masked_fill(~mask, 0)
+            )
+            return greedy_cover([covered], mask, number, most)
 
         given = (tokens.hidden, mask, tokens.budget, weight**self.beta)
-        return Selection(by_rows(of, 2 * mask.shape[1] ** 2, *given), counts=tokens.keep)
+        return Selection(map_rows(of, 2 * mask.shape[1] ** 2, *given), counts=tokens.keep)
 
     def _relevance(self, tokens: VisualTokens) -> torch.Tensor:
         """float32 `[S, N]`: how the text after each image points at its tokens; all alike without text."""

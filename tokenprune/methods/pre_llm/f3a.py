@@ -8,10 +8,10 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from tokenprune.kernels.clusters import by_rows
+from tokenprune.kernels.clusters import map_rows
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.drawn import normal
-from tokenprune.kernels.pairs import PickedRows, Products, finite, unit
+from tokenprune.kernels.pairs import PickedRows, Products, is_finite, normalize
 from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
@@ -63,7 +63,7 @@ class F3A(Pruner):
             found.append(build_pool(x[image, :count], cues[image], number, grid, drawn))
         pools = [torch.nn.utils.rnn.pad_sequence(list(each), batch_first=True) for each in zip(*found, strict=True)]
         choose = partial(pick_spread_out, max(tokens.keep))
-        return Selection(by_rows(choose, tokens.mask.shape[1] ** 2, tokens.budget, *pools), counts=tokens.keep)
+        return Selection(map_rows(choose, tokens.mask.shape[1] ** 2, tokens.budget, *pools), counts=tokens.keep)
 
 
 class FrozenMatrices(NamedTuple):
@@ -102,7 +102,7 @@ def average_text(tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, D]`: mean embedding of the text after each image, 0 where there is none. A sum in float64 is the
     same in any order."""
     words = tokens.text.hidden
-    real = tokens.text.mask & finite(words.float())
+    real = tokens.text.mask & is_finite(words.float())
     total = words.double().masked_fill(~real.unsqueeze(2), 0).sum(1)
     return (total / real.sum(1, keepdim=True).clamp(min=1)).float()
 
@@ -171,7 +171,7 @@ def build_pool(
     """Return what `spread` chooses `number` of an image's tokens `[N, D]` from, without its first dimension. cue:
     float32 `[D]`."""
     x = x.float()
-    x = standardize(x.masked_fill(~finite(x).unsqueeze(1), 0), 0)
+    x = standardize(x.masked_fill(~is_finite(x).unsqueeze(1), 0), 0)
     anchors = pick_anchors(len(x), number, x.device)
     scores = compute_scores(x, standardize(cue, 0), anchors, grid, drawn)
     fixed, candidates = forage(scores, anchors, number, grid)
@@ -181,7 +181,7 @@ def build_pool(
     low = worth.masked_fill(~there, torch.inf).amin()
     high = worth.masked_fill(~there, -torch.inf).amax()
     worth = ((worth - low) / (high - low + _TINY)).masked_fill(~there, 0)
-    return unit(x), grid.place / grid.longest(there).clamp(min=_TINY), worth, there, fixed
+    return normalize(x), grid.place / grid.longest(there).clamp(min=_TINY), worth, there, fixed
 
 
 def standardize(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -324,13 +324,13 @@ def pick_spread_out(
     1; place: float32 `[S, N, 2]`; worth: float32 `[S, N]`, 0 to 1; there, fixed: bool `[S, N]`, at least one.
     """
     products = Products(direction)
-    if products.fits:
+    if products.fits_in_memory:
         products.table  # noqa: B018  # made here: most of its rows are asked for
     picks, row_of = Picks(there), PickedRows(products)
     unlike = apart = torch.zeros_like(worth)
     for step in range(most):
         score = 0.60 * worth + 0.25 * unlike + 0.15 * apart
-        score = picks.among_left(score.masked_fill(fixed, _FIRST))
+        score = picks.mask_taken(score.masked_fill(fixed, _FIRST))
         pick = picks.take_best(score)
         one = place.gather(1, pick[:, None, None].expand(-1, 1, 2))
         away = (place - one).square().sum(2).sqrt()
@@ -338,4 +338,4 @@ def pick_spread_out(
         # The first pick is a fixed one, whatever these are.
         unlike = other if step == 0 else torch.minimum(unlike, other)
         apart = away if step == 0 else torch.minimum(apart, away)
-    return picks.first(number)
+    return picks.first_picks(number)

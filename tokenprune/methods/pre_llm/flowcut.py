@@ -123,7 +123,7 @@ class _TowerCuts:
         if stay == counts:
             return None
         first = left.new_ones(rows, self.protected)
-        merge = Merge.dropping(torch.cat([first, left], dim=1), [count + self.protected for count in stay])
+        merge = Merge.from_kept(torch.cat([first, left], dim=1), [count + self.protected for count in stay])
         assert self.score is not None and merge.keep is not None
         self.score = self.score.gather(1, merge.keep[:, self.protected :] - self.protected)
         return merge

@@ -8,9 +8,9 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.pairs import normalize
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.kernels.temporal import shares
+from tokenprune.kernels.temporal import split_budget
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import compute_patch_attention, make_sortable
@@ -57,7 +57,7 @@ class HoloV(Pruner):
         attention = compute_patch_attention(tokens)
         share = torch.zeros(sizes.shape, dtype=torch.double, device=patch.device)
         share = share.scatter_add(1, strip, make_sortable(attention).clamp(min=0).double()) / sizes.clamp(min=1)
-        number = shares(share[:, :-2], tokens.budget, sizes[:, :-2], remainder="largest")
+        number = split_budget(share[:, :-2], tokens.budget, sizes[:, :-2], remainder="largest")
         others = tokens.budget - number.sum(1)
         number = torch.cat([number, others[:, None], torch.zeros_like(others)[:, None]], dim=1)
 
@@ -97,7 +97,7 @@ def _add_similarity_variance(
     inside = torch.arange(longest, device=x.device) < sizes.unsqueeze(-1)  # [S, C, M]
     spot = (sizes.cumsum(1) - sizes).unsqueeze(-1) + torch.arange(longest, device=x.device)
     at = partition(patch).gather(1, spot.flatten(1).clamp(max=patch.shape[1] - 1))
-    direction = unit(gather_tokens(x, at, 1)).view(*inside.shape, -1) * inside.unsqueeze(-1)
+    direction = normalize(gather_tokens(x, at, 1)).view(*inside.shape, -1) * inside.unsqueeze(-1)
     alike = (direction @ direction.transpose(2, 3)).masked_fill(
         torch.eye(longest, dtype=torch.bool, device=x.device), 0
     )

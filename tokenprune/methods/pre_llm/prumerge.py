@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.clusters import in_parts
+from tokenprune.kernels.clusters import split_rows
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.pairs import normalize
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import Tiles, compute_patch_attention, make_sortable
@@ -99,11 +99,11 @@ class PruMerge(Pruner):
 
     def _clusters(self, tokens: VisualTokens, tiles: Tiles, keep: torch.Tensor) -> torch.Tensor:
         """long `[S, N]`: the kept token that each joins, -1 where it is among the nearest of none."""
-        keys = unit(tokens.encoder_keys(-1))
+        keys = normalize(tokens.encoder_keys(-1))
         place = partition(keep)[:, : max(tokens.keep) if self.exact else None]
         best = torch.full(keep.shape, -torch.inf, dtype=torch.float32, device=keep.device)
         into = torch.full_like(place[:, :1], -1).repeat(1, keep.shape[1])
-        for part in in_parts(place.shape[1], keep.numel()):
+        for part in split_rows(place.shape[1], keep.numel()):
             at = place[:, part]
             alike = gather_tokens(keys, at, 1) @ keys.transpose(1, 2)
             others = (tiles.index.gather(1, at).unsqueeze(2) == tiles.index.unsqueeze(1)) & tiles.is_patch.unsqueeze(1)

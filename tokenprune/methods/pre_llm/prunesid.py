@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from tokenprune.kernels.coverage import alike
+from tokenprune.kernels.coverage import cosine_products
 from tokenprune.kernels.pairs import Relation
-from tokenprune.kernels.suppress import unsuppressed
+from tokenprune.kernels.suppress import non_maximum_suppression
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
@@ -68,15 +68,15 @@ class PruneSID(Pruner):
         size, group = project_to_components(x, groups).max(1)
         score = size if salient is None else salient
         mask = torch.ones(1, count, dtype=torch.bool, device=x.device)
-        pairs = alike(x[None], mask)
-        upper = pairs.of_rows(lambda rows, segment, start: rows.triu(start).sum(1)).sum(dtype=torch.float64).float()
+        pairs = cosine_products(x[None], mask)
+        upper = pairs.reduce_rows(lambda rows, segment, start: rows.triu(start).sum(1)).sum(dtype=torch.float64).float()
         if qwen:  # the code's mean of the upper half counts the lower one as zeros
             threshold = max(18 * wanted / count, 1) * upper / count**2
         else:
             own = pairs.diagonal().sum()
             threshold = wanted / 32 * 2 * (upper - own) / max(1, count * (count - 1))
         near = Relation(pairs, lambda alike, own: (alike > threshold) & (own == group), group[None])
-        unlike = unsuppressed(near, score[None], mask)
+        unlike = non_maximum_suppression(near, score[None], mask)
         each = torch.stack([mask[0], unlike[0]]).long()
         members, left = each.new_zeros(2, groups).scatter_add_(1, group.expand(2, -1), each).tolist()
         quota = to_device(compute_quotas(members, left, wanted), x.device)

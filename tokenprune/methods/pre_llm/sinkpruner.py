@@ -12,10 +12,10 @@ from annotated_types import Ge, Le
 
 from tokenprune.budgets import Budget
 from tokenprune.budgets.schedule import place, profile
-from tokenprune.kernels.clusters import in_parts
+from tokenprune.kernels.clusters import split_rows
 from tokenprune.kernels.compact import partition
-from tokenprune.kernels.masses import evenly
-from tokenprune.kernels.pairs import Products, unit
+from tokenprune.kernels.masses import uniform_weights
+from tokenprune.kernels.pairs import Products, normalize
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.multi_cut import TEXT_ATTENTION, sum_text_attention
@@ -110,7 +110,7 @@ class _TextGuidedCut(Pruner):
     layer: int
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
-        return sum_text_attention(tokens, evenly(tokens.text.mask)).mean(1)
+        return sum_text_attention(tokens, uniform_weights(tokens.text.mask)).mean(1)
 
 
 def pick_dissimilar(
@@ -122,9 +122,9 @@ def pick_dissimilar(
     x: `[S, N, D]`; mask, taken: bool `[S, N]`. Of equals the first; NaN is like nothing.
     """
     found = []
-    for rows in in_parts(len(x), x.shape[1] ** 2):
-        products, chosen, left = Products(unit(x[rows])), taken[rows], mask[rows]
-        if not products.fits:
+    for rows in split_rows(len(x), x.shape[1] ** 2):
+        products, chosen, left = Products(normalize(x[rows])), taken[rows], mask[rows]
+        if not products.fits_in_memory:
             each = zip(range(products.shape[0]), chosen, left, number[rows].tolist(), strict=True)
             found.append(torch.stack([_pick_dissimilar_by_rows(products, *one, at_once) for one in each]))
             continue

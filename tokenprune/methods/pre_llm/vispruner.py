@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.kernels.clusters import in_parts
-from tokenprune.kernels.pairs import Products, unit
+from tokenprune.kernels.clusters import split_rows
+from tokenprune.kernels.pairs import Products, normalize
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
@@ -81,8 +81,8 @@ def _drop_duplicates(
     segment, tile, count, goal = (to_device(list(one), x.device) for one in zip(*lines, strict=True))
     longest = max(line[2] for line in lines)
     at = segment[:, None] * rest.shape[1] + _sort_by_attention(rest, attention, tiles, longest)[segment, tile]
-    parts, x = in_parts(len(lines), longest**2), x.flatten(0, 1)
-    if Products(x[at[:1]]).fits:
+    parts, x = split_rows(len(lines), longest**2), x.flatten(0, 1)
+    if Products(x[at[:1]]).fits_in_memory:
         left = torch.cat([_run_rounds(x[at[part]], count[part], goal[part], lines[part]) for part in parts])
     else:
         left = torch.stack([_run_rounds_for_long_line(x[one], *line[2:]) for one, line in zip(at, lines, strict=True)])
@@ -108,7 +108,7 @@ def _run_rounds(
     x: `[B, P, D]`, lines of tokens; count, goal: long `[B]`, how many there are of each, and how many are to be left.
     lines: the same on the host.
     """
-    direction, width = unit(x), x.shape[1]
+    direction, width = normalize(x), x.shape[1]
     alike = (direction @ direction.transpose(1, 2)).flatten(1)
     line = torch.arange(width, device=x.device).expand(len(x), -1)
     here = [(number, end) for *_, number, end in lines]
@@ -140,7 +140,7 @@ def _run_rounds_for_long_line(x: torch.Tensor, count: int, goal: int) -> torch.T
     They are found anew when many tokens are gone. Where none of a token's few is left at an even place, which is rare,
     all are asked. x: `[P, D]`.
     """
-    products, line = Products(unit(x)[None]), torch.arange(count, device=x.device)
+    products, line = Products(normalize(x)[None]), torch.arange(count, device=x.device)
     near = torch.empty(len(x), 0, dtype=torch.long, device=x.device)
     value = torch.empty(len(x), 0, dtype=torch.float32, device=x.device)
     known = 2 * count

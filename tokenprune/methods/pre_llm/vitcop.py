@@ -11,7 +11,7 @@ from annotated_types import Gt, Le
 
 from tokenprune.budgets import Budget
 from tokenprune.budgets.schedule import place, profile
-from tokenprune.kernels.clusters import by_rows, roots
+from tokenprune.kernels.clusters import find_roots, map_rows
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.pairs import distances
 from tokenprune.kernels.take import rank_in_group
@@ -85,7 +85,7 @@ class _EntryStage(Pruner):
         number = to_device([max(1, int(self.clusters * keep)) for keep in tokens.keep], at.device)
         patches = tokens.patches
         spot = torch.stack([patches.row.double() / patches.height, patches.column.double() / patches.width], dim=-1)
-        centre = by_rows(
+        centre = map_rows(
             find_cluster_centers, 4 * at.shape[1] ** 2, gather_tokens(tokens.encoder_keys(-1), at, 1),
             gather_tokens(spot, at, 1), patches.tile.gather(1, at), selection.keep.gather(1, at), number,
         )  # fmt: skip
@@ -113,7 +113,7 @@ def find_cluster_centers(
     parent = torch.where(step.isinf(), 0, parent)
     rank = rank_in_group((~mask).long(), (step * density).masked_fill(~mask, -torch.inf))
     is_centre, itself = mask & (rank < number[:, None]), torch.arange(count, device=keys.device)
-    end = roots(torch.where(is_centre, itself, parent), count)
+    end = find_roots(torch.where(is_centre, itself, parent), count)
     return torch.where(mask & is_centre.gather(1, end), end, -1)
 
 

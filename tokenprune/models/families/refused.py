@@ -66,5 +66,5 @@ def _by_name(reasons: dict[str, str]) -> dict[str, str]:
 
 
 REFUSED = _by_name(_REASONS)
-UNCUT = frozenset(_by_name(_REASONS_OF_CUTS))
+PIXELS_ONLY = frozenset(_by_name(_REASONS_OF_CUTS))
 REFUSED_IN_VLLM = _by_name(_REASONS_IN_VLLM)

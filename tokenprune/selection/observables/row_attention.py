@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tokenprune.kernels.drawn import normal, uniform
-from tokenprune.kernels.masses import evenly
+from tokenprune.kernels.masses import uniform_weights
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.observable import AttentionToTokens, Backend, Observable, ObservedAt
 from tokenprune.selection.observable_registry import register_observable
@@ -42,7 +42,7 @@ class ReceivedAttention(AttentionToTokens):
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
 
     def columns(self, source: TokenSource) -> Tensor:
-        return source.before.received(source.real())
+        return source.before.column_means(source.real())
 
 
 @register_observable("next_row_attention")
@@ -106,7 +106,7 @@ class MeanQueryAttention(Observable):
         # Segments of a row ask for their rows side by side.
         row, place = to_device(segments.row, device), to_device(segments.ordinal, device)
         among = own.new_zeros(len(real), max(segments.ordinal) + 1, source.width).index_put((row, place), own)
-        mean = (evenly(among).unsqueeze(1) @ seen.query[:, :, -source.width :].float()).to(seen.key.dtype)
+        mean = (uniform_weights(among).unsqueeze(1) @ seen.query[:, :, -source.width :].float()).to(seen.key.dtype)
         # Engines give dataclasses.
         asking: SeenAttention = replace(cast(Any, seen), query=mean, mask=among.unsqueeze(1))
         index = torch.arange(among.shape[1], device=device).expand(len(real), -1)

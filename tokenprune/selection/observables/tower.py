@@ -69,12 +69,12 @@ def received(seen: SeenAttention, protected: int) -> Tensor:
     """Return float32 `[rows, H, patches]`: the mean attention that each patch gets."""
     if seen.starts is not None:  # several sequences on one axis
         whole: SeenAttention = replace(cast(Any, seen), mask=None, causal=False)  # engines give dataclasses
-        return whole.received(starts=seen.starts)
+        return whole.column_means(starts=seen.starts)
     rows, _, queries = seen.query.shape[:3]
     first = torch.zeros(rows, 1, dtype=torch.long, device=seen.query.device)
     # Patches of padding are keys that nobody sees, and their own rows do not count.
-    asking = seen.visible(first)[:, 0, 0].expand(rows, queries)
-    return seen.received(asking)[..., protected:]
+    asking = seen.visible_keys(first)[:, 0, 0].expand(rows, queries)
+    return seen.column_means(asking)[..., protected:]
 
 
 @register_observable("encoder_attention")
@@ -113,7 +113,7 @@ class EncoderLogits(TowerScores):
         else:
             first = torch.zeros(query.shape[0], 1, dtype=torch.long, device=query.device)
             # Patches of padding are keys that nobody sees, and their own rows do not count.
-            real = seen.visible(first)[:, :1, 0, :, None].expand(query.shape[0], 1, query.shape[2], 1).float()
+            real = seen.visible_keys(first)[:, :1, 0, :, None].expand(query.shape[0], 1, query.shape[2], 1).float()
             asking = (query * real).sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)
         return (asking @ key.transpose(2, 3)).squeeze(2) * seen.scaling
 
@@ -140,7 +140,7 @@ class EncoderFlow(TowerScores):
         attention, values = attention.mean(1), values.transpose(1, 2)  # [rows, H, tokens, Dv]
         if classless:
             return torch.stack([attention, torch.zeros_like(attention), strength], dim=1)
-        alike = (values[:, :, :1] @ values.transpose(2, 3)).masked_fill(~seen.visible(first), -torch.inf)
+        alike = (values[:, :, :1] @ values.transpose(2, 3)).masked_fill(~seen.visible_keys(first), -torch.inf)
         alike = alike.softmax(-1)[:, :, 0, protected:].mean(1)
         return torch.stack([attention, alike, strength], dim=1)
 

@@ -48,7 +48,7 @@ class Tower:
         """Tells this tower, with its weights, from others."""
         assert self.module is not None  # engines give it
         facts = {"unit": self.unit} if self.unit > 1 else {}
-        return Fingerprint.of(self.module, read=self.read, protected=self.protected, **facts)
+        return Fingerprint.from_module(self.module, read=self.read, protected=self.protected, **facts)
 
     def of(self, tokens: int, wanted: int | None = None) -> Tower:
         """Return the same tower for images of which `tokens` enter."""

@@ -45,7 +45,7 @@ from tokenprune.integrations.shared.attachable import (
     with_hidden_states,
     with_output,
 )
-from tokenprune.kernels.values import lack_values
+from tokenprune.kernels.values import has_unreadable_values
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.statistics import Stats
 
@@ -144,7 +144,7 @@ class Engine(Attachable):
         Raises:
             UnsupportedSetupError: If a method would have to read the missing values.
         """
-        if not lack_values(arguments.values()):
+        if not has_unreadable_values(arguments.values()):
             return True
         if self.reading:
             raise UnsupportedSetupError(

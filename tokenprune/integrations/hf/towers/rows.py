@@ -77,7 +77,8 @@ class RowTower(TowerPart):
         blocks = [
             Block(layer, getattr(layer, block.norm), getattr(layer, block.end), scale=block.scale) for layer in layers
         ]
-        tokens, side = patches_of(adapter.config.vision_config) + block.protected, adapter.family.side(adapter.config)
+        tokens = patches_of(adapter.config.vision_config) + block.protected
+        side = adapter.family.get_unit_side(adapter.config)
         shape, squares = Tower(tokens, block.protected, len(layers), read, self.tower), None
         if side > 1:
             squares = Squares(side, block.protected)
@@ -146,7 +147,7 @@ class RowTower(TowerPart):
             )
         rows, device = len(observation.query), observation.query.device
         first = torch.zeros(1, 1, dtype=torch.long, device=device)
-        seen = observation.visible(first.expand(rows, 1))[:, 0, 0]
+        seen = observation.visible_keys(first.expand(rows, 1))[:, 0, 0]
         run.units = replace(run.units, weight=seen.float().expand(rows, -1), masked=True)
 
     # -- input and output of the tower

@@ -15,7 +15,7 @@ from tokenprune.integrations.shared.checks.reading import (
     find_reading_error,
 )
 from tokenprune.methods.registry import find_missing_base
-from tokenprune.models.families import FAMILIES, REFUSED, UNCUT, Family, family_of
+from tokenprune.models.families import FAMILIES, PIXELS_ONLY, REFUSED, Family, get_family
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable import Backend, ObservedAt
 from tokenprune.selection.observable_registry import compares_frames, not_served, observables_of
@@ -55,8 +55,8 @@ def find_error(method: Method, family: Family | str | None, config: Any, acts: b
     """Return an error if `method` is not supported on `family` in transformers; see `checks.check`."""
     if (error := _find_declared_error(method)) is not None or family is None:
         return error
-    row = family if isinstance(family, Family) else family_of(family)
-    uncut = row.name in UNCUT and row.name not in FAMILIES  # a user's adapter may register a row for it
+    row = family if isinstance(family, Family) else get_family(family)
+    uncut = row.name in PIXELS_ONLY and row.name not in FAMILIES  # a user's adapter may register a row for it
     if (acts and method.site is not Site.PRE_ENCODER) if uncut else family in REFUSED:
         return UnsupportedModelError(f"Model type {row.name!r} is not supported: {REFUSED[row.name]}.")
     if row.since is None:
@@ -142,7 +142,7 @@ def find_cache_error(site: Site, family: Family | str | None, cache: Cache, name
         decoding = f"{name} drops tokens while decoding, and a {cache.name} cache keeps its slots."
         in_blocks = f"Pruning with a {cache.name} cache and attention in blocks is not supported."
         return UnsupportedSetupError(f"{decoding if site is Site.DECODE else in_blocks} {cache.fix}")
-    row = family_of(family) if isinstance(family, str) else family
+    row = get_family(family) if isinstance(family, str) else family
     if row is not None and not (cache.every_family or row.static_cache):
         return UnsupportedSetupError(
             f"Pruning with a {cache.name} cache is not supported in the decoder of {row.name!r}. {cache.fix}"

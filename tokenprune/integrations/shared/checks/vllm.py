@@ -15,7 +15,7 @@ from tokenprune.integrations.shared.checks.reading import (
     find_joined_layers_error,
     find_reading_error,
 )
-from tokenprune.models.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, tower_kind, tower_of
+from tokenprune.models.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, get_tower, get_tower_type
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable import Backend
 from tokenprune.selection.observable_registry import compares_frames, not_served
@@ -47,7 +47,7 @@ def find_error(method: Method, family: Family | str | None, in_llm: bool, config
             f"{method.name} compares the frames of a video, and for {served} the tokens of a frame are not known, or "
             f"its prompts hold no videos. {ON_IMAGES_TOO}"
         )
-    tower = None if _traced(row, config) else "" if config is None else f" with the tower {tower_kind(config)!r}"
+    tower = None if _traced(row, config) else "" if config is None else f" with the tower {get_tower_type(config)!r}"
     error = find_reading_error(method, row, served, tower, json.dumps)
     return error or _find_merging_error(method, row, config) or _find_dropping_error(method, row, config)
 
@@ -61,7 +61,7 @@ def unserved_family(architecture: str) -> str:
 def _traced(row: Family, config: Any) -> bool:
     if config is None:
         return row.patches is not None
-    return row.layout(config) is not None and tower_of(config) is not None
+    return row.layout(config) is not None and get_tower(config) is not None
 
 
 def _find_merging_error(method: Method, row: Family, config: Any) -> TokenPruneError | None:
@@ -105,7 +105,7 @@ def _in_rows(row: Family, config: Any, *layouts: str) -> bool:
 
 def _shows_patches(config: Any) -> bool:
     """Return True where visual tokens are made of all patches of a tower that can merge, and not of a class token."""
-    tower, chosen = tower_of(config), getattr(config, "vision_feature_select_strategy", None)
+    tower, chosen = get_tower(config), getattr(config, "vision_feature_select_strategy", None)
     if tower is None or tower.merging is None:
         return False
     return chosen is None or (chosen == "full") == (not tower.class_tokens)  # None: the model has no such choice

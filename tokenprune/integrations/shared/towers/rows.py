@@ -135,7 +135,7 @@ class RowLayout(TowerLayout):
 
         def choose(x: Tensor, size: int) -> Merge:
             stays = choose_units(method, x, [(1, side, units // side)] * rows, kept, size)
-            merge = Merge.dropping(to_device(stays.view(rows, units), x.device), list(kept))
+            merge = Merge.from_kept(to_device(stays.view(rows, units), x.device), list(kept))
             return squares.spread(merge, squares.order(count, x.device))
 
         block = method.block(shape.read)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tokenprune.errors import BudgetError
 from tokenprune.integrations.shared.towers.packed_features import PackedFeatures
 from tokenprune.integrations.shared.towers.parts import PartMatcher, Plan
-from tokenprune.kernels.merging import most
+from tokenprune.kernels.merging import max_merges
 from tokenprune.selection.sites.encoder import Tower
 
 # Of a tile: which of its patches are cropped, bool `[patches]`, and how many of those that are not, and of those that
@@ -73,7 +73,7 @@ def _cropped(count: int, share: float, read: int) -> int:
     come."""
     least = count
     for _ in range(read):
-        least -= most(least)
+        least -= max_merges(least)
     return max(least, round(share * count))
 
 

@@ -124,4 +124,4 @@ def dropping(stays: Tensor, order: Tensor | None, device: torch.device) -> Merge
     """Return what drops all units but some. stays: bool `[N]` on the host, in the order of rows; order: see
     `TowerRun`."""
     stays = stays if order is None else stays[order.cpu()]
-    return Merge.dropping(to_device(stays[None], device), [int(stays.sum())])
+    return Merge.from_kept(to_device(stays[None], device), [int(stays.sum())])
