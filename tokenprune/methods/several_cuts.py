@@ -13,7 +13,7 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
 from tokenprune.selection.method import Method, Pruner, Selection
 from tokenprune.selection.tokens import VisualTokens
 
@@ -31,7 +31,7 @@ class CutsInside(Pruner):
 
     def budget_at(self, cut: int, count: int, keep: int) -> int:
         """Return how many of `count` tokens a cut keeps where its budget asks for `keep`; see `Method.budget`."""
-        return self.budget(count, keep)
+        return self.resolve_count(count, keep)
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class SeveralCuts(CutsInside):
         return self.layers[0] if self.layers else 0
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        placed = self.layers or place(self.depths, layers, budget)
-        cuts = profile(layers, list(zip(placed, self.sizes, strict=True)), budget)
+        placed = self.layers or choose_layers(self.depths, layers, budget)
+        cuts = plan_cuts(layers, list(zip(placed, self.sizes, strict=True)), budget)
         return [(OneCut(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
 
 
@@ -87,14 +87,14 @@ class OneCut(Pruner):
     layer: int
 
     name, site, paper, merges = _of("name"), _of("site"), _of("paper"), _of("merges")
-    needs, by_content_count, least = _of("needs"), _of("by_content_count"), _of("least")
+    needs, chooses_count, min_tokens = _of("needs"), _of("chooses_count"), _of("min_tokens")
     encoder_layers, query_aware = _of("encoder_layers"), _of("query_aware")
     prefix_cache_safe = _of("prefix_cache_safe")
 
     def check_model(self, decoder: torch.nn.Module) -> None:
         self.of.check_model(decoder)
 
-    def budget(self, count: int, keep: int) -> int:
+    def resolve_count(self, count: int, keep: int) -> int:
         return self.of.budget_at(self.number, count, keep)
 
     def select(self, tokens: VisualTokens) -> Selection:

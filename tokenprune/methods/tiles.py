@@ -31,7 +31,7 @@ class Tiles:
     def among(tokens: VisualTokens) -> Tiles:
         """Return the tiles of `tokens`; the method needs an observable of the vision tower."""
         patches = tokens.patches
-        return patches.recent.get(("tiles", *tokens.keep), lambda: Tiles._of(tokens, patches.tile, patches.tiles))
+        return patches.cache.get(("tiles", *tokens.keep), lambda: Tiles._of(tokens, patches.tile, patches.tiles))
 
     @staticmethod
     def _of(tokens: VisualTokens, tile: torch.Tensor, tiles: int) -> Tiles:

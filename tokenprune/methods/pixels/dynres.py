@@ -58,7 +58,7 @@ class DynRes(ResizeMethod):
     Differs from the paper: that one trains a model with patches of several sizes; this one only resizes images.
     """
 
-    by_content: ClassVar[bool] = True
+    depends_on_content: ClassVar[bool] = True
 
     min_scale: Annotated[float, Gt(0), Le(1)] = 0.25
     text_guard: bool = True
@@ -79,7 +79,7 @@ class DynRes(ResizeMethod):
                 "set a smaller min_scale"
             )
 
-    def shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
+    def compute_shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
         looks = [look(image.grey) for image in images]
         whole = [
             (self.text_guard and text) or (self.question_guard and asks_for_detail(image.question))

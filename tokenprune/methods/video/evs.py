@@ -33,7 +33,7 @@ class EVS(VideoPruner):
 
     def choose(self, videos: Videos) -> torch.Tensor:
         return videos.top(
-            torch.cat([first_frame_scores(videos, self.name), 1 - same_place(videos.x, videos.mask)], dim=1)
+            torch.cat([first_frame_scores(videos, self.name), 1 - same_place(videos.hidden, videos.mask)], dim=1)
         )
 
 

@@ -78,9 +78,9 @@ class FlashVID(TwoCutMerger):
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         mask, most = videos.mask, max(videos.keep)
-        means = frame_means(videos.x, mask)
-        least = -(-videos.number // _LONG)
-        first = first_frames(segments_at(cosine(means[:, 1:], means[:, :-1]), videos.number, least, _SCENE))
+        means = frame_means(videos.hidden, mask)
+        least = -(-videos.num_frames // _LONG)
+        first = first_frames(segments_at(cosine(means[:, 1:], means[:, :-1]), videos.num_frames, least, _SCENE))
 
         budget = shares(torch.ones_like(videos.sizes), videos.budget, videos.sizes)  # of each frame
         number = torch.minimum(budget, (budget.double() * self.picks - 1e-9).ceil().long())
@@ -96,14 +96,14 @@ class FlashVID(TwoCutMerger):
         numbers = shares_of_segments(trees, wanted, trees, first)
 
         size = members_of(root, rest)
-        _, of = clusters_of_frames(_means(videos.x, root, rest, size), tree, numbers, most)
+        _, of = clusters_of_frames(_means(videos.hidden, root, rest, size), tree, numbers, most)
         into = torch.where(rest, at(of, root), torch.where(picked, spots(root), -1))
         part = 1 / (at(size, root) * at(members_of(of, tree), at(of, root))).clamp(min=1).float()
         return into, torch.where(rest, part, 1.0)
 
     def _picked(self, videos: Videos, number: torch.Tensor) -> torch.Tensor:
         """bool `[V, F, P]`: so many tokens of each frame that are far from each other. number: long `[V, F]`."""
-        x, mask, attention = (one.flatten(0, 1) for one in (videos.x, videos.mask, tower_attention(videos)))
+        x, mask, attention = (one.flatten(0, 1) for one in (videos.hidden, videos.mask, tower_attention(videos)))
         most = max(-(-keep // len(frames)) for keep, frames in zip(videos.keep, videos.frames, strict=True))
         return farthest_weighted(x, mask, attention, number.flatten(), most).view_as(videos.mask)
 
@@ -115,7 +115,7 @@ class FlashVID(TwoCutMerger):
         spot, (count, frames, places) = spots(rest).expand_as(rest), rest.shape
         if frames == 1:
             return spot
-        x = videos.x
+        x = videos.hidden
         alike, place = (
             torch.nn.functional.pad(one.view(count, frames - 1, places), (0, 0, 1, 0))
             for one in best_match(x[:, 1:].flatten(0, 1), x[:, :-1].flatten(0, 1), rest[:, :-1].flatten(0, 1))

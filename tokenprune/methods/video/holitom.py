@@ -74,11 +74,11 @@ class HoliTom(TwoCutMerger):
         return _InnerHoliTom(layer)
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
-        similarity = same_place(videos.x, videos.mask)
+        similarity = same_place(videos.hidden, videos.mask)
         both = videos.mask[:, 1:] & videos.mask[:, :-1]
         stands = (similarity > self._thresholds(videos)[:, None, None]) & both
         # What is after the last frame of a shorter video begins another segment.
-        ends = segments_by_stillness(stands.float(), both, videos.number, 0.5) | (videos.sizes[:, 1:] == 0)
+        ends = segments_by_stillness(stands.float(), both, videos.num_frames, 0.5) | (videos.sizes[:, 1:] == 0)
         still = StillPlaces.of(videos, ends, _still(stands, ends, videos.mask), similarity)
 
         room = videos.budget - still.alone.sum((1, 2))

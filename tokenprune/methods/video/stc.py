@@ -39,11 +39,11 @@ class STC(VideoPruner):
     def choose(self, videos: Videos) -> torch.Tensor:
         mask, frames = videos.mask, videos.mask.shape[1]
         first = mask & (torch.arange(frames, device=mask.device) < self.chunk)[:, None]
-        raw = quiet_channels(videos.x, mask, first)
+        raw = quiet_channels(videos.hidden, mask, first)
         memory, x = self._memory(frame_means(raw, mask), videos.sizes), unit(raw)
         score = likeness(x, frame_means(x, mask).unsqueeze(2)) + likeness(x, memory.unsqueeze(2))
         equal = torch.ones(videos.sizes.shape, dtype=torch.float32, device=mask.device)
-        return videos.top_of_frames(-score, shares(equal, videos.budget, videos.sizes))
+        return videos.top_per_frame(-score, shares(equal, videos.budget, videos.sizes))
 
     def _memory(self, means: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Return float32 `[V, F, D]`, the direction of the mean of the chunks up to that of each frame. means: of the
