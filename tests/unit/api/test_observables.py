@@ -253,7 +253,8 @@ def test_a_method_has_what_its_site_has() -> None:
     own = {
         "fastv": {"score", "select"}, "divprune": {"score", "select"}, "vscan": {"score", "select"},
         "dyrate": {"score", "select", "next_rate"}, "tome": {"plan"}, "dymu": {"plan"},
-        "downsample": {"compute_shares"}, "dynres": {"compute_shares"}, "view_select": {"choose"}, "pevlm": {"block_starts"},
+        "downsample": {"compute_shares"}, "dynres": {"compute_shares"}, "view_select": {"choose"},
+        "pevlm": {"block_starts"},
     }  # fmt: skip
     for name, has in own.items():
         cls = tokenprune.method_info(name).cls
