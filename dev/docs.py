@@ -27,7 +27,7 @@ from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORT
 from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.selection.observable import Backend
 from tokenprune.selection.observable_registry import find_observable
-from tokenprune.selection.options import in_words, option_types
+from tokenprune.selection.options import describe_type, get_option_types
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
 COMPARISON = FOLDER.parent.parent / "benchmarks/tokenprune_bench/tuning/for_comparison.json"
@@ -61,10 +61,10 @@ def head(name: str) -> str:
     lines = [cell(info.summary), "", "| | |", "|---|---|", *(f"| {a} | {cell(b)} |" for a, b in rows)]
     if info.options:
         meaning = meanings(info.cls.__doc__, info.options)
-        types = option_types(info.cls)
+        types = get_option_types(info.cls)
         lines += ["", "| option | default | takes | meaning |", "|---|---|---|---|"]
         lines += [
-            f"| `{one}` | `{default!r}` | {cell(in_words(types[one]))} | {cell(meaning[one])} |"
+            f"| `{one}` | `{default!r}` | {cell(describe_type(types[one]))} | {cell(meaning[one])} |"
             for one, default in info.options.items()
         ]
     return "\n".join(lines)
@@ -215,7 +215,7 @@ def served() -> str:
     return "\n".join(lines)
 
 
-def not_served() -> str:
+def list_unserved() -> str:
     """Return the table of architectures that the plugin refuses by name."""
     rows: dict[str, list[str]] = {}
     for name, reason in REFUSED_IN_VLLM.items():

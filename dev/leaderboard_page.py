@@ -87,7 +87,7 @@ def cells(run: Run, line: Line) -> Iterator[str]:
     yield f"{line.ttft:.2f}" if line.ttft is not None else ""
     yield f"{100 * line.kv:.0f}" if line.kv is not None else ""
     yield _published(line)
-    yield ", ".join(Site(part).words for part in dict.fromkeys(line.site.split("+")))
+    yield ", ".join(Site(part).description for part in dict.fromkeys(line.site.split("+")))
     yield "yes" if line.query_aware else "no"
     yield served().get(line.method, "no" if known and not options else "")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import calm_threads  # noqa: F401
 from common import fill_page
 
-from tokenprune.budgets.by_age import aged
+from tokenprune.budgets.by_age import apply_ages
 
 PAGE = Path(__file__).parents[2] / "docs/guides/chats.md"
 BEGIN, END = "<!-- chats:begin (benchmarks/experiments/long_chats.py --page) -->", "<!-- chats:end -->"
@@ -43,7 +43,7 @@ class Way:
         """Return the chat as it is sent in a turn."""
         gone = max(0, turns - self.last) // self.chunk * self.chunk if self.last else 0
         counts = [VISUAL] * (turns - gone)
-        counts = aged(counts, TIERS, self.step) if self.step else counts
+        counts = apply_ages(counts, TIERS, self.step) if self.step else counts
         items: list[Item] = [("system", 0, SYSTEM)]
         for turn in range(turns):
             items += [("image", turn, counts[turn - gone])] if turn >= gone else []

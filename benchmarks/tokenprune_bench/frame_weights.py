@@ -77,7 +77,7 @@ class _LookAtFrames(Pruner):
     name: ClassVar[str] = "frame_weights"
     site: ClassVar[Site] = Site.IN_LLM
     needs: ClassVar[frozenset[str]] = frozenset({"next_row_attention"})
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     layer: int
     found: dict[tuple[int, int], list[Tensor]] = field(repr=False, compare=False)

@@ -72,7 +72,7 @@ class Loudest(UnitDropper):
     """Somebody else's: keep the units whose hidden states are the largest, at the input of block `at`."""
 
     sees: ClassVar[str] = "hidden"
-    by_content_count: ClassVar[bool] = False
+    chooses_count: ClassVar[bool] = False
     at: int = 0
 
     def block(self, depth: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenprune.cli.common import get_console
-from tokenprune.cli.completion import our_methods
+from tokenprune.cli.completion import list_builtin_methods
 from tokenprune.models.torch_import import defer_torch
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _complete(incomplete: str) -> list[str]:
-    return [name for name in our_methods() if name.startswith(incomplete)]
+    return [name for name in list_builtin_methods() if name.startswith(incomplete)]
 
 
 def families(

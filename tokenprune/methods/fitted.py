@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError, require
 from tokenprune.models.fingerprint import compute_fingerprint
-from tokenprune.selection.files import File, reason
+from tokenprune.selection.files import File, describe_error
 
 
 class LazyFit:
@@ -57,7 +57,7 @@ class FittedTable:
     def load(cls, path: str | Path) -> Self:
         """Read what `save` wrote; raises OptionError for any other file."""
         try:
-            tensors, metadata = File.of(path).tensors()
+            tensors, metadata = File.from_path(path).tensors()
             if metadata.get("kind") != cls.kind:
                 raise OptionError(f"{path} was not made by `tokenprune {cls.command}`")
             table = tensors["table"]
@@ -67,7 +67,9 @@ class FittedTable:
         except (OSError, KeyError, ValueError) as error:
             if isinstance(error, OptionError):
                 raise
-            raise OptionError(f"cannot read {path}, which `tokenprune {cls.command}` makes: {reason(error)}") from error
+            raise OptionError(
+                f"cannot read {path}, which `tokenprune {cls.command}` makes: {describe_error(error)}"
+            ) from error
 
     def check_decoder(self, name: str, path: str | Path, decoder: torch.nn.Module) -> None:
         """Raise OptionError if this was fitted to another decoder. name: of the method."""

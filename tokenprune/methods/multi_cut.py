@@ -13,7 +13,7 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
 from tokenprune.selection.method import Method, Pruner, Selection
 from tokenprune.selection.tokens import VisualTokens
 
@@ -31,7 +31,7 @@ class MultiCutMethod(Pruner):
 
     def budget_at(self, cut: int, count: int, keep: int) -> int:
         """Return how many of `count` tokens a cut keeps where its budget asks for `keep`; see `Method.budget`."""
-        return self.budget(count, keep)
+        return self.resolve_count(count, keep)
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class SharedBudgetCuts(MultiCutMethod):
         return self.layers[0] if self.layers else 0
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        placed = self.layers or place(self.depths, layers, budget)
-        cuts = profile(layers, list(zip(placed, self.sizes, strict=True)), budget)
+        placed = self.layers or choose_layers(self.depths, layers, budget)
+        cuts = plan_cuts(layers, list(zip(placed, self.sizes, strict=True)), budget)
         return [(CutStage(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
 
 
@@ -92,14 +92,14 @@ class CutStage(Pruner):
         _from_method("paper"),
         _from_method("merges"),
     )
-    needs, by_content_count, least = _from_method("needs"), _from_method("by_content_count"), _from_method("least")
+    needs, chooses_count, min_tokens = _from_method("needs"), _from_method("chooses_count"), _from_method("min_tokens")
     encoder_layers, query_aware = _from_method("encoder_layers"), _from_method("query_aware")
     prefix_cache_safe = _from_method("prefix_cache_safe")
 
     def check_model(self, decoder: torch.nn.Module) -> None:
         self.method.check_model(decoder)
 
-    def budget(self, count: int, keep: int) -> int:
+    def resolve_count(self, count: int, keep: int) -> int:
         return self.method.budget_at(self.index, count, keep)
 
     def select(self, tokens: VisualTokens) -> Selection:

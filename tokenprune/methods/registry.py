@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
 
-from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError, short
+from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError, shorten
 from tokenprune.selection.method import Method, Pruner, Site
-from tokenprune.selection.observable_registry import available_observables, need_of
+from tokenprune.selection.observable_registry import available_observables, resolve_need
 from tokenprune.selection.sites.attention import AttentionPattern
 from tokenprune.selection.sites.decode import DecodeMethod
 from tokenprune.selection.sites.encoder import EncoderMethod
@@ -79,7 +79,7 @@ class MethodInfo:
         the budget alone decides how many tokens stay, and no value of the device is asked for."""
         method = self.cls()
         checked = isinstance(method, Pruner) and type(method).select is Pruner.select and not method.never_nan
-        asks = method.asks_device or method.by_content_count or checked
+        asks = method.syncs_device or method.chooses_count or checked
         return self.site in (Site.PRE_LLM, Site.IN_LLM) and not asks
 
 
@@ -102,7 +102,7 @@ def register(
     Raises RegistrationError for a taken name, a class that is no frozen dataclass or has not the base of its site, an
     unknown need, needs that are said twice, or a missing docstring.
     """
-    needs = None if needs is None else frozenset(map(need_of, needs))
+    needs = None if needs is None else frozenset(map(resolve_need, needs))
 
     def decorate(cls: M) -> M:
         problem = _problem(name, cls, Site(site), needs)
@@ -182,7 +182,7 @@ def method_class(name: str) -> type[Method]:
     if not isinstance(name, str) or name not in _METHODS:
         if hint := _from_command_line(name):
             raise UnknownMethodError(f"{name!r} is written for the command line. {hint}")
-        written = " ".join(short(name).split())
+        written = " ".join(shorten(name).split())
         raise UnknownMethodError(
             f"unknown method {written}: {suggest_nearest(name, _METHODS)}`tokenprune methods` lists them all"
         )

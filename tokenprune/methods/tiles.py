@@ -30,7 +30,7 @@ class Tiles:
     def from_tokens(tokens: VisualTokens) -> Tiles:
         """Return the tiles of `tokens`; the method needs an observable of the vision tower."""
         patches = tokens.patches
-        return patches.recent.get(("tiles", *tokens.keep), lambda: Tiles._build(tokens, patches.tile, patches.tiles))
+        return patches.cache.get(("tiles", *tokens.keep), lambda: Tiles._build(tokens, patches.tile, patches.tiles))
 
     @staticmethod
     def _build(tokens: VisualTokens, tile: torch.Tensor, tiles: int) -> Tiles:

@@ -172,7 +172,8 @@ def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
     how = f"`downsample` at keep {row.keep:g}{', or max_pixels of the processor' if any_size else ''}"
     lead = f"The same budget by a smaller image ({how})"
     whole, ours, theirs = (
-        one.flops for one in (cost.cost(load), *(cost.predict(load, *each.setting.steps()) for each in (row, other)))
+        one.flops
+        for one in (cost.compute_cost(load), *(cost.predict(load, *each.setting.steps()) for each in (row, other)))
     )
     speed = f"prefill x{whole / theirs:.2f} as fast by FLOPs, tower included, and {row.method} x{whole / ours:.2f}"
     if cost.tower is None:
@@ -189,7 +190,7 @@ def _about(cost: CostModel, load: Load, row: Advice) -> list[str]:
     (method,), _ = row.setting.steps()
     if cost.tower is None or method.site in (Site.PRE_ENCODER, Site.IN_ENCODER):
         return []
-    if (whole := cost.cost(load)).tower_share <= _MUCH:
+    if (whole := cost.compute_cost(load)).tower_share <= _MUCH:
         return []
     return [
         f"The vision tower is {whole.tower_share:.0%} of a prefill's FLOPs here, and some {whole.tower_time:.0%} of "
@@ -229,7 +230,7 @@ def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
     except UnsupportedModelError:
         return CostModel(DecoderShape.from_config(config.get_text_config())), Load((), row.tokens)
     own = cost.tower.view is None
-    return cost, Load.of_config(config, tokens=row.tokens if own else None, tiles=None if own else row.frames)
+    return cost, Load.from_config(config, tokens=row.tokens if own else None, tiles=None if own else row.frames)
 
 
 def _architecture(config: Any) -> str | None:
@@ -241,7 +242,7 @@ def _architecture(config: Any) -> str | None:
 
 
 def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
-    before, after = cost.cost(load), cost.predict(load, *row.setting.steps())
+    before, after = cost.compute_cost(load), cost.predict(load, *row.setting.steps())
     parts = "tower and decoder" if cost.tower is not None else "the decoder"
     figure = (
         f"prefill x{before.flops / after.flops:.2f} as fast by FLOPs of {parts}, KV cache "

@@ -30,7 +30,7 @@ from tokenprune.integrations.shared.checks import unsupported
 from tokenprune.models import families
 from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 from zoo import Family
 
 # A score method, a merge method, one inside the decoder, and one that goes on while decoding.
@@ -38,7 +38,7 @@ METHODS: dict[str, dict[str, int]] = {"divprune": {}, "pool": {}, "dart": {}, "d
 READ_THE_TOWER = [
     name
     for name in MODEL_METHODS
-    if observables_of(tokenprune.method_info(name).needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
+    if select_observables(tokenprune.method_info(name).needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
 ]
 STEPS = 2
 
@@ -47,7 +47,7 @@ STEPS = 2
 class TakesAll(Pruner):
     """Keep all tokens, whatever it is asked for."""
 
-    name, site, by_content_count = "takes_all", Site.PRE_LLM, True
+    name, site, chooses_count = "takes_all", Site.PRE_LLM, True
 
     def select(self, tokens: VisualTokens) -> Selection:
         return Selection(tokens.mask)

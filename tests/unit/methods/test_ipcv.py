@@ -271,10 +271,13 @@ def test_guides_are_the_nearest_however_many_are_compared_at_once(monkeypatch: p
     gone, kept = x[:30], x[30:]
     method = tokenprune.method("ipcv", neighbours=4)
     want = [sorted(sorted(range(10), key=lambda j: apart(kept[j], one))[:4]) for one in gone]
-    assert method.guides(gone, kept).sort(dim=1).values.tolist() == want
+    assert method.choose_guides(gone, kept).sort(dim=1).values.tolist() == want
     monkeypatch.setattr("tokenprune.methods.encoder.ipcv._PAIRS", 35)  # three rows
-    assert method.guides(gone, kept).sort(dim=1).values.tolist() == want
-    assert method.guides(gone, kept[:2]).shape == (30, 2) and method.guides(gone[:0], kept).shape == (0, 4)
+    assert method.choose_guides(gone, kept).sort(dim=1).values.tolist() == want
+    assert method.choose_guides(gone, kept[:2]).shape == (30, 2) and method.choose_guides(gone[:0], kept).shape == (
+        0,
+        4,
+    )
 
 
 def test_costs_tower_work_alone(build) -> None:

@@ -101,7 +101,7 @@ class Loudest(tokenprune.selection.UnitDropper):
 
     name: ClassVar[str] = "loudest"
     sees: ClassVar[str] = "hidden"
-    by_content_count: ClassVar[bool] = False
+    chooses_count: ClassVar[bool] = False
     at: int = 0
 
     def block(self, depth: int) -> int:
@@ -126,7 +126,7 @@ class Fewer(Loudest):
 class Some(Fewer):
     """Say that nobody knows how many."""
 
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_parts_merge_apart() -> None:
     method = tokenprune.method("tome")
 
     def plan_of(tower: Tower) -> list:
-        return method.plan(Budget(keep=tower.wanted), tower)
+        return method.plan(Budget(keep=tower.num_kept), tower)
 
     goals = [(row.bool(), left) for row, left in zip(part, wanted, strict=True)]
     (match,) = parts_of_tiles(goals, Tower(13, 1, 1, 1), plan_of).plan(1)

@@ -13,7 +13,7 @@ from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
 from tokenprune.models.token_counts import SettingsReader, find_rule, get_image_processor, list_countable_processors
-from tokenprune.selection.images import InputImage, collect
+from tokenprune.selection.images import InputImage, collect_images
 from tokenprune.selection.sites.pixels import ResizeMethod
 
 # `Rule.grid`.
@@ -112,7 +112,7 @@ class Resizer:
             count = None if rule is None else lambda height, width: rule.count(read, height, width, companions)
             return InputImage(image, kwargs.get("input_data_format"), prompt, companions, count, next(left, ""))
 
-        found, rebuild = collect(self.image_processor.fetch_images(images), make)
+        found, rebuild = collect_images(self.image_processor.fetch_images(images), make)
         if not found:
             return images, kwargs
         shares = self._shares(found)
@@ -129,11 +129,11 @@ class Resizer:
         else:
             sizes = [_scaled(one, share, self.most) for one, share in zip(found, shares, strict=True)]
         self._note(found, sizes, kwargs)
-        return rebuild([one.resized(*size) for one, size in zip(found, sizes, strict=True)]), kwargs
+        return rebuild([one.resize(*size) for one, size in zip(found, sizes, strict=True)]), kwargs
 
     def _shares(self, images: list[InputImage]) -> list[float]:
         if self.most is None:
-            return self.method.shares(images, self.share, self.budget.per)
+            return self.method.compute_shares(images, self.share, self.budget.per)
         return [min(1.0, self.most / image.tokens) for image in images]
 
     def _note(self, images: list[InputImage], sizes: list[tuple[int, int]], kwargs: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class Resizer:
         if self.rule is None:
             return
         rule, read = self.rule, SettingsReader(self.processor, kwargs)
-        made = [rule.count(read, *size, one.companions) for one, size in zip(images, sizes, strict=True)]
+        made = [rule.count(read, *size, one.num_prompt_images) for one, size in zip(images, sizes, strict=True)]
         self.counts.note(sum(made), sum(image.tokens for image in images))
 
     def _target(self, read: SettingsReader, share: float) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class Resizer:
             return True
         patches = full // self._patch
         share = self.share if self.most is None else min(1.0, self.most / patches**2)
-        if not self.method.by_content and _patches(patches, share, self.most) < patches:
+        if not self.method.depends_on_content and _patches(patches, share, self.most) < patches:
             raise UnsupportedSetupError(
                 f"{self.method.name}: these pixels have the full size: make them with the processor that was given to "
                 "patch()"

@@ -113,24 +113,24 @@ class DyMU(EncoderMethod):
         )
         if not self.exact:
             return [partial(match, threshold=value) if value < 1 else None for value in values]
-        floor = tower.left(budget) + tower.protected
+        floor = tower.count_kept(budget) + tower.protected
         return [
             # A threshold of 1 means that nothing merges, whatever rounding makes of the cosine of equal keys.
             partial(match, threshold=value if value < 1 else math.inf, floor=floor, ceiling=ceiling)
             for value, ceiling in zip(values, self._ceilings(floor, tower), strict=False)
-        ] + [None] * (tower.blocks - tower.read)
+        ] + [None] * (tower.blocks - tower.blocks_read)
 
     def _ceilings(self, floor: int, tower: Tower) -> list[int]:
         """Return for each block whose output is read how many tokens it may leave at most, so that the blocks after it
         can get down to `floor`; raises BudgetError if all of them together cannot."""
         ceilings = [floor]
-        for _ in range(tower.read):
+        for _ in range(tower.blocks_read):
             more = ceilings[-1] - tower.protected  # a block merges half of its patches at most
             ceilings.append(ceilings[-1] + (more if self.max_r is None else min(more, self.max_r)))
         if ceilings.pop() < tower.tokens:
             raise BudgetError(
                 f"dymu cannot leave exactly {floor - tower.protected} of {tower.patches} patches: a block merges at "
-                f"most half of its tokens{'' if self.max_r is None else f' and max_r={self.max_r}'}, and {tower.read} "
-                "blocks count; ask for more"
+                f"most half of its tokens{'' if self.max_r is None else f' and max_r={self.max_r}'}, and "
+                f"{tower.blocks_read} blocks count; ask for more"
             )
         return ceilings[::-1]

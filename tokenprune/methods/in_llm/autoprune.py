@@ -10,7 +10,7 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
 from tokenprune.kernels.masses import uniform_weights
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
@@ -53,8 +53,8 @@ class AutoPrune(SharedBudgetCuts):
 
     query_aware: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.33
-    asks_device: ClassVar[bool] = True
-    by_content_count: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     cuts: Annotated[int, Ge(1)] | None = 6
     slope: Annotated[float, Ge(0)] = 0.4
@@ -68,11 +68,11 @@ class AutoPrune(SharedBudgetCuts):
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         placed = self.layers
         if placed is None:
-            first = place(self.depths[:1], layers, budget)[0]
+            first = choose_layers(self.depths[:1], layers, budget)[0]
             number = min(self.cuts or layers, layers - first)
             placed = tuple(first + one * (layers - first) // number for one in range(number))
         # All cuts have the budget of one: what the first would leave is what the curve spreads over the layers.
-        even = profile(layers, [(layer, 1.0) for layer in placed], budget)
+        even = plan_cuts(layers, [(layer, 1.0) for layer in placed], budget)
         return [(_Stage(self, number, cut.layer, tuple(placed), layers), cut.budget) for number, cut in enumerate(even)]
 
 

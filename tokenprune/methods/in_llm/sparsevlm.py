@@ -62,7 +62,7 @@ class SparseVLM(SharedBudgetCuts):
     def needs(self) -> frozenset[str]:
         return TEXT_ATTENTION | ({"embeddings"} if self.version == "1" else {"embeddings", "rotation"})
 
-    def budget(self, count: int, keep: int) -> int:
+    def resolve_count(self, count: int, keep: int) -> int:
         return keep if self.exact else min(count, keep + self._merged(count, keep))
 
     def select(self, tokens: VisualTokens) -> Selection:

@@ -73,7 +73,7 @@ class _Look(CutStage):
     """Adds the transitions of the layer before to what is known, and removes nothing."""
 
     needs = _LOOKS
-    by_content_count = True  # asked, though all tokens stay
+    chooses_count = True  # asked, though all tokens stay
 
     def select(self, tokens: VisualTokens) -> Selection:
         accumulate_transitions(tokens)

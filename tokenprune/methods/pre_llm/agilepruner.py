@@ -45,7 +45,7 @@ class AgilePruner(Pruner):
     patch receives on average; each image is one set with all its tiles; tokens keep their positions.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     average_rank: Annotated[float, Gt(0)] = 95.0
     limit: Annotated[float, Ge(0)] = 0.25

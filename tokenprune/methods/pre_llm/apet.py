@@ -10,7 +10,7 @@ import torch
 from annotated_types import Ge, Lt
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import profile
+from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.pairs import is_finite
@@ -66,7 +66,7 @@ class ApET(Pruner):
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if not self.inner:
             return [(self, budget)]
-        early, late = profile(layers, ((0, 3.0), (0.5, 1.0)), budget)
+        early, late = plan_cuts(layers, ((0, 3.0), (0.5, 1.0)), budget)
         first = dataclasses.replace(self, inner=False)
         return [(first, early.budget), (_InnerApET(basis=self.basis, own=self.own, layer=late.layer), late.budget)]
 

@@ -10,7 +10,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place
+from tokenprune.budgets.schedule import choose_layers
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
@@ -48,8 +48,8 @@ class Erase(Pruner):
     """
 
     query_aware: ClassVar[bool] = True
-    asks_device: ClassVar[bool] = True
-    by_content_count: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     entropy: Sequence[Annotated[float, Ge(0)]] = (1.690, 1.347, 1.172)
     retain: Sequence[Annotated[float, Gt(0), Le(1)]] = (0.827, 0.751, 0.495, 0.403)
@@ -71,7 +71,7 @@ class Erase(Pruner):
                 'with per="image"'
             )
         if self.layers is None:
-            inputs = place(_INPUTS, layers, Budget(keep=1.0))
+            inputs = choose_layers(_INPUTS, layers, Budget(keep=1.0))
         else:
             inputs = [layer + 1 for layer in self.layers]
             fits = inputs[1] < layers
@@ -109,7 +109,7 @@ class _TextGuidedCut(Pruner):
     site: ClassVar[Site] = Site.IN_LLM
     needs: ClassVar[frozenset[str]] = TEXT_ATTENTION
     query_aware: ClassVar[bool] = True
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     number: int
     layer: int

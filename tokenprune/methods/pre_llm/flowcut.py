@@ -49,7 +49,7 @@ class FlowCut(Pruner):
     positions of the full prompt.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     inside: bool | None = None
 
@@ -88,10 +88,10 @@ class _InTower(EncoderMethod):
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what drops patches in each block that is looked at."""
-        cuts = _TowerCuts(tower.protected, tower.left(budget))
+        cuts = _TowerCuts(tower.protected, tower.count_kept(budget))
         looks: list[list[int]] = [[] for _ in range(tower.blocks)]
         for block in range(_CUTS_END + 1):
-            looks[math.ceil((block + 0.5) / _BLOCKS * tower.read) - 1].append(_CUTS_END - block)
+            looks[math.ceil((block + 0.5) / _BLOCKS * tower.blocks_read) - 1].append(_CUTS_END - block)
         return [partial(cuts.look, remaining=tuple(one)) if one else None for one in looks]
 
 

@@ -55,7 +55,7 @@ class PruMerge(Pruner):
         return frozenset({"encoder_attention"} | ({"encoder_keys"} if self.merge == "clusters" else set()))
 
     @property
-    def by_content_count(self) -> bool:
+    def chooses_count(self) -> bool:
         return not self.exact
 
     def compute_attention(self, tokens: VisualTokens) -> torch.Tensor:

@@ -43,7 +43,7 @@ class PruneSID(Pruner):
     positions. The variant that sets the budget by content is left out, because a constant of it is not published.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
     fallback_options: ClassVar[Mapping[str, Any]] = {"form": "qwen"}
 
     form: Literal["qwen", "llava"] = "qwen"

@@ -11,7 +11,7 @@ import torch
 from annotated_types import Ge, Le
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
 from tokenprune.kernels.clusters import split_rows
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.masses import uniform_weights
@@ -65,8 +65,8 @@ class SinkPruner(Pruner):
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if not self.stage2:
             return [(self, budget)]
-        inside = place(_AFTER, layers, Budget(keep=1.0))
-        first, *cuts = profile(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
+        inside = choose_layers(_AFTER, layers, Budget(keep=1.0))
+        first, *cuts = plan_cuts(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
         alone = dataclasses.replace(self, stage2=False)
         return [(alone, first.budget), *((_TextGuidedCut(cut.layer), cut.budget) for cut in cuts)]
 

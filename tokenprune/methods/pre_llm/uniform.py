@@ -59,4 +59,4 @@ def spread_in_frames(videos: Videos, numbers: Sequence[Sequence[int]]) -> torch.
         [spread_over_grid(size, number, grid) for size, number in zip(sizes, of_video, strict=False)]
         for sizes, of_video, grid in zip(videos.frames, numbers, videos.grids, strict=True)
     ]
-    return videos.at(places)
+    return videos.mask_from_indices(places)

@@ -45,7 +45,7 @@ class VisPruner(Pruner):
     positions of the full prompt.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
     fallback_options: ClassVar[Mapping[str, Any]] = {"features": "projected"}
 
     important: Annotated[float, Ge(0), Le(1)] = 0.5

@@ -10,7 +10,7 @@ import torch
 from annotated_types import Gt, Le
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
 from tokenprune.kernels.clusters import find_roots, map_rows
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.pairs import distances
@@ -54,13 +54,13 @@ class ViTCoP(Pruner):
     other. Norms are those of float32.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     clusters: Annotated[float, Gt(0), Le(1)] = 0.18
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        inside = place(_AFTER, layers, Budget(keep=1.0))
-        first, early, late = profile(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
+        inside = choose_layers(_AFTER, layers, Budget(keep=1.0))
+        first, early, late = plan_cuts(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
         return [
             (_EntryStage(self.clusters), first.budget),
             (_ClusterMergeStage(early.layer), early.budget),
@@ -75,7 +75,7 @@ class _EntryStage(Pruner):
     name: ClassVar[str] = "vitcop"
     site: ClassVar[Site] = Site.PRE_LLM
     needs: ClassVar[frozenset[str]] = frozenset({"encoder_attention", "encoder_keys"})
-    by_content_count: ClassVar[bool] = True  # asked, though all tokens stay
+    chooses_count: ClassVar[bool] = True  # asked, though all tokens stay
 
     clusters: float
 

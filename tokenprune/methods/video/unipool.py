@@ -10,7 +10,7 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import profile
+from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.kernels.clusters import assign_to_centres, find_density_peaks
 from tokenprune.kernels.coverage import cosine_products
 from tokenprune.kernels.match import best_match
@@ -64,7 +64,7 @@ class UniPool(VideoMerger):
     prompt's last token where there is none. `keep` is an average over the layers (there what enters the decoder).
     """
 
-    asks_device: ClassVar[bool] = True  # where the table of all pairs does not fit
+    syncs_device: ClassVar[bool] = True  # where the table of all pairs does not fit
     query_free: ClassVar[Mapping[str, Any]] = {"inner": False}
 
     threshold: Annotated[float, Ge(-1), Le(2)] = 0.7
@@ -81,11 +81,11 @@ class UniPool(VideoMerger):
         first = dataclasses.replace(self, inner=False)
         if self.inner is False:
             return [(first, budget)]
-        early, late = profile(layers, ((0, 1.0), (float(self.inner), self.inner_keep)), budget)
+        early, late = plan_cuts(layers, ((0, 1.0), (float(self.inner), self.inner_keep)), budget)
         return [(first, early.budget), (_InnerUniPool(late.layer, self.balance), late.budget)]
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, None]:
-        x, mask, attention = (one.flatten(1, 2) for one in (videos.x, videos.mask, get_tower_attention(videos)))
+        x, mask, attention = (one.flatten(1, 2) for one in (videos.hidden, videos.mask, get_tower_attention(videos)))
         numbers = [int(self.clusters * keep + 0.5) for keep in videos.keep]
         clusters = to_device(numbers, mask.device)
 

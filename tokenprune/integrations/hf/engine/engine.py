@@ -225,7 +225,7 @@ class Engine(Attachable):
         batch, length = embeds.shape[:2]
         counts = call.prompt.tokens_per_row if cutting else None
         full = partial(Layout.full, batch, length, embeds.device, counts)
-        layout = call.state.segments.recent.get(("layout", batch, length), full) if cutting else full()
+        layout = call.state.segments.cache.get(("layout", batch, length), full) if cutting else full()
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
         inputs.extras.pop("logits_to_keep", None)
         functions = extras = None

@@ -131,7 +131,9 @@ class RowTower(TowerPart):
             padding = padding.expand(-1, -1, observation.query.shape[2], -1)
             observation = replace(observation, mask=padding, causal=False)
         with torch.no_grad():
-            return block_observable(self.method.reads).of_patches(observation, self.layout.shape.protected).float()
+            return (
+                block_observable(self.method.reads).compute_per_patch(observation, self.layout.shape.protected).float()
+            )
 
     def _note_masked(self, run: TowerRun, observation: Observation, mask: Tensor) -> None:
         """Give masked patches the weight 0, so that they do not count in a mean, and stay masked."""
@@ -165,7 +167,7 @@ class RowTower(TowerPart):
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
         run = self.reducer.end()
         assert run is not None  # see `_leave_encoder`
-        squares, owners = self.layout.squares, [*run.history, run.units][self.layout.shape.read].owner
+        squares, owners = self.layout.squares, [*run.history, run.units][self.layout.shape.blocks_read].owner
         owners = owners if squares is None else squares.owners(owners)
         self.leave_tokens(output, [sum(rows) for rows in run.counts], owners)
         run.restore_states(output)

@@ -18,7 +18,7 @@ from tokenprune.integrations.shared.checks.reading import (
 from tokenprune.models.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, get_tower, get_tower_type
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable import Backend
-from tokenprune.selection.observable_registry import compares_frames, not_served
+from tokenprune.selection.observable_registry import compares_frames, list_unserved
 from tokenprune.selection.sites.encoder import EncoderMethod
 from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.selection.sites.units import UnitDropper
@@ -132,7 +132,7 @@ def _uncounted(method: Method) -> str | None:
     """Return why vLLM cannot know the number of kept tokens before the tower runs; None if it can."""
     if isinstance(method, UnitDropper) and method.sees == "pixels":
         return None  # the front end has the pixels
-    if method.by_content_count or not method.least:
+    if method.chooses_count or not method.min_tokens:
         return "the content decides how many tokens stay, and vLLM must know before. Use transformers."
     return None
 
@@ -174,9 +174,9 @@ def _unserved(method: Method) -> str | None:
         options = _written(method.query_free)
         fix = f"{method.name} with {options}" if options else "its options that switch the later stages off"
         return f"it acts at several stages, and only the entry of the language model is supported. Use {fix}."
-    if isinstance(method, Pruner) and method.weighs:
+    if isinstance(method, Pruner) and method.weighs_attention:
         return f"it weighs attention inside the language model. Use {_written(method.fallback_options)}."
-    if missing := not_served(method.needs, Backend.VLLM):
+    if missing := list_unserved(method.needs, Backend.VLLM):
         less = method.fallback_hint(missing, json.dumps)
         fix = f"{method.name} with {less}" if less else "a method that does not need it, such as divprune"
         return f"it needs {', '.join(missing)}, which the fused layers of vLLM do not provide. Use {fix}."

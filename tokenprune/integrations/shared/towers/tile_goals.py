@@ -58,7 +58,7 @@ def parts_of_tiles(goals: Sequence[Goal], tower: Tower, plan: Callable[[Tower], 
     reached."""
 
     def plan_of(patches: int, wanted: int) -> Plan:
-        return plan(tower.of(patches + tower.protected, wanted)) if wanted < patches else [None] * tower.blocks
+        return plan(tower.with_tokens(patches + tower.protected, wanted)) if wanted < patches else [None] * tower.blocks
 
     cropped = torch.stack([row for row, _ in goals]).long()
     place = cropped + 2 * torch.arange(len(goals), device="cpu")[:, None]

@@ -131,7 +131,7 @@ def goals_of_image(packed: PackedFeatures, tiles: int, left: int, setting: Serve
     method = setting.acting
     assert isinstance(method, EncoderMethod)
     asked = f"{method.name}: keep={json.dumps(setting.keep)}"
-    return goals_of(packed, packed.images[0], tiles, left, served_tower(method, config).read, asked)
+    return goals_of(packed, packed.images[0], tiles, left, served_tower(method, config).blocks_read, asked)
 
 
 def check_tiles(setting: ServedSetting, info: Any, item: Any, left: int) -> None:

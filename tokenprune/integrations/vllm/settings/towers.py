@@ -77,7 +77,7 @@ def check_tower(setting: Any, model_config: Any) -> None:
         method.is_identity(Budget.from_number(setting.keep))
         whole = depth_of(config.vision_config)
         method.checked_block(
-            whole if get_config_family(config).tower_rows == "all images" else served_tower(method, config).read
+            whole if get_config_family(config).tower_rows == "all images" else served_tower(method, config).blocks_read
         )
     elif isinstance(method, EncoderMethod):
         if not setting.removes_nothing:
@@ -166,4 +166,4 @@ def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: boo
             f"{setting.keep} tokens"
         )
     for count in set(counts):
-        setting.method.plan(Budget.from_number(setting.keep), served_tower(setting.method, config).of(count))
+        setting.method.plan(Budget.from_number(setting.keep), served_tower(setting.method, config).with_tokens(count))
