@@ -78,7 +78,7 @@ class ReducingModel(_Model):
             return super().embed_multimodal(**kwargs)
         rows: list[Tensor] = []
         asked = of_batch(len(plans))
-        for start, end in stretches(plans):
+        for start, end in stretches(self.config, plans):
             whole = end - start == len(plans)
             part = kwargs if whole else {n: _part(value, kwargs, modality, start, end) for n, value in kwargs.items()}
             rows += self._embed(super().embed_multimodal, plans[start:end], part, modality, asked[start:end])

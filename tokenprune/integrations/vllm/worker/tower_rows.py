@@ -30,7 +30,7 @@ from tokenprune.integrations.shared.towers.run import Block
 from tokenprune.integrations.shared.towers.tile_goals import Goal
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.settings.tower_items import crops, goals_of_image, pack
-from tokenprune.integrations.vllm.settings.towers import heads_of, merges_in_tower, served_tower, units_of
+from tokenprune.integrations.vllm.settings.towers import depth_of, heads_of, merges_in_tower, served_tower, units_of
 from tokenprune.integrations.vllm.worker.tower import all_heads, attend, attentions_of, blocks_of, heads_first
 from tokenprune.integrations.vllm.worker.tower_packed import ForwardHost, dropping_plan
 from tokenprune.models.families import tower_kind
@@ -41,23 +41,24 @@ from tokenprune.selection.sites.units import UnitDropper
 _NAMES = {"internvl_vision": ("layernorm_after", "lambda_2"), "intern_vit_6b": ("norm2", "ls2")}
 
 
-def stretches(plans: Sequence[Plan]) -> list[tuple[int, int]]:
+def stretches(config: Any, plans: Sequence[Plan]) -> list[tuple[int, int]]:
     """Split a call's plans into pieces that the tower treats alike; return (start, end) of each, at least one."""
     pieces, start = [], 0
     if len(plans) < 2:
         return [(0, len(plans))]
-    for _, group in groupby(plans, key=_treatment):
+    for _, group in groupby(plans, key=partial(_treatment, config)):
         pieces.append((start, start := start + len(list(group))))
     return pieces
 
 
-def _treatment(plan: Plan) -> Any:
+def _treatment(config: Any, plan: Plan) -> Any:
     """Return what is equal for items that one forward of the tower may reduce together."""
     drops, method = dropping_plan(plan), plan.setting.method
     if merging(plan) or (drops and plan.kept is None):
         return plan.setting.to_json()
-    late = drops and isinstance(method, UnitDropper) and type(method).block is not UnitDropper.block
-    return plan.setting.acting if late else drops  # else at the first block, whatever chose
+    if drops and isinstance(method, UnitDropper) and method.block(depth_of(config.vision_config)):
+        return plan.setting.acting
+    return drops  # units drop at the first block, whatever chose them
 
 
 def merging(plan: Plan) -> bool:
