@@ -18,8 +18,8 @@ from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, OptionError, Pruner, Site, UnsupportedSetupError
-from tokenprune.integrations.shared.checks.reading import missing_observable
-from tokenprune.integrations.shared.towers.tower_scores import read_block
+from tokenprune.integrations.shared.checks.reading import find_missing_observable
+from tokenprune.integrations.shared.towers.tower_scores import find_last_read_block
 from tokenprune.integrations.vllm.settings import tower_items, towers
 from tokenprune.integrations.vllm.settings.plan import MODALITIES
 from tokenprune.integrations.vllm.settings.servable import check_method
@@ -178,7 +178,7 @@ def ahead(name: str) -> list[dict[str, Any]]:
         if method.site is not Site.PRE_LLM or compares_frames(method()) or method_name in ("seer", "keyhole"):
             continue
         less = method()
-        if missing_observable(less, row) or (tiled and not missing_observable(less, SUPPORTED["qwen2_vl"])):
+        if find_missing_observable(less, row) or (tiled and not find_missing_observable(less, SUPPORTED["qwen2_vl"])):
             continue
         # Both first: without weights of its own, cdpruner's first pick is a tie between all tokens.
         for options in ({}, {**less.query_free, **less.fallback_options}, less.query_free, less.fallback_options):
@@ -336,7 +336,7 @@ def test_towerdrop_leaves_as_much_of_each_tile(
         check(reference(checkpoint.name), output, *one)
     tokens = [token for output in outputs for token in output.prompt_token_ids]
     assert sum(last) == family_of(config.model_type).side(config) ** 2 * tokens.count(config.image_token_id)
-    prompt, images, read = *asked[-1][:2], read_block(config, towers.depth_of(config.vision_config)) + 1
+    prompt, images, read = *asked[-1][:2], find_last_read_block(config, towers.depth_of(config.vision_config)) + 1
     for more, says in (
         ({"layer": read}, f"has {read} blocks, and no block {read}"),
         ({"score": "detail"}, r"grids stay whole\. Use a method that acts after the tower"),

@@ -22,8 +22,8 @@ from tests.unit.tower.test_unit_dropping import DIFFERENT, NAMES, UNIT, as_encod
 from tokenprune import OptionError, Site
 from tokenprune.budgets import Budget
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.checks import unserved
-from tokenprune.integrations.shared.towers.units import Units, WayBack
+from tokenprune.integrations.shared.checks import find_unserved_reason
+from tokenprune.integrations.shared.towers.units import Restoration, Units
 from tokenprune.kernels.merging import Merge
 from tokenprune.settings.cost import CostModel, Load
 from tokenprune.testing import check_method
@@ -238,7 +238,7 @@ def test_decoder_gets_all_and_a_method_after_the_tower_cuts_there(name: str, aft
     close(got, want)
 
 
-def way_back(hidden: Tensor, stayed: list[int], guides: list[list[int]]) -> WayBack:
+def way_back(hidden: Tensor, stayed: list[int], guides: list[list[int]]) -> Restoration:
     """Of those that did not stay, by places among those that did."""
     gone = [row for row in range(len(hidden)) if row not in stayed]
     starts = torch.tensor([0, *map(len, guides)]).cumsum(0)[:-1]
@@ -246,7 +246,7 @@ def way_back(hidden: Tensor, stayed: list[int], guides: list[list[int]]) -> WayB
     mask[0, stayed] = True
     flat = torch.tensor([one for near in guides for one in near])
     drop = Merge.dropping(mask, [len(stayed)])
-    return WayBack(drop, range(1, 3), 5, hidden, torch.tensor(stayed), torch.tensor(gone), flat, starts)
+    return Restoration(drop, range(1, 3), 5, hidden, torch.tensor(stayed), torch.tensor(gone), flat, starts)
 
 
 def test_what_left_moves_as_its_guides_did() -> None:
@@ -288,7 +288,7 @@ def test_costs_tower_work_alone(build) -> None:
 def test_conforms_and_refuses(build) -> None:
     method = tokenprune.method("ipcv")
     check_method(method)
-    assert "restores its tokens at the end of the tower, which needs transformers" in unserved(method)
+    assert "restores its tokens at the end of the tower, which needs transformers" in find_unserved_reason(method)
     model = build(FAMILIES["qwen2_vl"])  # of four blocks
     with pytest.raises(OptionError, match="takes a vision tower of 5 blocks, and this one has 4: give layer=1 to 2"):
         tokenprune.patch(model, "ipcv")

@@ -18,8 +18,8 @@ from tests.unit.tower.test_packed_encoder import order_of_windows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, UNIT, drawn, encode, kept_by, masked, tensors_of, tower_of
 from tokenprune import OptionError
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.checks import unserved
-from tokenprune.integrations.shared.towers.parts import joining
+from tokenprune.integrations.shared.checks import find_unserved_reason
+from tokenprune.integrations.shared.towers.parts import build_merge
 from tokenprune.integrations.shared.towers.reducer import TowerRun
 from tokenprune.integrations.shared.towers.units import Units
 from tokenprune.kernels.merging import Merge
@@ -39,7 +39,7 @@ def test_units_are_dropped_and_merged_in_any_order() -> None:
     units = Units.packed(5, 2, torch.device("cpu"))
     units, hidden = units.apply(dropping(True, False, True, True, True), rows(0, 1, 2, 3, 4))
     assert torch.equal(hidden, rows(0, 2, 3, 4)) and units.bias(True, torch.float32) is None
-    merge = joining(torch.tensor([[0, 0, 2, 0]]), [4], [2])  # of 0, 2, 3, 4 the first takes two
+    merge = build_merge(torch.tensor([[0, 0, 2, 0]]), [4], [2])  # of 0, 2, 3, 4 the first takes two
     units, hidden = units.apply(merge, hidden)
     assert torch.equal(hidden, rows(2, 3))
     assert torch.equal(units.full(hidden), torch.tensor([[2.0], [12], [0], [0], [2], [12], [3], [13], [2], [12]]))
@@ -63,7 +63,7 @@ def test_rows_of_any_tower_are_dropped_and_merged() -> None:
     """Of two rows the second one is left with fewer units: it is padded, and padding weighs nothing."""
     x = torch.arange(8.0).view(2, 4, 1)
     units, hidden = Units.of(2, 4, x.device).apply(
-        joining(torch.tensor([[0, 1, 0, 3], [0, 1, 1, 0]]), [4, 4], [3, 2]), x
+        build_merge(torch.tensor([[0, 1, 0, 3], [0, 1, 1, 0]]), [4, 4], [3, 2]), x
     )
     assert units.left == [3, 2] and units.padded and not units.whole
     assert torch.equal(hidden[0].flatten(), torch.tensor([1.0, 1, 3]))
@@ -188,8 +188,8 @@ def test_a_method_inside_the_tower_conforms_and_what_cannot_be_is_refused(build)
     check_method(Loudest(1))
     with pytest.raises(OptionError, match="has 4 blocks, and no block 9"):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), Loudest(9), keep=0.5)
-    assert unserved(Loudest(0)) is None and unserved(tokenprune.method("pixelprune")) is None
+    assert find_unserved_reason(Loudest(0)) is None and find_unserved_reason(tokenprune.method("pixelprune")) is None
     check_method(Some())
-    assert "the content decides how many tokens stay" in unserved(Some())
+    assert "the content decides how many tokens stay" in find_unserved_reason(Some())
     with pytest.raises(ConformanceError, match=r"keeps 1 of \d+, not (\d+) to \1"):
         check_method(Fewer())

@@ -12,7 +12,7 @@ import torch
 import tokenprune
 from each import each
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.integrations.shared.towers.patch_grid import image_grid
+from tokenprune.integrations.shared.towers.patch_grid import find_image_grid
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
 from tokenprune.integrations.vllm.settings.plan import Plan, Run, _decoded, field_name, runs_of
 from tokenprune.integrations.vllm.settings.settings import ServedSetting, servable
@@ -203,7 +203,7 @@ def test_a_known_grid_is_used() -> None:
 def _image_grid(architecture: str, count: int, tower: str = "clip_vision_model") -> tuple[int, int, int] | None:
     config = SimpleNamespace(image_seq_length=16, vision_config=SimpleNamespace(model_type=tower))
     row = SERVED[architecture]
-    return image_grid(row, count, config, whole_image=not row.vllm.per_run)
+    return find_image_grid(row, count, config, whole_image=not row.vllm.per_run)
 
 
 def test_only_a_square_is_taken_for_a_square() -> None:

@@ -75,7 +75,7 @@ def find_attachment(model: Any) -> Attachment | None:
     return next((vars(one)[_ATTRIBUTE] for one in modules if _ATTRIBUTE in vars(one)), None)
 
 
-def attachment_of(model: Any) -> Attachment:
+def get_attachment(model: Any) -> Attachment:
     """Return what `patch` left on the model; raises NotPatchedError."""
     attachment = find_attachment(model)
     if attachment is None:

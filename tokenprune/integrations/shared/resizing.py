@@ -199,12 +199,12 @@ def _on_grid(
         # An image of full size is left to the processor, unless it is only made that large by the lower limit,
         # which has to go: what becomes of an image must not depend on the others in the call.
         left = share >= 1 and round(height / factor) * round(width / factor) * factor**2 >= least
-        small = token_grid(rows, columns, share, tokens)
+        small = find_token_grid(rows, columns, share, tokens)
         sizes.append(image.size if left else (small[0] * factor, small[1] * factor))
     return sizes, {"shortest_edge": min(least, factor**2), "longest_edge": most}
 
 
-def token_grid(rows: int, columns: int, share: float, most: int | None = None) -> tuple[int, int]:
+def find_token_grid(rows: int, columns: int, share: float, most: int | None = None) -> tuple[int, int]:
     """Return the grid whose tokens are closest to the share of `rows * columns`, and at most `most`, its shape off by
     less than a token on the shorter side."""
     if share >= 1:

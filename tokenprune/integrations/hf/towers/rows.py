@@ -24,15 +24,15 @@ from tokenprune.integrations.hf.towers.base import TowerPart, check_bias, not_tr
 from tokenprune.integrations.hf.towers.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.hf.towers.merge_map import feature_groups
 from tokenprune.integrations.hf.towers.tiles import TileGoals
-from tokenprune.integrations.shared.attachable import with_output
+from tokenprune.integrations.shared.attachable import change_output
 from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
-from tokenprune.integrations.shared.towers.packed_features import PackRecorder, take_packed
-from tokenprune.integrations.shared.towers.patch_grid import patches_of
+from tokenprune.integrations.shared.towers.packed_features import PackRecorder, pop_packed_features
+from tokenprune.integrations.shared.towers.patch_grid import count_patches
 from tokenprune.integrations.shared.towers.reducer import Host, TowerReducer
 from tokenprune.integrations.shared.towers.rows import RowLayout, TileLayout
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
 from tokenprune.integrations.shared.towers.squares import Squares
-from tokenprune.integrations.shared.towers.tower_scores import block_observable
+from tokenprune.integrations.shared.towers.tower_scores import get_block_observable
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.sites.encoder import EncoderMethod, Tower, TowerMethod
 from tokenprune.selection.sites.units import UnitDropper
@@ -77,7 +77,10 @@ class RowTower(TowerPart):
         blocks = [
             Block(layer, getattr(layer, block.norm), getattr(layer, block.end), scale=block.scale) for layer in layers
         ]
-        tokens, side = patches_of(adapter.config.vision_config) + block.protected, adapter.family.side(adapter.config)
+        tokens, side = (
+            count_patches(adapter.config.vision_config) + block.protected,
+            adapter.family.side(adapter.config),
+        )
         shape, squares = Tower(tokens, block.protected, len(layers), read, self.tower), None
         if side > 1:
             squares = Squares(side, block.protected)
@@ -130,7 +133,7 @@ class RowTower(TowerPart):
             padding = padding.expand(-1, -1, observation.query.shape[2], -1)
             observation = replace(observation, mask=padding, causal=False)
         with torch.no_grad():
-            return block_observable(self.method.reads).of_patches(observation, self.layout.shape.protected).float()
+            return get_block_observable(self.method.reads).of_patches(observation, self.layout.shape.protected).float()
 
     def _note_masked(self, run: TowerRun, observation: Observation, mask: Tensor) -> None:
         """Give masked patches the weight 0, so that they do not count in a mean, and stay masked."""
@@ -153,13 +156,13 @@ class RowTower(TowerPart):
 
     def _enter_tower(self, module: nn.Module, args: tuple) -> None:
         self._check_attention()  # it may have been changed after the patch
-        take_packed()  # a failed call may have left some
+        pop_packed_features()  # a failed call may have left some
         self.reducer.end()
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
         run = self.reducer.state()
         assert run is not None  # the first block made it
-        return with_output(run.units.full, output)
+        return change_output(run.units.full, output)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
         run = self.reducer.end()

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.budgets import Budget
-from tokenprune.integrations.shared.towers.packed_features import first_of_group
-from tokenprune.integrations.shared.towers.parts import Plan, frames_apart
+from tokenprune.integrations.shared.towers.packed_features import find_first_of_group
+from tokenprune.integrations.shared.towers.parts import Plan, build_frame_matcher
 from tokenprune.integrations.shared.towers.reducer import TowerLayout, TowerReducer
 from tokenprune.integrations.shared.towers.rows import check_method
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
-from tokenprune.integrations.shared.towers.unit_dropping import Grids, choosing_packed, come_back, dropping
+from tokenprune.integrations.shared.towers.unit_dropping import Grids, add_restoration, build_drop, plan_packed_drops
 from tokenprune.integrations.shared.towers.units import Units
 from tokenprune.kernels.merging import Merge
 from tokenprune.selection.sites.encoder import Matcher, Tower, TowerMethod
@@ -75,7 +75,7 @@ class PackedLayout(TowerLayout):
             return method.plan(Budget.from_number(keep), self.shape.of(count))
 
         assert self.budget.keep is not None  # see `check_method`
-        parts = frames_apart(grids, self.budget.keep, plan_of_frame)
+        parts = build_frame_matcher(grids, self.budget.keep, plan_of_frame)
         units = Units.packed(sum(sizes), self.patches, device)
         return TowerRun(units, parts.plan(len(self.blocks)), sizes=sizes, order=order)
 
@@ -98,14 +98,14 @@ class PackedLayout(TowerLayout):
         run = TowerRun(Units.packed(sum(sizes), self.patches, device), [None] * depth, sizes=sizes)
         if chosen is None:
             run.order = order()
-            run.drops = choosing_packed(run, method, grids, num_kept, self.patches)
+            run.drops = plan_packed_drops(run, method, grids, num_kept, self.patches)
         else:
             run.kept, run.acts = list(chosen.split(sizes)), not bool(chosen.all())
             if run.acts:
                 run.order = order()
-                run.drops = {method.block(depth): lambda hidden: dropping(chosen, run.order, hidden.device)}
+                run.drops = {method.block(depth): lambda hidden: build_drop(chosen, run.order, hidden.device)}
         if run.acts and not method.removes:
-            come_back(run, method, method.block(depth), depth, [size * self.patches for size in sizes])
+            add_restoration(run, method, method.block(depth), depth, [size * self.patches for size in sizes])
         return run
 
     def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
@@ -130,10 +130,10 @@ class PackedLayout(TowerLayout):
         return run.units.full(output) if run is not None and run.acts else None
 
 
-def first_units(owners: Sequence[Tensor]) -> list[Tensor]:
+def find_first_units(owners: Sequence[Tensor]) -> list[Tensor]:
     """Return, per image of a packed tower, the index of the first unit in each unit's group; long `[units]`.
 
     For `owners` see `TowerRun.owners`.
     """
     units = sum(map(len, owners))  # at least the number of groups
-    return [first_of_group(of_image[None], units)[0] for of_image in owners]
+    return [find_first_of_group(of_image[None], units)[0] for of_image in owners]

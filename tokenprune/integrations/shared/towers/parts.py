@@ -86,7 +86,9 @@ class PartMatcher:
         if self.left == before:
             return None
         into, rest = into[:-1].view(rows, width), self._of_rows(self.left, rows)
-        merge = Merge.dropping(into >= 0, rest) if drops else joining(into % width, self._of_rows(before, rows), rest)
+        merge = (
+            Merge.dropping(into >= 0, rest) if drops else build_merge(into % width, self._of_rows(before, rows), rest)
+        )
         if self.place is not None:
             self.place = self.place.gather(1, merge.keep)
             if merge.left and min(merge.left) < self.place.shape[1]:
@@ -109,7 +111,7 @@ class PartMatcher:
         return total
 
 
-def joining(into: Tensor, before: list[int], left: list[int]) -> Merge:
+def build_merge(into: Tensor, before: list[int], left: list[int]) -> Merge:
     """Return the merge in which each unit joins another one of its row: long `[B, n]`, itself: it stays. before, left:
     units in each row, before it and after it. Those that stay keep their order."""
     width = into.shape[1]
@@ -126,7 +128,7 @@ def joining(into: Tensor, before: list[int], left: list[int]) -> Merge:
     return merge
 
 
-def frames_apart(
+def build_frame_matcher(
     grids: Sequence[Sequence[int]], keep: float | int, plan_of: Callable[[int, float | int], Plan]
 ) -> PartMatcher:
     """Return what merges the frames of images and videos apart, of which (frames, height, width) in units are known.

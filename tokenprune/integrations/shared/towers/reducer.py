@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import (
     Attachable,
-    hidden_states,
-    states,
-    with_hidden_states,
-    with_output,
+    change_output,
+    get_hidden_states,
+    get_thread_states,
+    replace_hidden_states,
 )
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
 from tokenprune.kernels.merging import Merge
@@ -130,22 +130,22 @@ class TowerReducer(Attachable):
 
     def start(self, run: TowerRun) -> None:
         """Set this thread's state."""
-        states()[self] = run
+        get_thread_states()[self] = run
 
     def state(self) -> TowerRun | None:
-        return states().get(self)
+        return get_thread_states().get(self)
 
     def end(self) -> TowerRun | None:
         """Forget this thread's state and return it."""
-        return states().pop(self, None)
+        return get_thread_states().pop(self, None)
 
     # -- hooks
 
     def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        before = hidden_states(args, kwargs)
+        before = get_hidden_states(args, kwargs)
         if index == 0 and self.layout.begins:
-            states()[self] = self.layout.begin(before)
-        run = states().get(self)
+            get_thread_states()[self] = self.layout.begin(before)
+        run = get_thread_states().get(self)
         if run is None or not run.acts:
             return None  # checkpointing runs the block again, or all units stay
         if index in run.drops or run.plan[index] is not None:
@@ -153,7 +153,7 @@ class TowerReducer(Attachable):
         hidden = run.enter(index, before, self.layout.proportional)
         changed = run.carry(kwargs) if run.sizes else {}
         if hidden is not before:
-            args, kwargs = with_hidden_states(hidden, args, kwargs)
+            args, kwargs = replace_hidden_states(hidden, args, kwargs)
         if self.host.takes_bias and (run.bias is not None or run.units.drops):
             args, kwargs = self.host.pass_bias(run.bias, args, kwargs)
         elif hidden is before and not changed:
@@ -161,7 +161,7 @@ class TowerReducer(Attachable):
         return args, kwargs | changed
 
     def _merge(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        run = states().get(self)
+        run = get_thread_states().get(self)
         if run is None:
             return None
         with torch.no_grad():
@@ -188,7 +188,7 @@ class TowerReducer(Attachable):
         return self.layout.find(match, keys, run)
 
     def _leave_branch(self, block: Block, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-        run = states().get(self)
+        run = get_thread_states().get(self)
         if run is None or run.merged is None:
             return None
         scale = getattr(block.module, block.scale, None) if block.scale else None
@@ -197,13 +197,13 @@ class TowerReducer(Attachable):
         return output.new_zeros(run.entered if self.host.adds_in_place else 1)
 
     def _leave_block(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = states().get(self)
+        run = get_thread_states().get(self)
         if run is None:
             return None
         if run.output is not None:
             output = (run.output, *output[1:]) if isinstance(output, tuple) else run.output
             run.output = None
-        return with_output(run.restore, output) if run.back is not None and run.back.after(index) else output
+        return change_output(run.restore, output) if run.back is not None and run.back.after(index) else output
 
 
 def check_checkpointing(block: nn.Module, hidden: Tensor) -> None:

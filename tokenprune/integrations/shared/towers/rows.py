@@ -15,8 +15,8 @@ from tokenprune.integrations.shared.towers.parts import Plan
 from tokenprune.integrations.shared.towers.reducer import TowerLayout
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
 from tokenprune.integrations.shared.towers.squares import Squares
-from tokenprune.integrations.shared.towers.tile_goals import Goal, parts_of_tiles
-from tokenprune.integrations.shared.towers.unit_dropping import choose_units, choosing, come_back
+from tokenprune.integrations.shared.towers.tile_goals import Goal, build_tile_matcher
+from tokenprune.integrations.shared.towers.unit_dropping import add_restoration, choose_units, plan_drops
 from tokenprune.integrations.shared.towers.units import Units
 from tokenprune.kernels.merging import Merge
 from tokenprune.kernels.transfer import to_device
@@ -139,9 +139,9 @@ class RowLayout(TowerLayout):
             return squares.spread(merge, squares.order(count, x.device))
 
         block = method.block(shape.read)
-        run.drops = choosing(method, block, fold, choose)
+        run.drops = plan_drops(method, block, fold, choose)
         if not method.removes:
-            come_back(run, method, block, shape.read, [count] * rows)
+            add_restoration(run, method, block, shape.read, [count] * rows)
 
 
 class TileLayout(RowLayout):
@@ -169,5 +169,5 @@ class TileLayout(RowLayout):
         if goals is None or count != self.shape.tokens:
             super()._plan_merges(run, rows, count)
             return
-        run.parts = parts_of_tiles(goals, self.shape, partial(self.method.plan, self.budget))
+        run.parts = build_tile_matcher(goals, self.shape, partial(self.method.plan, self.budget))
         run.plan = run.parts.plan(len(self.blocks))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.integrations.shared.towers.parts import PartMatcher
-from tokenprune.integrations.shared.towers.units import Units, WayBack
+from tokenprune.integrations.shared.towers.units import Restoration, Units
 from tokenprune.kernels.merging import Merge
 from tokenprune.selection.sites.encoder import Matcher
 
@@ -64,7 +64,7 @@ class TowerRun:
     order: Tensor | None = None
     kept: list[Tensor] | None = None
     acts: bool = True
-    back: WayBack | None = None
+    back: Restoration | None = None
     counts: list[list[int]] = field(default_factory=list)
     history: list[Units] = field(default_factory=list)
     ordered: bool = False
@@ -122,6 +122,6 @@ class TowerRun:
         return list(owner.split(self.sizes))
 
 
-def packed_blocks(tower: Any) -> list[Block]:
+def get_packed_blocks(tower: Any) -> list[Block]:
     """Return the blocks of a packed tower, of either library."""
     return [Block(block, block.norm2, block.mlp) for block in tower.blocks]

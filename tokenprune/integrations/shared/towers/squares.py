@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.shared.towers.packed_features import first_of_group
+from tokenprune.integrations.shared.towers.packed_features import find_first_of_group
 from tokenprune.kernels.merging import Merge
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def by_units(height: int, width: int, side: int, device: torch.device) -> Tensor:
+def order_by_units(height: int, width: int, side: int, device: torch.device) -> Tensor:
     """Return the places of a grid's patches unit by unit, long `[height * width]`. Units, and the patches in each, are
     in order of rows."""
     places = torch.arange(height * width, device=device).view(height // side, side, -1, side)
@@ -62,9 +62,9 @@ class Squares:
         return None if tokens is None else [(number - self.ahead) // self.size for number in tokens]
 
     def order(self, tokens: int, device: torch.device) -> Tensor:
-        """Return the places of the patches unit by unit, counted from the first patch, see `by_units`."""
+        """Return the places of the patches unit by unit, counted from the first patch, see `order_by_units`."""
         height = math.isqrt(self.count(tokens) * self.size)
-        return by_units(height, height, self.side, device)
+        return order_by_units(height, height, self.side, device)
 
     def fold(self, x: Tensor, order: Tensor | None) -> Tensor:
         """`[B, n, D]` -> `[B, units, size * D]`: what is known of a unit's patches, end to end.
@@ -104,4 +104,4 @@ class Squares:
         """
         tokens = owner.shape[1]
         first = self.order(tokens, owner.device)[:: self.size]
-        return first_of_group(owner[:, self.ahead :][:, first], tokens)
+        return find_first_of_group(owner[:, self.ahead :][:, first], tokens)

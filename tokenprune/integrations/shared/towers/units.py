@@ -22,7 +22,7 @@ from tokenprune.kernels.transfer import to_device
 
 
 @dataclass(frozen=True)
-class WayBack:
+class Restoration:
     """The way back of units that left.
 
     drop: by which they left. attending: the blocks in which all attend, and the MLP runs on those that stayed. end: the
@@ -72,7 +72,7 @@ class Units:
     drops: bool = False
     patches: int = 0
     kept: Tensor | None = None
-    back: WayBack | None = None
+    back: Restoration | None = None
 
     @staticmethod
     def of(rows: int, count: int, device: torch.device) -> Units:
@@ -174,7 +174,7 @@ class Units:
         return changed
 
 
-def mean_of_groups(x: Tensor, owner: Tensor) -> Tensor:
+def average_groups(x: Tensor, owner: Tensor) -> Tensor:
     """`[N, D]`: each row becomes the mean of the rows with its owner."""
     total = torch.zeros(len(owner), x.shape[1], dtype=torch.float32, device=x.device).index_add(0, owner, x.float())
     count = total.new_zeros(len(owner)).index_add(0, owner, total.new_ones(len(owner)))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.shared.towers.patch_grid import Placed
-from tokenprune.integrations.shared.towers.tower_scores import Encoded, as_patches
+from tokenprune.integrations.shared.towers.patch_grid import TracedTokens
+from tokenprune.integrations.shared.towers.tower_scores import TowerValues, build_patches
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.drawn import normal
 from tokenprune.kernels.transfer import to_device
@@ -51,7 +51,7 @@ class _Features(TokenSource):
     hidden: Tensor
     needs: frozenset[str]
     norm: Norm | None = None
-    encoded: Encoded | None = None
+    encoded: TowerValues | None = None
 
     def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
         if Backend.VLLM not in seen.backends:
@@ -76,7 +76,7 @@ class _Features(TokenSource):
         if self.encoded is None:
             raise TokenPruneError("it reads which patches tokens are made of, and the vision tower was not read")
         placed = self.encoded.placed
-        return as_patches(placed.cells[segments.position], segments.mask, placed.tiles)
+        return build_patches(placed.cells[segments.position], segments.mask, placed.tiles)
 
     def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
         if position is segments.position and _all_in_order(segments):
@@ -136,7 +136,7 @@ def grid_of(grid: Grid | None, count: int, modality: str, guess: GridOf) -> Grid
 
 def choose(
     method: Pruner, rows: Tensor, width: int, segments: Segments, keep: list[int], norm: Norm | None = None,
-    encoded: Encoded | None = None,
+    encoded: TowerValues | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return bool `[n]`, True where a row stays, and the rows `[n, W]`, merged where the method merges.
 
@@ -184,7 +184,7 @@ def probe(method: Pruner) -> None:
 
 def rehearse(
     method: Pruner, rows: Tensor, counts: list[int], keep: list[int], grid: Grid | None = None,
-    norm: Norm | None = None, encoded: Encoded | None = None,
+    norm: Norm | None = None, encoded: TowerValues | None = None,
 ) -> None:  # fmt: skip
     """Let `method` choose among made-up `rows` `[sum(counts), D]`. encoded: of a vision tower, if it reads one."""
     # What an odd number leaves over is after the last frame.
@@ -195,7 +195,7 @@ def rehearse(
     partition(kept[None])  # as the rows are put together, see worker/rows.py
 
 
-def _made_up(method: Pruner, counts: list[int]) -> Encoded:
+def _made_up(method: Pruner, counts: list[int]) -> TowerValues:
     """Return made-up output of a tower in which each segment is a tile of one row."""
     generator = torch.Generator("cpu").manual_seed(1)
     sizes = Sizes((sum(counts),))
@@ -207,9 +207,9 @@ def _made_up(method: Pruner, counts: list[int]) -> Encoded:
     return in_rows(values, counts)
 
 
-def in_rows(values: dict[tuple, Tensor], counts: list[int]) -> Encoded:
+def in_rows(values: dict[tuple, Tensor], counts: list[int]) -> TowerValues:
     """Return values of a tower in which each segment is a tile of one row."""
     cells = [[tile, 0, column, 1, count, 1] for tile, count in enumerate(counts) for column in range(count)]
     device = next((one.device for one in values.values()), torch.device("cpu"))
     scores = torch.zeros(len(cells), 0, dtype=torch.float32, device=device)
-    return Encoded(values, Placed(scores, torch.tensor(cells, device=device), len(counts)))
+    return TowerValues(values, TracedTokens(scores, torch.tensor(cells, device=device), len(counts)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
-from tokenprune.integrations.shared.towers.patch_grid import image_grid
+from tokenprune.integrations.shared.towers.patch_grid import find_image_grid
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
 from tokenprune.integrations.vllm.settings.configuration import check_engine, configured, in_llm
 from tokenprune.integrations.vllm.settings.plan import MODALITIES, Plan, field_name
@@ -178,7 +178,7 @@ class ReducingModel(_Model):
 
     def _image_grid(self, count: int) -> tuple[int, int, int] | None:
         family = self.tokenprune_family
-        return image_grid(family, count, self.config, whole_image=not family.vllm.per_run)
+        return find_image_grid(family, count, self.config, whole_image=not family.vllm.per_run)
 
     def _whole(self, rows: Tensor) -> Tensor:
         """Return the rows of an item that loses nothing, with columns that nobody reads where others have some."""

@@ -18,8 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError, UnsupportedSetupError
-from tokenprune.integrations.shared.towers.patch_grid import PatchSource, place
-from tokenprune.integrations.shared.towers.tower_scores import Blocks, Encoded, Seen, blocks_read, empty, take_patches
+from tokenprune.integrations.shared.towers.patch_grid import PatchSource, trace_tokens
+from tokenprune.integrations.shared.towers.tower_scores import (
+    BlockIndices,
+    BlockScores,
+    TowerValues,
+    create_block_scores,
+    find_observed_blocks,
+    record_patches,
+)
 from tokenprune.integrations.vllm.compat import TESTED
 from tokenprune.integrations.vllm.settings.tower_items import pack
 from tokenprune.integrations.vllm.settings.towers import depth_of, heads_of
@@ -41,21 +48,21 @@ class TowerReader:
         self.served = PatchSource(model, model.config)
         self.protected, self.depth = tower.class_tokens, depth_of(vision)
         self.heads = heads_of(vision)
-        self._seen: Seen = {}  # of the call that runs
+        self._seen: BlockScores = {}  # of the call that runs
         self._lengths: list[int] | None = None
         self._attentions = attentions_of(model)
         for index, attention in enumerate(self._attentions):
             attention.register_forward_pre_hook(partial(self._look, index), with_kwargs=True)
 
     @contextmanager
-    def reading(self, methods: Sequence[Pruner], kwargs: Mapping[str, Any], modality: str) -> Iterator[Seen]:
+    def reading(self, methods: Sequence[Pruner], kwargs: Mapping[str, Any], modality: str) -> Iterator[BlockScores]:
         """Within, the blocks that `methods` name are read; yields what each showed, pieces `[rows, patches, C]`.
 
         kwargs: what `embed_multimodal` is called with.
         """
-        seen: Seen = {}
+        seen: BlockScores = {}
         for method in methods:
-            seen |= empty(self._blocks(method))
+            seen |= create_block_scores(self._blocks(method))
         self._seen, self._lengths = seen, self._sequences(kwargs, modality)
         try:
             yield seen
@@ -65,7 +72,7 @@ class TowerReader:
     def rehearse(self, method: Pruner, patches: int, device: torch.device, dtype: torch.dtype) -> dict[tuple, Tensor]:
         """Return what a method may read of a made-up image, each of whose tokens is a patch."""
         generator, blocks = torch.Generator("cpu").manual_seed(0), self._blocks(method)
-        self._seen = seen = empty(blocks)
+        self._seen = seen = create_block_scores(blocks)
         try:
             for index, attention in enumerate(self._attentions):
                 widths = [number * attention.head_size for number in (attention.num_heads, attention.num_kv_heads)]
@@ -76,12 +83,12 @@ class TowerReader:
         return {key: torch.cat(seen[key[0], block])[0] for key, block in blocks.items()}
 
     def encoded(
-        self, method: Pruner, seen: Seen, index: int, outputs: Sequence[Tensor],
+        self, method: Pruner, seen: BlockScores, index: int, outputs: Sequence[Tensor],
         kwargs: Mapping[str, Any], modality: str,
-    ) -> Encoded:  # fmt: skip
+    ) -> TowerValues:  # fmt: skip
         """Return what a method may read of the item at `index` among `outputs`, the model's features of a call."""
         blocks = self._blocks(method)
-        own = {key: seen[key] for key in empty(blocks)}
+        own = {key: seen[key] for key in create_block_scores(blocks)}
         if not all(own.values()):
             raise TokenPruneError(f"{method.name}: the vision tower showed no attention; pass pixels, not embeddings")
         # Sequences of different length lie end to end, tiles are rows.
@@ -89,7 +96,7 @@ class TowerReader:
         layers = [torch.cat(pieces, dim=axis) for pieces in own.values()]
         joined = torch.cat(layers, dim=-1)
         placed = self._place(joined, index, outputs, kwargs, modality)
-        return Encoded.of(placed, blocks, own, [one.shape[-1] for one in layers])
+        return TowerValues.of(placed, blocks, own, [one.shape[-1] for one in layers])
 
     def _place(self, scores: Tensor, index: int, outputs: Sequence[Tensor], kwargs: Mapping, modality: str) -> Any:
         """scores: `[rows of the tower, patches, C]` of all items."""
@@ -122,7 +129,7 @@ class TowerReader:
                 raise PlaceholderMismatchError(f"{len(scores)} tiles became {counts} tokens")
             start = sum(counts[:index]) // each
             own = scores[start : start + counts[index] // each]
-        return place(self.served, modality, arguments, _rows(outputs[index]), [own], packed)
+        return trace_tokens(self.served, modality, arguments, _rows(outputs[index]), [own], packed)
 
     def _sequences(self, kwargs: Mapping[str, Any], modality: str) -> list[int] | None:
         """Lengths of the sequences that the tower lays end to end; None if it makes a row of each."""
@@ -136,8 +143,8 @@ class TowerReader:
             return [(height // patch) * (width // patch) for height, width in sizes]
         return None
 
-    def _blocks(self, method: Pruner) -> Blocks:
-        return blocks_read(method, self.depth, self.served.config)
+    def _blocks(self, method: Pruner) -> BlockIndices:
+        return find_observed_blocks(method, self.depth, self.served.config)
 
     def _look(self, index: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         if all(block != index for _, block in self._seen):
@@ -149,7 +156,7 @@ class TowerReader:
             pairs = zip(query.split(lengths, 2), key.split(lengths, 2), strict=True)
             for queries, keys in pairs:  # the sequences that lie end to end on one axis
                 seen = Observation(queries, keys, None, module.scale, causal=False)
-                take_patches(self._seen, index, seen, self.protected, partial(all_heads, heads=self.heads))
+                record_patches(self._seen, index, seen, self.protected, partial(all_heads, heads=self.heads))
 
 
 def all_heads(x: Tensor, heads: int) -> Tensor:

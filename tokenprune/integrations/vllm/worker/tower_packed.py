@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.integrations.shared.towers.packed import PackedLayout, first_units
+from tokenprune.integrations.shared.towers.packed import PackedLayout, find_first_units
 from tokenprune.integrations.shared.towers.reducer import Host, TowerReducer
 from tokenprune.integrations.shared.towers.run import TowerRun
-from tokenprune.integrations.shared.towers.units import mean_of_groups
+from tokenprune.integrations.shared.towers.units import average_groups
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.settings.towers import served_tower
 from tokenprune.integrations.vllm.worker.tower import all_heads, attend, attentions_of
@@ -136,13 +136,13 @@ class ServedPackedTower(Attachable):
             return output
         owners = run.owners()
         self.left += sum(run.units.left)
-        firsts = first_units(owners)
+        firsts = find_first_units(owners)
         self.kept = torch.cat([first == torch.arange(len(first), device=first.device) for first in firsts])
         width = output.shape[1] // len(self.layout.mergers)
         main, deeper = output[:, :width], output[:, width:]
         if not deeper.shape[1] or self.method.drops:
             return output
-        return torch.cat([main, mean_of_groups(deeper, torch.cat(owners))], dim=1)
+        return torch.cat([main, average_groups(deeper, torch.cat(owners))], dim=1)
 
 
 def dropping_plan(plan: Plan) -> bool:

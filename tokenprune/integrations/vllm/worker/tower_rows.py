@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tokenprune.budgets import Budget
 from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, first_of_group
+from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, find_first_of_group
 from tokenprune.integrations.shared.towers.parts import PartMatcher
 from tokenprune.integrations.shared.towers.reducer import TowerReducer
 from tokenprune.integrations.shared.towers.rows import RowLayout, TileLayout
@@ -137,7 +137,7 @@ class ServedRowTower(Attachable):
         assert run is not None  # the blocks ran
         owners, squares, protected = run.units.owner, self.layout.squares, self.layout.shape.protected
         if squares is None:
-            first = first_of_group(owners[:, protected:], owners.shape[1])
+            first = find_first_of_group(owners[:, protected:], owners.shape[1])
             left = [count - protected for count in run.units.left]
         else:
             first = squares.owners(owners)

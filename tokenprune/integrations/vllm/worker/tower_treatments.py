@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.shared.checks import reads_tower
-from tokenprune.integrations.shared.towers.tower_scores import Encoded
-from tokenprune.integrations.shared.towers.tower_scores import Seen as BlockScores
+from tokenprune.integrations.shared.towers.tower_scores import BlockScores, TowerValues
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.worker.tower import TowerReader
 from tokenprune.integrations.vllm.worker.tower_packed import ServedPackedTower, dropping_plan
@@ -32,7 +31,7 @@ class TowerResult:
     """
 
     kept: Tensor | None = None
-    encoded: Encoded | None = None
+    encoded: TowerValues | None = None
 
 
 class TowerTreatment(Protocol):
