@@ -23,7 +23,7 @@ from tokenprune.integrations.shared.towers.tower_scores import find_last_read_bl
 from tokenprune.integrations.vllm.settings import tower_items, towers
 from tokenprune.integrations.vllm.settings.plan import MODALITIES
 from tokenprune.integrations.vllm.settings.servable import check_method
-from tokenprune.integrations.vllm.worker.tower import blocks_of
+from tokenprune.integrations.vllm.worker.tower import find_tower_blocks
 from tokenprune.methods.registry import available_methods, method_class, register
 from tokenprune.models.families import SUPPORTED, TOWERS, family_of, tower_of
 from tokenprune.selection.observable_registry import compares_frames
@@ -243,7 +243,7 @@ def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Ch
     def count(module: Any, args: tuple, output: Tensor) -> None:
         last.append(args[0][:, ahead:].shape[:-1].numel())
 
-    handle = blocks_of(engine.model)[-1].mlp.register_forward_hook(count)
+    handle = find_tower_blocks(engine.model)[-1].mlp.register_forward_hook(count)
     outputs = engine.generate(requests)
     handle.remove()
     for one, output in zip(asked, outputs, strict=True):
@@ -284,7 +284,9 @@ def test_units_leave_at_a_block_of_the_tower(engine: Engine, reference: Any, che
     engine.forget()
     rows: list[list[int]] = [[], []]  # patches in the MLPs of the first block, and of the last
     handles = [
-        blocks_of(engine.model)[at].mlp.register_forward_hook(lambda m, args, out, at=at: rows[at].append(len(args[0])))
+        find_tower_blocks(engine.model)[at].mlp.register_forward_hook(
+            lambda m, args, out, at=at: rows[at].append(len(args[0]))
+        )
         for at in (0, -1)
     ]
     outputs = engine.generate([engine.request(*one) for one in asked])
@@ -325,7 +327,7 @@ def test_towerdrop_leaves_as_much_of_each_tile(
     cases = [(2, drop), (3, drop | {"layer": int(score == "change"), "keep": 3}), (1, {"off": True})]
     asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one) for n, one in cases]
     engine.forget()
-    config, blocks = engine.model.config, blocks_of(engine.model)
+    config, blocks = engine.model.config, find_tower_blocks(engine.model)
     ahead, last = tower_of(config).class_tokens, list[int]()  # patches in the tower's last block
     handle = blocks[-1].mlp.register_forward_hook(
         lambda module, args, out: last.append(args[0][:, ahead:].shape[:-1].numel())

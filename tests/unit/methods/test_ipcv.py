@@ -254,16 +254,16 @@ def test_what_left_moves_as_its_guides_did() -> None:
     h = torch.randint(-8, 8, (6, 3), generator=torch.Generator().manual_seed(0)).float()
     h[4] = h[1]
     back = way_back(h, [1, 3, 5], [[0, 1, 2], [1], [0]])
-    assert torch.equal(back(h[[1, 3, 5]]), h)
-    assert torch.equal(back(h[[1, 3, 5]] + 2), h + 2)
+    assert torch.equal(back.restore(h[[1, 3, 5]]), h)
+    assert torch.equal(back.restore(h[[1, 3, 5]] + 2), h + 2)
     moved = h[[1, 3, 5]] + torch.tensor([[3.0], [6.0], [0.0]])
-    full = back(moved)
+    full = back.restore(moved)
     assert torch.equal(full[[1, 3, 5]], moved) and torch.equal(full[4], full[1])
     assert torch.equal(full[0], h[0] + 3) and torch.equal(full[2], h[2] + 6)
-    assert torch.equal(back(moved.half()), full.half()) and back(moved.half()).dtype == torch.float16
-    assert [back.after(index) for index in range(6)] == [True, True, False, False, False, True]
-    units, left = Units.packed(3, 2, h.device).apply(Merge.dropping(torch.tensor([[True, False, True]]), [2]), h)
-    assert torch.equal(units.full(left)[2:4], torch.zeros(2, 3))  # and without a way back nothing comes
+    assert torch.equal(back.restore(moved.half()), full.half()) and back.restore(moved.half()).dtype == torch.float16
+    assert [back.is_due(index) for index in range(6)] == [True, True, False, False, False, True]
+    units, left = Units.from_packed(3, 2, h.device).apply(Merge.dropping(torch.tensor([[True, False, True]]), [2]), h)
+    assert torch.equal(units.expand(left)[2:4], torch.zeros(2, 3))  # and without a way back nothing comes
 
 
 def test_guides_are_the_nearest_however_many_are_compared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

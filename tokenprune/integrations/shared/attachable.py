@@ -179,12 +179,12 @@ def restore_class(instance: Any, found: type, put: type) -> None:
 
 def get_hidden_states(args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the first argument of a block or layer of transformers, its hidden states."""
-    return args[0] if args else kwargs["get_hidden_states"]
+    return args[0] if args else kwargs["hidden_states"]
 
 
 def replace_hidden_states(hidden: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return the arguments of such a call with `hidden` in the place of its hidden states."""
-    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"get_hidden_states": hidden})
+    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
 def change_output(change: Callable[[Any], Any], output: Any) -> Any:
@@ -202,7 +202,7 @@ def get_thread_states() -> MutableMapping[Any, Any]:
 
     A state ends with its part, since another part may later get the same id.
     """
-    return _thread.__dict__.setdefault("get_thread_states", WeakKeyDictionary())
+    return _thread.__dict__.setdefault("states", WeakKeyDictionary())
 
 
 _thread = threading.local()

@@ -121,7 +121,7 @@ def _split(encoded: TowerValues | None, counts: list[int]) -> list[TowerValues |
     """Return what was read of the visual tokens of each image, `counts` of them; None where these are others."""
     if encoded is None:
         return [None] * len(counts)
-    placed = encoded.placed
+    placed = encoded.tokens
     if len(placed.cells) != sum(counts):
         return None
     made: list[TowerValues | None] = []
@@ -137,9 +137,9 @@ def _joined(parts: list[TowerValues]) -> TowerValues:
     values = {key: torch.cat([part.values[key] for part in parts]) for key in parts[0].values}
     cells, tiles = [], 0
     for part in parts:
-        cells.append(_shifted(part.placed.cells, tiles))
-        tiles += part.placed.tiles
-    return TowerValues(values, TracedTokens(parts[0].placed.scores, torch.cat(cells), tiles))
+        cells.append(_shifted(part.tokens.cells, tiles))
+        tiles += part.tokens.tiles
+    return TowerValues(values, TracedTokens(parts[0].tokens.scores, torch.cat(cells), tiles))
 
 
 def _shifted(cells: Tensor, by: int) -> Tensor:

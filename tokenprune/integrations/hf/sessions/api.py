@@ -293,7 +293,7 @@ def session(
 
 def _patch_of(model: Any) -> str:
     """Return what a model is patched with, "" for nothing."""
-    return "; ".join(get_attachment(model).lines()) if is_patched(model) else ""
+    return "; ".join(get_attachment(model).format_lines()) if is_patched(model) else ""
 
 
 def _row(ids: Any) -> Tensor:

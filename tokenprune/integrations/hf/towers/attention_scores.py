@@ -147,7 +147,7 @@ class BlockReader(Part):
             for pieces in state.values()
         ]
         placed = trace_tokens(self.adapter, encoding.modality, encoding.on_host, feature_total(output), layers, packed)
-        encoded = TowerValues.of(placed, self.blocks, state, [x.shape[-1] for x in layers])
+        encoded = TowerValues.from_scores(placed, self.blocks, state, [x.shape[-1] for x in layers])
         if self.of_pixels:
             pixels = encoding.arguments["pixel_values_videos" if encoding.modality == "video" else "pixel_values"]
             units = pixels.float().unflatten(0, (len(placed.cells), -1)).split(_TOKENS)
@@ -186,7 +186,7 @@ class EncodedTokens:
                     f"These {modality} features were not encoded by the patched model, so values of its vision tower "
                     "are missing. Pass pixels."
                 )
-            self.masks.append((modality, mask, len(encoded.placed.cells)))
+            self.masks.append((modality, mask, len(encoded.tokens.cells)))
             self.parts.append(encoded)
 
     def values(self, key: tuple, segments: Segments) -> Tensor:
@@ -201,10 +201,10 @@ class EncodedTokens:
 
     def patches(self, segments: Segments) -> Patches:
         def make() -> Patches:
-            cells = self._of([part.placed.cells for part in self.parts], segments)
-            return build_patches(cells, segments.mask, sum(part.placed.tiles for part in self.parts))
+            cells = self._of([part.tokens.cells for part in self.parts], segments)
+            return build_patches(cells, segments.mask, sum(part.tokens.tiles for part in self.parts))
 
-        keys = [part.placed.key for part in self.parts]
+        keys = [part.tokens.key for part in self.parts]
         return make() if None in keys else segments.recent.get(("patches", *keys), make)
 
     def _of(self, parts: list[Tensor], segments: Segments) -> Tensor:

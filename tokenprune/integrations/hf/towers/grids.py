@@ -90,7 +90,7 @@ class GridTower(TowerPart):
         owner = torch.arange(width, device=device).expand(len(grids), -1)
         run = TowerRun(Units(owner, [patches * size for size in sizes]), [None] * len(self.blocks))
         run.kept = [torch.ones(size, dtype=torch.bool, device="cpu") for size in sizes]
-        run.acts = any(left < size for left, size in zip(most, sizes, strict=True))
+        run.is_active = any(left < size for left, size in zip(most, sizes, strict=True))
         host = torch.device("cpu")
         of_rows = [row * width + order_by_units(h, w, self.side, host) for row, (h, w) in enumerate(shapes)]
         places = torch.cat(of_rows)  # flat indices of patches, unit by unit
@@ -106,16 +106,16 @@ class GridTower(TowerPart):
             left = [patches * int(image.sum()) for image in run.kept]
             return Merge.dropping(to_device(own.view(-1, width), x.device), left)
 
-        run.drops = plan_drops(self.method, self.method.block(len(self.blocks)), fold, choose) if run.acts else {}
+        run.drops = plan_drops(self.method, self.method.block(len(self.blocks)), fold, choose) if run.is_active else {}
         return run
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = self.reducer.state()
-        return change_output(run.units.full, output) if run is not None and run.acts else None
+        run = self.reducer.get_run()
+        return change_output(run.units.expand, output) if run is not None and run.is_active else None
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
-        run = self.reducer.end()
+        run = self.reducer.pop_run()
         assert run is not None  # `_enter_tower` made it
-        counts = [sum(left) for left in run.counts] or [sum(run.units.left)] * len(self.blocks)
+        counts = [sum(left) for left in run.counts] or [sum(run.units.num_units)] * len(self.blocks)
         self.leave_tokens(output, counts, kept=run.kept)
         run.restore_states(output)

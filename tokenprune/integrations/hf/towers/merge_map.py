@@ -25,8 +25,8 @@ def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor
     """
     packed = pop_packed_features()
     if packed is not None:
-        groups = find_first_of_group(owners[:, owners.shape[1] - packed.tokens :], owners.shape[1])
-        return [packed.follow(groups, image) for image in packed.images]
+        groups = find_first_of_group(owners[:, owners.shape[1] - packed.tokens_per_tile :], owners.shape[1])
+        return [packed.map_groups(groups, image) for image in packed.images]
     if not isinstance(features, (list, tuple)) and getattr(features, "ndim", 0) != 3:
         return None
     if any(one.ndim != 2 for one in features):

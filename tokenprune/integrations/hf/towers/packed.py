@@ -112,7 +112,7 @@ class PackedTower(TowerPart):
         device = pixels.device if weight.is_meta else weight.device  # offloaded weights have no device yet
         known = get_thread_states().pop(self.key, None)
         if known is None or sum(map(math.prod, known)) * self.layout.patches != len(pixels):
-            known = self.layout.grids(grids)
+            known = self.layout.to_unit_grids(grids)
         if isinstance(self.method, UnitDropper):
             self.reducer.start(self._begin_dropping(self.method, pixels, known, order, device))
             return
@@ -139,13 +139,13 @@ class PackedTower(TowerPart):
         return self.layout.begin_dropping(method, grids, num_kept, order, device, chosen)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = self.reducer.end()
+        run = self.reducer.pop_run()
         assert run is not None  # `_enter_tower` made it
-        counts = [left for (left,) in run.counts] or run.units.left * len(self.layout.blocks)
-        owners = run.owners() if self.leaves == "groups" else None
+        counts = [left for (left,) in run.counts] or run.units.num_units * len(self.layout.blocks)
+        owners = run.get_owners() if self.leaves == "groups" else None
         self.leave_tokens(output, [count * self.layout.patches for count in counts], owners, run.kept)
-        if run.acts:
-            output.last_hidden_state = run.units.full(output.last_hidden_state)
+        if run.is_active:
+            output.last_hidden_state = run.units.expand(output.last_hidden_state)
             run.restore_states(output)
         features = getattr(output, "deepstack_features", None)
         if owners and features and self.merges:  # of blocks before all members of a group were merged
@@ -156,7 +156,7 @@ class PackedTower(TowerPart):
 
     def _note_keys(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
         """Record the keys before the rotary embedding, so that units are compared by content, not by position."""
-        run = self.reducer.state()
+        run = self.reducer.get_run()
         if run is not None and run.plan[index] is not None:
             attention = self.tower.blocks[index].attn
             heads, first = output.view(len(output), -1, attention.head_dim), attention.num_heads
@@ -166,7 +166,7 @@ class PackedTower(TowerPart):
 
     def _bias(self, observation: Any) -> Tensor | None:
         """Return the bias of the next image, frame or window that attends to itself."""
-        run = self.reducer.state()
+        run = self.reducer.get_run()
         if run is None or run.bias is None:
             return None
         width = observation.key.shape[2]

@@ -84,7 +84,7 @@ class RowTower(TowerPart):
         shape, squares = Tower(tokens, block.protected, len(layers), read, self.tower), None
         if side > 1:
             squares = Squares(side, block.protected)
-            shape = Tower(squares.count(tokens), 0, len(layers), read, self.tower, squares.size)
+            shape = Tower(squares.count_units(tokens), 0, len(layers), read, self.tower, squares.size)
         self.packs = hasattr(adapter.base, "pack_image_features")
         self.goals: TileGoals | None = None
         if self.packs and isinstance(method, EncoderMethod):
@@ -118,7 +118,7 @@ class RowTower(TowerPart):
     # -- attention
 
     def _observe(self, index: int, observation: Observation) -> Tensor | None:
-        run = self.reducer.state()
+        run = self.reducer.get_run()
         if run is None:
             return None
         if run.plan[index] is not None:
@@ -157,18 +157,18 @@ class RowTower(TowerPart):
     def _enter_tower(self, module: nn.Module, args: tuple) -> None:
         self._check_attention()  # it may have been changed after the patch
         pop_packed_features()  # a failed call may have left some
-        self.reducer.end()
+        self.reducer.pop_run()
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = self.reducer.state()
+        run = self.reducer.get_run()
         assert run is not None  # the first block made it
-        return change_output(run.units.full, output)
+        return change_output(run.units.expand, output)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = self.reducer.end()
+        run = self.reducer.pop_run()
         assert run is not None  # see `_leave_encoder`
         squares, owners = self.layout.squares, [*run.history, run.units][self.layout.shape.read].owner
-        owners = owners if squares is None else squares.owners(owners)
+        owners = owners if squares is None else squares.find_unit_owners(owners)
         self.leave_tokens(output, [sum(rows) for rows in run.counts], owners)
         run.restore_states(output)
         return output

@@ -67,24 +67,26 @@ class PackedFeatures:
     """images: float64 `[features, 2]` each, the numbers of the features that were packed, on the host; tokens:
     features a tile."""
 
-    def __init__(self, images: list[Tensor], tokens: int) -> None:
-        self.images, self.tokens = images, tokens
+    def __init__(self, images: list[Tensor], tokens_per_tile: int) -> None:
+        self.images, self.tokens_per_tile = images, tokens_per_tile
 
-    def follow(self, groups: Tensor, packed: Tensor) -> Tensor:
+    def map_groups(self, groups: Tensor, packed: Tensor) -> Tensor:
         """Return long `[features]`, the first feature of each feature's group in an image as it was packed; -1 stays.
 
         groups: long `[tiles, tokens]`, first of each feature's group in its tile. packed: the image's numbers.
         """
-        ids = to_device(self.numbers(packed), groups.device)
-        tile, token = ids // self.tokens, ids % self.tokens
+        ids = to_device(self.get_feature_ids(packed), groups.device)
+        tile, token = ids // self.tokens_per_tile, ids % self.tokens_per_tile
         places = torch.arange(len(ids), dtype=torch.long, device=ids.device)
         own = groups[tile.clamp(min=0), token]
         # Newlines: each for itself.
-        group = torch.where(ids < 0, groups.numel() + places, torch.where(own < 0, -1, tile * self.tokens + own))
+        group = torch.where(
+            ids < 0, groups.numel() + places, torch.where(own < 0, -1, tile * self.tokens_per_tile + own)
+        )
         return find_first_of_group(group[None], groups.numel() + len(ids))[0]
 
     @staticmethod
-    def numbers(packed: Tensor) -> Tensor:
+    def get_feature_ids(packed: Tensor) -> Tensor:
         """long `[features]`: for each feature of an image the number of the one that was packed, -1 for a newline."""
         ids = packed[:, 0].round().long()
         if not torch.equal(packed[:, 1], _check(ids.double())):

@@ -169,10 +169,10 @@ def _packed(
 ) -> TracedTokens | None:
     tiles, patches, channels = scores.shape
     grid = _patch_grid(source, arguments, patches)
-    if packed is None or packed.tokens != patches or grid is None:
+    if packed is None or packed.tokens_per_tile != patches or grid is None:
         return None
     cells = _grid_cells(tiles, *grid, 1, scores.device)
-    ids = to_device(packed.numbers(torch.cat(packed.images)), scores.device)
+    ids = to_device(packed.get_feature_ids(torch.cat(packed.images)), scores.device)
     newline = (ids < 0).unsqueeze(-1)
     ids = ids.clamp(min=0)
     flat = scores.reshape(-1, channels)[ids].masked_fill(newline, 0)

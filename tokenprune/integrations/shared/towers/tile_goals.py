@@ -35,11 +35,11 @@ def compute_tile_goals(
     included. read: blocks in which a tile can merge. asked: the method and its budget, for errors.
     Raises BudgetError where the newlines leave a tile nothing.
     """
-    ids = packed.numbers(image)
+    ids = packed.get_feature_ids(image)
     patches = ids[ids >= 0]
-    first = int(patches.min()) // packed.tokens
-    shown = torch.zeros(tiles, packed.tokens, dtype=torch.bool, device="cpu")
-    shown.view(-1)[patches - first * packed.tokens] = True
+    first = int(patches.min()) // packed.tokens_per_tile
+    shown = torch.zeros(tiles, packed.tokens_per_tile, dtype=torch.bool, device="cpu")
+    shown.view(-1)[patches - first * packed.tokens_per_tile] = True
     counts = shown.sum(1).tolist()
     wanted = left - int((ids < 0).sum())
     if wanted < sum(map(bool, counts)):
@@ -49,7 +49,7 @@ def compute_tile_goals(
         )
     shares = distribute(wanted, counts)
     return [
-        (~row, [share, _cropped(packed.tokens - count, wanted / sum(counts), read)])
+        (~row, [share, _cropped(packed.tokens_per_tile - count, wanted / sum(counts), read)])
         for row, count, share in zip(shown, counts, shares, strict=True)
     ]
 

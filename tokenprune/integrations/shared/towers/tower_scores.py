@@ -44,13 +44,13 @@ class TowerValues:
     """
 
     values: dict[tuple, Tensor]
-    placed: TracedTokens
+    tokens: TracedTokens
 
     @staticmethod
-    def of(placed: TracedTokens, blocks: BlockIndices, seen: BlockScores, channels: list[int]) -> TowerValues:
+    def from_scores(tokens: TracedTokens, blocks: BlockIndices, seen: BlockScores, channels: list[int]) -> TowerValues:
         """Return what `placed.scores` holds. channels: how many of them belong to each entry of `seen`, in order."""
-        parts = dict(zip(seen, placed.scores.split(channels, dim=-1), strict=True))
-        return TowerValues({key: parts[key[0], block] for key, block in blocks.items()}, placed)
+        parts = dict(zip(seen, tokens.scores.split(channels, dim=-1), strict=True))
+        return TowerValues({key: parts[key[0], block] for key, block in blocks.items()}, tokens)
 
 
 def build_patches(cells: Tensor, mask: Tensor, tiles: int) -> Patches:

@@ -98,8 +98,10 @@ def add_restoration(run: TowerRun, method: UnitDropper, block: int, read: int, r
         stayed = left.flatten()
         gone = numbers[torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, stayed, False)]
         guides, widths = _guides(method, hidden.flatten(0, -2), stayed, gone, rows)
-        run.back = Restoration(drop, attending, read - 1, hidden, stayed, gone, guides, widths.cumsum(0) - widths)
-        run.units = replace(run.units, back=run.back)
+        run.restoration = Restoration(
+            drop, attending, read - 1, hidden, stayed, gone, guides, widths.cumsum(0) - widths
+        )
+        run.units = replace(run.units, restoration=run.restoration)
         return None if attending else drop
 
     run.drops = {**run.drops, block: leave}

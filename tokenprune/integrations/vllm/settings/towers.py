@@ -142,7 +142,7 @@ def served_tower(method: TowerMethod, config: Any) -> ServedTower:
     tokens, read, units = count_patches(vision) + protected, find_last_read_block(config, depth) + 1, units_of(config)
     if units is None:
         return ServedTower(tokens, protected, depth, read, claimed=claimed)
-    return ServedTower(units.count(tokens), 0, depth, read, unit=units.size, claimed=claimed)
+    return ServedTower(units.count_units(tokens), 0, depth, read, unit=units.size, claimed=claimed)
 
 
 def units_of(config: Any) -> Squares | None:
