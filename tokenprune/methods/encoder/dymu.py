@@ -12,7 +12,7 @@ from annotated_types import Ge
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.kernels.merging import threshold_match
-from tokenprune.methods.encoder.thresholds import Thresholds, shipped
+from tokenprune.methods.encoder.thresholds import Thresholds, find_shipped
 from tokenprune.methods.fitted import FitAt
 from tokenprune.methods.registry import register
 from tokenprune.models.fingerprint import Fingerprint
@@ -102,7 +102,7 @@ class DyMU(EncoderMethod):
         """Return what merges the pairs above each block's threshold."""
         if self.is_identity(budget):
             return [None] * tower.blocks
-        thresholds = self._given or shipped(tower.fingerprint)
+        thresholds = self._given or find_shipped(tower.fingerprint)
         thresholds.check(tower.fingerprint)
         match = partial(threshold_match, protected=tower.protected, limit=self.max_r)
         values = thresholds.for_keep(budget.keep).tolist()

@@ -86,7 +86,7 @@ class _Stage(OneCut):
 
     def select(self, tokens: VisualTokens) -> Selection:
         if "counts" not in tokens.carry:
-            bits = mutual_information(tokens.text_attention, tokens.text.mask).mean(1) * _HEADS
+            bits = compute_mutual_information(tokens.text_attention, tokens.text.mask).mean(1) * _HEADS
             slopes = (self.of.slope - self.of.gamma * bits.nan_to_num(nan=0.0, posinf=0.0)).clamp(min=0)
             each = zip(tokens.counts, tokens.keep, slopes.tolist(), strict=True)  # waits for the device
             tokens.remember("counts", [self._counts(*one) for one in each])
@@ -104,7 +104,8 @@ class _Stage(OneCut):
         ends = [*self.placed[1:], self.depth]
         spans = [end - start for start, end in zip(self.placed, ends, strict=True)]
         curve = [
-            sum(retention(layer * _LAYERS / self.depth - 1, slope) for layer in range(start, end)) / (end - start)
+            sum(compute_retention(layer * _LAYERS / self.depth - 1, slope) for layer in range(start, end))
+            / (end - start)
             for start, end in zip(self.placed, ends, strict=True)
         ]
         room = even * sum(spans)
@@ -120,12 +121,12 @@ class _Stage(OneCut):
         return kept(low)
 
 
-def retention(layer: float, slope: float) -> float:
+def compute_retention(layer: float, slope: float) -> float:
     """Return the curve of the number of tokens that stay after `layer` of 32."""
     return _TOP / (1 + math.exp(min(700.0, slope * (layer - _MIDDLE - slope))))
 
 
-def mutual_information(attention: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+def compute_mutual_information(attention: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """float32 `[S, H]`, in bits: of the words of a text, each as likely, and the visual tokens that they attend to.
 
     attention: float `[S, H, M, N]`, of which 0 tells nothing; words: bool `[S, M]`.

@@ -106,7 +106,7 @@ class D2Pruner(Pruner):
             tokens.note(f"{self.name}: no prior was given, so attention counts as it is (`tokenprune fit d2pruner`)")
         else:
             for row, (count, grid) in enumerate(zip(tokens.counts, tokens.grids, strict=True)):
-                expected[row, :count] = stretched(self._fitted.table, count, grid)
+                expected[row, :count] = resize_table(self._fitted.table, count, grid)
             expected = expected.clamp(min=max(_LEAST * float(self._fitted.table.mean()), 1e-12))
         return to_device(expected, tokens.mask.device)
 
@@ -142,7 +142,7 @@ class D2Pruner(Pruner):
         return torch.exp(-square / (2 * self.radius**2)).masked_fill(cells[..., 0] != one[..., 0], 0)
 
 
-def stretched(table: torch.Tensor, count: int, grid: tuple[int, int, int] | None) -> torch.Tensor:
+def resize_table(table: torch.Tensor, count: int, grid: tuple[int, int, int] | None) -> torch.Tensor:
     """float32 `[count]`: a table `[rows, columns]` at the places of a grid's tokens, the same in each frame; along the
     order of the tokens where the grid is not known."""
     if grid is None:

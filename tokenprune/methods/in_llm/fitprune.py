@@ -77,7 +77,7 @@ class FitPrune(CutsInside):
         if rows and len(rows[0]) != layers:
             self._check(False, f"{self.recipe} is for {len(rows[0])} layers, and this decoder has {layers}")
         if budget.share is not None:
-            shares(rows, layers, budget.share)  # raises for what cannot be
+            compute_layer_shares(rows, layers, budget.share)  # raises for what cannot be
         parts = [_ByRecipe(**budget.init_values(), rows=rows) for _ in range(1, layers)]
         return [(OneCut(self, layer - 1, layer), part) for layer, part in enumerate(parts, 1)]
 
@@ -102,7 +102,7 @@ class _ByRecipe(Budget):
         return left
 
 
-def shares(rows: Sequence[Sequence[float]], layers: int, share: float) -> list[float]:
+def compute_layer_shares(rows: Sequence[Sequence[float]], layers: int, share: float) -> list[float]:
     """Return what share of an image's tokens each layer sees, so that the average is `share`.
 
     rows: of a recipe; none: each layer keeps the same share of what reaches it. Raises BudgetError for what the first
@@ -127,4 +127,4 @@ def shares(rows: Sequence[Sequence[float]], layers: int, share: float) -> list[f
     return [low**layer for layer in range(layers)]
 
 
-_known_shares = lru_cache(maxsize=64)(shares)  # asked at every layer of every call
+_known_shares = lru_cache(maxsize=64)(compute_layer_shares)  # asked at every layer of every call

@@ -60,7 +60,7 @@ class TransPrune(SeveralCuts):
         return [*sorted([*cuts.values(), *looks], key=lambda one: one[0].layer)]
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
-        total = added(tokens)
+        total = accumulate_transitions(tokens)
         words = tokens.text.mask
         weights = evenly(words)
         attention = tokens.attention_from(weights, "next_text_attention").mean(1)
@@ -76,11 +76,11 @@ class _Look(OneCut):
     by_content_count = True  # asked, though all tokens stay
 
     def select(self, tokens: VisualTokens) -> Selection:
-        added(tokens)
+        accumulate_transitions(tokens)
         return Selection(tokens.mask, counts=tokens.counts)
 
 
-def added(tokens: VisualTokens) -> torch.Tensor:
+def accumulate_transitions(tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, N]`: the transitions of all layers so far, that before this stage included."""
     longer, cosine = tokens.transitions.float().unbind(-1)  # [S, N, 2]
     turned = (1 - cosine).masked_fill(~tokens.mask[:, :, None], -torch.inf).softmax(1)
