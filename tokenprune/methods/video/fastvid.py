@@ -84,9 +84,9 @@ class FastVID(VideoMerger):
         rest, most = mask & ~top, max(videos.keep)
         flat = rest.flatten(0, 1)
         numbers, places = centres.flatten(), min(most, mask.shape[2])
-        peak = find_density_peaks(videos.hidden.flatten(0, 1), flat, numbers, places, _NEIGHBOURS, capped=False).view_as(
-            mask
-        )
+        peak = find_density_peaks(
+            videos.hidden.flatten(0, 1), flat, numbers, places, _NEIGHBOURS, capped=False
+        ).view_as(mask)
         into = torch.where(top, flat_indices(mask), -1)
         into = torch.where(rest, self._nearest(videos, peak, find_nearest_anchor(first, centres > 0), most), into)
         number = gather_flat(count_members(into, rest), into).clamp(min=1)
