@@ -19,7 +19,7 @@ from oracle import close, generate_logits, reduced, survivors
 from tests.unit.tower.test_encoder import BATCHES, expected_sources, with_features
 from tokenprune import Budget, BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.kernels.merging import most
+from tokenprune.kernels.merging import max_merges
 from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection import EncoderMethod, Tower
 from tokenprune.selection.files import File
@@ -151,8 +151,8 @@ def test_thresholds_survive_a_file(tmp_path) -> None:
 @each(
     ("values", "says"),
     [
-        (3, "must be a non-empty dict"), ({}, "non-empty dict"), ({0.5: [0.9] * 3}, "not list"), ({0.5: torch.ones(3, 1)}, r"\[3, 1\]"),
-        ({0.5: torch.tensor(0.9)}, r"float \(blocks,\), not torch.float32 \[\]"), ({0.5: torch.ones(3).int()}, "int32"),
+        (3, "must be a non-empty dict"), ({}, "non-empty dict"), ({0.5: [0.9] * 3}, "not list"),
+        ({0.5: torch.ones(3, 1)}, r"\[3, 1\]"), ({0.5: torch.tensor(0.9)}, r"float \(blocks,\), not torch.float32 \[\]"), ({0.5: torch.ones(3).int()}, "int32"),
         ({0.5: torch.ones(3).bool()}, "bool"), ({0.5: torch.tensor([0.9, float("nan"), 1])}, "keep=0.5 are not finite"),
         ({0.5: torch.tensor([0.9, float("inf"), 1])}, "not finite"), ({"0.5": torch.ones(3)}, "'0.5' is not a share"),
         ({2.0: torch.ones(3)}, "key 2.0 is not a share"), ({1: torch.ones(3)}, "key 1 is not a share"),
@@ -206,4 +206,4 @@ def test_the_contract_of_encoder_methods() -> None:
     with pytest.raises(NotImplementedError, match="plan"):
         EncoderMethod().plan(tokenprune.Budget(keep=0.5), Tower(17, 1, 3, 2))
     assert EncoderMethod().is_identity(tokenprune.Budget(keep=1.0))
-    assert most(17, 1) == 8
+    assert max_merges(17, 1) == 8

@@ -13,7 +13,7 @@ from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.kernels.merging import threshold_match
 from tokenprune.methods.encoder.thresholds import Thresholds, find_shipped
-from tokenprune.methods.fitted import FitAt
+from tokenprune.methods.fitted import LazyFit
 from tokenprune.methods.registry import register
 from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection.method import Site
@@ -37,7 +37,7 @@ class DyMU(EncoderMethod):
             often as its members.
         max_r: Maximum number of tokens that a block merges per image. A block merges at most half of the tokens.
         vtu: Virtual token unmerging in the decoder. "off", or "expanded": apply weights to merged tokens and attention
-            to all positions. It saves no KV memory (docs/vtu.md).
+            to all positions. It saves no KV memory (docs/methods/dymu.md).
         exact: Keep exactly the number of patches that `keep` requests (an addition). The content still decides the
             merged pairs. No block goes below the count, and pairs below the threshold merge where later blocks could
             not reach it. Required if the count must be known before encoding, as in vLLM.
@@ -67,7 +67,7 @@ class DyMU(EncoderMethod):
     """
 
     ragged = True
-    fit = FitAt("tokenprune_bench.calibration.run", "fit_dymu")
+    fit = LazyFit("tokenprune_bench.calibration.run", "fit_dymu")
     fit_limit: ClassVar[int | None] = None
 
     thresholds: str | Path | Thresholds | None = field(default=None, metadata={"file": True})
@@ -125,12 +125,12 @@ class DyMU(EncoderMethod):
         )
         if not self.exact:
             return [partial(match, threshold=value) if value < 1 else None for value in values]
-        floor = tower.left(budget) + tower.protected
+        floor = tower.count_kept(budget) + tower.protected
         return [
             # A threshold of 1 disables merging, even if rounding gives equal keys a cosine above 1.
             partial(match, threshold=value if value < 1 else math.inf, floor=floor, ceiling=ceiling)
             for value, ceiling in zip(values, self._ceilings(floor, tower), strict=False)
-        ] + [None] * (tower.blocks - tower.read)
+        ] + [None] * (tower.blocks - tower.blocks_read)
 
     def _ceilings(self, floor: int, tower: Tower) -> list[int]:
         """Return the maximum number of tokens after each block, so that later blocks can still reach `floor`.
@@ -139,13 +139,13 @@ class DyMU(EncoderMethod):
             BudgetError: If all blocks together cannot reach `floor`.
         """
         ceilings = [floor]
-        for _ in range(tower.read):
+        for _ in range(tower.blocks_read):
             more = ceilings[-1] - tower.protected  # a block merges at most half of its patches
             ceilings.append(ceilings[-1] + (more if self.max_r is None else min(more, self.max_r)))
         if ceilings.pop() < tower.tokens:
             raise BudgetError(
-                f"dymu cannot keep exactly {floor - tower.protected} of {tower.patches} patches: {tower.read} blocks "
-                f"merge at most half{'' if self.max_r is None else f' and max_r={self.max_r}'} of the tokens each. "
-                "Pass a larger keep."
+                f"dymu cannot keep exactly {floor - tower.protected} of {tower.patches} patches: {tower.blocks_read} "
+                f"blocks merge at most half{'' if self.max_r is None else f' and max_r={self.max_r}'} of the tokens "
+                "each. Pass a larger keep."
             )
         return ceilings[::-1]

@@ -81,8 +81,11 @@ class SAINT(EncoderMethod):
         Raises:
             OptionError: If the model does not read the block.
         """
-        layer, left = tower.blocks // 8 if self.layer is None else self.layer, tower.left(budget)
-        self._check(layer < tower.read, f"layer={layer} is not read: the model reads {tower.read} blocks of its tower.")
+        layer, left = tower.blocks // 8 if self.layer is None else self.layer, tower.count_kept(budget)
+        self._check(
+            layer < tower.blocks_read,
+            f"layer={layer} is not read: the model reads {tower.blocks_read} blocks of its tower.",
+        )
         plan: list[Matcher | None] = [None] * tower.blocks
         if self.threshold is not None or left < tower.patches:
             plan[layer] = partial(self._match, left, tower.protected)
@@ -109,7 +112,7 @@ class SAINT(EncoderMethod):
         if min(number) == stays.shape[1]:
             return None
         first = stays.new_ones(len(stays), protected)
-        return Merge.dropping(torch.cat([first, stays], dim=1), [one + protected for one in number])
+        return Merge.from_kept(torch.cat([first, stays], dim=1), [one + protected for one in number])
 
 
 def _alike(unit: Tensor, threshold: float, partners: int) -> Tensor:

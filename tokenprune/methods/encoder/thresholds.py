@@ -15,7 +15,7 @@ import torch
 
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.models.fingerprint import Fingerprint
-from tokenprune.selection.files import File, reason
+from tokenprune.selection.files import File, describe_error
 
 _SHIPPED = Path(__file__).resolve().parent / "data"
 _ENTRY, _VERSION = "tokenprune_thresholds", 1
@@ -122,9 +122,9 @@ class Thresholds:
             OptionError: If the file is missing or has another format.
         """
         try:
-            tensors, metadata = File.of(path).tensors()
+            tensors, metadata = File.from_path(path).tensors()
         except (OSError, ValueError) as error:
-            raise OptionError(f"cannot read thresholds from {path}: {reason(error)}") from error
+            raise OptionError(f"cannot read thresholds from {path}: {describe_error(error)}") from error
         try:
             about = json.loads(metadata.get(_ENTRY, "{}"))
             if about.get("version") == _VERSION:

@@ -50,7 +50,7 @@ class TowerDrop(UnitDropper):
         [257, 129, 129, 129]
     """
 
-    by_content_count: ClassVar[bool] = False
+    chooses_count: ClassVar[bool] = False
 
     layer: Annotated[int, Ge(0)] = 2
     score: Literal["diverse", "change", "norm", "detail", "random"] = "diverse"

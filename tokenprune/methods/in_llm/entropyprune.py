@@ -48,7 +48,7 @@ class EntropyPrune(Pruner):
         64
     """
 
-    asks_device: ClassVar[bool] = True  # eigvalsh checks for convergence on the host
+    syncs_device: ClassVar[bool] = True  # eigvalsh checks for convergence on the host
 
     layer: Annotated[int, Ge(1)] = 2
     states: Literal["queries", "keys", "values"] = "queries"

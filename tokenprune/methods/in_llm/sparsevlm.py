@@ -7,13 +7,13 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.kernels.clusters import nearest, peaks
+from tokenprune.kernels.clusters import assign_to_centres, find_density_peaks
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.masses import evenly
+from tokenprune.kernels.masses import uniform_weights
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.multi_cut import TEXT_ATTENTION, SharedBudgetCuts, sum_text_attention
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import TEXT, SeveralCuts, text_votes
 from tokenprune.selection.method import Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -22,7 +22,7 @@ _A_CLUSTER = 10  # recycled tokens per cluster
 
 @register("sparsevlm", site=Site.IN_LLM, paper="arXiv 2410.04417, ICML 2025", merges=True)
 @dataclass(frozen=True)
-class SparseVLM(SeveralCuts):
+class SparseVLM(SharedBudgetCuts):
     """Keep tokens that relevant words attend to and merge some others (SparseVLM).
 
     The rating words are chosen once, from the embeddings that enter the decoder: words with an above-average similarity
@@ -72,9 +72,9 @@ class SparseVLM(SeveralCuts):
 
     @property
     def needs(self) -> frozenset[str]:
-        return TEXT | ({"embeddings"} if self.version == "1" else {"embeddings", "rotation"})
+        return TEXT_ATTENTION | ({"embeddings"} if self.version == "1" else {"embeddings", "rotation"})
 
-    def budget(self, count: int, keep: int) -> int:
+    def resolve_count(self, count: int, keep: int) -> int:
         return keep if self.exact else min(count, keep + self._merged(count, keep))
 
     def select(self, tokens: VisualTokens) -> Selection:
@@ -89,8 +89,8 @@ class SparseVLM(SeveralCuts):
         recycled = top_mask(score, tokens.mask & ~picks, to_device(again, score.device), max(again))
         place = partition(recycled)[:, : max(again)]
         x, mask, most = gather_tokens(tokens.hidden, place, 1), recycled.gather(1, place), max(clusters)
-        centres = peaks(x, mask, numbers, most, neighbours=most)
-        into = nearest(x, mask, centres, most)
+        centres = find_density_peaks(x, mask, numbers, most, neighbours=most)
+        into = assign_to_centres(x, mask, centres, most)
         index = torch.arange(score.shape[1], device=score.device)
         # Padding entries of `place` are dropped tokens. They keep the assignment -1.
         target = place.gather(1, into.clamp(min=0)).masked_fill(~mask, -1)
@@ -118,9 +118,9 @@ class SparseVLM(SeveralCuts):
 
     def _score(self, tokens: VisualTokens) -> torch.Tensor:
         raters = self._raters(tokens)
-        weights = evenly(raters)
+        weights = uniform_weights(raters)
         if self.version == "1":
-            return text_votes(tokens, weights).mean(1)
+            return sum_text_attention(tokens, weights).mean(1)
         there = tokens.text.mask.any(1)[:, None, None]
         corrected = tokens.text_attention / _by_distance(tokens)[:, None]
         votes = torch.where(there, (corrected * weights[:, None, :, None]).sum(2), tokens.last_row_attention)

@@ -6,15 +6,15 @@ from typing import ClassVar, Literal
 
 import torch
 
+from tokenprune.methods.multi_cut import SharedBudgetCuts
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import SeveralCuts
 from tokenprune.selection.method import Site
 from tokenprune.selection.tokens import VisualTokens
 
 
 @register("v2drop", site=Site.IN_LLM, needs=("previous_hidden",), paper="arXiv 2509.01552, CVPR 2026")
 @dataclass(frozen=True)
-class V2Drop(SeveralCuts):
+class V2Drop(SharedBudgetCuts):
     """Keep the tokens that the layer before a cut changes most (V2Drop).
 
     The change of a token is the L2 norm of the difference between the layer's output and input. Three cuts keep fewer
@@ -53,7 +53,7 @@ class V2Drop(SeveralCuts):
     last: Literal["one", "withdraw"] = "one"
 
     @property
-    def least(self) -> int:  # type: ignore[override]  # a property, because an option decides
+    def min_tokens(self) -> int:  # type: ignore[override]  # a property, because an option decides
         return int(self.last == "one")
 
     def budget_at(self, cut: int, count: int, keep: int) -> int:

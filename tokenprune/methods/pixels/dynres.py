@@ -65,7 +65,7 @@ class DynRes(ResizeMethod):
         >>> model = tokenprune.patch(model, DynRes(text_guard=False), keep=0.5, processor=processor)
     """
 
-    by_content: ClassVar[bool] = True
+    depends_on_content: ClassVar[bool] = True
 
     min_scale: Annotated[float, Gt(0), Le(1)] = 0.25
     text_guard: bool = True
