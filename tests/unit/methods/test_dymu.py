@@ -284,16 +284,16 @@ def test_exact_keeps_as_many_as_asked_for(family: Family, model, taus: list[floa
     shape = tower_shape(model)
     with tokenprune.patched(model, "dymu", keep=0.5, **options):
         got = tower(pixels, output_hidden_states=True)
-    want, entered = shape.left(tokenprune.Budget(keep=0.5)) + shape.protected, []
+    want, entered = shape.count_kept(tokenprune.Budget(keep=0.5)) + shape.protected, []
     for row, one in enumerate(pixels):
         image, counts = InputImage(tower, one), []
         for stage, (block, tau) in enumerate(zip(blocks_of(tower), taus, strict=True), 1):
             keys = image.attend(block)
             counts.append(len(keys))
             joined = [[token] for token in range(len(keys))]
-            if stage <= shape.read:
+            if stage <= shape.blocks_read:
                 above = sum(score > tau for score, _, _ in naive_scores(keys, image.protected)) if tau < 1 else 0
-                r = naive_exact(len(keys), above, shape.read - stage, want, image.protected, max_r)
+                r = naive_exact(len(keys), above, shape.blocks_read - stage, want, image.protected, max_r)
                 joined = naive_groups(keys, r, image.protected) if r else joined
             image.finish(block, joined)
             close(got.hidden_states[stage][row], image.grid())

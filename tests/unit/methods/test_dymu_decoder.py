@@ -152,8 +152,10 @@ def test_thresholds_survive_a_file(tmp_path) -> None:
     ("values", "says"),
     [
         (3, "must be a non-empty dict"), ({}, "non-empty dict"), ({0.5: [0.9] * 3}, "not list"),
-        ({0.5: torch.ones(3, 1)}, r"\[3, 1\]"), ({0.5: torch.tensor(0.9)}, r"float \(blocks,\), not torch.float32 \[\]"), ({0.5: torch.ones(3).int()}, "int32"),
-        ({0.5: torch.ones(3).bool()}, "bool"), ({0.5: torch.tensor([0.9, float("nan"), 1])}, "keep=0.5 are not finite"),
+        ({0.5: torch.ones(3, 1)}, r"\[3, 1\]"),
+        ({0.5: torch.tensor(0.9)}, r"float \(blocks,\), not torch.float32 \[\]"),
+        ({0.5: torch.ones(3).int()}, "int32"), ({0.5: torch.ones(3).bool()}, "bool"),
+        ({0.5: torch.tensor([0.9, float("nan"), 1])}, "keep=0.5 are not finite"),
         ({0.5: torch.tensor([0.9, float("inf"), 1])}, "not finite"), ({"0.5": torch.ones(3)}, "'0.5' is not a share"),
         ({2.0: torch.ones(3)}, "key 2.0 is not a share"), ({1: torch.ones(3)}, "key 1 is not a share"),
         ({0.5: torch.ones(2)}, "for 2 blocks, but the tower has 3"), ({0.5: torch.ones(4)}, "for 4 blocks"),

@@ -86,7 +86,7 @@ class DynRes(ResizeMethod):
                 "Pass a larger keep or a smaller min_scale."
             )
 
-    def shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
+    def compute_shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
         looks = [measure_detail(image.grey) for image in images]
         whole = [
             (self.text_guard and text) or (self.question_guard and asks_for_detail(image.question))
