@@ -76,18 +76,21 @@ class AutoPrune(SharedBudgetCuts):
 
     @property
     def depths(self) -> Sequence[float]:
-        number = len(self.layers or ()) or self.cuts or _LAYERS - 2
-        return [2 / _LAYERS + one * (1 - 2 / _LAYERS) / number for one in range(number)]
+        num_cuts = len(self.layers or ()) or self.cuts or _LAYERS - 2
+        return [2 / _LAYERS + cut * (1 - 2 / _LAYERS) / num_cuts for cut in range(num_cuts)]
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        placed = self.layers
-        if placed is None:
+        cut_layers = self.layers
+        if cut_layers is None:
             first = choose_layers(self.depths[:1], layers, budget)[0]
-            number = min(self.cuts or layers, layers - first)
-            placed = tuple(first + one * (layers - first) // number for one in range(number))
+            num_cuts = min(self.cuts or layers, layers - first)
+            cut_layers = tuple(first + cut_index * (layers - first) // num_cuts for cut_index in range(num_cuts))
         # Every cut gets the budget of a single cut at the first layer. The curve redistributes it over the layers.
-        even = plan_cuts(layers, [(layer, 1.0) for layer in placed], budget)
-        return [(_Stage(self, number, cut.layer, tuple(placed), layers), cut.budget) for number, cut in enumerate(even)]
+        even = plan_cuts(layers, [(layer, 1.0) for layer in cut_layers], budget)
+        return [
+            (_Stage(self, num_cuts, cut.layer, tuple(cut_layers), layers), cut.budget)
+            for num_cuts, cut in enumerate(even)
+        ]
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,8 @@ class _Stage(CutStage):
             bits = compute_mutual_information(tokens.text_attention, tokens.text.mask).mean(1) * _HEADS
             slopes = (self.method.slope - self.method.gamma * bits.nan_to_num(nan=0.0, posinf=0.0)).clamp(min=0)
             each = zip(tokens.counts, tokens.keep, slopes.tolist(), strict=True)  # device sync
-            tokens.remember("counts", [self._counts(*one) for one in each])
-        planned = [one[self.index] for one in tokens.carry["counts"]]
+            tokens.remember("counts", [self._counts(*counts_per_cut) for counts_per_cut in each])
+        planned = [counts_per_cut[self.index] for counts_per_cut in tokens.carry["counts"]]
         counts = [min(count, number) for count, number in zip(tokens.counts, planned, strict=True)]
         if counts == tokens.counts:
             return Selection(tokens.mask, counts=counts)
@@ -130,15 +133,15 @@ class _Stage(CutStage):
         ]
         room = even * sum(spans)
 
-        def kept(scale: float) -> list[int]:
-            return [max(1, min(count, round(count * scale * one))) for one in curve]
+        def compute_counts(scale: float) -> list[int]:
+            return [max(1, min(count, round(count * scale * share))) for share in curve]
 
         low, high = 0.0, 1 / min(curve) + 1
         for _ in range(60):
             scale = (low + high) / 2
-            spent = sum(span * number for span, number in zip(spans, kept(scale), strict=True))
+            spent = sum(span * num_kept for span, num_kept in zip(spans, compute_counts(scale), strict=True))
             low, high = (low, scale) if spent > room else (scale, high)
-        return kept(low)
+        return compute_counts(low)
 
 
 def compute_retention(layer: float, slope: float) -> float:
@@ -156,7 +159,7 @@ def compute_mutual_information(attention: torch.Tensor, words: torch.Tensor) -> 
             0.
         words: Mask of text tokens, shape (segments, words), bool.
     """
-    number = words.sum(1)[:, None, None, None]
-    joint = attention.float() / number
-    expected = joint.sum(2, keepdim=True) / number
+    num_words = words.sum(1)[:, None, None, None]
+    joint = attention.float() / num_words
+    expected = joint.sum(2, keepdim=True) / num_words
     return (joint * (joint / (expected + 1e-6)).clamp(min=1e-6).log2()).sum((2, 3))

@@ -106,11 +106,11 @@ class _ByRecipe(Budget):
         self, counts: Sequence[int], *, layer: int, shape: DecoderShape, text_tokens: int,
         original: Sequence[int] | None = None,
     ) -> list[int]:  # fmt: skip
-        left = []
-        for now, count in zip(counts, counts if original is None else original, strict=True):
+        kept = []
+        for num_before, count in zip(counts, counts if original is None else original, strict=True):
             share = min(1.0, float(self.amount) / count) if self.share is None else self.share
-            left.append(min(now, max(1, round(count * _known_shares(self.rows, shape.layers, share)[layer]))))
-        return left
+            kept.append(min(num_before, max(1, round(count * _known_shares(self.rows, shape.layers, share)[layer]))))
+        return kept
 
 
 def compute_layer_shares(rows: Sequence[Sequence[float]], layers: int, share: float) -> list[float]:
@@ -135,7 +135,10 @@ def compute_layer_shares(rows: Sequence[Sequence[float]], layers: int, share: fl
         below = min(above + 1, len(known) - 1)
         span = sum(known[above]) - sum(known[below])
         part = (sum(known[above]) - share * layers) / span if span else 0.0
-        return [(1 - part) * one + part * other for one, other in zip(known[above], known[below], strict=True)]
+        return [
+            (1 - part) * share_above + part * share_below
+            for share_above, share_below in zip(known[above], known[below], strict=True)
+        ]
     low, high = 0.0, 1.0
     for _ in range(60):
         ratio = (low + high) / 2
