@@ -106,9 +106,8 @@ class D2Pruner(Pruner):
         kept = top_mask(importance, tokens.mask, to_device(num_pivots, tokens.mask.device), max(num_pivots))
         num_diverse = max(keep - count for keep, count in zip(tokens.keep, num_pivots, strict=True))
         if num_diverse:
-            kept = kept | self._pick_diverse(
-                tokens, importance, tokens.mask & ~kept, tokens.budget - kept.sum(1), num_diverse
-            )
+            candidates, num_picks = tokens.mask & ~kept, tokens.budget - kept.sum(1)
+            kept = kept | self._pick_diverse(tokens, importance, candidates, num_picks, num_diverse)
         return Selection(adjust_count(kept, importance, tokens.mask, tokens.budget), counts=tokens.keep)
 
     def _compute_prior(self, tokens: VisualTokens) -> torch.Tensor:
@@ -132,11 +131,8 @@ class D2Pruner(Pruner):
     ) -> torch.Tensor:
         """Return up to `num_picks` diverse candidates by importance, shape (segments, tokens), bool."""
         cells, rows = self._get_cells(tokens), torch.arange(len(candidates), device=candidates.device)
-        available, picked, get_row = (
-            candidates,
-            torch.zeros_like(candidates),
-            PickedRows(Products(normalize(tokens.hidden))),
-        )
+        available, picked = candidates, torch.zeros_like(candidates)
+        get_row = PickedRows(Products(normalize(tokens.hidden)))
         for step in range(max_picks):
             best = importance.masked_fill(~available, -torch.inf)
             pick = best.argmax(1)
@@ -144,10 +140,8 @@ class D2Pruner(Pruner):
             if self.alpha < 1:
                 similarity = similarity + (1 - self.alpha) * self._compute_proximity(cells, cells[rows, pick])
             new = torch.zeros_like(available).scatter(1, pick[:, None], True) & available & (step < num_picks)[:, None]
-            picked, available = (
-                picked | new,
-                available & ~((similarity > self.threshold) & new.any(1, keepdim=True)) & ~new,
-            )
+            picked = picked | new
+            available = available & ~((similarity > self.threshold) & new.any(1, keepdim=True)) & ~new
         return picked
 
     def _get_cells(self, tokens: VisualTokens) -> torch.Tensor:
@@ -159,11 +153,11 @@ class D2Pruner(Pruner):
                 cells[row, :count] = torch.cartesian_prod(*axes).view(count, 3).float()
         return to_device(cells, tokens.mask.device)
 
-    def _compute_proximity(self, cells: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
+    def _compute_proximity(self, cells: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
         """Return the proximity of all cells (segments, tokens, 3) to one cell (segments, 3), in [0, 1]."""
-        center = center.unsqueeze(1)
-        squared_distance = (cells[..., 1:] - center[..., 1:]).square().sum(-1)
-        return torch.exp(-squared_distance / (2 * self.radius**2)).masked_fill(cells[..., 0] != center[..., 0], 0)
+        cell = cell.unsqueeze(1)
+        squared_distance = (cells[..., 1:] - cell[..., 1:]).square().sum(-1)
+        return torch.exp(-squared_distance / (2 * self.radius**2)).masked_fill(cells[..., 0] != cell[..., 0], 0)
 
 
 def resize_table(table: torch.Tensor, count: int, grid: tuple[int, int, int] | None) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Feather(SharedBudgetCuts):
         return (row / row.sum(2, keepdim=True).clamp(min=torch.finfo(row.dtype).tiny)).mean(1)
 
     def _find_grid(self, tokens: VisualTokens, min_stride: int) -> torch.Tensor:
-        """Return the tokens on the uniform grid, shape (segments, tokens), bool. `least` is the initial stride."""
+        """Return the tokens on the uniform grid, shape (segments, tokens), bool. The stride grows from `min_stride`."""
         on_grid = torch.zeros(tokens.mask.shape, dtype=torch.bool, device="cpu")
         for row, (count, keep, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
             frames, height, width = grid or (1, 1, count)

@@ -71,14 +71,11 @@ class IvcPrune(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         mask, keep, device = tokens.mask, tokens.keep, tokens.mask.device
         cos, sin = (angles.float().mean(-1) for angles in tokens.rotation)
-        num_per_image = [
-            min(round(self.coordinates * count), num_coordinates // 4)
-            for count, num_coordinates in zip(tokens.counts, keep, strict=True)
+        anchor_counts = [
+            min(round(self.coordinates * count), kept // 4) for count, kept in zip(tokens.counts, keep, strict=True)
         ]
-        num_coordinates = to_device(num_per_image, device)
-        anchors = top_mask(cos, mask, num_coordinates, max(num_per_image)) | top_mask(
-            sin, mask, num_coordinates, max(num_per_image)
-        )
+        num_anchors, max_anchors = to_device(anchor_counts, device), max(anchor_counts)
+        anchors = top_mask(cos, mask, num_anchors, max_anchors) | top_mask(sin, mask, num_anchors, max_anchors)
 
         text = tokens.text.mask
         valid = torch.cat([mask, text], dim=1)
@@ -86,16 +83,14 @@ class IvcPrune(Pruner):
         values = values.masked_fill(~valid[:, :, None, None], 0)
         text_index = text.cumsum(1)
         raters = text & ((text_index > _SKIPPED_TEXT) | (text_index[:, -1:] <= _SKIPPED_TEXT))
-        text_similarity = _compute_similarity(tokens.text.value_heads, raters, values, valid)[..., : mask.shape[1]].sum(
-            1
-        )
+        text_similarity = _compute_similarity(tokens.text.value_heads, raters, values, valid)
+        text_similarity = text_similarity[..., : mask.shape[1]].sum(1)
         seeds = [max(1, round(_SEED_SHARE * count)) for count in tokens.counts]
         seed = top_mask(text_similarity, mask, to_device(seeds, device), max(seeds))
         seed_index = partition(seed)[:, : max(seeds)]  # seeds first
         seed_values = gather_tokens(values, seed_index, 1)
-        seed_similarity = _compute_similarity(seed_values, seed.gather(1, seed_index), values, valid)[
-            ..., : mask.shape[1]
-        ].sum(1)
+        seed_similarity = _compute_similarity(seed_values, seed.gather(1, seed_index), values, valid)
+        seed_similarity = seed_similarity[..., : mask.shape[1]].sum(1)
         score = (text_similarity + seed_similarity) / (raters.sum(1) + seed.sum(1))[:, None]
 
         rank = torch.where(anchors, 2, torch.where(seed, 1, 0))

@@ -73,8 +73,8 @@ class MustDrop(SharedBudgetCuts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        two = self.thresholds is None or len(self.thresholds) == 2
-        self._check(two, f"thresholds={self.thresholds!r} must be a pair of numbers, (share, word)")
+        is_pair = self.thresholds is None or len(self.thresholds) == 2
+        self._check(is_pair, f"thresholds={self.thresholds!r} must be a pair of numbers, (share, word)")
 
     @property
     def chooses_count(self) -> bool:
@@ -101,10 +101,10 @@ class MustDrop(SharedBudgetCuts):
         candidates = tokens.mask & ~protected_mask
         if self.thresholds is not None:
             candidates = candidates & ((share >= limits[0]) | (word >= limits[1]))
-            stays = first | top_mask(rank, candidates, tokens.budget - first.sum(1), max_kept)
+            kept = first | top_mask(rank, candidates, tokens.budget - first.sum(1), max_kept)
             # Keep at least one token.
             best = top_mask(rank, tokens.mask, torch.ones_like(tokens.budget), 1)
-            return Selection(torch.where(stays.any(1, keepdim=True), stays, best))
+            return Selection(torch.where(kept.any(1, keepdim=True), kept, best))
         return Selection(first | top_mask(rank, candidates, tokens.budget - first.sum(1), max_kept), counts=tokens.keep)
 
     def _compute_scores(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,12 +120,12 @@ class MustDrop(SharedBudgetCuts):
         """Return the protected tokens, shape (segments, tokens), bool. Computed at the first cut."""
         if not self.protected:
             return torch.zeros_like(tokens.mask)
-        if "key" not in tokens.carry:
+        if "protected" not in tokens.carry:
             num_protected = [math.ceil(self.protected * count) for count in tokens.counts]
             score = tokens.encoder_attention(-1).mean(1)
-            key = top_mask(score, tokens.mask, to_device(num_protected, score.device), max(num_protected))
-            tokens.remember("key", key, per_token=True)
-        return tokens.carry["key"]
+            protected = top_mask(score, tokens.mask, to_device(num_protected, score.device), max(num_protected))
+            tokens.remember("protected", protected, per_token=True)
+        return tokens.carry["protected"]
 
 
 def _find_ratio(cut_layers: Sequence[int], layers: int, share: float) -> float:

@@ -89,15 +89,17 @@ class PACT(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         weight = tokens.previous_hidden.float().norm(dim=2)
         score = (tokens.mean_query_attention.float().mean(1) * weight).nan_to_num(nan=-torch.inf)
-        itself = torch.arange(score.shape[1], device=score.device)
-        assign = torch.full_like(tokens.mask, -1, dtype=torch.long)
+        token_index = torch.arange(score.shape[1], device=score.device)
+        assignment = torch.full_like(tokens.mask, -1, dtype=torch.long)
         for row, (count, keep) in enumerate(zip(tokens.counts, tokens.keep, strict=True)):
             if keep == count:
-                assign[row, :count] = itself[:count]
+                assignment[row, :count] = token_index[:count]
             else:
-                assign[row, :count] = self._assign_image(score[row, :count], normalize(tokens.keys[row, :count]), keep)
+                assignment[row, :count] = self._assign_image(
+                    score[row, :count], normalize(tokens.keys[row, :count]), keep
+                )
         counts = None if self.chooses_count else tokens.keep
-        return Selection(assign == itself, assign, counts=counts)
+        return Selection(assignment == token_index, assignment, counts=counts)
 
     def _assign_image(self, score: torch.Tensor, keys: torch.Tensor, keep: int) -> torch.Tensor:
         """Return the centre that each token of an image joins, shape (tokens,), int64; -1 for dropped tokens.
@@ -126,8 +128,8 @@ class PACT(Pruner):
         target, _ = index[centre].sort()
         best, nearest = (result[0] for result in best_match(keys[None], keys[None, target]))
         joins = important | (1 - round_cosines(best) <= self.reach * cutoff)
-        assign = torch.where(joins, target[nearest], -1)
-        return assign.index_copy(0, target, target)
+        assignment = torch.where(joins, target[nearest], -1)
+        return assignment.index_copy(0, target, target)
 
     def _find_cutoff(self, similarity: Products, keep: int) -> float:
         """Return the largest cutoff, by bisection, with at least `keep` centres; 0 if there is none."""
@@ -157,14 +159,14 @@ def find_centres(similarity: Products, cutoff: float) -> torch.Tensor:
     """
     is_centre = torch.zeros(similarity.shape[1], dtype=torch.bool, device=similarity.a.device)
 
-    def block(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
+    def select_block(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
         is_near, block_slice = 1 - rows <= cutoff, slice(start, start + len(rows))
         is_centre[block_slice] = select_in_rounds(
             is_near[:, block_slice], ~(is_near[:, :start] & is_centre[:start]).any(1)
         )
         return is_centre[block_slice]
 
-    return similarity.reduce_rows(block)[0]
+    return similarity.reduce_rows(select_block)[0]
 
 
 def select_in_rounds(is_near: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:

@@ -79,15 +79,15 @@ class SparseVLM(SharedBudgetCuts):
 
     def select(self, tokens: VisualTokens) -> Selection:
         score = self._score(tokens)
-        image_counts = list(zip(tokens.counts, tokens.keep, strict=True))
-        clusters = [self._count_kept_clusters(count, keep) for count, keep in image_counts]
+        counts = zip(tokens.counts, tokens.keep, strict=True)
+        clusters = [self._count_kept_clusters(count, keep) for count, keep in counts]
         if not any(clusters):
             return Selection.top(score, tokens)
         num_clusters = to_device(clusters, score.device)
         picks = top_mask(score, tokens.mask, tokens.budget - num_clusters, max(tokens.keep))
         num_recycled = [
-            self._count_recycled(count - keep + merged) if merged else 0
-            for (count, keep), merged in zip(image_counts, clusters, strict=True)
+            self._count_recycled(count - keep + clusters_kept) if clusters_kept else 0
+            for count, keep, clusters_kept in zip(tokens.counts, tokens.keep, clusters, strict=True)
         ]
         recycled = top_mask(score, tokens.mask & ~picks, to_device(num_recycled, score.device), max(num_recycled))
         index = partition(recycled)[:, : max(num_recycled)]
@@ -98,9 +98,9 @@ class SparseVLM(SharedBudgetCuts):
         # Padding entries of `index` are dropped tokens. They keep the assignment -1.
         target = index.gather(1, centre.clamp(min=0)).masked_fill(~mask, -1)
         merged = torch.full_like(picks, -1, dtype=torch.long).scatter_(1, index, target)
-        assign = torch.where(picks, token_index, merged)
-        keep = picks | (recycled & (assign == token_index))
-        return Selection(keep, assign, counts=tokens.keep)
+        assignment = torch.where(picks, token_index, merged)
+        keep = picks | (recycled & (assignment == token_index))
+        return Selection(keep, assignment, counts=tokens.keep)
 
     def _count_recycled(self, removed: int) -> int:
         return min(removed, int(self.recycle * removed) + 1)

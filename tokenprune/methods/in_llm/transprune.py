@@ -79,9 +79,8 @@ class TransPrune(SharedBudgetCuts):
         weights = uniform_weights(words)
         attention = tokens.attention_from(weights, "next_text_attention").mean(1)
         attention = torch.where(words.any(1, keepdim=True), attention, tokens.next_row_attention.mean(1))
-        return self.alpha * _normalize(total, tokens.mask) + (1 - self.alpha) * _normalize(
-            attention.float(), tokens.mask
-        )
+        total, attention = _normalize(total, tokens.mask), _normalize(attention.float(), tokens.mask)
+        return self.alpha * total + (1 - self.alpha) * attention
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,8 @@ class _TransitionStage(CutStage):
 def accumulate_transitions(tokens: VisualTokens) -> torch.Tensor:
     """Add the transitions of the previous layer. Return the sum over all layers, (segments, tokens), float32."""
     growth, cosine = tokens.transitions.float().unbind(-1)  # [S, N, 2]
-    direction = (1 - cosine).masked_fill(~tokens.mask[:, :, None], -torch.inf).softmax(1)
-    total = (direction * growth).sum(2).masked_fill(~tokens.mask, 0)
+    turn_weight = (1 - cosine).masked_fill(~tokens.mask[:, :, None], -torch.inf).softmax(1)
+    total = (turn_weight * growth).sum(2).masked_fill(~tokens.mask, 0)
     total = total + tokens.carry["transitions"] if "transitions" in tokens.carry else total
     tokens.remember("transitions", total, per_token=True)
     return total

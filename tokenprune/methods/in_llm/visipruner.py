@@ -80,7 +80,7 @@ class VisiPruner(MultiCutMethod):
 
     def select(self, tokens: VisualTokens) -> Selection:
         contribution, cosine = self._compute_contributions(tokens)
-        has_started, calm = tokens.carry.get("found"), tokens.carry.get("calm")
+        has_started, calm = tokens.carry.get("has_started"), tokens.carry.get("calm")
         has_started = torch.zeros_like(tokens.budget, dtype=torch.bool) if has_started is None else has_started
         calm = torch.zeros_like(tokens.budget) if calm is None else calm
         valid = tokens.mask & cosine.isfinite()
@@ -91,7 +91,7 @@ class VisiPruner(MultiCutMethod):
         calm = calm + (has_started & (~valid | (cosine >= _CALM_COSINE)).all(1))
         starts = ~has_started & turns
         keep = torch.where(starts[:, None], important, tokens.mask) & (calm < _CALM_LAYERS)[:, None]
-        tokens.remember("found", has_started | turns, per_token=False)
+        tokens.remember("has_started", has_started | turns, per_token=False)
         tokens.remember("calm", calm, per_token=False)
         return Selection(keep)
 
@@ -109,7 +109,9 @@ class VisiPruner(MultiCutMethod):
         square = (attention.square() * square).sum(1)
         products = torch.einsum("snhd,shgd->shgn", values, output.unflatten(1, (-1, group))).flatten(1, 2)
         projection = (attention * products).sum(1)
-        full_norm = output.square().sum((1, 2))[:, None]
-        norm_without = (full_norm - 2 * projection + square).clamp(min=0)
+        output_square = output.square().sum((1, 2))[:, None]
+        square_without = (output_square - 2 * projection + square).clamp(min=0)
         tiny = torch.finfo(torch.float32).tiny
-        return square.sqrt(), (full_norm - projection) / (norm_without.sqrt() * full_norm.sqrt()).clamp(min=tiny)
+        return square.sqrt(), (output_square - projection) / (square_without.sqrt() * output_square.sqrt()).clamp(
+            min=tiny
+        )

@@ -86,10 +86,10 @@ class _LayerBudget(Budget):
         self, counts: Sequence[int], *, layer: int, shape: DecoderShape, text_tokens: int,
         original: Sequence[int] | None = None,
     ) -> list[int]:  # fmt: skip
-        layers_per_image = [self._layers(count, counts, shape, text_tokens) for count in counts]
+        layers_per_image = [self._count_layers(count, counts, shape, text_tokens) for count in counts]
         return [count if layer < num_layers else 0 for count, num_layers in zip(counts, layers_per_image, strict=True)]
 
-    def _layers(self, count: int, counts: Sequence[int], shape: DecoderShape, text: int) -> int:
+    def _count_layers(self, count: int, counts: Sequence[int], shape: DecoderShape, text: int) -> int:
         """Return the number of layers that see an image of `count` tokens. `counts` are the images of the prompt."""
         if self.layer is not None:
             return self.layer

@@ -81,11 +81,9 @@ class DTD(Pruner):
         reference, has_reference = x[:, 0], mask[:, 0]
         for frame in range(1, x.shape[1]):
             valid = mask[:, frame]
-            frame_similarity = cosine_similarity(x[:, frame], reference).masked_fill(
-                ~(has_reference & valid), _NO_REFERENCE
-            )
-            reference = torch.where(
-                (valid & (frame_similarity <= self.threshold)).unsqueeze(-1), x[:, frame], reference
-            )
+            frame_similarity = cosine_similarity(x[:, frame], reference)
+            frame_similarity = frame_similarity.masked_fill(~(has_reference & valid), _NO_REFERENCE)
+            is_kept = valid & (frame_similarity <= self.threshold)
+            reference = torch.where(is_kept.unsqueeze(-1), x[:, frame], reference)
             similarity[:, frame - 1], has_reference = frame_similarity, has_reference | valid
         return similarity

@@ -49,21 +49,17 @@ class DyCoke(VideoPruner):
 
     def choose(self, videos: Videos) -> torch.Tensor:
         device, frames = videos.mask.device, videos.mask.shape[1]
-        counts_per_video = [
-            _count_per_frame(keep, sizes) for keep, sizes in zip(videos.keep, videos.frames, strict=True)
-        ]
-        first_counts = [
-            [n if t % _WINDOW == 0 else 0 for t, n in enumerate(frame_counts)] for frame_counts in counts_per_video
-        ]
+        num_kept = [_count_per_frame(keep, sizes) for keep, sizes in zip(videos.keep, videos.frames, strict=True)]
+        first_counts = [[n if t % _WINDOW == 0 else 0 for t, n in enumerate(frame_counts)] for frame_counts in num_kept]
         if any(keep < sum(sizes[::_WINDOW]) for keep, sizes in zip(videos.keep, videos.frames, strict=True)):
             videos.tokens.note(
                 f"{self.name}: the budget is below one frame in four, so the first frame of each window is thinned "
                 "uniformly and all other frames are dropped"
             )
-        before = [t - _REFERENCE_STEP[t % _WINDOW] for t in range(frames)]
-        change = -cosine_similarity(videos.hidden, videos.hidden.index_select(1, to_device(before, device)))
+        reference = [t - _REFERENCE_STEP[t % _WINDOW] for t in range(frames)]
+        change = -cosine_similarity(videos.hidden, videos.hidden.index_select(1, to_device(reference, device)))
         score = torch.where(spread_in_frames(videos, first_counts), _FIRST_FRAME_SCORE, change)
-        counts = [[*frame_counts, *[0] * (frames - len(frame_counts))] for frame_counts in counts_per_video]
+        counts = [[*frame_counts, *[0] * (frames - len(frame_counts))] for frame_counts in num_kept]
         return videos.top_per_frame(score, to_device(counts, device))
 
 

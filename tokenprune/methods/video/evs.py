@@ -39,12 +39,8 @@ class EVS(VideoPruner):
     """
 
     def choose(self, videos: Videos) -> torch.Tensor:
-        return videos.top(
-            torch.cat(
-                [score_first_frames(videos, self.name), 1 - previous_frame_similarity(videos.hidden, videos.mask)],
-                dim=1,
-            )
-        )
+        change = 1 - previous_frame_similarity(videos.hidden, videos.mask)
+        return videos.top(torch.cat([score_first_frames(videos, self.name), change], dim=1))
 
 
 def score_first_frames(videos: Videos, name: str) -> torch.Tensor:

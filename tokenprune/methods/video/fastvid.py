@@ -93,13 +93,11 @@ class FastVID(VideoMerger):
         rest, max_kept = mask & ~top, max(videos.keep)
         rest_frames = rest.flatten(0, 1)
         num_centres, max_centres = centres.flatten(), min(max_kept, mask.shape[2])
-        peak = find_density_peaks(
-            videos.hidden.flatten(0, 1), rest_frames, num_centres, max_centres, _NEIGHBOURS, capped=False
-        ).view_as(mask)
+        x = videos.hidden.flatten(0, 1)
+        peak = find_density_peaks(x, rest_frames, num_centres, max_centres, _NEIGHBOURS, capped=False).view_as(mask)
         target = torch.where(top, flat_indices(mask), -1)
-        target = torch.where(
-            rest, self._find_centres(videos, peak, find_nearest_anchor(first, centres > 0), max_kept), target
-        )
+        centre_index = self._find_centres(videos, peak, find_nearest_anchor(first, centres > 0), max_kept)
+        target = torch.where(rest, centre_index, target)
         num_members = gather_flat(count_members(target, rest), target).clamp(min=1)
         weight = (1 / (num_members.float() + 1)).clamp(min=self.centre)
         weights = (1 - weight) / num_members + weight * peak
@@ -124,11 +122,10 @@ class FastVID(VideoMerger):
         centre_index = partition(peak.flatten(1))[:, :max_centres]
         group = anchor.repeat_interleave(num_patches, dim=1)
         allowed = peak.flatten(1).gather(1, centre_index)
-        _, nearest = best_match(
-            x, gather_tokens(x, centre_index, 1), allowed, group_a=group, group_b=centre_index // num_patches
-        )
-        spot = centre_index.gather(1, nearest).masked_fill(group < 0, -1).view_as(peak)
-        return torch.where(peak, flat_indices(peak), spot)
+        centres, frame = gather_tokens(x, centre_index, 1), centre_index // num_patches
+        _, nearest = best_match(x, centres, allowed, group_a=group, group_b=frame)
+        flat_index = centre_index.gather(1, nearest).masked_fill(group < 0, -1).view_as(peak)
+        return torch.where(peak, flat_indices(peak), flat_index)
 
 
 def find_nearest_anchor(first: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:

@@ -90,11 +90,8 @@ class FlashVID(TwoCutMerger):
         mask, max_kept = videos.mask, max(videos.keep)
         means = frame_means(videos.hidden, mask)
         min_segments = -(-videos.num_frames // _MAX_MEAN_LENGTH)
-        first = find_first_frames(
-            find_segment_ends(
-                cosine_similarity(means[:, 1:], means[:, :-1]), videos.num_frames, min_segments, _MIN_SIMILARITY
-            )
-        )
+        similarity = cosine_similarity(means[:, 1:], means[:, :-1])
+        first = find_first_frames(find_segment_ends(similarity, videos.num_frames, min_segments, _MIN_SIMILARITY))
 
         budget = split_budget(torch.ones_like(videos.sizes), videos.budget, videos.sizes)  # per frame
         num_picks = torch.minimum(budget, (budget.double() * self.picks - 1e-9).ceil().long())
@@ -110,16 +107,12 @@ class FlashVID(TwoCutMerger):
         trees_per_frame = split_in_segments(roots_per_frame, num_trees, roots_per_frame, first)
 
         size = count_members(root, rest)
-        _, cluster = cluster_frames(
-            _compute_tree_means(videos.hidden, root, rest, size), is_root, trees_per_frame, max_kept
-        )
+        means = _compute_tree_means(videos.hidden, root, rest, size)
+        _, cluster = cluster_frames(means, is_root, trees_per_frame, max_kept)
         target = torch.where(rest, gather_flat(cluster, root), torch.where(picked, flat_indices(root), -1))
-        weights = (
-            1
-            / (gather_flat(size, root) * gather_flat(count_members(cluster, is_root), gather_flat(cluster, root)))
-            .clamp(min=1)
-            .float()
-        )
+        # A token counts 1 / (tokens of its tree * trees of its cluster).
+        trees_per_cluster = gather_flat(count_members(cluster, is_root), gather_flat(cluster, root))
+        weights = 1 / (gather_flat(size, root) * trees_per_cluster).clamp(min=1).float()
         return target, torch.where(rest, weights, 1.0)
 
     def _pick(self, videos: Videos, num_picks: torch.Tensor) -> torch.Tensor:

@@ -47,9 +47,8 @@ class FrameFusion(VideoMerger):
         similarity = torch.nn.functional.pad(previous_frame_similarity(videos.hidden, mask), (0, 0, 1, 0))
         has_previous = mask & torch.nn.functional.pad(mask[:, :-1], (0, 0, 1, 0))
         num_merges = videos.sizes.sum(1) - videos.budget
-        merges = top_mask(similarity.flatten(1), has_previous.flatten(1), num_merges, has_previous[0].numel()).view_as(
-            has_previous
-        )
+        merges = top_mask(similarity.flatten(1), has_previous.flatten(1), num_merges, has_previous[0].numel())
+        merges = merges.view_as(has_previous)
         index, num_patches = flat_indices(mask), mask.shape[2]
         root = find_roots(torch.where(merges, index - num_patches, index).flatten(1), mask.shape[1]).view_as(mask)
         # If a budget is below one frame, all tokens of a patch merge. Keep evenly spread patches.

@@ -88,34 +88,30 @@ class HoliTom(TwoCutMerger):
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         similarity = previous_frame_similarity(videos.hidden, videos.mask)
         is_pair = videos.mask[:, 1:] & videos.mask[:, :-1]
-        is_static = (similarity > self._thresholds(videos)[:, None, None]) & is_pair
+        is_static = (similarity > self._choose_thresholds(videos)[:, None, None]) & is_pair
         # Padding after the last frame of a shorter video starts a new segment.
         ends = find_static_segment_ends(is_static.float(), is_pair, videos.num_frames, 0.5) | (videos.sizes[:, 1:] == 0)
-        static_patches = StaticPatches.from_segments(
-            videos, ends, _find_static(is_static, ends, videos.mask), similarity
-        )
+        static = _find_static(is_static, ends, videos.mask)
+        static_patches = StaticPatches.from_segments(videos, ends, static, similarity)
 
         budget = videos.budget - static_patches.unmerged.sum((1, 2))
         heads, moving = static_patches.heads, static_patches.moving
         sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: static and moving tokens per frame
         counts = split_budget(sizes.flatten(1), budget, sizes.flatten(1), least=1).view_as(sizes)
 
-        picked = top_mask(
-            get_tower_attention(videos).flatten(0, 1), moving.flatten(0, 1), counts[..., 1].flatten(), moving.shape[2]
-        ).view_as(moving)
+        attention = get_tower_attention(videos).flatten(0, 1)
+        picked = top_mask(attention, moving.flatten(0, 1), counts[..., 1].flatten(), moving.shape[2]).view_as(moving)
         target = torch.where(picked | static_patches.unmerged, flat_indices(moving), -1)
 
         centres, cluster = cluster_frames(static_patches.compute_means(), heads, counts[..., 0], max(videos.keep))
         num_others = gather_flat(count_members(cluster, heads & ~centres), cluster)  # other members of each cluster
-        centre_weight, member_weight = (
-            (num_others == 0).float().clamp(min=self.centre),
-            (1 - self.centre) / num_others.clamp(min=1).float(),
-        )
+        centre_weight = (num_others == 0).float().clamp(min=self.centre)
+        member_weight = (1 - self.centre) / num_others.clamp(min=1).float()
         weight = torch.where(centres, centre_weight, member_weight) / static_patches.count_merged().clamp(min=1)
         target = torch.where(static_patches.mask, static_patches.expand(cluster), target)
         return target, torch.where(static_patches.mask, static_patches.expand(weight), 1.0)
 
-    def _thresholds(self, videos: Videos) -> torch.Tensor:
+    def _choose_thresholds(self, videos: Videos) -> torch.Tensor:
         """Return the threshold of each video, shape (videos,), float32, on the device."""
         counts = [sum(sizes) for sizes in videos.frames]
         low_keep = [keep < _LOW_KEEP * count for keep, count in zip(videos.keep, counts, strict=True)]

@@ -77,12 +77,10 @@ class KiToke(VideoMerger):
             unit = median_squared_distance(x)
             rarity = 1 / compute_density(x, self.alpha * unit)
             kept = self._sample(videos, video, compute_probabilities(rarity, keep), rarity, keep)
-            interval = self._find_intervals(
-                videos.hidden[video, : len(sizes)], videos.mask[video, : len(sizes)], unit.sqrt()
-            )
-            token_interval = find_nearest_nonempty(
-                interval, torch.zeros_like(interval).index_add(0, interval[frame], kept.long())
-            )[frame]
+            frames, mask = videos.hidden[video, : len(sizes)], videos.mask[video, : len(sizes)]
+            interval = self._find_intervals(frames, mask, unit.sqrt())
+            num_samples = torch.zeros_like(interval).index_add(0, interval[frame], kept.long())
+            token_interval = find_nearest_nonempty(interval, num_samples)[frame]
 
             sample_index = partition(kept[None])[:, :keep]
             chosen, sample_interval = gather_tokens(tokens[None], sample_index, 1), interval[frame][sample_index]
@@ -121,15 +119,13 @@ class KiToke(VideoMerger):
             unit: Unit of distances, a scalar.
         """
         steps = [torch.zeros_like(unit)]
-        for previous, current, previous_mask, mask_now in zip(x[:-1], x[1:], mask[:-1], mask[1:], strict=True):
-            is_pair = previous_mask & mask_now
-            patch_distance = (current - previous).norm(dim=1).masked_fill(~is_pair, 0).sum() / is_pair.sum().clamp(
-                min=1
-            )
+        for previous, current, previous_mask, current_mask in zip(x[:-1], x[1:], mask[:-1], mask[1:], strict=True):
+            is_pair = previous_mask & current_mask
+            patch_distance = (current - previous).norm(dim=1).masked_fill(~is_pair, 0).sum()
+            patch_distance = patch_distance / is_pair.sum().clamp(min=1)
             distances = torch.cdist(previous, current, compute_mode="donot_use_mm_for_euclid_dist")
-            nearest_distance = distances.masked_fill(~mask_now, torch.inf).amin(1).masked_fill(
-                ~previous_mask, 0
-            ).sum() / previous_mask.sum().clamp(min=1)
+            nearest = distances.masked_fill(~current_mask, torch.inf).amin(1).masked_fill(~previous_mask, 0)
+            nearest_distance = nearest.sum() / previous_mask.sum().clamp(min=1)
             steps.append((patch_distance + nearest_distance) / unit)
         step = torch.stack(steps)
         index = torch.arange(len(step), device=step.device)
@@ -144,9 +140,9 @@ class KiToke(VideoMerger):
 def median_squared_distance(x: torch.Tensor) -> torch.Tensor:
     """Return the median squared distance of two tokens (tokens, channels), a scalar, from at most 1024 tokens."""
     step = -(-len(x) // _MAX_SAMPLE)
-    apart = torch.pdist(x[::step])
+    distances = torch.pdist(x[::step])
     floor = 1e-4 * x.square().sum(1).mean() + torch.finfo(x.dtype).tiny
-    return torch.maximum(apart.median().square(), floor) if len(apart) else floor
+    return torch.maximum(distances.median().square(), floor) if len(distances) else floor
 
 
 def compute_density(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
@@ -186,22 +182,22 @@ def sample_pivotal(chance: list[float], num_samples: int, generator: torch.Gener
     order = torch.randperm(len(chance), generator=generator, device="cpu").tolist()
     draws = torch.rand(len(chance), generator=generator, dtype=torch.float64, device="cpu").tolist()
     drawn: list[int] = []
-    current, mine = order[0], chance[order[0]]
+    current, current_chance = order[0], chance[order[0]]
     for other, draw in zip(order[1:], draws[1:], strict=True):
-        theirs = chance[other]
-        both = mine + theirs
-        if both < 1:
-            if draw * both < theirs:
+        other_chance = chance[other]
+        total = current_chance + other_chance
+        if total < 1:
+            if draw * total < other_chance:
                 current = other
-            mine = both
+            current_chance = total
             continue
         # One of the two is drawn. The other stays in the game with the rest of the probability.
-        if draw * (2 - both) < 1 - mine:
+        if draw * (2 - total) < 1 - current_chance:
             drawn.append(other)
         else:
             drawn.append(current)
             current = other
-        mine = both - 1
+        current_chance = total - 1
     return _take_exactly([*drawn, current], num_samples, drawn)
 
 

@@ -135,17 +135,17 @@ def _find_representatives(
     component = connected_components(is_near)  # [F, P], lowest patch index of each component
     start = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
     group_head = (start + component).flatten()[index]  # flat index
-    means, of_token = _compute_group_means(x.flatten(0, 1), index, group_head)
+    means, token_group = _compute_group_means(x.flatten(0, 1), index, group_head)
     if pairs is None:
         joined_component = connected_components(normalize(means), threshold)
     else:
-        is_single = (torch.bincount(of_token) == 1)[of_token]
+        is_single = (torch.bincount(token_group) == 1)[token_group]
         token = torch.full_like(means[:, 0], -1, dtype=torch.long)
-        token[of_token[is_single]] = is_single.nonzero().flatten()
+        token[token_group[is_single]] = is_single.nonzero().flatten()
         joined_component = pairs.components(normalize(means), token, threshold)
-    reps, of_mean = _compute_group_means(means, torch.arange(len(means), device=x.device), joined_component)
-    size = torch.bincount(of_mean, minlength=len(reps))
-    return _Representatives(reps, size, of_mean[of_token], is_near.sum(2).flatten()[index])
+    group_means, mean_group = _compute_group_means(means, torch.arange(len(means), device=x.device), joined_component)
+    size = torch.bincount(mean_group, minlength=len(group_means))
+    return _Representatives(group_means, size, mean_group[token_group], is_near.sum(2).flatten()[index])
 
 
 def _compute_group_means(
@@ -200,9 +200,8 @@ def merge_to_count(representatives: _Representatives, keep: int) -> _Representat
     if count <= keep:
         return representatives
     similarities = _Similarities(normalize(mean))
-    best_similarity, best_index = similarities.find_best(
-        torch.arange(count, device=mean.device)
-    )  # most similar other, updated below
+    # Highest similarity of each representative and its partner, updated after each merge.
+    best_similarity, best_index = similarities.find_best(torch.arange(count, device=mean.device))
     for _ in range(count - keep):
         first_index = int(best_similarity.argmax())
         first, second = sorted((first_index, int(best_index[first_index])))
@@ -241,10 +240,8 @@ class _Similarities:
 
     def find_best(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the highest similarity of each queried representative to any other, and the index of the other."""
-        value, best_index = (
-            torch.empty(len(queries), dtype=torch.float32, device=queries.device),
-            torch.empty_like(queries),
-        )
+        value = torch.empty(len(queries), dtype=torch.float32, device=queries.device)
+        best_index = torch.empty_like(queries)
         merged = self.merged.nonzero().flatten()
         for part in torch.arange(len(queries), device=queries.device).split(_ROWS):
             part_queries = queries[part]
