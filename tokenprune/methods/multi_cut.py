@@ -56,11 +56,11 @@ class SharedBudgetCuts(MultiCutMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers is not None:
-            number = len(self.depths)
-            rises = all(one < later for one, later in pairwise(self.layers))
+            num_cuts = len(self.depths)
+            is_rising = all(layer < next_layer for layer, next_layer in pairwise(self.layers))
             self._check(
-                len(self.layers) == number and rises,
-                f"layers={self.layers!r} must name {number} decoder layers, each after the one before",
+                len(self.layers) == num_cuts and is_rising,
+                f"layers={self.layers!r} must name {num_cuts} decoder layers, each after the one before",
             )
 
     @property
@@ -68,9 +68,9 @@ class SharedBudgetCuts(MultiCutMethod):
         return self.layers[0] if self.layers else 0
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        placed = self.layers or place(self.depths, layers, budget)
-        cuts = profile(layers, list(zip(placed, self.sizes, strict=True)), budget)
-        return [(CutStage(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
+        cut_layers = self.layers or place(self.depths, layers, budget)
+        cuts = profile(layers, list(zip(cut_layers, self.sizes, strict=True)), budget)
+        return [(CutStage(self, index, cut.layer), cut.budget) for index, cut in enumerate(cuts)]
 
 
 def _from_method(name: str) -> Any:
@@ -110,7 +110,9 @@ def sum_text_attention(tokens: VisualTokens, weights: torch.Tensor) -> torch.Ten
     """float32 `[S, H, N]`: attention that the text after each image pays to each visual token in the layer before the
     cut, summed over its tokens with `weights`, `[S, M]` or `[S, H, M]`; that of the prompt's last token where no text
     is after an image. The method has to need `TEXT_ATTENTION`."""
-    alone, votes = ~tokens.text.mask.any(1), tokens.attention_from(weights)
-    if alone.device.type == "cpu" and not alone.any():  # the host may be asked, and then needs no other row
-        return votes
-    return torch.where(alone[:, None, None], tokens.last_row_attention, votes)
+    without_text, attention = ~tokens.text.mask.any(1), tokens.attention_from(weights)
+    if (
+        without_text.device.type == "cpu" and not without_text.any()
+    ):  # the host may be asked, and then needs no other row
+        return attention
+    return torch.where(without_text[:, None, None], tokens.last_row_attention, attention)

@@ -105,7 +105,7 @@ def register(
     needs = None if needs is None else frozenset(map(need_of, needs))
 
     def decorate(cls: M) -> M:
-        problem = _problem(name, cls, Site(site), needs)
+        problem = _find_problem(name, cls, Site(site), needs)
         if problem:
             raise RegistrationError(f"cannot register {name!r}: {problem}")
         cls.name, cls.site, cls.paper, cls.merges = name, Site(site), paper, merges
@@ -118,24 +118,27 @@ def register(
     return decorate
 
 
-def _problem(name: str, cls: type, site: Site, needs: frozenset[str] | None) -> str | None:
+def _find_problem(name: str, cls: type, site: Site, needs: frozenset[str] | None) -> str | None:
     if not name.isidentifier() or name != name.lower() or keyword.iskeyword(name):
         return "a name is a lower-case identifier and no word of Python's own, like its module"
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
         return "the class must derive from tokenprune.Method"
-    own = cls.__dict__.get("__dataclass_params__")  # not an inherited one: the class's own fields would not exist
-    if own is None or not own.frozen:
+    params = cls.__dict__.get("__dataclass_params__")  # not an inherited one: the class's own fields would not exist
+    if params is None or not params.frozen:
         return "decorate the class with @dataclass(frozen=True) below @register(...)"
     if not (cls.__dict__.get("__doc__") or "").strip() or (cls.__doc__ or "").startswith(f"{cls.__name__}("):
         return "the class needs a docstring; its first sentence is what `tokenprune methods` prints"
-    own_needs: Any = cls.needs
-    if needs is not None and isinstance(own_needs, property) and own_needs is not Method.needs:
+    class_needs: Any = cls.needs
+    if needs is not None and isinstance(class_needs, property) and class_needs is not Method.needs:
         return "its class has a property `needs`, so leave out needs= of @register(...)"
     if unknown := (needs or frozenset()) - set(available_observables()):
         return f"unknown needs {sorted(unknown)}; known are {available_observables()}"
-    present = _METHODS.get(name)
-    if present is not None and (present.__module__, present.__qualname__) != (cls.__module__, cls.__qualname__):
-        return f"the name is taken by {present.__module__}.{present.__qualname__}"
+    registered = _METHODS.get(name)
+    if registered is not None and (registered.__module__, registered.__qualname__) != (
+        cls.__module__,
+        cls.__qualname__,
+    ):
+        return f"the name is taken by {registered.__module__}.{registered.__qualname__}"
     return find_missing_base(cls, site)
 
 
@@ -204,17 +207,21 @@ def suggest_nearest(name: object, known: Iterable[str]) -> str:
     """Return the start of a sentence that names the three of `known` that are spelled most like `name`."""
     if not isinstance(name, str) or not name:
         return ""
-    near = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.0)
-    return f"did you mean {_or(near)}? " if did_you_mean(name.lower(), near) else f"the nearest are {_or(near)}; "
+    close_names = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.0)
+    return (
+        f"did you mean {_join_names(close_names)}? "
+        if did_you_mean(name.lower(), close_names)
+        else f"the nearest are {_join_names(close_names)}; "
+    )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the start of a sentence that suggests the names spelled almost like `name`, empty if there are none."""
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.75)
-    return f"did you mean {_or(close)}? " if close else ""
+    return f"did you mean {_join_names(close)}? " if close else ""
 
 
-def _or(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     """Return names in words: "'dart', 'fastv' or 'pool'"."""
     *others, last = map(repr, names)
     return f"{', '.join(others)} or {last}" if others else last

@@ -13,8 +13,8 @@ from tokenprune.kernels.pairs import finite, unit
 from tokenprune.selection.tokens import VisualTokens
 
 Centering = bool | Literal["standardised", "tower"]
-_TINY = 1e-6
-_NOTHING = 1e-5  # share of a token's length below which what is left of it is rounding
+_EPSILON = 1e-6
+_RELATIVE_ZERO = 1e-5  # share of a token's length below which what is left of it is rounding
 _ROUNDING = 1e-6
 
 
@@ -34,19 +34,21 @@ def compute_relevance(tokens: VisualTokens) -> torch.Tensor:
     text = tokens.text
     if not text.mask.shape[1]:
         return torch.zeros(tokens.mask.shape, dtype=torch.float32, device=tokens.mask.device)
-    alike = cosines(tokens.hidden, text.hidden, tokens.mask) * text.mask.unsqueeze(1)
-    return alike.sum(2) / text.mask.sum(1, keepdim=True).clamp(min=1)
+    similarity = cosines(tokens.hidden, text.hidden, tokens.mask) * text.mask.unsqueeze(1)
+    return similarity.sum(2) / text.mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def rescale(score: torch.Tensor, mask: torch.Tensor, above: float = 0.0) -> torch.Tensor:
     """float32 `[S, N]`: `score` less its lowest in each image, plus `above`, divided by its range there; 1 where all
     are alike, 0 for padding."""
-    absent = ~mask
-    low = score.masked_fill(absent, torch.inf).amin(1, keepdim=True)
-    high = score.masked_fill(absent, -torch.inf).amax(1, keepdim=True)
+    padding = ~mask
+    low = score.masked_fill(padding, torch.inf).amin(1, keepdim=True)
+    high = score.masked_fill(padding, -torch.inf).amax(1, keepdim=True)
     span = high - low
-    alike = span <= _ROUNDING * torch.maximum(high.abs(), low.abs())
-    return torch.where(alike, 1.0, (score - low + above) / span.masked_fill(alike, 1)).masked_fill(absent, 0)
+    is_constant = span <= _ROUNDING * torch.maximum(high.abs(), low.abs())
+    return torch.where(is_constant, 1.0, (score - low + above) / span.masked_fill(is_constant, 1)).masked_fill(
+        padding, 0
+    )
 
 
 def get_center_needs(center: Centering) -> frozenset[str]:
@@ -63,22 +65,24 @@ def center_tokens(tokens: VisualTokens, center: Centering) -> tuple[torch.Tensor
     what the vision tower makes of each patch. A token that equals the mean, or is not finite, points nowhere.
     """
     x = (tokens.encoder_features if center == "tower" else tokens.hidden).float()
-    real = (tokens.mask & finite(x)).unsqueeze(2)
-    x, number = x.masked_fill(~real, 0), real.sum(1, keepdim=True).clamp(min=1)
-    mean = x.sum(1, keepdim=True) / number
+    valid = (tokens.mask & finite(x)).unsqueeze(2)
+    x, count = x.masked_fill(~valid, 0), valid.sum(1, keepdim=True).clamp(min=1)
+    mean = x.sum(1, keepdim=True) / count
     if center is not True:
-        spread = ((x - mean).masked_fill(~real, 0).square().sum(1, keepdim=True) / number + _TINY).sqrt()
+        spread = ((x - mean).masked_fill(~valid, 0).square().sum(1, keepdim=True) / count + _EPSILON).sqrt()
         x, mean = x / spread, mean / spread
-    left = (x - mean).masked_fill(~real, 0)
-    nowhere = left.norm(dim=2, keepdim=True) <= _NOTHING * x.norm(dim=2, keepdim=True)
-    own = unit(x)
+    centered = (x - mean).masked_fill(~valid, 0)
+    is_zero = centered.norm(dim=2, keepdim=True) <= _RELATIVE_ZERO * x.norm(dim=2, keepdim=True)
+    directions = unit(x)
     # The sum of all cosines of a token is its cosine with the sum of all unit vectors; its own is left out.
-    alike = (own @ own.sum(1, keepdim=True).transpose(1, 2)).squeeze(2) - own.square().sum(2)
-    distinct = -alike / (number.squeeze(2) - 1).clamp(min=1)
+    total_similarity = (directions @ directions.sum(1, keepdim=True).transpose(1, 2)).squeeze(
+        2
+    ) - directions.square().sum(2)
+    distinctness = -total_similarity / (count.squeeze(2) - 1).clamp(min=1)
     if center is True:
-        return left.masked_fill(nowhere, 0), rescale(distinct, tokens.mask)
-    real, number = real.squeeze(2), number.squeeze(2)
-    middle = distinct.masked_fill(~real, 0).sum(1, keepdim=True) / number
-    deviation = ((distinct - middle).masked_fill(~real, 0).square().sum(1, keepdim=True) / number).sqrt()
-    distinct = torch.sigmoid((distinct - middle) / (deviation + _TINY))
-    return left.masked_fill(nowhere, 0), distinct.masked_fill(~tokens.mask, 0)
+        return centered.masked_fill(is_zero, 0), rescale(distinctness, tokens.mask)
+    valid, count = valid.squeeze(2), count.squeeze(2)
+    mean_distinctness = distinctness.masked_fill(~valid, 0).sum(1, keepdim=True) / count
+    deviation = ((distinctness - mean_distinctness).masked_fill(~valid, 0).square().sum(1, keepdim=True) / count).sqrt()
+    distinctness = torch.sigmoid((distinctness - mean_distinctness) / (deviation + _EPSILON))
+    return centered.masked_fill(is_zero, 0), distinctness.masked_fill(~tokens.mask, 0)

@@ -34,12 +34,14 @@ class Tiles:
 
     @staticmethod
     def _build(tokens: VisualTokens, tile: torch.Tensor, tiles: int) -> Tiles:
-        of = torch.where(tile >= 0, tile, tiles).masked_fill(~tokens.mask, tiles + 1)
-        sizes = torch.zeros(len(of), tiles + 2, dtype=torch.long, device=of.device)
-        sizes = sizes.scatter_add(1, of, torch.ones_like(of))
-        number = shares(sizes[:, :tiles], tokens.budget, sizes[:, :tiles])
-        others = tokens.budget - number.sum(1)
-        return Tiles(of, torch.cat([number, others[:, None], torch.zeros_like(others)[:, None]], dim=1), sizes)
+        index = torch.where(tile >= 0, tile, tiles).masked_fill(~tokens.mask, tiles + 1)
+        sizes = torch.zeros(len(index), tiles + 2, dtype=torch.long, device=index.device)
+        sizes = sizes.scatter_add(1, index, torch.ones_like(index))
+        num_kept = shares(sizes[:, :tiles], tokens.budget, sizes[:, :tiles])
+        num_others = tokens.budget - num_kept.sum(1)
+        return Tiles(
+            index, torch.cat([num_kept, num_others[:, None], torch.zeros_like(num_others)[:, None]], dim=1), sizes
+        )
 
     @property
     def num_tiles(self) -> int:
@@ -54,17 +56,20 @@ class Tiles:
     def share_budget(self, tiling: Tiling, thumbnail: torch.Tensor, weight: torch.Tensor) -> Tiles:
         """Return the tiles with another number of tokens each: an image with a thumbnail keeps `thumbnail` (long `[S]`)
         of it, the first tile, and the others share the rest by `weight` (float `[S, T]`), as far as they have room."""
-        patches = self.num_kept[:, : self.num_tiles].sum(1)
-        most = self.sizes[:, : self.num_tiles].clone()
-        first = torch.minimum(torch.minimum(thumbnail, patches), most[:, 0])
-        most[:, 0] = 0
-        number = shares(weight, patches - first, most)
-        number[:, 0] = patches - number.sum(1)
-        cut = (tiling.width > 0)[:, None]
+        num_patches = self.num_kept[:, : self.num_tiles].sum(1)
+        max_kept = self.sizes[:, : self.num_tiles].clone()
+        num_first = torch.minimum(torch.minimum(thumbnail, num_patches), max_kept[:, 0])
+        max_kept[:, 0] = 0
+        num_kept = shares(weight, num_patches - num_first, max_kept)
+        num_kept[:, 0] = num_patches - num_kept.sum(1)
+        has_tiles = (tiling.width > 0)[:, None]
         return replace(
             self,
             num_kept=torch.cat(
-                [torch.where(cut, number, self.num_kept[:, : self.num_tiles]), self.num_kept[:, self.num_tiles :]],
+                [
+                    torch.where(has_tiles, num_kept, self.num_kept[:, : self.num_tiles]),
+                    self.num_kept[:, self.num_tiles :],
+                ],
                 dim=1,
             ),
         )
@@ -72,20 +77,20 @@ class Tiles:
     def sum_by(self, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """float64 `[S, T + 2]`: the sum of `values` (float `[S, N]`, NaN as 0) over the tokens of each number in `of`,
         long `[S, N]`."""
-        made = torch.zeros(self.num_kept.shape, dtype=torch.double, device=index.device)
-        return made.scatter_add(1, index, values.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+        sums = torch.zeros(self.num_kept.shape, dtype=torch.double, device=index.device)
+        return sums.scatter_add(1, index, values.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
-    def expand(self, numbers: torch.Tensor) -> torch.Tensor:
+    def expand(self, per_tile: torch.Tensor) -> torch.Tensor:
         """long `[S, N]`: of `numbers`, `[S, T + 2]`, that of each token's tile."""
-        return numbers.gather(1, self.index)
+        return per_tile.gather(1, self.index)
 
-    def zero_non_patches(self, numbers: torch.Tensor) -> torch.Tensor:
+    def zero_non_patches(self, per_tile: torch.Tensor) -> torch.Tensor:
         """`[S, T + 2]`: `numbers` of the tiles, 0 for what is no patch."""
-        return torch.cat([numbers[:, : self.num_tiles], torch.zeros_like(numbers[:, self.num_tiles :])], dim=1)
+        return torch.cat([per_tile[:, : self.num_tiles], torch.zeros_like(per_tile[:, self.num_tiles :])], dim=1)
 
-    def count_selected(self, chosen: torch.Tensor) -> torch.Tensor:
+    def count_selected(self, selected: torch.Tensor) -> torch.Tensor:
         """long `[S, T + 2]`: how many tokens of each tile are `chosen`, bool `[S, N]`."""
-        return torch.zeros_like(self.num_kept).scatter_add(1, self.index, chosen.long())
+        return torch.zeros_like(self.num_kept).scatter_add(1, self.index, selected.long())
 
     def top(self, score: torch.Tensor, num_kept: torch.Tensor, candidates: torch.Tensor | None = None) -> torch.Tensor:
         """bool `[S, N]`: the best of each tile, as many as `number`, long `[S, T + 2]`, says, out of `among`, bool

@@ -44,8 +44,8 @@ def test_many_tokens_without_a_table(few: int, monkeypatch: pytest.MonkeyPatch) 
     tokens = tower_tokens(layout, [60, 90], encoder_features=x)
     whole = chosen(tokens)
     monkeypatch.setattr("tokenprune.kernels.farthest.TABLE", 0)
-    monkeypatch.setattr(vispruner, "_FEW", few)
-    monkeypatch.setattr(vispruner, "_ROWS", 50)
+    monkeypatch.setattr(vispruner, "_NUM_NEIGHBORS", few)
+    monkeypatch.setattr(vispruner, "_ROWS_AT_ONCE", 50)
     monkeypatch.setattr(vispruner, "_run_rounds", None)
     assert chosen(tokens) == whole
 

@@ -54,37 +54,37 @@ class PEVLM(AttentionPattern):
     only_single_video: bool = False
 
     @property
-    def fewest_frames(self) -> int:
+    def required_frames(self) -> int:
         """Frames of video that a prompt needs to be read in blocks."""
         sink = self.sink_frames if self.sink_mode == "text+frames" else 0
         return (3 * (sink + self.block_frames) + 1) // 2 if self.min_frames is None else self.min_frames
 
     def block_starts(self, visuals: Sequence[Visual], end: int) -> list[int] | str:
-        videos = [number for number, visual in enumerate(visuals) if visual.modality == "video"]
-        frames = sum(len(visuals[number].frames) for number in videos)
+        videos = [index for index, visual in enumerate(visuals) if visual.modality == "video"]
+        frames = sum(len(visuals[index].frames) for index in videos)
         if not videos:
             return "it holds no video"
         if self.only_single_video and len(visuals) > 1:
             return "it holds more than one video or image (only_single_video)"
-        if frames < self.fewest_frames:
-            return f"its {frames} frames are fewer than min_frames={self.fewest_frames}"
+        if frames < self.required_frames:
+            return f"its {frames} frames are fewer than min_frames={self.required_frames}"
         tail = visuals[-1].frames[-1][1]
         if tail >= end:
             return "nothing follows its last frame, so no token would see all of it"
 
         first, *later = visuals[videos[0] :]
         sink = first.frames[: self.sink_frames] if self.sink_mode == "text+frames" else ()
-        starts, behind = [], sink[-1][1] if sink else first.frames[0][0]
-        for number, rest in enumerate([first.frames[len(sink) :], *(visual.frames for visual in later)]):
-            if number and rest[0][0] - behind > _LONG_TEXT:
-                starts.append(behind)
-                behind = rest[0][0]
-            for chunk in self._chunks(rest):
-                starts.append(behind)
-                behind = chunk[-1][1]
+        starts, start = [], sink[-1][1] if sink else first.frames[0][0]
+        for index, frames_of_visual in enumerate([first.frames[len(sink) :], *(visual.frames for visual in later)]):
+            if index and frames_of_visual[0][0] - start > _LONG_TEXT:
+                starts.append(start)
+                start = frames_of_visual[0][0]
+            for chunk in self._split_frames(frames_of_visual):
+                starts.append(start)
+                start = chunk[-1][1]
         return [*starts, tail] if starts else "its sink holds all of its frames"
 
-    def _chunks(self, frames: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int], ...]]:
+    def _split_frames(self, frames: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int], ...]]:
         """Return the frames of each block; see `block_frames`."""
         firsts = list(range(0, len(frames), self.block_frames))
         if len(firsts) > 1 and 2 * (len(frames) - firsts[-1]) < self.block_frames:

@@ -70,8 +70,10 @@ class DyRate(DecodeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wanted = self.rate == "schedule"
-        self._check(wanted == bool(self.schedule), "schedule=[...] and rate='schedule' go together: give both or none")
+        uses_schedule = self.rate == "schedule"
+        self._check(
+            uses_schedule == bool(self.schedule), "schedule=[...] and rate='schedule' go together: give both or none"
+        )
         self._check(
             self.rate != "predictor" or self.predictor is not None,
             "rate='predictor' needs a classifier fitted to the model: run `tokenprune fit dyrate --model MODEL --out "
@@ -103,17 +105,17 @@ class DyRate(DecodeMethod):
         if self.rate == "predictor":
             return self._fitted.predict(masses[:, -1]).double() / self.grid
         lowest = torch.full_like(share, self.k_min).minimum(share)
-        kept = lowest + (share - lowest) * self._attention_left(masses)
+        kept = lowest + (share - lowest) * self._compute_attention_ratio(masses)
         return ((1 - kept) * self.grid + 1e-6).floor().clamp(max=self.grid - 1) / self.grid
 
-    def _attention_left(self, masses: torch.Tensor) -> torch.Tensor:
+    def _compute_attention_ratio(self, masses: torch.Tensor) -> torch.Tensor:
         """float64 `[B]` in 0..1: running mean of the images' share of attention against that of the prompt's end.
 
         The text before the images is left out of the share: its first token is where attention goes to rest.
         """
         mean = masses.double().mean(dim=2)
-        seen = mean[..., TokenType.IMG]
-        share = seen / (mean.sum(-1) - mean[..., TokenType.SYS]).clamp(min=1e-12)
+        image_mass = mean[..., TokenType.IMG]
+        share = image_mass / (mean.sum(-1) - mean[..., TokenType.SYS]).clamp(min=1e-12)
         age = torch.arange(share.shape[1] - 1, -1, -1, device=share.device)
         weight = (1 - self.ema) * self.ema ** age.double()
         weight[0] = self.ema ** age[0].double()  # the mean starts at the prompt's end

@@ -51,15 +51,17 @@ class AgilePruner(Pruner):
     limit: Annotated[float, Ge(0)] = 0.25
 
     def select(self, tokens: VisualTokens) -> Selection:
-        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, salient: torch.Tensor) -> torch.Tensor:
-            place = 1 + rank_in_group((~mask).byte(), salient)
-            base = compute_effective_rank(x, mask).unsqueeze(1) / self.average_rank * _STEP
-            threshold = (place * base).clamp(max=self.limit)
-            near = Relation(alike(x, mask), lambda alike, threshold: 1 - alike < threshold, threshold)
-            return settle(unsuppressed(near, salient, mask), salient, mask, number)
+        def pick_rows(
+            x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, salient: torch.Tensor
+        ) -> torch.Tensor:
+            rank = 1 + rank_in_group((~mask).byte(), salient)
+            step = compute_effective_rank(x, mask).unsqueeze(1) / self.average_rank * _STEP
+            threshold = (rank * step).clamp(max=self.limit)
+            conflicts = Relation(alike(x, mask), lambda similarity, threshold: 1 - similarity < threshold, threshold)
+            return settle(unsuppressed(conflicts, salient, mask), salient, mask, num_kept)
 
-        given = (tokens.hidden, tokens.mask, tokens.budget, compute_saliency(tokens))
-        return Selection(by_rows(of, tokens.mask.shape[1] ** 2, *given), counts=tokens.keep)
+        inputs = (tokens.hidden, tokens.mask, tokens.budget, compute_saliency(tokens))
+        return Selection(by_rows(pick_rows, tokens.mask.shape[1] ** 2, *inputs), counts=tokens.keep)
 
 
 def compute_effective_rank(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

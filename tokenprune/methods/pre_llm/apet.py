@@ -71,78 +71,80 @@ class ApET(Pruner):
         return [(first, early.budget), (_InnerApET(basis=self.basis, own=self.own, layer=late.layer), late.budget)]
 
     def select(self, tokens: VisualTokens) -> Selection:
-        most, mask = max(tokens.keep), tokens.mask
+        max_tokens, mask = max(tokens.keep), tokens.mask
         x = (tokens.encoder_features if self.features == "tower" else tokens.hidden).float()
         x = x.masked_fill(~(mask & finite(x)).unsqueeze(2), 0)
-        number = [min(self.basis, keep - 1) for keep in tokens.keep]
-        basis, real = pick_farthest_points(x, mask, number)
-        error = compute_approximation_error(x, gather_tokens(x, basis, 1).masked_fill(~real.unsqueeze(2), 0))
-        keep = top_mask(error, mask, tokens.budget, most)
-        worst = top_mask(error, mask, tokens.budget - real.sum(1), most)
+        num_basis = [min(self.basis, keep - 1) for keep in tokens.keep]
+        basis, is_basis = pick_farthest_points(x, mask, num_basis)
+        error = compute_approximation_error(x, gather_tokens(x, basis, 1).masked_fill(~is_basis.unsqueeze(2), 0))
+        keep = top_mask(error, mask, tokens.budget, max_tokens)
+        worst = top_mask(error, mask, tokens.budget - is_basis.sum(1), max_tokens)
         joins = mask & ~keep & x.any(2)
         itself = torch.arange(keep.shape[1], device=keep.device)
-        assign = torch.where(keep, itself, torch.where(joins, _find_most_similar(x, worst, most), -1))
-        return self._with_basis(keep, assign, basis, real, keep & ~worst, tokens.keep)
+        assign = torch.where(keep, itself, torch.where(joins, _find_most_similar(x, worst, max_tokens), -1))
+        return self._with_basis(keep, assign, basis, is_basis, keep & ~worst, tokens.keep)
 
     def _with_basis(
         self,
         keep: torch.Tensor,
         assign: torch.Tensor,
         basis: torch.Tensor,
-        real: torch.Tensor,
-        places: torch.Tensor,
+        is_basis: torch.Tensor,
+        free: torch.Tensor,
         counts: list[int],
     ) -> Selection:
         """Return the selection once each basis token that is not kept takes one of `places`, bool `[S, N]`, in order;
         none is taken where a basis token stands."""
-        nowhere = keep.shape[1]
-        marked = torch.nn.functional.pad(torch.zeros_like(keep), (0, 1))
-        stands = marked.scatter(1, torch.where(real, basis, nowhere), True)[:, :-1]
-        moves = real & ~keep.gather(1, basis)
-        place = partition(places & ~stands)[:, : basis.shape[1]]
-        to = place.gather(1, (moves.cumsum(1) - 1).clamp(min=0))
-        source, target = torch.where(moves, basis, nowhere), torch.where(moves, to, nowhere)
-        assign = torch.nn.functional.pad(assign, (0, 1)).scatter(1, source, to)[:, :-1]
-        weight = torch.ones(marked.shape, dtype=torch.float32, device=keep.device)
+        end = keep.shape[1]
+        padded = torch.nn.functional.pad(torch.zeros_like(keep), (0, 1))
+        holds_basis = padded.scatter(1, torch.where(is_basis, basis, end), True)[:, :-1]
+        moves = is_basis & ~keep.gather(1, basis)
+        freed = partition(free & ~holds_basis)[:, : basis.shape[1]]
+        destination = freed.gather(1, (moves.cumsum(1) - 1).clamp(min=0))
+        source, target = torch.where(moves, basis, end), torch.where(moves, destination, end)
+        assign = torch.nn.functional.pad(assign, (0, 1)).scatter(1, source, destination)[:, :-1]
+        weight = torch.ones(padded.shape, dtype=torch.float32, device=keep.device)
         weight = weight.scatter(1, target, self.own).scatter(1, source, 1 - self.own)
         return Selection(keep, assign, weight[:, :-1], counts=counts)
 
 
-def pick_farthest_points(x: torch.Tensor, mask: torch.Tensor, number: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def pick_farthest_points(
+    x: torch.Tensor, mask: torch.Tensor, num_points: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token of largest norm, then again and again that with the largest Euclidean distance to the nearest of
     those before it, of equal ones the first: long `[S, k]`, and bool `[S, k]`, the first `number` of each row.
 
     x: float32 `[S, N, D]`, finite; mask: bool `[S, N]`.
     """
-    picks, score, taken = Picks(mask), x.norm(dim=2), []
-    for turn in range(max(1, *number)):
+    picks, score, points = Picks(mask), x.norm(dim=2), []
+    for step in range(max(1, *num_points)):
         pick = picks.take_best(picks.among_left(score))
-        apart = (x - gather_tokens(x, pick[:, None], 1)).square().sum(2)
-        score = torch.minimum(score, apart) if turn else apart
-        taken.append(pick)
-    order = torch.arange(len(taken), device=x.device)
-    return torch.stack(taken, 1), order < to_device(number, x.device)[:, None]
+        distance = (x - gather_tokens(x, pick[:, None], 1)).square().sum(2)
+        score = torch.minimum(score, distance) if step else distance
+        points.append(pick)
+    order = torch.arange(len(points), device=x.device)
+    return torch.stack(points, 1), order < to_device(num_points, x.device)[:, None]
 
 
 def compute_approximation_error(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """float32 `[S, N]`: how far each token `[S, N, D]` is from the best linear combination of `basis` `[S, k, D]`, by
     ridge regression; 0 where that is next to nothing of the token. A row of zeros in the basis is none."""
-    wide = basis.double()
-    gram = wide @ wide.transpose(1, 2)
+    basis64 = basis.double()
+    gram = basis64 @ basis64.transpose(1, 2)
     # A share of the trace on top, so that rounding leaves the matrix positive.
     ridge = _RIDGE + 1e-12 * gram.diagonal(dim1=1, dim2=2).sum(1)
     gram = gram + ridge[:, None, None] * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
     # With rows of about length 1: products in float32 lose nothing then, however alike the basis tokens are.
     factor = torch.linalg.cholesky_ex(gram).L
-    rows = torch.linalg.solve_triangular(factor, wide, upper=False).float()
+    rows = torch.linalg.solve_triangular(factor, basis64, upper=False).float()
     error = torch.baddbmm(x, x @ rows.transpose(1, 2), rows, alpha=-1).norm(dim=2)
     return error.masked_fill(error < _EXACT * x.norm(dim=2), 0)
 
 
-def _find_most_similar(x: torch.Tensor, among: torch.Tensor, most: int) -> torch.Tensor:
+def _find_most_similar(x: torch.Tensor, candidates: torch.Tensor, max_tokens: int) -> torch.Tensor:
     """long `[S, N]`: for each token the one of `among` that is most similar by cosine, the first of equals."""
-    place = partition(among)[:, :most]
-    return place.gather(1, best_match(x, gather_tokens(x, place, 1), among.gather(1, place))[1])
+    indices = partition(candidates)[:, :max_tokens]
+    return indices.gather(1, best_match(x, gather_tokens(x, indices, 1), candidates.gather(1, indices))[1])
 
 
 @dataclass(frozen=True)

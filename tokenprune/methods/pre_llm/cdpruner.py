@@ -72,14 +72,16 @@ class CDPruner(Pruner):
         if self.center is not False:
             x, distinct = center_tokens(tokens, self.center)
             weight = weight * distinct
-        most = max(tokens.keep)
+        max_tokens = max(tokens.keep)
 
-        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def pick_rows(
+            x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, weight: torch.Tensor
+        ) -> torch.Tensor:
             weight = weight.masked_fill(~mask, 0)
             directions = unit(x)
-            weighed = directions * weight.unsqueeze(2)
-            own = weight.square() * directions.any(2)  # their length is 1, or 0
-            return greedy_dpp(weighed, weighed, mask, number, most, 0.0, own)
+            weighted = directions * weight.unsqueeze(2)
+            diagonal = weight.square() * directions.any(2)  # their length is 1, or 0
+            return greedy_dpp(weighted, weighted, mask, num_kept, max_tokens, 0.0, diagonal)
 
-        entries = x.shape[1] * (x.shape[2] + most)
-        return Selection(by_rows(of, entries, x, tokens.mask, tokens.budget, weight), counts=tokens.keep)
+        entries = x.shape[1] * (x.shape[2] + max_tokens)
+        return Selection(by_rows(pick_rows, entries, x, tokens.mask, tokens.budget, weight), counts=tokens.keep)

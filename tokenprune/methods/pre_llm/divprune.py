@@ -46,10 +46,10 @@ class DivPrune(Pruner):
         return get_center_needs(self.center)
 
     def select(self, tokens: VisualTokens) -> Selection:
-        most = max(tokens.keep)
+        max_tokens = max(tokens.keep)
         if self.center is False:
-            keep = farthest(tokens.hidden, tokens.mask, tokens.budget, most)
+            keep = farthest(tokens.hidden, tokens.mask, tokens.budget, max_tokens)
         else:
-            left, distinct = center_tokens(tokens, self.center)
-            keep = farthest_weighted(left, tokens.mask, distinct, tokens.budget, most, weigh_first=False)
+            centered, distinctness = center_tokens(tokens, self.center)
+            keep = farthest_weighted(centered, tokens.mask, distinctness, tokens.budget, max_tokens, weigh_first=False)
         return Selection(keep, counts=tokens.keep)

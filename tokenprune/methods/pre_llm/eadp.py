@@ -55,51 +55,57 @@ class EADP(Pruner):
     smooth: bool = True
 
     def select(self, tokens: VisualTokens) -> Selection:
-        mask, most = tokens.mask, max(tokens.keep)
+        mask, max_tokens = tokens.mask, max(tokens.keep)
         weight = rescale(self._relevance(tokens), mask, above=_TINY)
         if self.smooth:
             weight = smooth_on_grid(weight, tokens)
 
-        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            covered = Relation(alike(x, mask), lambda one, weight: (one + 1) / 2 * weight, weight.masked_fill(~mask, 0))
-            return cover([covered], mask, number, most)
+        def pick_rows(
+            x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, weight: torch.Tensor
+        ) -> torch.Tensor:
+            covered = Relation(
+                alike(x, mask), lambda similarity, weight: (similarity + 1) / 2 * weight, weight.masked_fill(~mask, 0)
+            )
+            return cover([covered], mask, num_kept, max_tokens)
 
-        given = (tokens.hidden, mask, tokens.budget, weight**self.beta)
-        return Selection(by_rows(of, 2 * mask.shape[1] ** 2, *given), counts=tokens.keep)
+        inputs = (tokens.hidden, mask, tokens.budget, weight**self.beta)
+        return Selection(by_rows(pick_rows, 2 * mask.shape[1] ** 2, *inputs), counts=tokens.keep)
 
     def _relevance(self, tokens: VisualTokens) -> torch.Tensor:
         """float32 `[S, N]`: how the text after each image points at its tokens; all alike without text."""
         mask, text = tokens.mask, tokens.text
         if not text.mask.shape[1]:
             return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        pointed = self.sign * cosines(tokens.hidden, text.hidden, mask)
-        there = (_SHARPNESS * pointed).masked_fill(~mask.unsqueeze(2), -torch.inf).softmax(1)
-        entropy = -(there * (there + 1e-12).log()).sum(1)
-        telling = select_low_entropy_words(entropy, text, self.share)
-        weight = (-entropy / _TEMPERATURE).masked_fill(~telling, -torch.inf).softmax(1).nan_to_num(nan=0.0)
-        words = text.hidden.float().masked_fill(~text.mask.unsqueeze(2), 0).sum(1, keepdim=True)
-        whole = self.sign * cosines(tokens.hidden, words, mask).squeeze(2)  # a sum points where the mean does
-        return self.alpha * whole + (1 - self.alpha) * (pointed @ weight.unsqueeze(2)).squeeze(2)
+        similarity = self.sign * cosines(tokens.hidden, text.hidden, mask)
+        share = (_SHARPNESS * similarity).masked_fill(~mask.unsqueeze(2), -torch.inf).softmax(1)
+        entropy = -(share * (share + 1e-12).log()).sum(1)
+        is_selected = select_low_entropy_words(entropy, text, self.share)
+        weight = (-entropy / _TEMPERATURE).masked_fill(~is_selected, -torch.inf).softmax(1).nan_to_num(nan=0.0)
+        sentence = text.hidden.float().masked_fill(~text.mask.unsqueeze(2), 0).sum(1, keepdim=True)
+        sentence_relevance = self.sign * cosines(tokens.hidden, sentence, mask).squeeze(
+            2
+        )  # a sum points where the mean does
+        return self.alpha * sentence_relevance + (1 - self.alpha) * (similarity @ weight.unsqueeze(2)).squeeze(2)
 
 
 def select_low_entropy_words(entropy: torch.Tensor, text: TextTokens, share: float) -> torch.Tensor:
     """bool `[S, M]`: the text tokens of the lowest entropy (float `[S, M]`), a share of them, rounded down, at least 1;
     of equal ones the first."""
-    number = (text.mask.sum(1).double() * share).long().clamp(min=1)
-    return top_mask(-entropy, text.mask, torch.minimum(number, text.mask.sum(1)), text.mask.shape[1])
+    num_words = (text.mask.sum(1).double() * share).long().clamp(min=1)
+    return top_mask(-entropy, text.mask, torch.minimum(num_words, text.mask.sum(1)), text.mask.shape[1])
 
 
 def smooth_on_grid(score: torch.Tensor, tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, N]`: `score` under a Gaussian of 3 x 3 cells (sigma 1), mirrored at the edges, on the grid of each
     image, frame by frame; as it is where no grid is known, or one is a single row or column."""
-    near = math.exp(-0.5)
-    near, own = near / (1 + 2 * near), 1 / (1 + 2 * near)
+    neighbor = math.exp(-0.5)
+    neighbor, center = neighbor / (1 + 2 * neighbor), 1 / (1 + 2 * neighbor)
     score = score.clone()
     for row, (grid, count) in enumerate(zip(tokens.grids, tokens.counts, strict=True)):
         if grid is not None and math.prod(grid) == count and min(grid[1:]) > 1:
             cells = score[row, :count].view(grid[0], 1, *grid[1:])
             cells = torch.nn.functional.pad(cells, (1, 1, 1, 1), mode="reflect")
-            cells = near * (cells[..., :-2, :] + cells[..., 2:, :]) + own * cells[..., 1:-1, :]
-            cells = near * (cells[..., :-2] + cells[..., 2:]) + own * cells[..., 1:-1]
+            cells = neighbor * (cells[..., :-2, :] + cells[..., 2:, :]) + center * cells[..., 1:-1, :]
+            cells = neighbor * (cells[..., :-2] + cells[..., 2:]) + center * cells[..., 1:-1]
             score[row, :count] = cells.flatten()
     return score

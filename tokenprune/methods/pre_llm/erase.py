@@ -57,12 +57,14 @@ class Erase(Pruner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        falls = all(one >= later for one, later in pairwise(self.entropy))
-        self._check(falls, f"entropy={self.entropy!r} must be thresholds that do not rise")
-        number = len(self.entropy) + 1
-        self._check(len(self.retain) == number, f"retain={self.retain!r} must be {number} shares, one for each level")
-        two = self.layers is None or (len(self.layers) == 2 and self.layers[0] < self.layers[1])
-        self._check(two, f"layers={self.layers!r} must be two decoder layers, (early, late)")
+        is_falling = all(previous >= later for previous, later in pairwise(self.entropy))
+        self._check(is_falling, f"entropy={self.entropy!r} must be thresholds that do not rise")
+        num_levels = len(self.entropy) + 1
+        self._check(
+            len(self.retain) == num_levels, f"retain={self.retain!r} must be {num_levels} shares, one for each level"
+        )
+        is_pair = self.layers is None or (len(self.layers) == 2 and self.layers[0] < self.layers[1])
+        self._check(is_pair, f"layers={self.layers!r} must be two decoder layers, (early, late)")
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if budget.keep is None or budget.per != "image":
@@ -74,10 +76,12 @@ class Erase(Pruner):
             inputs = place(_INPUTS, layers, Budget(keep=1.0))
         else:
             inputs = [layer + 1 for layer in self.layers]
-            fits = inputs[1] < layers
-            self._check(fits, f"layers={self.layers!r} is out of range: the last of {layers} layers is {layers - 1}")
-        everything = Budget(keep=1.0)  # the first stage says how many stay
-        return [(self, budget), *((_TextGuidedCut(number, layer), everything) for number, layer in enumerate(inputs))]
+            is_in_range = inputs[1] < layers
+            self._check(
+                is_in_range, f"layers={self.layers!r} is out of range: the last of {layers} layers is {layers - 1}"
+            )
+        keep_all = Budget(keep=1.0)  # the first stage says how many stay
+        return [(self, budget), *((_TextGuidedCut(index, layer), keep_all) for index, layer in enumerate(inputs))]
 
     def select(self, tokens: VisualTokens) -> Selection:
         entropy = tokens.patch_entropy.float()
@@ -111,12 +115,12 @@ class _TextGuidedCut(Pruner):
     query_aware: ClassVar[bool] = True
     by_content_count: ClassVar[bool] = True
 
-    number: int
+    index: int
     layer: int
 
     def select(self, tokens: VisualTokens) -> Selection:
-        planned = [one[self.number] for one in tokens.carry["counts"]]
-        counts = [min(count, number) for count, number in zip(tokens.counts, planned, strict=True)]
+        planned = [counts_of_image[self.index] for counts_of_image in tokens.carry["counts"]]
+        counts = [min(count, planned_count) for count, planned_count in zip(tokens.counts, planned, strict=True)]
         if counts == tokens.counts:
             return Selection(tokens.mask, counts=counts)
         score = sum_text_attention(tokens, tokens.text.mask.float()).mean(1)

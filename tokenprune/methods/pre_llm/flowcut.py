@@ -17,8 +17,8 @@ from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.selection.tokens import VisualTokens
 
-_BLOCKS = 23  # of CLIP-L, up to the one that LLaVA reads
-_CUTS_END = _BLOCKS - 2  # the block after which the last cut is made
+_CLIP_BLOCKS = 23  # of CLIP-L, up to the one that LLaVA reads
+_LAST_CUT = _CLIP_BLOCKS - 2  # the block after which the last cut is made
 
 
 @register("flowcut", site=Site.PRE_LLM, needs=("encoder_flow",), paper="arXiv 2505.19536, NeurIPS 2025")
@@ -63,17 +63,19 @@ class FlowCut(Pruner):
     @property
     def encoder_layers(self) -> tuple[float, ...]:
         # The middle of each of 23 equal parts of the depth, up to the last cut.
-        return tuple((block + 0.5) / _BLOCKS for block in range(_CUTS_END + 1))
+        return tuple((block + 0.5) / _CLIP_BLOCKS for block in range(_LAST_CUT + 1))
 
     def select(self, tokens: VisualTokens) -> Selection:
         tiles = Tiles.from_tokens(tokens)
-        left, goal = tiles.is_patch, tiles.zero_non_patches(tiles.num_kept)
+        remaining_patches, num_final = tiles.is_patch, tiles.zero_non_patches(tiles.num_kept)
         score: torch.Tensor | None = None
         for block, layer in enumerate(self.encoder_layers):
-            left, score = _update_scores(tiles, tokens.encoder_flow(layer), left, score, goal, _CUTS_END - block)
+            remaining_patches, score = _update_scores(
+                tiles, tokens.encoder_flow(layer), remaining_patches, score, num_final, _LAST_CUT - block
+            )
         assert score is not None  # the tower has blocks
         # What is no patch stays where more is to be kept than there are patches.
-        return Selection(tiles.top(score, tiles.num_kept, left | ~tiles.is_patch), counts=tokens.keep)
+        return Selection(tiles.top(score, tiles.num_kept, remaining_patches | ~tiles.is_patch), counts=tokens.keep)
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,13 @@ class _InTower(EncoderMethod):
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what drops patches in each block that is looked at."""
         cuts = _TowerCuts(tower.protected, tower.left(budget))
-        looks: list[list[int]] = [[] for _ in range(tower.blocks)]
-        for block in range(_CUTS_END + 1):
-            looks[math.ceil((block + 0.5) / _BLOCKS * tower.read) - 1].append(_CUTS_END - block)
-        return [partial(cuts.look, remaining=tuple(one)) if one else None for one in looks]
+        looks_of_block: list[list[int]] = [[] for _ in range(tower.blocks)]
+        for block in range(_LAST_CUT + 1):
+            looks_of_block[math.ceil((block + 0.5) / _CLIP_BLOCKS * tower.read) - 1].append(_LAST_CUT - block)
+        return [
+            partial(cuts.update, remaining=tuple(blocks_left)) if blocks_left else None
+            for blocks_left in looks_of_block
+        ]
 
 
 @dataclass
@@ -106,46 +111,53 @@ class _TowerCuts:
     keep: int
     score: torch.Tensor | None = None
 
-    def look(self, flow: torch.Tensor, counts: list[int] | None, remaining: tuple[int, ...]) -> Merge | None:
+    def update(self, flow: torch.Tensor, counts: list[int] | None, remaining: tuple[int, ...]) -> Merge | None:
         """Return what drops patches after a block. flow: `[B, 3, n]`; counts: tokens of each image, None = all alike;
         remaining: see `_stay`, for each time that the block is looked at."""
         rows, _, width = flow.shape
         counts = [width] * rows if counts is None else [count - self.protected for count in counts]
-        number = to_device(counts, flow.device)[:, None]
-        left = torch.arange(width, device=flow.device) < number
+        num_patches = to_device(counts, flow.device)[:, None]
+        patches = torch.arange(width, device=flow.device) < num_patches
         # One tile an image; what is padding is in none.
         keep = torch.tensor([[self.keep, 0, 0]], device=flow.device).expand(rows, -1)
-        of = torch.where(left, 0, 2)
-        tiles = Tiles(of, keep, torch.zeros_like(keep).scatter_add(1, of, torch.ones_like(of)))
-        for one in remaining:
-            left, self.score = _update_scores(tiles, flow, left, self.score, keep, one)
-        stay = left.sum(1).tolist()
-        if stay == counts:
+        tile_index = torch.where(patches, 0, 2)
+        tiles = Tiles(tile_index, keep, torch.zeros_like(keep).scatter_add(1, tile_index, torch.ones_like(tile_index)))
+        for blocks_to_cut in remaining:
+            patches, self.score = _update_scores(tiles, flow, patches, self.score, keep, blocks_to_cut)
+        num_kept = patches.sum(1).tolist()
+        if num_kept == counts:
             return None
-        first = left.new_ones(rows, self.protected)
-        merge = Merge.dropping(torch.cat([first, left], dim=1), [count + self.protected for count in stay])
+        class_tokens = patches.new_ones(rows, self.protected)
+        merge = Merge.dropping(
+            torch.cat([class_tokens, patches], dim=1), [count + self.protected for count in num_kept]
+        )
         assert self.score is not None and merge.keep is not None
         self.score = self.score.gather(1, merge.keep[:, self.protected :] - self.protected)
         return merge
 
 
 def _update_scores(
-    tiles: Tiles, flow: torch.Tensor, left: torch.Tensor, score: torch.Tensor | None, goal: torch.Tensor, remaining: int
+    tiles: Tiles,
+    flow: torch.Tensor,
+    patches: torch.Tensor,
+    score: torch.Tensor | None,
+    num_final: torch.Tensor,
+    remaining: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what is left behind a block (bool `[S, N]`), and the scores so far (`[S, N]`). flow: `[S, 3, N]`, see
     `encoder_flow`; left, score: before it; goal, remaining: see `_stay`."""
-    attention, alike, size = flow.float().nan_to_num(nan=0.0).unbind(1)
-    part = _normalize_by_tile(tiles, attention, left)
-    now = (part + _normalize_by_tile(tiles, alike, left)) * size
-    score = now if score is None else (score + now) / 2
+    attention, similarity, size = flow.float().nan_to_num(nan=0.0).unbind(1)
+    attention_share = _normalize_by_tile(tiles, attention, patches)
+    block_score = (attention_share + _normalize_by_tile(tiles, similarity, patches)) * size
+    score = block_score if score is None else (score + block_score) / 2
     if remaining % 2 == 0:
-        left = tiles.top(score, _count_kept(tiles, part, left, goal, remaining), left)
-    return left, score
+        patches = tiles.top(score, _count_kept(tiles, attention_share, patches, num_final, remaining), patches)
+    return patches, score
 
 
-def _normalize_by_tile(tiles: Tiles, score: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+def _normalize_by_tile(tiles: Tiles, score: torch.Tensor, patches: torch.Tensor) -> torch.Tensor:
     """float64 `[S, N]`: each score as a share of all that are `left` (bool `[S, N]`) of its tile."""
-    score = score.double().masked_fill(~left, 0)
+    score = score.double().masked_fill(~patches, 0)
     total = torch.zeros(tiles.num_kept.shape, dtype=torch.double, device=score.device).scatter_add(
         1, tiles.index, score
     )
@@ -153,15 +165,17 @@ def _normalize_by_tile(tiles: Tiles, score: torch.Tensor, left: torch.Tensor) ->
 
 
 def _count_kept(
-    tiles: Tiles, part: torch.Tensor, left: torch.Tensor, goal: torch.Tensor, remaining: int
+    tiles: Tiles, attention_share: torch.Tensor, patches: torch.Tensor, num_final: torch.Tensor, remaining: int
 ) -> torch.Tensor:
     """long `[S, T + 2]`: how many of each tile stay. part: `[S, N]`, shares of attention; goal: long `[S, T + 2]`, how
     many stay at last; remaining: blocks up to the last cut."""
     if not remaining:
-        return goal
-    number = tiles.count_selected(left)
-    entropy = torch.zeros(number.shape, dtype=torch.double, device=part.device)
-    entropy = entropy.scatter_add(1, tiles.index, -torch.special.xlogy(part, part))
-    evenness = entropy / number.clamp(min=2).double().log()
-    gone = ((number - goal).float() / remaining**0.5 * (1 - evenness.square())).round().long().clamp(min=0)
-    return torch.maximum(number - gone, goal)
+        return num_final
+    num_patches = tiles.count_selected(patches)
+    entropy = torch.zeros(num_patches.shape, dtype=torch.double, device=attention_share.device)
+    entropy = entropy.scatter_add(1, tiles.index, -torch.special.xlogy(attention_share, attention_share))
+    evenness = entropy / num_patches.clamp(min=2).double().log()
+    num_dropped = (
+        ((num_patches - num_final).float() / remaining**0.5 * (1 - evenness.square())).round().long().clamp(min=0)
+    )
+    return torch.maximum(num_patches - num_dropped, num_final)

@@ -45,19 +45,23 @@ class GlobalCom2(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         logits, tiling, tiles = tokens.encoder_logits(-1).float().mean(1), tokens.tiling, Tiles.from_tokens(tokens)
-        all_of = tiles.is_patch.sum(1)
-        budget = tokens.budget.clamp(max=all_of)
-        size = tiles.sizes[:, : tiles.num_tiles]
-        there = (size > 0) & (torch.arange(tiles.num_tiles, device=size.device) > 0)  # the first is the thumbnail
-        importance = tiles.sum_by(tiling.covers, logits)[:, : tiles.num_tiles].masked_fill(~there, -torch.inf)
+        num_patches = tiles.is_patch.sum(1)
+        budget = tokens.budget.clamp(max=num_patches)
+        tile_size = tiles.sizes[:, : tiles.num_tiles]
+        is_tile = (tile_size > 0) & (
+            torch.arange(tiles.num_tiles, device=tile_size.device) > 0
+        )  # the first is the thumbnail
+        importance = tiles.sum_by(tiling.covers, logits)[:, : tiles.num_tiles].masked_fill(~is_tile, -torch.inf)
         power = ((importance - importance.amax(1, keepdim=True)) / self.temperature).exp().nan_to_num(nan=0.0)
-        part = power / (power.sum(1, keepdim=True) + 1e-8)
-        mean = 1 / there.sum(1, keepdim=True).clamp(min=1).float()
+        share = power / (power.sum(1, keepdim=True) + 1e-8)
+        mean_share = 1 / is_tile.sum(1, keepdim=True).clamp(min=1).float()
         # The share that is asked for would be a factor of all; no tile gets more than all of it.
-        tiles = tiles.share_budget(tiling, size[:, 0] * budget // all_of.clamp(min=1), (1 + part - mean) * size)
+        tiles = tiles.share_budget(
+            tiling, tile_size[:, 0] * budget // num_patches.clamp(min=1), (1 + share - mean_share) * tile_size
+        )
 
-        whole = upsample_thumbnail(logits, tiling, tokens.patches)
-        score = _normalize_by_tile(tiles, logits) + _normalize_by_tile(tiles, whole)
+        thumbnail_logits = upsample_thumbnail(logits, tiling, tokens.patches)
+        score = _normalize_by_tile(tiles, logits) + _normalize_by_tile(tiles, thumbnail_logits)
         score = torch.where((tiling.height[:, None] > 0) & (tiles.index > 0), score, logits)
         return Selection(tiles.top(score, tiles.num_kept), counts=tokens.keep)
 
@@ -68,26 +72,28 @@ def upsample_thumbnail(values: Tensor, tiling: Tiling, patches: Patches) -> Tens
     rows, width = values.shape
     thumbnail = tiling.covers > 0
 
-    def side(sizes: Tensor) -> Tensor:
+    def get_max_size(sizes: Tensor) -> Tensor:
         return torch.where(thumbnail, sizes, 1).amax(1, keepdim=True)
 
-    high, wide = side(patches.height), side(patches.width)
-    spot = torch.where(thumbnail, patches.row * wide + patches.column, width)  # what is no part of it after the end
-    dense = values.new_zeros(rows, width + 1).scatter(1, spot, values)
+    thumbnail_height, thumbnail_width = get_max_size(patches.height), get_max_size(patches.width)
+    flat_index = torch.where(
+        thumbnail, patches.row * thumbnail_width + patches.column, width
+    )  # what is no part of it after the end
+    dense = values.new_zeros(rows, width + 1).scatter(1, flat_index, values)
 
-    def ends(place: Tensor, size: Tensor, to: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        exact = ((place.float() + 0.5) * (size.float() / to.clamp(min=1)[:, None]) - 0.5).clamp(min=0)
-        low = torch.minimum(exact.floor().long(), size - 1)
-        return low, torch.minimum(low + 1, size - 1), (exact - low).clamp(max=1)
+    def interpolate_index(index: Tensor, size: Tensor, target_size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        source = ((index.float() + 0.5) * (size.float() / target_size.clamp(min=1)[:, None]) - 0.5).clamp(min=0)
+        low = torch.minimum(source.floor().long(), size - 1)
+        return low, torch.minimum(low + 1, size - 1), (source - low).clamp(max=1)
 
-    top, bottom, down = ends(tiling.row, high, tiling.height)
-    left, right, over = ends(tiling.column, wide, tiling.width)
+    top, bottom, down = interpolate_index(tiling.row, thumbnail_height, tiling.height)
+    left, right, over = interpolate_index(tiling.column, thumbnail_width, tiling.width)
 
-    def at(row: Tensor, column: Tensor) -> Tensor:
-        return dense.gather(1, (row * wide + column).clamp(max=width))
+    def get_values(row: Tensor, column: Tensor) -> Tensor:
+        return dense.gather(1, (row * thumbnail_width + column).clamp(max=width))
 
-    above = at(top, left) * (1 - over) + at(top, right) * over
-    below = at(bottom, left) * (1 - over) + at(bottom, right) * over
+    above = get_values(top, left) * (1 - over) + get_values(top, right) * over
+    below = get_values(bottom, left) * (1 - over) + get_values(bottom, right) * over
     return above * (1 - down) + below * down
 
 

@@ -65,8 +65,8 @@ class Hawk(Pruner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        good = self.weights is None or (any(self.weights) and all(map(math.isfinite, self.weights)))
-        self._check(good, f"weights={self.weights!r} must be one number for each head, and not all 0")
+        is_valid = self.weights is None or (any(self.weights) and all(map(math.isfinite, self.weights)))
+        self._check(is_valid, f"weights={self.weights!r} must be one number for each head, and not all 0")
         self._check(self.weights is None or self.heads is None, "weights and heads are two ways to say one thing")
         self._fitted  # noqa: B018 (a file that cannot be read is said here)
 
@@ -99,17 +99,17 @@ class Hawk(Pruner):
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
         scores = tokens.first_layer_scores.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        scaled = self._scaled(scores, tokens.mask.unsqueeze(1))
+        scaled = self._scale_heads(scores, tokens.mask.unsqueeze(1))
         if self._weights is None:
             return scaled.mean(1)
         weights = scaled.new_tensor(self._weights) / max(self._weights)
         return (scaled * weights[:, None]).sum(1)
 
-    def _scaled(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _scale_heads(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """float32 `[S, H, N]`: each head's scores on one scale over an image. mask: bool `[S, 1, N]`."""
         if self.norm == "softmax":
             return scores.masked_fill(~mask, -torch.inf).softmax(2)
         if self.norm == "minmax":
             return torch.stack([rescale(head, mask[:, 0]) for head in scores.unbind(1)], dim=1)
-        length = scores.masked_fill(~mask, 0).norm(dim=2, keepdim=True)
-        return scores / length.clamp(min=torch.finfo(torch.float32).tiny)
+        norm = scores.masked_fill(~mask, 0).norm(dim=2, keepdim=True)
+        return scores / norm.clamp(min=torch.finfo(torch.float32).tiny)

@@ -13,7 +13,7 @@ from tokenprune.methods.tiles import Tiles
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_WITH_NEIGHBOURS = 5  # tokens of a cross: an anchor, and what is above, below, left and right of it
+_CROSS_SIZE = 5  # tokens of a cross: an anchor, and what is above, below, left and right of it
 
 
 @register(
@@ -57,31 +57,42 @@ class HiPrune(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         tiles = Tiles.from_tokens(tokens)
-        objects, deep = (tokens.encoder_received_attention(layer).float().mean(dim=1) for layer in self.encoder_layers)
-        wanted = (tiles.num_kept.double() * self.alpha / _WITH_NEIGHBOURS).round().long()  # of halves the even number
-        wanted = tiles.zero_non_patches(torch.minimum(wanted, tiles.num_kept // _WITH_NEIGHBOURS))
-        first = self._crosses(tokens, tiles, tiles.top(objects, wanted))
-        registers = tiles.top(deep, tiles.num_kept - tiles.count_selected(first), ~first)
-        return Selection(first | registers, counts=tokens.keep)
+        object_attention, last_attention = (
+            tokens.encoder_received_attention(layer).float().mean(dim=1) for layer in self.encoder_layers
+        )
+        num_anchors = (tiles.num_kept.double() * self.alpha / _CROSS_SIZE).round().long()  # of halves the even number
+        num_anchors = tiles.zero_non_patches(torch.minimum(num_anchors, tiles.num_kept // _CROSS_SIZE))
+        crosses = self._add_neighbors(tokens, tiles, tiles.top(object_attention, num_anchors))
+        registers = tiles.top(last_attention, tiles.num_kept - tiles.count_selected(crosses), ~crosses)
+        return Selection(crosses | registers, counts=tokens.keep)
 
-    def _crosses(self, tokens: VisualTokens, tiles: Tiles, anchors: torch.Tensor) -> torch.Tensor:
+    def _add_neighbors(self, tokens: VisualTokens, tiles: Tiles, anchors: torch.Tensor) -> torch.Tensor:
         """bool `[S, N]`: the anchors and their neighbours."""
         patches = tokens.patches
-        at = partition(anchors)[:, : max(tokens.keep) // _WITH_NEIGHBOURS]  # of each anchor, then of other tokens
+        indices = partition(anchors)[:, : max(tokens.keep) // _CROSS_SIZE]  # of each anchor, then of other tokens
         row, column, height, width, tile = (
-            one.gather(1, at) for one in (patches.row, patches.column, patches.height, patches.width, tiles.index)
+            field.gather(1, indices)
+            for field in (patches.row, patches.column, patches.height, patches.width, tiles.index)
         )
-        real, place, found = anchors.gather(1, at), patches.row * patches.width + patches.column, anchors
+        is_anchor, flat_index, crosses = (
+            anchors.gather(1, indices),
+            patches.row * patches.width + patches.column,
+            anchors,
+        )
         for down, across in ((-1, 0), (1, 0), (0, -1), (0, 1)):
-            there = (row + down) * width + column + across
-            inside = real
+            neighbor = (row + down) * width + column + across
+            inside = is_anchor
             if self.edges == "grid":
-                inside = real & _within(row + down, height) & _within(column + across, width)
-            there = torch.minimum(there.clamp(min=0), height * width - 1)
-            hit = (place[:, :, None] == there[:, None]) & (tiles.index[:, :, None] == tile[:, None]) & inside[:, None]
-            found = found | hit.any(dim=2)
-        return found
+                inside = is_anchor & _is_within(row + down, height) & _is_within(column + across, width)
+            neighbor = torch.minimum(neighbor.clamp(min=0), height * width - 1)
+            is_neighbor = (
+                (flat_index[:, :, None] == neighbor[:, None])
+                & (tiles.index[:, :, None] == tile[:, None])
+                & inside[:, None]
+            )
+            crosses = crosses | is_neighbor.any(dim=2)
+        return crosses
 
 
-def _within(place: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    return (place >= 0) & (place < length)
+def _is_within(index: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    return (index >= 0) & (index < length)

@@ -47,13 +47,15 @@ class Hired(Pruner):
         tiling, tiles = tokens.tiling, Tiles.from_tokens(tokens)
         thumbnail = tiling.covers > 0
         size = thumbnail.sum(1)
-        number = (size.double() * (1 - self.alpha)).long()
-        marked = top_mask(compute_patch_attention(tokens, 0), thumbnail, number, thumbnail.shape[1])
-        part = tiling.covers
+        num_marked = (size.double() * (1 - self.alpha)).long()
+        marks = top_mask(compute_patch_attention(tokens, 0), thumbnail, num_marked, thumbnail.shape[1])
+        tile_of_patch = tiling.covers
         if self.mode == "bands":
-            last = torch.where(part > 0, 0, tiles.index).masked_fill(tiles.index >= tiles.num_tiles, 0).amax(1)  # tile
-            run = (thumbnail.cumsum(1) - 1) * last[:, None] // size.clamp(min=1)[:, None] + 1
-            part = torch.where(thumbnail, run, 0)
-        marks = tiles.sum_by(part, marked)[:, : tiles.num_tiles]
+            num_tiles = (
+                torch.where(tile_of_patch > 0, 0, tiles.index).masked_fill(tiles.index >= tiles.num_tiles, 0).amax(1)
+            )  # tile
+            band = (thumbnail.cumsum(1) - 1) * num_tiles[:, None] // size.clamp(min=1)[:, None] + 1
+            tile_of_patch = torch.where(thumbnail, band, 0)
+        marks = tiles.sum_by(tile_of_patch, marks)[:, : tiles.num_tiles]
         tiles = tiles.share_budget(tiling, (tokens.budget.double() * self.alpha).long(), marks)
         return Selection(tiles.top(compute_patch_attention(tokens), tiles.num_kept), counts=tokens.keep)

@@ -46,29 +46,29 @@ class HoloV(Pruner):
     rank: Literal["attention", "holistic"] = "attention"
 
     def select(self, tokens: VisualTokens) -> Selection:
-        patch = (tokens.patches.tile >= 0) & tokens.mask
-        numbers = [
+        is_patch = (tokens.patches.tile >= 0) & tokens.mask
+        num_strips = [
             min(count, self.crops or max(1, 16 * count // (9 * keep)))
             for count, keep in zip(tokens.counts, tokens.keep, strict=True)
         ]
-        longest = max(-(-count // number) for count, number in zip(tokens.counts, numbers, strict=True))
-        strip, sizes = _assign_strips(patch, tokens.mask, to_device(numbers, patch.device), max(numbers))
+        max_length = max(-(-count // num_kept) for count, num_kept in zip(tokens.counts, num_strips, strict=True))
+        strip, sizes = _assign_strips(is_patch, tokens.mask, to_device(num_strips, is_patch.device), max(num_strips))
 
         attention = compute_patch_attention(tokens)
-        share = torch.zeros(sizes.shape, dtype=torch.double, device=patch.device)
+        share = torch.zeros(sizes.shape, dtype=torch.double, device=is_patch.device)
         share = share.scatter_add(1, strip, make_sortable(attention).clamp(min=0).double()) / sizes.clamp(min=1)
-        number = shares(share[:, :-2], tokens.budget, sizes[:, :-2], remainder="largest")
-        others = tokens.budget - number.sum(1)
-        number = torch.cat([number, others[:, None], torch.zeros_like(others)[:, None]], dim=1)
+        num_kept = shares(share[:, :-2], tokens.budget, sizes[:, :-2], remainder="largest")
+        num_others = tokens.budget - num_kept.sum(1)
+        num_kept = torch.cat([num_kept, num_others[:, None], torch.zeros_like(num_others)[:, None]], dim=1)
 
         score = attention
         if self.rank == "holistic":
-            score = _add_similarity_variance(attention, tokens.hidden, patch, sizes[:, :-2], longest)
-        return Selection(rank_in_group(strip, make_sortable(score)) < number.gather(1, strip), counts=tokens.keep)
+            score = _add_similarity_variance(attention, tokens.hidden, is_patch, sizes[:, :-2], max_length)
+        return Selection(rank_in_group(strip, make_sortable(score)) < num_kept.gather(1, strip), counts=tokens.keep)
 
 
 def _assign_strips(
-    patch: torch.Tensor, mask: torch.Tensor, numbers: torch.Tensor, most: int
+    is_patch: torch.Tensor, mask: torch.Tensor, num_strips: torch.Tensor, max_strips: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the strip of each token, long `[S, N]`, and how many tokens each has, long `[S, most + 2]`; `most` stands
     for what is no patch, `most` + 1 for padding.
@@ -76,37 +76,37 @@ def _assign_strips(
     patch, mask: bool `[S, N]`; numbers: long `[S]`, of strips, at most `most`. They are equally long, but the first
     ones have one more where the patches do not divide.
     """
-    count = patch.sum(1, keepdim=True)
-    numbers = torch.minimum(numbers[:, None], count).clamp(min=1)
-    length, longer = count // numbers, count % numbers
-    place, edge = patch.cumsum(1) - 1, longer * (length + 1)
-    behind = longer + (place - edge).div(length.clamp(min=1), rounding_mode="floor")
-    strip = torch.where(place < edge, place // (length + 1), behind)
-    strip = torch.where(patch, strip, most).masked_fill(~mask, most + 1)
-    sizes = torch.zeros(len(strip), most + 2, dtype=torch.long, device=strip.device)
+    count = is_patch.sum(1, keepdim=True)
+    num_strips = torch.minimum(num_strips[:, None], count).clamp(min=1)
+    length, num_longer = count // num_strips, count % num_strips
+    order, first_shorter = is_patch.cumsum(1) - 1, num_longer * (length + 1)
+    later_strip = num_longer + (order - first_shorter).div(length.clamp(min=1), rounding_mode="floor")
+    strip = torch.where(order < first_shorter, order // (length + 1), later_strip)
+    strip = torch.where(is_patch, strip, max_strips).masked_fill(~mask, max_strips + 1)
+    sizes = torch.zeros(len(strip), max_strips + 2, dtype=torch.long, device=strip.device)
     return strip, sizes.scatter_add(1, strip, torch.ones_like(strip))
 
 
 def _add_similarity_variance(
-    attention: torch.Tensor, x: torch.Tensor, patch: torch.Tensor, sizes: torch.Tensor, longest: int
+    attention: torch.Tensor, x: torch.Tensor, is_patch: torch.Tensor, sizes: torch.Tensor, max_length: int
 ) -> torch.Tensor:
     """float32 `[S, N]`: attention, and the variance of a token's cosines to the others of its strip, on one scale.
 
     attention: `[S, N]`; x: `[S, N, D]`; patch: bool `[S, N]`; sizes: long `[S, C]`, none above `longest`.
     """
-    inside = torch.arange(longest, device=x.device) < sizes.unsqueeze(-1)  # [S, C, M]
-    spot = (sizes.cumsum(1) - sizes).unsqueeze(-1) + torch.arange(longest, device=x.device)
-    at = partition(patch).gather(1, spot.flatten(1).clamp(max=patch.shape[1] - 1))
-    direction = unit(gather_tokens(x, at, 1)).view(*inside.shape, -1) * inside.unsqueeze(-1)
-    alike = (direction @ direction.transpose(2, 3)).masked_fill(
-        torch.eye(longest, dtype=torch.bool, device=x.device), 0
+    in_strip = torch.arange(max_length, device=x.device) < sizes.unsqueeze(-1)  # [S, C, M]
+    order = (sizes.cumsum(1) - sizes).unsqueeze(-1) + torch.arange(max_length, device=x.device)
+    indices = partition(is_patch).gather(1, order.flatten(1).clamp(max=is_patch.shape[1] - 1))
+    direction = unit(gather_tokens(x, indices, 1)).view(*in_strip.shape, -1) * in_strip.unsqueeze(-1)
+    similarity = (direction @ direction.transpose(2, 3)).masked_fill(
+        torch.eye(max_length, dtype=torch.bool, device=x.device), 0
     )
-    others = (sizes - 1).clamp(min=1).unsqueeze(-1)
-    mean = alike.sum(3) / others
+    num_others = (sizes - 1).clamp(min=1).unsqueeze(-1)
+    mean = similarity.sum(3) / num_others
     # Of the entries of a strip, among them the token's own of 0.
-    spread = (alike - mean.unsqueeze(-1)).square().masked_fill(~inside.unsqueeze(2), 0).sum(3) / others
-    scores = 1e3 * attention.gather(1, at).view_as(mean).masked_fill(~inside, 0).nan_to_num(nan=0.0)
-    spread = spread.masked_fill(~inside, 0)
-    scale = scores.abs().sum(2) / (spread.sum(2) + 1e-6 * sizes).clamp(min=torch.finfo(torch.float32).tiny)
-    both = (scores + spread * scale.unsqueeze(-1)).masked_fill(~inside, 0).flatten(1)
-    return torch.zeros_like(both[:, :1]).expand_as(attention).scatter_add(1, at, both)
+    variance = (similarity - mean.unsqueeze(-1)).square().masked_fill(~in_strip.unsqueeze(2), 0).sum(3) / num_others
+    scores = 1e3 * attention.gather(1, indices).view_as(mean).masked_fill(~in_strip, 0).nan_to_num(nan=0.0)
+    variance = variance.masked_fill(~in_strip, 0)
+    scale = scores.abs().sum(2) / (variance.sum(2) + 1e-6 * sizes).clamp(min=torch.finfo(torch.float32).tiny)
+    combined = (scores + variance * scale.unsqueeze(-1)).masked_fill(~in_strip, 0).flatten(1)
+    return torch.zeros_like(combined[:, :1]).expand_as(attention).scatter_add(1, indices, combined)

@@ -40,17 +40,17 @@ class IDSelection(Pruner):
     gamma: Annotated[float, Ge(0)] = 20.0
 
     def select(self, tokens: VisualTokens) -> Selection:
-        most = max(tokens.keep)
+        max_tokens = max(tokens.keep)
 
-        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+        def pick_rows(x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
             picks, row_of = Picks(mask), PickedRows(alike(x, mask))
-            for _ in range(most):
-                left = picks.among_left(score)
-                pick = picks.take_best(left)
-                lowers = (-self.gamma * (1 - row_of(pick, left)).square()).exp()
-                score = score - lowers * score.gather(1, pick.unsqueeze(1))
-            return picks.first(number)
+            for _ in range(max_tokens):
+                candidates = picks.among_left(score)
+                pick = picks.take_best(candidates)
+                penalty = (-self.gamma * (1 - row_of(pick, candidates)).square()).exp()
+                score = score - penalty * score.gather(1, pick.unsqueeze(1))
+            return picks.first(num_kept)
 
         score = rescale(compute_saliency(tokens), tokens.mask)
-        given = (tokens.hidden, tokens.mask, tokens.budget, score)
-        return Selection(by_rows(of, tokens.hidden[0].numel(), *given), counts=tokens.keep)
+        inputs = (tokens.hidden, tokens.mask, tokens.budget, score)
+        return Selection(by_rows(pick_rows, tokens.hidden[0].numel(), *inputs), counts=tokens.keep)

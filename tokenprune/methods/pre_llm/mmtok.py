@@ -58,24 +58,28 @@ class MMTok(Pruner):
         return frozenset({"encoder_features"} if self.features == "tower" else set())
 
     def select(self, tokens: VisualTokens) -> Selection:
-        x, mask, most = tokens.hidden, tokens.mask, max(tokens.keep)
-        z = tokens.encoder_features if self.features == "tower" else x
-        text, words = (tokens.text.hidden, tokens.text.mask) if self.question else (x[:, :0], mask[:, :0])
+        x, mask, max_tokens = tokens.hidden, tokens.mask, max(tokens.keep)
+        features = tokens.encoder_features if self.features == "tower" else x
+        text, text_mask = (tokens.text.hidden, tokens.text.mask) if self.question else (x[:, :0], mask[:, :0])
 
-        def of(
+        def pick_rows(
             x: torch.Tensor,
-            z: torch.Tensor,
+            features: torch.Tensor,
             mask: torch.Tensor,
-            number: torch.Tensor,
+            num_kept: torch.Tensor,
             text: torch.Tensor,
-            words: torch.Tensor,
+            text_mask: torch.Tensor,
         ) -> torch.Tensor:
-            said = build_softmax_relation(Products(unit(text), unit(x, mask)), self.text_temperature, 1.0, mask, words)
-            seen = build_softmax_relation(alike(z, mask), self.temperature, self.alpha, mask, mask)
-            return cover([said, seen], mask, number, most)
+            text_coverage = build_softmax_relation(
+                Products(unit(text), unit(x, mask)), self.text_temperature, 1.0, mask, text_mask
+            )
+            image_coverage = build_softmax_relation(alike(features, mask), self.temperature, self.alpha, mask, mask)
+            return cover([text_coverage, image_coverage], mask, num_kept, max_tokens)
 
-        entries = 3 * x.shape[1] * (x.shape[1] + words.shape[1])
-        return Selection(by_rows(of, entries, x, z, mask, tokens.budget, text, words), counts=tokens.keep)
+        entries = 3 * x.shape[1] * (x.shape[1] + text_mask.shape[1])
+        return Selection(
+            by_rows(pick_rows, entries, x, features, mask, tokens.budget, text, text_mask), counts=tokens.keep
+        )
 
 
 def build_softmax_relation(
@@ -84,9 +88,14 @@ def build_softmax_relation(
     """Return the shares of candidates in each row: its softmax over those of `mask` (bool `[S, N]`) at a temperature,
     times `weight`, by how many rows there are; 0 where `rows` (bool `[S, R]`) is False. products: of length 1."""
 
-    def whole(x: torch.Tensor, segment: int, start: int) -> torch.Tensor:
+    def compute_log_sum(x: torch.Tensor, segment: int, start: int) -> torch.Tensor:
         return (x / temperature).masked_fill_(~mask[segment], -torch.inf).logsumexp(1)
 
-    total = products.of_rows(whole)
-    each = weight * rows.float() / rows.sum(1, keepdim=True).clamp(min=1)
-    return Relation(products, lambda x, total, each: (x / temperature - total).exp() * each, total, each)
+    normalizer = products.of_rows(compute_log_sum)
+    row_weight = weight * rows.float() / rows.sum(1, keepdim=True).clamp(min=1)
+    return Relation(
+        products,
+        lambda x, normalizer, row_weight: (x / temperature - normalizer).exp() * row_weight,
+        normalizer,
+        row_weight,
+    )

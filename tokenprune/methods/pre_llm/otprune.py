@@ -37,14 +37,14 @@ class OTPrune(Pruner):
     gamma: Annotated[float, Gt(0)] = 0.01
 
     def select(self, tokens: VisualTokens) -> Selection:
-        most = max(tokens.keep)
+        max_tokens = max(tokens.keep)
 
-        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        def pick_rows(x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor) -> torch.Tensor:
             a, b = factor_gram_product(x, mask)
-            return greedy_dpp(self.gamma * a, b, mask, number, most, ridge=1.0)
+            return greedy_dpp(self.gamma * a, b, mask, num_kept, max_tokens, ridge=1.0)
 
         count, width = tokens.hidden.shape[1:]
-        keep = by_rows(of, count * (most + 3 * width), tokens.hidden, tokens.mask, tokens.budget)
+        keep = by_rows(pick_rows, count * (max_tokens + 3 * width), tokens.hidden, tokens.mask, tokens.budget)
         return Selection(keep, counts=tokens.keep)
 
 
@@ -52,8 +52,8 @@ def factor_gram_product(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tens
     """Return two float32 `[S, N, n]`, n the less of N and D, whose products of all pairs are V V^T V V^T; V are the
     tokens `[S, N, D]` with each feature divided by its length over those of `mask`. A token with NaN, and padding, is
     0."""
-    real = mask & finite(x)
-    v = x.float().masked_fill(~real.unsqueeze(2), 0)
+    valid = mask & finite(x)
+    v = x.float().masked_fill(~valid.unsqueeze(2), 0)
     v = v / v.norm(dim=1, keepdim=True).clamp(min=1e-12)
     if v.shape[2] < v.shape[1]:
         return v @ (v.transpose(1, 2) @ v), v

@@ -46,12 +46,14 @@ def split_into_rectangles(
     bands = min(max(bands, -(-cells // width)), cells)
     cell = torch.empty(height, width, dtype=torch.long, device="cpu")
     middle = torch.empty(cells, dtype=torch.long, device="cpu")
-    done = 0
+    num_done = 0
     for band in range(bands):
         top, bottom = band * height // bands, (band + 1) * height // bands
-        inside = (band + 1) * cells // bands - done
-        cell[top:bottom] = done + torch.arange(width, device="cpu") * inside // width
-        left = -(-torch.arange(inside + 1, device="cpu") * width // inside)  # where each cell of the band begins
-        middle[done : done + inside] = (top + bottom) // 2 * width + left[:-1] + left.diff() // 2
-        done += inside
+        num_in_band = (band + 1) * cells // bands - num_done
+        cell[top:bottom] = num_done + torch.arange(width, device="cpu") * num_in_band // width
+        starts = -(
+            -torch.arange(num_in_band + 1, device="cpu") * width // num_in_band
+        )  # where each cell of the band begins
+        middle[num_done : num_done + num_in_band] = (top + bottom) // 2 * width + starts[:-1] + starts.diff() // 2
+        num_done += num_in_band
     return cell.flatten(), middle

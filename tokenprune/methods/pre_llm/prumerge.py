@@ -65,56 +65,60 @@ class PruMerge(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         tiles, attention = Tiles.from_tokens(tokens), make_sortable(self.compute_attention(tokens))
         if self.exact or tokens.keep == tokens.counts:
-            number, counts = tiles.num_kept, tokens.keep
-            extra = tiles.zero_non_patches((number > 0) & (number < tiles.sizes)).long() * (self.merge == "rest")
-            picked = self._picked(tiles, attention, number - extra)
+            num_kept, counts = tiles.num_kept, tokens.keep
+            num_rest = tiles.zero_non_patches((num_kept > 0) & (num_kept < tiles.sizes)).long() * (self.merge == "rest")
+            picked = self._pick(tiles, attention, num_kept - num_rest)
         else:
             picked, counts = (
-                self._adaptive(tiles, attention, tiles.zero_non_patches(_count_outliers(tiles, attention))),
+                self._pick_adaptive(tiles, attention, tiles.zero_non_patches(_count_outliers(tiles, attention))),
                 None,
             )
-            found = tiles.count_selected(picked)
+            num_picked = tiles.count_selected(picked)
             # Without any a tile has at least its best one.
-            extra = tiles.zero_non_patches((found < tiles.sizes) & ((self.merge == "rest") | (found == 0))).long()
-        rest = tiles.top(attention, extra, tiles.is_patch & ~picked)
+            num_rest = tiles.zero_non_patches(
+                (num_picked < tiles.sizes) & ((self.merge == "rest") | (num_picked == 0))
+            ).long()
+        rest = tiles.top(attention, num_rest, tiles.is_patch & ~picked)
         keep = picked | rest
         weight = attention.clamp(min=0)
         itself = torch.arange(keep.shape[1], device=keep.device)
         if self.merge == "none":
             return Selection(keep, counts=counts)
         if self.merge == "clusters":
-            into = self._clusters(tokens, tiles, keep)
+            target = self._find_clusters(tokens, tiles, keep)
         else:
-            at = torch.zeros_like(tiles.num_kept).scatter_add(1, tiles.index, itself * rest)
-            into = torch.where(tiles.is_patch & (tiles.expand(extra) > 0), tiles.expand(at), -1)
-        return Selection(keep, torch.where(keep, itself, into), weight, counts)
+            rest_index = torch.zeros_like(tiles.num_kept).scatter_add(1, tiles.index, itself * rest)
+            target = torch.where(tiles.is_patch & (tiles.expand(num_rest) > 0), tiles.expand(rest_index), -1)
+        return Selection(keep, torch.where(keep, itself, target), weight, counts)
 
-    def _picked(self, tiles: Tiles, attention: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    def _pick(self, tiles: Tiles, attention: torch.Tensor, num_kept: torch.Tensor) -> torch.Tensor:
         """bool `[S, N]`: which stay for themselves, `number`, long `[S, T + 2]`, of each tile."""
-        return tiles.top(attention, number)
+        return tiles.top(attention, num_kept)
 
-    def _adaptive(self, tiles: Tiles, attention: torch.Tensor, outliers: torch.Tensor) -> torch.Tensor:
+    def _pick_adaptive(self, tiles: Tiles, attention: torch.Tensor, num_outliers: torch.Tensor) -> torch.Tensor:
         """bool `[S, N]`: which stay for themselves where `outliers` of each tile have much attention."""
-        return tiles.top(attention, outliers)
+        return tiles.top(attention, num_outliers)
 
-    def _clusters(self, tokens: VisualTokens, tiles: Tiles, keep: torch.Tensor) -> torch.Tensor:
+    def _find_clusters(self, tokens: VisualTokens, tiles: Tiles, keep: torch.Tensor) -> torch.Tensor:
         """long `[S, N]`: the kept token that each joins, -1 where it is among the nearest of none."""
         keys = unit(tokens.encoder_keys(-1))
-        place = partition(keep)[:, : max(tokens.keep) if self.exact else None]
-        best = torch.full(keep.shape, -torch.inf, dtype=torch.float32, device=keep.device)
-        into = torch.full_like(place[:, :1], -1).repeat(1, keep.shape[1])
-        for part in in_parts(place.shape[1], keep.numel()):
-            at = place[:, part]
-            alike = gather_tokens(keys, at, 1) @ keys.transpose(1, 2)
-            others = (tiles.index.gather(1, at).unsqueeze(2) == tiles.index.unsqueeze(1)) & tiles.is_patch.unsqueeze(1)
-            others &= at.unsqueeze(2) != torch.arange(keep.shape[1], device=keep.device)
-            alike = alike.masked_fill(~(others & keep.gather(1, at).unsqueeze(2)), -torch.inf)
-            near = alike.topk(min(self.neighbours, keep.shape[1]), dim=2)
-            alike = torch.full_like(alike, -torch.inf).scatter(2, near.indices, near.values)
-            likest, which = alike.max(dim=1)
-            into = torch.where(likest > best, at.gather(1, which), into)
-            best = torch.maximum(best, likest)
-        return into
+        kept_indices = partition(keep)[:, : max(tokens.keep) if self.exact else None]
+        best_similarity = torch.full(keep.shape, -torch.inf, dtype=torch.float32, device=keep.device)
+        target = torch.full_like(kept_indices[:, :1], -1).repeat(1, keep.shape[1])
+        for part in in_parts(kept_indices.shape[1], keep.numel()):
+            indices = kept_indices[:, part]
+            similarity = gather_tokens(keys, indices, 1) @ keys.transpose(1, 2)
+            is_candidate = (
+                tiles.index.gather(1, indices).unsqueeze(2) == tiles.index.unsqueeze(1)
+            ) & tiles.is_patch.unsqueeze(1)
+            is_candidate &= indices.unsqueeze(2) != torch.arange(keep.shape[1], device=keep.device)
+            similarity = similarity.masked_fill(~(is_candidate & keep.gather(1, indices).unsqueeze(2)), -torch.inf)
+            neighbors = similarity.topk(min(self.neighbours, keep.shape[1]), dim=2)
+            similarity = torch.full_like(similarity, -torch.inf).scatter(2, neighbors.indices, neighbors.values)
+            similarity_max, nearest = similarity.max(dim=1)
+            target = torch.where(similarity_max > best_similarity, indices.gather(1, nearest), target)
+            best_similarity = torch.maximum(best_similarity, similarity_max)
+        return target
 
 
 def _count_outliers(tiles: Tiles, attention: torch.Tensor) -> torch.Tensor:
@@ -123,14 +127,14 @@ def _count_outliers(tiles: Tiles, attention: torch.Tensor) -> torch.Tensor:
     last = (tiles.sizes - 1).clamp(min=0).double()
 
     def quantile(share: float) -> torch.Tensor:
-        at = last * share
+        index = last * share
         values = [
             torch.zeros_like(last).scatter_add(
-                1, tiles.index, torch.where(rank == tiles.expand(place.long()), attention.double(), 0.0)
+                1, tiles.index, torch.where(rank == tiles.expand(rank_of_value.long()), attention.double(), 0.0)
             )
-            for place in (at.floor(), at.ceil())
+            for rank_of_value in (index.floor(), index.ceil())
         ]  # fmt: skip
-        return values[0] + (values[1] - values[0]) * (at - at.floor())
+        return values[0] + (values[1] - values[0]) * (index - index.floor())
 
     first, third = quantile(0.25), quantile(0.75)
     fence = third + 1.5 * (third - first)

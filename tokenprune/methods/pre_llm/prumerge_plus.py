@@ -35,17 +35,22 @@ class PruMergePlus(PruMerge):
     and one where more than a third have it every patch but the last (there the code fails too).
     """
 
-    def _picked(self, tiles: Tiles, attention: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        dominant = torch.where(number > 0, ((number + 2) // 4).clamp(min=1), 0)  # a quarter, rounded
-        dominant = torch.cat([dominant[:, : tiles.num_tiles], number[:, tiles.num_tiles :]], dim=1)
-        best = tiles.top(attention, dominant)
-        rest = tiles.is_patch & ~best
-        place = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1))
-        wanted, left = tiles.expand(number - dominant), tiles.expand(tiles.count_selected(rest)).clamp(min=1)
-        return best | (rest & ((-place * wanted) % left < wanted))
+    def _pick(self, tiles: Tiles, attention: torch.Tensor, num_kept: torch.Tensor) -> torch.Tensor:
+        num_dominant = torch.where(num_kept > 0, ((num_kept + 2) // 4).clamp(min=1), 0)  # a quarter, rounded
+        num_dominant = torch.cat([num_dominant[:, : tiles.num_tiles], num_kept[:, tiles.num_tiles :]], dim=1)
+        dominant = tiles.top(attention, num_dominant)
+        rest = tiles.is_patch & ~dominant
+        order = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1))
+        num_spread, num_left = (
+            tiles.expand(num_kept - num_dominant),
+            tiles.expand(tiles.count_selected(rest)).clamp(min=1),
+        )
+        return dominant | (rest & ((-order * num_spread) % num_left < num_spread))
 
-    def _adaptive(self, tiles: Tiles, attention: torch.Tensor, outliers: torch.Tensor) -> torch.Tensor:
-        step = (tiles.sizes // (3 * outliers).clamp(min=1)).clamp(min=1)
-        place, last = rank_in_group(tiles.index), tiles.expand(tiles.sizes) - 1
-        spread = tiles.is_patch & (tiles.expand(outliers) > 0) & (place % tiles.expand(step) == 0) & (place < last)
-        return tiles.top(attention, outliers) | spread
+    def _pick_adaptive(self, tiles: Tiles, attention: torch.Tensor, num_outliers: torch.Tensor) -> torch.Tensor:
+        step = (tiles.sizes // (3 * num_outliers).clamp(min=1)).clamp(min=1)
+        order, last = rank_in_group(tiles.index), tiles.expand(tiles.sizes) - 1
+        is_spread = (
+            tiles.is_patch & (tiles.expand(num_outliers) > 0) & (order % tiles.expand(step) == 0) & (order < last)
+        )
+        return tiles.top(attention, num_outliers) | is_spread

@@ -55,63 +55,65 @@ class PruneSID(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         keep = torch.zeros_like(tokens.mask)
         attention = compute_saliency(tokens) if self.form == "llava" else None
-        for number, (count, wanted) in enumerate(zip(tokens.counts, tokens.keep, strict=True)):
-            salient = None if attention is None else attention[number, :count]
-            keep[number, :count] = self._of_image(tokens.hidden[number, :count], wanted, salient)
+        for segment, (count, num_kept) in enumerate(zip(tokens.counts, tokens.keep, strict=True)):
+            saliency = None if attention is None else attention[segment, :count]
+            keep[segment, :count] = self._prune_image(tokens.hidden[segment, :count], num_kept, saliency)
         return Selection(keep, counts=tokens.keep)
 
-    def _of_image(self, x: torch.Tensor, wanted: int, salient: torch.Tensor | None) -> torch.Tensor:
+    def _prune_image(self, x: torch.Tensor, num_kept: int, saliency: torch.Tensor | None) -> torch.Tensor:
         """bool `[N]`: what stays of one image's tokens `[N, D]`."""
-        count, qwen = len(x), self.form == "qwen"
+        count, is_qwen = len(x), self.form == "qwen"
         x = x.float().masked_fill(~x.isfinite().all(1, keepdim=True), 0)
-        groups = min(max(wanted // 4, 4 if qwen else 1), wanted)
-        size, group = project_to_components(x, groups).max(1)
-        score = size if salient is None else salient
+        num_groups = min(max(num_kept // 4, 4 if is_qwen else 1), num_kept)
+        size, group = project_to_components(x, num_groups).max(1)
+        score = size if saliency is None else saliency
         mask = torch.ones(1, count, dtype=torch.bool, device=x.device)
         pairs = alike(x[None], mask)
-        upper = pairs.of_rows(lambda rows, segment, start: rows.triu(start).sum(1)).sum(dtype=torch.float64).float()
-        if qwen:  # the code's mean of the upper half counts the lower one as zeros
-            threshold = max(18 * wanted / count, 1) * upper / count**2
+        upper_sum = pairs.of_rows(lambda rows, segment, start: rows.triu(start).sum(1)).sum(dtype=torch.float64).float()
+        if is_qwen:  # the code's mean of the upper half counts the lower one as zeros
+            threshold = max(18 * num_kept / count, 1) * upper_sum / count**2
         else:
-            own = pairs.diagonal().sum()
-            threshold = wanted / 32 * 2 * (upper - own) / max(1, count * (count - 1))
-        near = Relation(pairs, lambda alike, own: (alike > threshold) & (own == group), group[None])
-        unlike = unsuppressed(near, score[None], mask)
-        each = torch.stack([mask[0], unlike[0]]).long()
-        members, left = each.new_zeros(2, groups).scatter_add_(1, group.expand(2, -1), each).tolist()
-        quota = to_device(compute_quotas(members, left, wanted), x.device)
-        return rank_in_group(group[None], unlike.byte(), score[None])[0] < quota[group]
+            diagonal = pairs.diagonal().sum()
+            threshold = num_kept / 32 * 2 * (upper_sum - diagonal) / max(1, count * (count - 1))
+        conflicts = Relation(pairs, lambda similarity, other: (similarity > threshold) & (other == group), group[None])
+        is_distinct = unsuppressed(conflicts, score[None], mask)
+        membership = torch.stack([mask[0], is_distinct[0]]).long()
+        num_members, num_distinct = (
+            membership.new_zeros(2, num_groups).scatter_add_(1, group.expand(2, -1), membership).tolist()
+        )
+        quota = to_device(compute_quotas(num_members, num_distinct, num_kept), x.device)
+        return rank_in_group(group[None], is_distinct.byte(), score[None])[0] < quota[group]
 
 
-def project_to_components(x: torch.Tensor, number: int) -> torch.Tensor:
+def project_to_components(x: torch.Tensor, num_components: int) -> torch.Tensor:
     """float32 `[N, number]`: size of each token `[N, D]` in each of the first principal components of their sigmoids,
     each token less its own mean; 0 in components that there are not. Waits for the device."""
     x = x.double().sigmoid()
     x = x - x.mean(1, keepdim=True)
     wide = x.shape[0] <= x.shape[1]
     values, vectors = torch.linalg.eigh(x @ x.T if wide else x.T @ x)
-    values, vectors = values.flip(0)[:number], vectors.flip(1)[:, :number]
+    values, vectors = values.flip(0)[:num_components], vectors.flip(1)[:, :num_components]
     if not wide:
         vectors = x @ vectors / values.clamp(min=1e-300).sqrt()
-    there = values > 1e-12 * values[:1].clamp(min=1e-300)
-    found = torch.where(there, vectors.abs(), 0).float()
-    return torch.nn.functional.pad(found, (0, number - found.shape[1]))
+    is_present = values > 1e-12 * values[:1].clamp(min=1e-300)
+    projection = torch.where(is_present, vectors.abs(), 0).float()
+    return torch.nn.functional.pad(projection, (0, num_components - projection.shape[1]))
 
 
-def compute_quotas(members: list[int], left: list[int], wanted: int) -> list[int]:
+def compute_quotas(num_members: list[int], num_distinct: list[int], num_kept: int) -> list[int]:
     """Return how many tokens each group keeps, `wanted` in all.
 
     members: tokens of each group; left: how many of them were not removed.
     """
-    cap = 5 * math.ceil(wanted / 64)
-    most = [min(cap, have, unlike) for have, unlike in zip(members, left, strict=True)]
-    while sum(most) < wanted:
-        most = [min(one + 1, have) for one, have in zip(most, members, strict=True)]
-    least = [min(1, have) for have in members]
-    rest, total = wanted - sum(least), sum(left)
-    ends = [round(one / total * rest) for one in itertools.accumulate(left)]
-    more = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    quota = [min(one + add, top) for one, add, top in zip(least, more, most, strict=True)]
-    for group in sorted(range(len(left)), key=lambda group: -left[group]):
-        quota[group] += min(wanted - sum(quota), most[group] - quota[group])
+    cap = 5 * math.ceil(num_kept / 64)
+    max_kept = [min(cap, size, distinct) for size, distinct in zip(num_members, num_distinct, strict=True)]
+    while sum(max_kept) < num_kept:
+        max_kept = [min(value + 1, size) for value, size in zip(max_kept, num_members, strict=True)]
+    min_kept = [min(1, size) for size in num_members]
+    remaining, total = num_kept - sum(min_kept), sum(num_distinct)
+    ends = [round(value / total * remaining) for value in itertools.accumulate(num_distinct)]
+    extra = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    quota = [min(value + add, top) for value, add, top in zip(min_kept, extra, max_kept, strict=True)]
+    for group in sorted(range(len(num_distinct)), key=lambda group: -num_distinct[group]):
+        quota[group] += min(num_kept - sum(quota), max_kept[group] - quota[group])
     return quota

@@ -56,19 +56,19 @@ class ResPrune(Pruner):
         # A common length changes nothing, and keeps squares in range.
         x = x / x.masked_fill(~tokens.mask.unsqueeze(2), 0).abs().amax((1, 2), keepdim=True).clamp(min=_TINY)
         # Of vectors that are scaled, what is left outside a span is scaled as well.
-        weighed, most = x * self._relevance(tokens).pow(self.alpha / 2).unsqueeze(2), max(tokens.keep)
+        weighted, max_tokens = x * self._relevance(tokens).pow(self.alpha / 2).unsqueeze(2), max(tokens.keep)
 
-        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-            return greedy_dpp(x, x, mask, number, most)
+        def pick_rows(x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor) -> torch.Tensor:
+            return greedy_dpp(x, x, mask, num_kept, max_tokens)
 
-        entries = x.shape[1] * (x.shape[2] + most)
-        return Selection(by_rows(of, entries, weighed, tokens.mask, tokens.budget), counts=tokens.keep)
+        entries = x.shape[1] * (x.shape[2] + max_tokens)
+        return Selection(by_rows(pick_rows, entries, weighted, tokens.mask, tokens.budget), counts=tokens.keep)
 
     def _relevance(self, tokens: VisualTokens) -> torch.Tensor:
         """float32 `[S, N]`, above 0: of each token, 1 where it is padding or there is no text."""
         text = tokens.text
         if not self.alpha or not text.mask.shape[1]:
             return torch.ones(tokens.mask.shape, dtype=torch.float32, device=tokens.mask.device)
-        alike = cosines(tokens.hidden, text.hidden, tokens.mask).masked_fill(~text.mask.unsqueeze(1), -1)
-        found = rescale(alike.amax(2), tokens.mask) + _LOWEST
-        return found.masked_fill(~tokens.mask, 1)
+        similarity = cosines(tokens.hidden, text.hidden, tokens.mask).masked_fill(~text.mask.unsqueeze(1), -1)
+        relevance = rescale(similarity.amax(2), tokens.mask) + _LOWEST
+        return relevance.masked_fill(~tokens.mask, 1)

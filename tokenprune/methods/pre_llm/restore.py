@@ -54,18 +54,23 @@ class Restore(Pruner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one = self._chooser
-        plain = isinstance(one, Pruner) and one.site is Site.PRE_LLM and not one.merges and not one.by_content_count
+        chooser = self._chooser
+        is_supported = (
+            isinstance(chooser, Pruner)
+            and chooser.site is Site.PRE_LLM
+            and not chooser.merges
+            and not chooser.by_content_count
+        )
         self._check(
-            plain and one.least > 0,
+            is_supported and chooser.least > 0,
             f"chooser={self.chooser!r} does not keep a set number of tokens, as they are, between vision tower and "
             "language model; take divprune, vispruner or cdpruner",
         )
 
     @cached_property
     def _chooser(self) -> Pruner:
-        found: Any = build(self.chooser, {})
-        return found
+        method: Any = build(self.chooser, {})
+        return method
 
     @property
     def needs(self) -> frozenset[str]:
@@ -84,45 +89,52 @@ class Restore(Pruner):
         return self.calibrate
 
     def select(self, tokens: VisualTokens) -> Selection:
-        both = zip(tokens.keep, tokens.counts, strict=True)
-        plain = [keep if keep >= count else max(1, int((1 - self.merged) * keep)) for keep, count in both]
-        anchors = [keep - own for keep, own in zip(tokens.keep, plain, strict=True)]
-        chosen = self._chooser.select(replace(tokens, keep=plain)).keep & tokens.mask
+        counts = zip(tokens.keep, tokens.counts, strict=True)
+        chooser_keeps = [keep if keep >= count else max(1, int((1 - self.merged) * keep)) for keep, count in counts]
+        num_anchors = [keep - chooser_keep for keep, chooser_keep in zip(tokens.keep, chooser_keeps, strict=True)]
+        chosen = self._chooser.select(replace(tokens, keep=chooser_keeps)).keep & tokens.mask
         index = torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)
         group = index.masked_fill(~chosen, -1)
-        if any(anchors):
-            group = self._groups(tokens.hidden, tokens.mask & ~chosen, anchors, group)
-        return self._selection(tokens, group, index)
+        if any(num_anchors):
+            group = self._assign_anchors(tokens.hidden, tokens.mask & ~chosen, num_anchors, group)
+        return self._select_medians(tokens, group, index)
 
-    def _groups(self, x: torch.Tensor, left: torch.Tensor, number: list[int], group: torch.Tensor) -> torch.Tensor:
+    def _assign_anchors(
+        self, x: torch.Tensor, candidates: torch.Tensor, num_anchors: list[int], group: torch.Tensor
+    ) -> torch.Tensor:
         """Return `group`, long `[S, N]` (a token that stays as it is has its own index, others -1), with the anchor of
         each token of `left`, bool `[S, N]`. number: of anchors in each segment."""
-        products = alike(x, left)
-        near = products.of_rows(lambda rows, segment, start: rows.sum(1))
+        products = alike(x, candidates)
+        total_similarity = products.of_rows(lambda rows, segment, start: rows.sum(1))
 
-        def closest(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
-            own, others = near[segment, start : start + len(rows), None], near[segment]
-            rivals = left[segment] & (others < own if self.rival == "weaker" else others > own)
-            found = rows.masked_fill(~rivals, -torch.inf).amax(1)
-            return found.masked_fill(found == -torch.inf, 0)
+        def find_rival(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
+            self_total, other_totals = (
+                total_similarity[segment, start : start + len(rows), None],
+                total_similarity[segment],
+            )
+            rivals = candidates[segment] & (
+                other_totals < self_total if self.rival == "weaker" else other_totals > self_total
+            )
+            rival_similarity = rows.masked_fill(~rivals, -torch.inf).amax(1)
+            return rival_similarity.masked_fill(rival_similarity == -torch.inf, 0)
 
-        score = near * (1 - products.of_rows(closest))
-        anchors = top_mask(score, left, to_device(number, x.device), max(number))
+        score = total_similarity * (1 - products.of_rows(find_rival))
+        anchors = top_mask(score, candidates, to_device(num_anchors, x.device), max(num_anchors))
 
-        def most_alike(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
+        def find_anchor(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
             return rows.masked_fill(~anchors[segment], -torch.inf).argmax(1)
 
-        joined = products.of_rows(most_alike)
-        index = torch.arange(left.shape[1], device=x.device)
-        joined = torch.where(anchors, index, joined).masked_fill(~anchors.any(1, keepdim=True), -1)
-        return torch.where(left, joined, group)
+        assigned = products.of_rows(find_anchor)
+        index = torch.arange(candidates.shape[1], device=x.device)
+        assigned = torch.where(anchors, index, assigned).masked_fill(~anchors.any(1, keepdim=True), -1)
+        return torch.where(candidates, assigned, group)
 
-    def _selection(self, tokens: VisualTokens, group: torch.Tensor, index: torch.Tensor) -> Selection:
+    def _select_medians(self, tokens: VisualTokens, group: torch.Tensor, index: torch.Tensor) -> Selection:
         """Return the choice of one token for each group, its lower median, and remember how many each stands for."""
-        count, real = group.shape[1], group >= 0
-        slot = group.masked_fill(~real, count)  # a scratch entry at the end
+        count, is_member = group.shape[1], group >= 0
+        slot = group.masked_fill(~is_member, count)  # a scratch entry at the end
         size = slot.new_zeros(len(slot), count + 1).scatter_add(1, slot, torch.ones_like(slot)).gather(1, slot)
-        keep = real & (rank_in_group(slot, -index) == (size - 1) // 2)
-        centre = slot.new_zeros(len(slot), count + 1).scatter(1, slot.masked_fill(~keep, count), index)
+        keep = is_member & (rank_in_group(slot, -index) == (size - 1) // 2)
+        median = slot.new_zeros(len(slot), count + 1).scatter(1, slot.masked_fill(~keep, count), index)
         tokens.remember(SIZES, size.float(), per_token=True)
-        return Selection(keep, centre.gather(1, slot).masked_fill(~real, -1), counts=tokens.keep)
+        return Selection(keep, median.gather(1, slot).masked_fill(~is_member, -1), counts=tokens.keep)

@@ -49,12 +49,14 @@ class Scope(Pruner):
         return frozenset({"encoder_attention"} | ({"encoder_features"} if self.features == "tower" else set()))
 
     def select(self, tokens: VisualTokens) -> Selection:
-        most, salient = max(tokens.keep), compute_saliency(tokens)
-        salient = salient / salient.amax(1, keepdim=True).clamp(min=1e-30)  # no power of it rounds to 0
+        max_tokens, saliency = max(tokens.keep), compute_saliency(tokens)
+        saliency = saliency / saliency.amax(1, keepdim=True).clamp(min=1e-30)  # no power of it rounds to 0
 
-        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-            return cover([Relation(alike(x, mask))], mask, number, most, factor)
+        def pick_rows(
+            x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, factor: torch.Tensor
+        ) -> torch.Tensor:
+            return cover([Relation(alike(x, mask))], mask, num_kept, max_tokens, factor)
 
         x = tokens.encoder_features if self.features == "tower" else tokens.hidden
-        given = (x, tokens.mask, tokens.budget, salient**self.alpha)
-        return Selection(by_rows(of, 2 * x.shape[1] ** 2, *given), counts=tokens.keep)
+        inputs = (x, tokens.mask, tokens.budget, saliency**self.alpha)
+        return Selection(by_rows(pick_rows, 2 * x.shape[1] ** 2, *inputs), counts=tokens.keep)

@@ -25,8 +25,8 @@ from tokenprune.selection.tokens import VisualTokens
 
 _AFTER = (3 / 32, 7 / 32, 16 / 32)
 _SIZES = (128.0, 86.0, 57.0, 35.0)  # before the decoder, and at its three cuts
-_A_ROUND = 16  # tokens that a round of the search for different ones takes
-_ROWS = 128  # of products at a time, where there are too many for a table
+_TOKENS_PER_ROUND = 16  # tokens that a round of the search for different ones takes
+_ROWS_AT_ONCE = 128  # of products at a time, where there are too many for a table
 
 
 @register(
@@ -67,29 +67,32 @@ class SinkPruner(Pruner):
             return [(self, budget)]
         inside = place(_AFTER, layers, Budget(keep=1.0))
         first, *cuts = profile(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
-        alone = dataclasses.replace(self, stage2=False)
-        return [(alone, first.budget), *((_TextGuidedCut(cut.layer), cut.budget) for cut in cuts)]
+        first_stage = dataclasses.replace(self, stage2=False)
+        return [(first_stage, first.budget), *((_TextGuidedCut(cut.layer), cut.budget) for cut in cuts)]
 
     def select(self, tokens: VisualTokens) -> Selection:
-        mask, device, most = tokens.mask, tokens.mask.device, max(tokens.keep)
+        mask, device, max_tokens = tokens.mask, tokens.mask.device, max(tokens.keep)
         features = tokens.encoder_features.float()
         index = torch.arange(mask.shape[1], device=device).expand_as(mask)
-        high = [self._high(count, keep) for count, keep in zip(tokens.counts, tokens.keep, strict=True)]
+        num_sinks = [self._count_sinks(count, keep) for count, keep in zip(tokens.counts, tokens.keep, strict=True)]
         norm = features.norm(dim=-1)
-        sink = top_mask(norm, mask, to_device(high, device), max(high))
-        carrier = top_mask(norm, mask, to_device([min(1, one) for one in high], device), 1)
+        is_sink = top_mask(norm, mask, to_device(num_sinks, device), max(num_sinks))
+        is_carrier = top_mask(norm, mask, to_device([min(1, count) for count in num_sinks], device), 1)
 
-        rest = mask & ~sink
-        room = [keep - min(1, one) for keep, one in zip(tokens.keep, high, strict=True)]
+        rest = mask & ~is_sink
+        room = [keep - min(1, count) for keep, count in zip(tokens.keep, num_sinks, strict=True)]
         salient = top_mask(
-            tokens.encoder_attention(-1).mean(1), rest, to_device([-(-one // 2) for one in room], device), most
+            tokens.encoder_attention(-1).mean(1),
+            rest,
+            to_device([-(-count // 2) for count in room], device),
+            max_tokens,
         )
-        keep = carrier | pick_dissimilar(features, rest, salient, to_device(room, device), max(room))
+        keep = is_carrier | pick_dissimilar(features, rest, salient, to_device(room, device), max(room))
         # Where all stay there is nothing to gather, and no carrier.
-        into = carrier.to(torch.uint8).argmax(1, keepdim=True).expand_as(index)
-        return Selection(keep, torch.where(sink, into, torch.where(keep, index, -1)), counts=tokens.keep)
+        carrier_index = is_carrier.to(torch.uint8).argmax(1, keepdim=True).expand_as(index)
+        return Selection(keep, torch.where(is_sink, carrier_index, torch.where(keep, index, -1)), counts=tokens.keep)
 
-    def _high(self, count: int, keep: int) -> int:
+    def _count_sinks(self, count: int, keep: int) -> int:
         """Return the number of sinks among `count` tokens that leaves enough others to keep `keep` with the token the
         sinks become."""
         if keep >= count or not self.sinks:
@@ -114,46 +117,64 @@ class _TextGuidedCut(Pruner):
 
 
 def pick_dissimilar(
-    x: torch.Tensor, mask: torch.Tensor, taken: torch.Tensor, number: torch.Tensor, most: int, at_once: int = _A_ROUND
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    selected: torch.Tensor,
+    num_kept: torch.Tensor,
+    max_tokens: int,
+    num_per_round: int = _TOKENS_PER_ROUND,
 ) -> torch.Tensor:
     """bool `[S, N]`: `taken`, and of the others of `mask` round by round the `at_once` that are least like any taken by
     cosine, until there are `number` (long `[S]`, at most `most`).
 
     x: `[S, N, D]`; mask, taken: bool `[S, N]`. Of equals the first; NaN is like nothing.
     """
-    found = []
+    results = []
     for rows in in_parts(len(x), x.shape[1] ** 2):
-        products, chosen, left = Products(unit(x[rows])), taken[rows], mask[rows]
+        products, selected_part, candidates = Products(unit(x[rows])), selected[rows], mask[rows]
         if not products.fits:
-            each = zip(range(products.shape[0]), chosen, left, number[rows].tolist(), strict=True)
-            found.append(torch.stack([_pick_dissimilar_by_rows(products, *one, at_once) for one in each]))
+            segments = zip(range(products.shape[0]), selected_part, candidates, num_kept[rows].tolist(), strict=True)
+            results.append(
+                torch.stack(
+                    [_pick_dissimilar_by_rows(products, *segment_inputs, num_per_round) for segment_inputs in segments]
+                )
+            )
             continue
-        alike = products.table
+        similarity = products.table
         # Adding takes a fifth of the time of filling.
-        nearest = (alike + torch.zeros_like(alike[:, 0]).masked_fill_(~chosen, -torch.inf)[:, None]).amax(2)
-        for _ in range(0, most, at_once):
-            room = (number[rows] - chosen.sum(1)).clamp(min=0, max=at_once)
-            new = top_mask(-nearest, left & ~chosen, room, at_once)
-            chosen = chosen | new
-            at = partition(new)[:, None, :at_once]  # the new ones, then others
-            fresh = alike.gather(2, at.expand(-1, alike.shape[1], -1))
-            nearest = torch.maximum(nearest, fresh.masked_fill(~new[:, None].gather(2, at), -torch.inf).amax(2))
-        found.append(chosen)
-    return torch.cat(found)
+        nearest = (
+            similarity + torch.zeros_like(similarity[:, 0]).masked_fill_(~selected_part, -torch.inf)[:, None]
+        ).amax(2)
+        for _ in range(0, max_tokens, num_per_round):
+            room = (num_kept[rows] - selected_part.sum(1)).clamp(min=0, max=num_per_round)
+            new = top_mask(-nearest, candidates & ~selected_part, room, num_per_round)
+            selected_part = selected_part | new
+            new_indices = partition(new)[:, None, :num_per_round]  # the new ones, then others
+            new_similarity = similarity.gather(2, new_indices.expand(-1, similarity.shape[1], -1))
+            nearest = torch.maximum(
+                nearest, new_similarity.masked_fill(~new[:, None].gather(2, new_indices), -torch.inf).amax(2)
+            )
+        results.append(selected_part)
+    return torch.cat(results)
 
 
 def _pick_dissimilar_by_rows(
-    products: Products, segment: int, chosen: torch.Tensor, left: torch.Tensor, number: int, at_once: int
+    products: Products,
+    segment: int,
+    selected: torch.Tensor,
+    candidates: torch.Tensor,
+    num_kept: int,
+    num_per_round: int,
 ) -> torch.Tensor:
     """bool `[N]`: `different` of one segment, of whose products those of what is taken alone are made."""
-    nearest = chosen.new_full(chosen.shape, -torch.inf, dtype=torch.float32)
-    new = chosen
+    nearest = selected.new_full(selected.shape, -torch.inf, dtype=torch.float32)
+    new = selected
     while True:
-        for some in new.nonzero().flatten().split(_ROWS):
-            torch.maximum(nearest, products.rows(segment, some).amax(0), out=nearest)
-        free = left & ~chosen
-        room = min(at_once, number - int(chosen.sum()), int(free.sum()))
+        for part in new.nonzero().flatten().split(_ROWS_AT_ONCE):
+            torch.maximum(nearest, products.rows(segment, part).amax(0), out=nearest)
+        free = candidates & ~selected
+        room = min(num_per_round, num_kept - int(selected.sum()), int(free.sum()))
         if room <= 0:
-            return chosen
-        new = top_mask(-nearest[None], free[None], to_device([room], left.device), at_once)[0]
-        chosen = chosen | new
+            return selected
+        new = top_mask(-nearest[None], free[None], to_device([room], candidates.device), num_per_round)[0]
+        selected = selected | new

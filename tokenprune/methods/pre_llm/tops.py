@@ -42,22 +42,24 @@ class Tops(Pruner):
     coverage: Annotated[float, Ge(0)] = 0.5
 
     def select(self, tokens: VisualTokens) -> Selection:
-        most = max(tokens.keep)
+        max_tokens = max(tokens.keep)
 
-        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, salient: torch.Tensor) -> torch.Tensor:
-            coverage, picks, score = Coverage([Relation(alike(x, mask))], start=-1.0), Picks(mask), salient
-            for _ in range(most):
+        def pick_rows(
+            x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, saliency: torch.Tensor
+        ) -> torch.Tensor:
+            coverage, picks, score = Coverage([Relation(alike(x, mask))], start=-1.0), Picks(mask), saliency
+            for _ in range(max_tokens):
                 coverage.take(picks.take_best(picks.among_left(score)))  # which is covered by itself, as well as can be
-                criteria = torch.stack([salient, coverage.gain, (1 - coverage.cover[0]).clamp_(min=0)])
+                criteria = torch.stack([saliency, coverage.gain, (1 - coverage.cover[0]).clamp_(min=0)])
                 relevance, gain, distance = divide_by_mean(criteria, picks.left)
                 score = relevance + self.coverage * gain + self.diversity * distance
-            return picks.first(number)
+            return picks.first(num_kept)
 
-        given = (tokens.hidden, tokens.mask, tokens.budget, compute_saliency(tokens))
-        return Selection(by_rows(of, 2 * tokens.mask.shape[1] ** 2, *given), counts=tokens.keep)
+        inputs = (tokens.hidden, tokens.mask, tokens.budget, compute_saliency(tokens))
+        return Selection(by_rows(pick_rows, 2 * tokens.mask.shape[1] ** 2, *inputs), counts=tokens.keep)
 
 
-def divide_by_mean(value: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+def divide_by_mean(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """float `[..., S, N]`: `value`, at least 0, divided by its mean where `left` (bool `[S, N]`); 0 where that is 0."""
-    mean = (value * left).sum(-1, keepdim=True) / left.sum(1, keepdim=True).clamp(min=1)
+    mean = (value * mask).sum(-1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return value / mean.masked_fill_(mean <= 0, torch.inf)

@@ -50,38 +50,42 @@ class VisionZip(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         tiles = Tiles.from_tokens(tokens)
-        context = (tiles.num_kept.float() * self.context + 0.5).long()
-        context = tiles.zero_non_patches(torch.minimum(context, tiles.num_kept - 1).clamp(min=0))
-        dominant = tiles.top(compute_patch_attention(tokens), tiles.num_kept - context)
+        num_context = (tiles.num_kept.float() * self.context + 0.5).long()
+        num_context = tiles.zero_non_patches(torch.minimum(num_context, tiles.num_kept - 1).clamp(min=0))
+        dominant = tiles.top(compute_patch_attention(tokens), tiles.num_kept - num_context)
         rest = tiles.is_patch & ~dominant
-        targets = rest & _sample_evenly(tiles, rest, context)
+        targets = rest & _sample_evenly(tiles, rest, num_context)
         keep = dominant | targets
-        joins = rest & ~targets & (tiles.expand(context) > 0)
-        into = self._most_similar(tokens, tiles, targets)
+        joins = rest & ~targets & (tiles.expand(num_context) > 0)
+        target = self._find_most_similar(tokens, tiles, targets)
         itself = torch.arange(keep.shape[1], device=keep.device)
-        assign = torch.where(keep, itself, torch.where(joins, into, -1))
-        return Selection(keep, assign, self._weights(into, joins), counts=tokens.keep)
+        assign = torch.where(keep, itself, torch.where(joins, target, -1))
+        return Selection(keep, assign, self._compute_weights(target, joins), counts=tokens.keep)
 
-    def _most_similar(self, tokens: VisualTokens, tiles: Tiles, targets: torch.Tensor) -> torch.Tensor:
+    def _find_most_similar(self, tokens: VisualTokens, tiles: Tiles, targets: torch.Tensor) -> torch.Tensor:
         """long `[S, N]`: for each token the target of its tile with the most similar key."""
         heads = tokens.encoder_attention(-1).shape[1]
         keys = tokens.encoder_keys(-1).float().unflatten(-1, (heads, -1)).mean(dim=2)
-        most = min(max(tokens.keep), int(max(tokens.keep) * self.context + tiles.num_tiles / 2) + 1)
-        place = partition(targets)[:, :most]
-        chosen, allowed, of = gather_tokens(keys, place, 1), targets.gather(1, place), tiles.index.gather(1, place)
-        return place.gather(1, best_match(keys, chosen, allowed, group_a=tiles.index, group_b=of)[1])
+        max_targets = min(max(tokens.keep), int(max(tokens.keep) * self.context + tiles.num_tiles / 2) + 1)
+        indices = partition(targets)[:, :max_targets]
+        chosen, allowed, tile = (
+            gather_tokens(keys, indices, 1),
+            targets.gather(1, indices),
+            tiles.index.gather(1, indices),
+        )
+        return indices.gather(1, best_match(keys, chosen, allowed, group_a=tiles.index, group_b=tile)[1])
 
-    def _weights(self, into: torch.Tensor, joins: torch.Tensor) -> torch.Tensor | None:
+    def _compute_weights(self, target: torch.Tensor, joins: torch.Tensor) -> torch.Tensor | None:
         """float32 `[S, N]`: weight of each token in the mean that it goes into."""
         if self.centre is None:
             return None
-        members = torch.zeros_like(into, dtype=torch.float32).scatter_add(1, into, joins.float())
-        own = (members == 0).float().clamp(min=self.centre)
-        return torch.where(joins, (1 - self.centre) / members.gather(1, into).clamp(min=1), own)
+        members = torch.zeros_like(target, dtype=torch.float32).scatter_add(1, target, joins.float())
+        own_weight = (members == 0).float().clamp(min=self.centre)
+        return torch.where(joins, (1 - self.centre) / members.gather(1, target).clamp(min=1), own_weight)
 
 
-def _sample_evenly(tiles: Tiles, rest: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+def _sample_evenly(tiles: Tiles, rest: torch.Tensor, num_samples: torch.Tensor) -> torch.Tensor:
     """bool `[S, N]`: of the `rest` of each tile every so many-th, from the first one on, `number` of them."""
-    place = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1))
-    step = (tiles.count_selected(rest) // number.clamp(min=1)).clamp(min=1)
-    return (place % tiles.expand(step) == 0) & (place // tiles.expand(step) < tiles.expand(number))
+    order = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1))
+    step = (tiles.count_selected(rest) // num_samples.clamp(min=1)).clamp(min=1)
+    return (order % tiles.expand(step) == 0) & (order // tiles.expand(step) < tiles.expand(num_samples))

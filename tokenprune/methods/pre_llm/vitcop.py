@@ -81,20 +81,24 @@ class _EntryStage(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         selection = Selection.top(tokens.encoder_attention(-1).mean(1), tokens)
-        at = partition(selection.keep)[:, : max(tokens.keep)]
-        number = to_device([max(1, int(self.clusters * keep)) for keep in tokens.keep], at.device)
+        indices = partition(selection.keep)[:, : max(tokens.keep)]
+        num_clusters = to_device([max(1, int(self.clusters * keep)) for keep in tokens.keep], indices.device)
         patches = tokens.patches
-        spot = torch.stack([patches.row.double() / patches.height, patches.column.double() / patches.width], dim=-1)
-        centre = by_rows(
-            find_cluster_centers, 4 * at.shape[1] ** 2, gather_tokens(tokens.encoder_keys(-1), at, 1),
-            gather_tokens(spot, at, 1), patches.tile.gather(1, at), selection.keep.gather(1, at), number,
+        positions = torch.stack(
+            [patches.row.double() / patches.height, patches.column.double() / patches.width], dim=-1
+        )
+        centers = by_rows(
+            find_cluster_centers, 4 * indices.shape[1] ** 2, gather_tokens(tokens.encoder_keys(-1), indices, 1),
+            gather_tokens(positions, indices, 1), patches.tile.gather(1, indices), selection.keep.gather(1, indices), num_clusters,
         )  # fmt: skip
-        tokens.remember("cluster", torch.full_like(tokens.mask, -1, dtype=torch.long).scatter(1, at, centre), True)
+        tokens.remember(
+            "cluster", torch.full_like(tokens.mask, -1, dtype=torch.long).scatter(1, indices, centers), True
+        )
         return selection
 
 
 def find_cluster_centers(
-    keys: torch.Tensor, spot: torch.Tensor, tile: torch.Tensor, mask: torch.Tensor, number: torch.Tensor
+    keys: torch.Tensor, positions: torch.Tensor, tile: torch.Tensor, mask: torch.Tensor, num_clusters: torch.Tensor
 ) -> torch.Tensor:
     """long `[S, n]`: the centre of the cluster of each token; -1 where chains of equally dense tokens reach none.
 
@@ -105,16 +109,16 @@ def find_cluster_centers(
     keys = keys.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     others = ~torch.eye(count, dtype=torch.bool, device=keys.device)
     pairs = mask.unsqueeze(1) & mask.unsqueeze(2) & (tile.unsqueeze(1) == tile.unsqueeze(2))
-    apart = (distances(keys, keys).double().square() + 1e-8).sqrt() * others
-    density = torch.exp(-(apart / scale).square()).masked_fill(~pairs, 0).sum(2).mul(_STEPS).round()
-    near = (spot.unsqueeze(1) - spot.unsqueeze(2)).norm(dim=-1) <= _NEAR
-    above = pairs & others & near & (density.unsqueeze(1) >= density.unsqueeze(2))
-    step, parent = apart.masked_fill(~above, torch.inf).min(2)
-    parent = torch.where(step.isinf(), 0, parent)
-    rank = rank_in_group((~mask).long(), (step * density).masked_fill(~mask, -torch.inf))
-    is_centre, itself = mask & (rank < number[:, None]), torch.arange(count, device=keys.device)
-    end = roots(torch.where(is_centre, itself, parent), count)
-    return torch.where(mask & is_centre.gather(1, end), end, -1)
+    distance = (distances(keys, keys).double().square() + 1e-8).sqrt() * others
+    density = torch.exp(-(distance / scale).square()).masked_fill(~pairs, 0).sum(2).mul(_STEPS).round()
+    is_near = (positions.unsqueeze(1) - positions.unsqueeze(2)).norm(dim=-1) <= _NEAR
+    is_parent_candidate = pairs & others & is_near & (density.unsqueeze(1) >= density.unsqueeze(2))
+    parent_distance, parent = distance.masked_fill(~is_parent_candidate, torch.inf).min(2)
+    parent = torch.where(parent_distance.isinf(), 0, parent)
+    rank = rank_in_group((~mask).long(), (parent_distance * density).masked_fill(~mask, -torch.inf))
+    is_center, itself = mask & (rank < num_clusters[:, None]), torch.arange(count, device=keys.device)
+    root = roots(torch.where(is_center, itself, parent), count)
+    return torch.where(mask & is_center.gather(1, root), root, -1)
 
 
 def compute_key_length(tokens: VisualTokens) -> torch.Tensor:
@@ -138,49 +142,59 @@ class _ClusterMergeStage(Pruner):
         weight = torch.ones(tokens.mask.shape, dtype=torch.float32, device="cpu")
         length = compute_key_length(tokens).nan_to_num(nan=torch.finfo(torch.float32).max)
         # Sizes of clusters decide how many stay of each, so that the host waits for both here.
-        both = torch.stack([length.double(), tokens.carry["cluster"].double()]).tolist()
+        lengths_and_clusters = torch.stack([length.double(), tokens.carry["cluster"].double()]).tolist()
         for row, (count, keep) in enumerate(zip(tokens.counts, tokens.keep, strict=True)):
             members: dict[int, list[int]] = {}
-            for place_of in range(count):
-                members.setdefault(int(both[1][row][place_of]), []).append(place_of)
-            for group in split_into_groups([*members.values()], both[0][row], keep):
+            for index in range(count):
+                members.setdefault(int(lengths_and_clusters[1][row][index]), []).append(index)
+            for group in split_into_groups([*members.values()], lengths_and_clusters[0][row], keep):
                 middle = group[len(group) // 2]
                 assign[row, group] = middle
                 weight[row, middle] = len(group) + 1  # itself, and the mean of all
-        assign, weight = (to_device(one, tokens.mask.device) for one in (assign, weight))
+        assign, weight = (to_device(tensor, tokens.mask.device) for tensor in (assign, weight))
         kept = assign == torch.arange(assign.shape[1], device=assign.device)
         return Selection(kept, assign, weight, counts=tokens.keep)
 
 
-def split_into_groups(clusters: Sequence[Sequence[int]], length: Sequence[float], wanted: int) -> list[list[int]]:
+def split_into_groups(clusters: Sequence[Sequence[int]], length: Sequence[float], num_groups: int) -> list[list[int]]:
     """Return exactly `wanted` groups of the members of `clusters`, each of which becomes one token.
 
     clusters: places, rising within each. length: of each place, shorter is better. wanted: at most all members.
     """
-    total = [math.fsum(length[one] for one in members) for members in clusters]
-    order = sorted(range(len(clusters)), key=lambda one: (total[one], one))
-    if len(clusters) > wanted:
-        rest = [place_of for one in order[wanted - 1 :] for place_of in clusters[one]]
-        return [*(list(clusters[one]) for one in order[: wanted - 1]), sorted(rest)]
+    total = [math.fsum(length[cluster] for cluster in members) for members in clusters]
+    order = sorted(range(len(clusters)), key=lambda cluster: (total[cluster], cluster))
+    if len(clusters) > num_groups:
+        rest = [index for cluster in order[num_groups - 1 :] for index in clusters[cluster]]
+        return [*(list(clusters[cluster]) for cluster in order[: num_groups - 1]), sorted(rest)]
     groups = []
-    for members, alone in zip(clusters, _count_singletons(clusters, total, wanted - len(clusters)), strict=True):
-        best = sorted(sorted(members, key=lambda one: (length[one], one))[:alone])
-        groups += [[one] for one in best] + [[one for one in members if one not in set(best)]]
+    for members, num_singletons in zip(
+        clusters, _count_singletons(clusters, total, num_groups - len(clusters)), strict=True
+    ):
+        singletons = sorted(sorted(members, key=lambda cluster: (length[cluster], cluster))[:num_singletons])
+        groups += [[cluster] for cluster in singletons] + [
+            [cluster for cluster in members if cluster not in set(singletons)]
+        ]
     return groups
 
 
-def _count_singletons(clusters: Sequence[Sequence[int]], total: Sequence[float], free: int) -> list[int]:
+def _count_singletons(clusters: Sequence[Sequence[int]], total: Sequence[float], num_free: int) -> list[int]:
     """Return how many members of each cluster stay by themselves, `free` in all: in proportion to size - 1, rounded,
     and put right one by one. Too few: the clusters of the least `total` get one more; too many: those of the largest
     give one away; of equal ones the first."""
-    room = [len(members) - 1 for members in clusters]
-    number = [min(most, round(free * most / max(1, sum(room)))) for most in room]
-    while (missing := free - sum(number)) != 0:
+    max_singletons = [len(members) - 1 for members in clusters]
+    num_singletons = [
+        min(available, round(num_free * available / max(1, sum(max_singletons)))) for available in max_singletons
+    ]
+    while (missing := num_free - sum(num_singletons)) != 0:
         step = 1 if missing > 0 else -1
-        able = [one for one in range(len(room)) if 0 <= number[one] + step <= room[one]]
-        for one in sorted(able, key=lambda one: (step * total[one], one))[: abs(missing)]:
-            number[one] += step
-    return number
+        adjustable = [
+            cluster
+            for cluster in range(len(max_singletons))
+            if 0 <= num_singletons[cluster] + step <= max_singletons[cluster]
+        ]
+        for cluster in sorted(adjustable, key=lambda cluster: (step * total[cluster], cluster))[: abs(missing)]:
+            num_singletons[cluster] += step
+    return num_singletons
 
 
 @dataclass(frozen=True)

@@ -103,29 +103,29 @@ class VScan(Pruner):
     def _pick(self, tokens: VisualTokens, local: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """bool `[S, N]`: the patches that either scan picks. local, last: the scores of the two, `[S, N]`."""
         patches, mask = tokens.patches, tokens.mask
-        real = patches.tile >= 0
+        is_patch = patches.tile >= 0
         tiles = patches.tiles
-        tile = torch.where(real, patches.tile, tiles)  # what is no patch is in a tile that picks nothing
-        wanted = (tokens.budget - (mask & ~real).sum(1)).clamp(min=1)
-        picks = split_among_tiles(
-            torch.zeros_like(tile[:, :1]).expand(-1, tiles + 1).scatter_add(1, tile, real.long()), wanted
+        tile = torch.where(is_patch, patches.tile, tiles)  # what is no patch is in a tile that picks nothing
+        num_patches_kept = (tokens.budget - (mask & ~is_patch).sum(1)).clamp(min=1)
+        num_picks = split_among_tiles(
+            torch.zeros_like(tile[:, :1]).expand(-1, tiles + 1).scatter_add(1, tile, is_patch.long()), num_patches_kept
         )
-        scanned = (picks.double() * self.local).long()
+        num_local = (num_picks.double() * self.local).long()
         # Best of each window first, then second best of each, and so on.
-        turn = rank_in_group(
+        rank_in_window = rank_in_group(
             tile * patches.height.amax() * patches.width.amax() + assign_windows(patches, self.window), local
         )
-        near = rank_in_group(tile, -turn, local) < scanned.gather(1, tile)
-        far = rank_in_group(tile, (~near).byte(), last) < (picks - scanned).gather(1, tile)
-        return real & (near | far)
+        local_picks = rank_in_group(tile, -rank_in_window, local) < num_local.gather(1, tile)
+        global_picks = rank_in_group(tile, (~local_picks).byte(), last) < (num_picks - num_local).gather(1, tile)
+        return is_patch & (local_picks | global_picks)
 
 
-def split_among_tiles(counts: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def split_among_tiles(counts: torch.Tensor, total_picks: torch.Tensor) -> torch.Tensor:
     """Split `wanted` (long `[S]`) among tiles of `counts` (long `[S, T]`) tokens: proportionally, none gets more than
     it has, and what does not divide goes to the first ones."""
     total = counts.sum(1, keepdim=True).clamp(min=1)
-    up_to = (counts.cumsum(1) * wanted[:, None] + total - 1).div(total, rounding_mode="floor")
-    return up_to.diff(dim=1, prepend=torch.zeros_like(up_to[:, :1]))
+    cumulative = (counts.cumsum(1) * total_picks[:, None] + total - 1).div(total, rounding_mode="floor")
+    return cumulative.diff(dim=1, prepend=torch.zeros_like(cumulative[:, :1]))
 
 
 def assign_windows(patches: Patches, side: int | None) -> torch.Tensor:
@@ -136,12 +136,18 @@ def assign_windows(patches: Patches, side: int | None) -> torch.Tensor:
     return row * across + column
 
 
-def find_most_similar(features: torch.Tensor, picked: torch.Tensor, tile: torch.Tensor, most: int) -> torch.Tensor:
+def find_most_similar(
+    features: torch.Tensor, picked: torch.Tensor, tile: torch.Tensor, max_tokens: int
+) -> torch.Tensor:
     """long `[S, N]`: for each token the picked one of its tile that is most similar by cosine, the first of equals; of
     any tile where its own has none. most: at least the largest number of picked ones."""
-    place = partition(picked)[:, :most]
-    chosen, allowed, of = gather_tokens(features, place, 1), picked.gather(1, place), tile.gather(1, place)
-    return place.gather(1, best_match(features, chosen, allowed, group_a=tile, group_b=of)[1])
+    indices = partition(picked)[:, :max_tokens]
+    chosen, allowed, tile_of_picked = (
+        gather_tokens(features, indices, 1),
+        picked.gather(1, indices),
+        tile.gather(1, indices),
+    )
+    return indices.gather(1, best_match(features, chosen, allowed, group_a=tile, group_b=tile_of_picked)[1])
 
 
 @dataclass(frozen=True)
