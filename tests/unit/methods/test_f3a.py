@@ -8,7 +8,7 @@ import torch
 import tokenprune
 from greedy import alone, image_tokens, picked
 from tests.unit.methods.naive.f3a import Cells, naive_anchors, naive_first_choice, naive_scores, spread_out
-from tokenprune.methods.pre_llm.f3a import draw_matrices, draw_sparse_matrix
+from tokenprune.methods.pre_llm.f3a_scores import draw_matrices, draw_sparse_matrix
 
 GRID = [(1, 7, 9)]
 METHOD = tokenprune.method("f3a")

@@ -90,7 +90,7 @@ def test_the_order_of_words_says_nothing(family: Any, build: Any) -> None:
 def test_what_a_decoder_lacks(build: Any) -> None:
     """A number of weights that is not the heads', and a layer that has no such projections."""
     model = build(FAMILIES["llava"])
-    with pytest.raises(OptionError, match="hawk: weights are of 3 heads"):
+    with pytest.raises(OptionError, match="hawk: weights has 3 heads"):
         tokenprune.patch(model, "hawk", keep=0.5, weights=WEIGHTS)
     decoder = nn.Module()
     decoder.layers = nn.ModuleList([nn.Identity()])

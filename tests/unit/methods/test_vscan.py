@@ -384,5 +384,5 @@ def test_beams(batch: dict, family: Family, model) -> None:
 
 
 def test_a_layer_for_a_stage_that_is_off() -> None:
-    with pytest.raises(OptionError, match="layer=2 is where stage 2 cuts"):
+    with pytest.raises(OptionError, match="layer=2 has no effect with stage2=False"):
         tokenprune.method("vscan", stage2=False, layer=2)

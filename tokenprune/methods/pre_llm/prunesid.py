@@ -23,24 +23,34 @@ from tokenprune.selection.tokens import VisualTokens
 @register("prunesid", site=Site.PRE_LLM, paper="arXiv 2603.09480, ICLR 2026")
 @dataclass(frozen=True)
 class PruneSID(Pruner):
-    """Group the visual tokens by principal components, and keep of each group the most typical ones that are unlike
-    each other (PruneSID).
+    """Group tokens by principal components and keep the most typical distinct tokens of each group.
 
-    A token belongs to the component in which it is largest. Within a group the one with the highest score stays and
-    removes those more similar to it than a threshold, and so on. Groups share what is kept by how many such tokens they
-    have, at least one each; where that is not enough, the best of the removed ones come back. The choice knows nothing
-    of the question.
+    A token belongs to the component with its largest coefficient. Within a group, the token with the highest score is
+    kept and removes the tokens whose similarity exceeds a threshold, and so on. Groups share the budget by their number
+    of distinct tokens, with at least one token each. If too few distinct tokens remain, the best removed tokens are
+    restored. The choice does not depend on the question.
 
-    form: "qwen" scores a token by its size in its component, "llava" by the attention that it gets in the vision
-    tower's last block; the two have the authors' numbers of groups and thresholds for these models.
+    Args:
+        form: "qwen" scores a token by its coefficient, "llava" by its attention in the tower's last block. Each form
+            uses the authors' number of groups and thresholds for that model.
 
-    Source: "Prune Redundancy, Preserve Essence: Vision Token Compression in VLMs via Synergistic Importance-Diversity",
-    and the authors' code, whose two forms differ; both by description.
+    Source:
+        "Prune Redundancy, Preserve Essence: Vision Token Compression in VLMs via Synergistic Importance-Diversity"
+        (arXiv 2603.09480), from descriptions of the paper and of both forms of the authors' code.
 
-    Differs from the paper: components come from an exact decomposition (the code's is randomised, so that two runs
-    differ); both forms look at projected tokens (the LLaVA code at the tower's); there are no more groups than tokens
-    to keep, and no lower bound of what is kept; the class token is not kept; tokens stay in order and keep their
-    positions. The variant that sets the budget by content is left out, because a constant of it is not published.
+    Differences from the paper:
+        - Components are from an exact decomposition. The authors' code uses a randomized one, so two runs differ.
+        - Both forms use projected tokens. The authors' LLaVA code uses the tower's output.
+        - The number of groups never exceeds the number of kept tokens, and the budget has no lower bound.
+        - The class token is not kept.
+        - Kept tokens stay in order and keep their positions in the prompt.
+        - The variant that sets the budget by content is not implemented, because one of its constants is not published.
+
+    Example:
+        >>> model = tokenprune.patch(model, PruneSID(form="llava"), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     asks_device: ClassVar[bool] = True
@@ -61,7 +71,7 @@ class PruneSID(Pruner):
         return Selection(keep, counts=tokens.keep)
 
     def _prune_image(self, x: torch.Tensor, num_kept: int, saliency: torch.Tensor | None) -> torch.Tensor:
-        """bool `[N]`: what stays of one image's tokens `[N, D]`."""
+        """Return the kept tokens of one image, bool (N,). x: (N, D). saliency: float (N,) or None."""
         count, is_qwen = len(x), self.form == "qwen"
         x = x.float().masked_fill(~x.isfinite().all(1, keepdim=True), 0)
         num_groups = min(max(num_kept // 4, 4 if is_qwen else 1), num_kept)
@@ -70,7 +80,7 @@ class PruneSID(Pruner):
         mask = torch.ones(1, count, dtype=torch.bool, device=x.device)
         pairs = alike(x[None], mask)
         upper_sum = pairs.of_rows(lambda rows, segment, start: rows.triu(start).sum(1)).sum(dtype=torch.float64).float()
-        if is_qwen:  # the code's mean of the upper half counts the lower one as zeros
+        if is_qwen:  # the authors' mean includes the zeros below the diagonal
             threshold = max(18 * num_kept / count, 1) * upper_sum / count**2
         else:
             diagonal = pairs.diagonal().sum()
@@ -86,8 +96,11 @@ class PruneSID(Pruner):
 
 
 def project_to_components(x: torch.Tensor, num_components: int) -> torch.Tensor:
-    """float32 `[N, number]`: size of each token `[N, D]` in each of the first principal components of their sigmoids,
-    each token less its own mean; 0 in components that there are not. Waits for the device."""
+    """Return the absolute coefficients of each token on the first principal components, float32 (N, num_components).
+
+    Tokens pass through a sigmoid and are centered by their own mean. Components beyond the rank are 0. The device is
+    synchronized.
+    """
     x = x.double().sigmoid()
     x = x - x.mean(1, keepdim=True)
     wide = x.shape[0] <= x.shape[1]
@@ -101,9 +114,12 @@ def project_to_components(x: torch.Tensor, num_components: int) -> torch.Tensor:
 
 
 def compute_quotas(num_members: list[int], num_distinct: list[int], num_kept: int) -> list[int]:
-    """Return how many tokens each group keeps, `wanted` in all.
+    """Return the number of tokens that each group keeps, `num_kept` in total.
 
-    members: tokens of each group; left: how many of them were not removed.
+    Args:
+        num_members: Number of tokens of each group.
+        num_distinct: Number of distinct tokens of each group.
+        num_kept: Number of tokens to keep.
     """
     cap = 5 * math.ceil(num_kept / 64)
     max_kept = [min(cap, size, distinct) for size, distinct in zip(num_members, num_distinct, strict=True)]

@@ -17,32 +17,43 @@ from tokenprune.methods.tiles import Tiles, compute_patch_attention, make_sortab
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_DROPS_PER_ROUND = 8  # tokens that go in a round
-_NUM_NEIGHBORS = 32  # nearest ones that are known of a token of many
-_ROWS_AT_ONCE = 256  # of products at a time
+_DROPS_PER_ROUND = 8
+_NUM_NEIGHBORS = 32  # of each patch of a long line
+_ROWS_AT_ONCE = 256  # rows of products
 
 
 @register("vispruner", site=Site.PRE_LLM, paper="arXiv 2412.01818, ICCV 2025")
 @dataclass(frozen=True)
 class VisPruner(Pruner):
-    """Keep half by the vision tower's attention, and of the rest, round by round, what is no duplicate.
+    """Keep half by tower attention, and of the rest remove the most similar tokens in rounds.
 
-    Of each tile (or frame), the important patches are those that the class token attends to most in the last block that
-    the model reads; in towers without one, those that receive most attention. The others form a line by falling
-    attention. In a round, each at an odd place of the line is compared with all at even places, and the 8 that are most
-    similar to one go; the rest of them, by falling similarity, and then those at even places are the next line.
+    In each tile or frame, important patches have the most attention from the class token in the last block that the
+    model reads. In towers without a class token, the attention is the mean that a patch receives. The other patches
+    form a list sorted by falling attention. Each round compares the patches at odd and even ranks of the list, and
+    drops the 8 odd ones that are most similar to an even one. The next list holds the remaining odd patches, sorted by
+    falling similarity, followed by the even ones.
 
-    important: share in [0, 1] of the kept tokens that is important, rounded down for each tile.
-    features: what is compared: "tower", what the vision tower makes of a patch, or "projected", what enters the
-    language model, as the authors advise for towers that merge patches; a vLLM server has only the latter.
+    Args:
+        important: Share in [0, 1] of the kept tokens that are important, rounded down for each tile.
+        features: Compared features: "tower" is the tower's output, "projected" the input of the language model, as the
+            authors recommend for towers that merge patches. vLLM provides only "projected".
 
-    Source: Zhang et al., "Beyond Text-Visual Attention: Exploiting Visual Cues for Effective Token Pruning in VLMs";
-    the authors' code for the rounds, and for the order of the line in them.
+    Source:
+        Zhang et al., "Beyond Text-Visual Attention: Exploiting Visual Cues for Effective Token Pruning in VLMs" (arXiv
+        2412.01818v2), and the authors' code for the rounds and the order of the list.
 
-    Differs from the paper: a round never drops more than there are at odd places, and their number is rounded up (the
-    authors' code fails on odd lines and on the smallest budgets, and agrees elsewhere); ties go to the earlier in the
-    line; tiles share the budget in proportion to their patches, and newline tokens go first; tokens keep their
-    positions of the full prompt.
+    Differences from the paper:
+        - A round never drops more patches than there are odd ranks, and this number is rounded up. The authors' code
+          fails on lists of odd length and on the smallest budgets, and agrees otherwise.
+        - Ties go to the patch that is earlier in the list.
+        - Tiles share the budget in proportion to their patches, and newline tokens are dropped first.
+        - Kept tokens keep their positions in the prompt.
+
+    Example:
+        >>> model = tokenprune.patch(model, VisPruner(features="projected"), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     asks_device: ClassVar[bool] = True
@@ -67,8 +78,16 @@ class VisPruner(Pruner):
 def _drop_duplicates(
     x: torch.Tensor, rest: torch.Tensor, attention: torch.Tensor, tiles: Tiles, num_kept: torch.Tensor
 ) -> torch.Tensor:
-    """bool `[S, N]`: of the `rest` of each tile those `number` (long `[S, T + 2]`) that the rounds leave."""
-    # How many rounds there are, and how large they are, follows from these: the one question to the device.
+    """Return the patches of each tile's `rest` that remain after the rounds, bool (S, N).
+
+    Args:
+        x: Features, (S, N, D).
+        rest: Patches to choose from, bool (S, N).
+        attention: Attention of each patch, (S, N).
+        tiles: Tiles of the tokens.
+        num_kept: Number of patches that remain in each tile, long (S, T + 2).
+    """
+    # The counts determine all rounds. This is the only synchronization with the device.
     counts_and_goals = torch.stack([tiles.count_selected(rest), num_kept])[..., : tiles.num_tiles].tolist()
     lines = [
         (segment, tile, count, goal)
@@ -93,7 +112,7 @@ def _drop_duplicates(
 
 
 def _sort_by_attention(rest: torch.Tensor, attention: torch.Tensor, tiles: Tiles, longest: int) -> torch.Tensor:
-    """long `[S, T, longest]`: the tokens that are left of each tile by falling attention; then 0."""
+    """Return the indices of each tile's `rest` by falling attention, long (S, T, longest), padded with 0."""
     rank = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1), make_sortable(attention))
     num_slots = tiles.num_tiles * longest
     slot = torch.where(rest & (rank < longest), tiles.index * longest + rank, num_slots)
@@ -105,10 +124,13 @@ def _sort_by_attention(rest: torch.Tensor, attention: torch.Tensor, tiles: Tiles
 def _run_rounds(
     x: torch.Tensor, count: torch.Tensor, goal: torch.Tensor, lines: list[tuple[int, int, int, int]]
 ) -> torch.Tensor:
-    """bool `[B, P]`: which of each line are left at the end.
+    """Return the patches of each line that remain after all rounds, bool (B, P).
 
-    x: `[B, P, D]`, lines of tokens; count, goal: long `[B]`, how many there are of each, and how many are to be left.
-    lines: the same on the host.
+    Args:
+        x: Lines of patches, (B, P, D).
+        count: Number of patches of each line, long (B,).
+        goal: Number of patches that remain in each line, long (B,).
+        lines: Segment, tile, count and goal of each line, as Python ints.
     """
     direction, width = unit(x), x.shape[1]
     similarity = (direction @ direction.transpose(1, 2)).flatten(1)
@@ -117,8 +139,8 @@ def _run_rounds(
     while any(length > goal_length for length, goal_length in lengths):
         longest = max(length for length, _ in lengths)
         line, positions = line[:, :longest], torch.arange(longest, device=x.device)
-        odd, even = line[:, 0::2], line[:, 1::2]  # the first place is number one
-        # One gather of flat places is several times faster than indexing with three tensors.
+        odd, even = line[:, 0::2], line[:, 1::2]  # ranks start at 1
+        # One gather with flat indices is several times faster than indexing with three tensors.
         table = similarity.gather(1, (odd.unsqueeze(2) * width + even.unsqueeze(1)).flatten(1))
         table = table.unflatten(1, (odd.shape[1], even.shape[1]))
         if any(length < longest for length, _ in lengths):
@@ -140,10 +162,10 @@ def _run_rounds(
 
 
 def _run_rounds_for_long_line(x: torch.Tensor, count: int, goal: int) -> torch.Tensor:
-    """bool `[P]`: `_rounds` of one line, of whose similarities those to the nearest few are held alone.
+    """Run `_run_rounds` on one line, keeping only the similarities to the nearest patches, bool (P,).
 
-    They are found anew when many tokens are gone. Where none of a token's few is left at an even place, which is rare,
-    all are asked. x: `[P, D]`.
+    The nearest patches are searched again after many drops. If no near patch of an odd patch is at an even rank, which
+    is rare, all even patches are compared. x: (P, D).
     """
     products, line = Products(unit(x)[None]), torch.arange(count, device=x.device)
     neighbors = torch.empty(len(x), 0, dtype=torch.long, device=x.device)
@@ -165,8 +187,10 @@ def _run_rounds_for_long_line(x: torch.Tensor, count: int, goal: int) -> torch.T
 
 
 def _find_nearest(products: Products, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return of each token that is `there`, long `[n]`, the `_NUM_NEIGHBORS` of these that are most like it, and how much they
-    are: long and float32 `[N, few]`."""
+    """Return the nearest neighbors of `tokens` among themselves, long (N, k), and their similarities, float32 (N, k).
+
+    Rows of other tokens are 0.
+    """
     num_neighbors = min(_NUM_NEIGHBORS, len(tokens))
     neighbors = torch.zeros(products.shape[1], num_neighbors, dtype=torch.long, device=tokens.device)
     similarity = torch.zeros(products.shape[1], num_neighbors, dtype=torch.float32, device=tokens.device)
