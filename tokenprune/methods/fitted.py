@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError, require
-from tokenprune.models.fingerprint import fingerprint
-from tokenprune.selection.files import File, reason
+from tokenprune.models.fingerprint import compute_fingerprint
+from tokenprune.selection.files import File, describe_error
 
 
 class LazyFit:
@@ -69,7 +69,7 @@ class FittedTable:
             OptionError: If the file is missing, damaged or of another kind.
         """
         try:
-            tensors, metadata = File.of(path).tensors()
+            tensors, metadata = File.from_path(path).tensors()
             if metadata.get("kind") != cls.kind:
                 raise OptionError(f"{path} was not written by `tokenprune {cls.command}`")
             table = tensors["table"]
@@ -79,7 +79,9 @@ class FittedTable:
         except (OSError, KeyError, ValueError) as error:
             if isinstance(error, OptionError):
                 raise
-            raise OptionError(f"cannot read {path}, a file of `tokenprune {cls.command}`: {reason(error)}") from error
+            raise OptionError(
+                f"cannot read {path}, a file of `tokenprune {cls.command}`: {describe_error(error)}"
+            ) from error
 
     def check_decoder(self, name: str, path: str | Path, decoder: torch.nn.Module) -> None:
         """Raise OptionError if the table was fitted to another decoder.
@@ -89,7 +91,7 @@ class FittedTable:
             path: File that the table was read from.
             decoder: Decoder of the patched model.
         """
-        if self.model != fingerprint(decoder):
+        if self.model != compute_fingerprint(decoder):
             raise OptionError(
                 f"{name}: {path} was fitted to another model or dtype. Run `tokenprune {self.command}` with this model."
             )

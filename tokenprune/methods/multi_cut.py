@@ -13,7 +13,7 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
 from tokenprune.selection.method import Method, Pruner, Selection
 from tokenprune.selection.tokens import VisualTokens
 
@@ -30,8 +30,8 @@ class MultiCutMethod(Pruner):
         return self.select(tokens)
 
     def budget_at(self, cut: int, count: int, keep: int) -> int:
-        """Return the number of kept tokens at a cut with the budget `keep`. See `Method.budget`."""
-        return self.budget(count, keep)
+        """Return the number of kept tokens at a cut with the budget `keep`. See `Method.resolve_count`."""
+        return self.resolve_count(count, keep)
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class SharedBudgetCuts(MultiCutMethod):
         return self.layers[0] if self.layers else 0
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        cut_layers = self.layers or place(self.depths, layers, budget)
-        cuts = profile(layers, list(zip(cut_layers, self.sizes, strict=True)), budget)
+        cut_layers = self.layers or choose_layers(self.depths, layers, budget)
+        cuts = plan_cuts(layers, list(zip(cut_layers, self.sizes, strict=True)), budget)
         return [(CutStage(self, index, cut.layer), cut.budget) for index, cut in enumerate(cuts)]
 
 
@@ -101,14 +101,14 @@ class CutStage(Pruner):
         _from_method("paper"),
         _from_method("merges"),
     )
-    needs, by_content_count, least = _from_method("needs"), _from_method("by_content_count"), _from_method("least")
+    needs, chooses_count, min_tokens = _from_method("needs"), _from_method("chooses_count"), _from_method("min_tokens")
     encoder_layers, query_aware = _from_method("encoder_layers"), _from_method("query_aware")
     prefix_cache_safe = _from_method("prefix_cache_safe")
 
     def check_model(self, decoder: torch.nn.Module) -> None:
         self.method.check_model(decoder)
 
-    def budget(self, count: int, keep: int) -> int:
+    def resolve_count(self, count: int, keep: int) -> int:
         return self.method.budget_at(self.index, count, keep)
 
     def select(self, tokens: VisualTokens) -> Selection:

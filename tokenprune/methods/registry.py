@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
 
-from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError, short
+from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError, shorten
 from tokenprune.selection.method import Method, Pruner, Site
-from tokenprune.selection.observable_registry import available_observables, need_of
+from tokenprune.selection.observable_registry import available_observables, resolve_need
 from tokenprune.selection.sites.attention import AttentionPattern
 from tokenprune.selection.sites.decode import DecodeMethod
 from tokenprune.selection.sites.encoder import EncoderMethod
@@ -103,7 +103,7 @@ class MethodInfo:
         """
         method = self.cls()
         checked = isinstance(method, Pruner) and type(method).select is Pruner.select and not method.never_nan
-        asks = method.asks_device or method.by_content_count or checked
+        asks = method.syncs_device or method.chooses_count or checked
         return self.site in (Site.PRE_LLM, Site.IN_LLM) and not asks
 
 
@@ -145,7 +145,7 @@ def register(
         >>> tokenprune.method("largest_norm")
         largest_norm()
     """
-    needs = None if needs is None else frozenset(map(need_of, needs))
+    needs = None if needs is None else frozenset(map(resolve_need, needs))
 
     def decorate(cls: M) -> M:
         problem = _find_problem(name, cls, Site(site), needs)
@@ -175,7 +175,8 @@ def _find_problem(name: str, cls: type, site: Site, needs: frozenset[str] | None
     if needs is not None and isinstance(class_needs, property) and class_needs is not Method.needs:
         return "the class has a property `needs`, so leave out needs= of @register(...)"
     if unknown := (needs or frozenset()) - set(available_observables()):
-        return f"unknown needs {sorted(unknown)}; see tokenprune.selection.available_observables()"
+        hint = suggest_nearest(min(unknown), available_observables())
+        return f"unknown needs {sorted(unknown)}: {hint}tokenprune.selection.available_observables() lists them all"
     registered = _METHODS.get(name)
     if registered is not None:
         path = f"{registered.__module__}.{registered.__qualname__}"
@@ -242,7 +243,7 @@ def method_class(name: str) -> type[Method]:
     if not isinstance(name, str) or name not in _METHODS:
         if hint := _from_command_line(name):
             raise UnknownMethodError(f"{name!r} is written for the command line. {hint}")
-        written = " ".join(short(name).split())
+        written = " ".join(shorten(name).split())
         raise UnknownMethodError(
             f"unknown method {written}: {suggest_nearest(name, _METHODS)}`tokenprune methods` lists them all"
         )

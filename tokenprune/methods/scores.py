@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from tokenprune.kernels.coverage import cosines
-from tokenprune.kernels.pairs import finite, unit
+from tokenprune.kernels.pairs import is_finite, normalize
 from tokenprune.selection.tokens import VisualTokens
 
 Centering = bool | Literal["standardised", "tower"]
@@ -80,7 +80,7 @@ def center_tokens(tokens: VisualTokens, center: Centering) -> tuple[torch.Tensor
         mean or are not finite are 0.
     """
     x = (tokens.encoder_features if center == "tower" else tokens.hidden).float()
-    valid = (tokens.mask & finite(x)).unsqueeze(2)
+    valid = (tokens.mask & is_finite(x)).unsqueeze(2)
     x, count = x.masked_fill(~valid, 0), valid.sum(1, keepdim=True).clamp(min=1)
     mean = x.sum(1, keepdim=True) / count
     if center is not True:
@@ -88,7 +88,7 @@ def center_tokens(tokens: VisualTokens, center: Centering) -> tuple[torch.Tensor
         x, mean = x / spread, mean / spread
     centered = (x - mean).masked_fill(~valid, 0)
     is_zero = centered.norm(dim=2, keepdim=True) <= _RELATIVE_ZERO * x.norm(dim=2, keepdim=True)
-    directions = unit(x)
+    directions = normalize(x)
     # The sum of a token's cosines is its product with the sum of all directions, minus its cosine to itself.
     total_similarity = (directions @ directions.sum(1, keepdim=True).transpose(1, 2)).squeeze(2)
     total_similarity = total_similarity - directions.square().sum(2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.kernels.temporal import shares
+from tokenprune.kernels.temporal import split_budget
 from tokenprune.selection.observables.tiling import Tiling
 from tokenprune.selection.tokens import VisualTokens
 
@@ -35,14 +35,14 @@ class Tiles:
     def from_tokens(tokens: VisualTokens) -> Tiles:
         """Return the tiles of `tokens`. The method must need an observable of the vision tower."""
         patches = tokens.patches
-        return patches.recent.get(("tiles", *tokens.keep), lambda: Tiles._build(tokens, patches.tile, patches.tiles))
+        return patches.cache.get(("tiles", *tokens.keep), lambda: Tiles._build(tokens, patches.tile, patches.tiles))
 
     @staticmethod
     def _build(tokens: VisualTokens, tile: torch.Tensor, tiles: int) -> Tiles:
         index = torch.where(tile >= 0, tile, tiles).masked_fill(~tokens.mask, tiles + 1)
         sizes = torch.zeros(len(index), tiles + 2, dtype=torch.long, device=index.device)
         sizes = sizes.scatter_add(1, index, torch.ones_like(index))
-        num_kept = shares(sizes[:, :tiles], tokens.budget, sizes[:, :tiles])
+        num_kept = split_budget(sizes[:, :tiles], tokens.budget, sizes[:, :tiles])
         num_others = tokens.budget - num_kept.sum(1)
         return Tiles(
             index, torch.cat([num_kept, num_others[:, None], torch.zeros_like(num_others)[:, None]], dim=1), sizes
@@ -70,7 +70,7 @@ class Tiles:
         max_kept = self.sizes[:, : self.num_tiles].clone()
         num_first = torch.minimum(torch.minimum(thumbnail, num_patches), max_kept[:, 0])
         max_kept[:, 0] = 0
-        num_kept = shares(weight, num_patches - num_first, max_kept)
+        num_kept = split_budget(weight, num_patches - num_first, max_kept)
         num_kept[:, 0] = num_patches - num_kept.sum(1)
         has_tiles = (tiling.width > 0)[:, None]
         return replace(

@@ -18,7 +18,7 @@ from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.selection.sites.units import UnitDropper
 from tokenprune.testing import others
 from tokenprune.testing.choices import check_choices
-from tokenprune.testing.rules import check_dataclass, made, naming, require
+from tokenprune.testing.rules import check_dataclass, prefix_errors, require, resolve_instance
 
 LAYERS = 32  # of the decoder that a method hears of
 _STAGES = 6  # of a method are checked; what has more does the same at each
@@ -41,8 +41,8 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
     values; it changes nothing that it reads, reads nothing that it did not declare, and not the question unless it says
     `query_aware`. Of others what goes for them: see `tokenprune.testing.others`.
     """
-    one = made(method, Method, lambda name: build(name, {}))
-    with naming(one.name or type(one).__name__):
+    one = resolve_instance(method, Method, lambda name: build(name, {}))
+    with prefix_errors(one.name or type(one).__name__):
         _check_class(one)
         if isinstance(one, EncoderMethod):
             others.check_merges(one, tower)

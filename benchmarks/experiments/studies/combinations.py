@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tokenprune.cli.common import get_console
-from tokenprune.kernels.coverage import alike, cosines, cover
+from tokenprune.kernels.coverage import cosine_products, cosines, greedy_cover
 from tokenprune.kernels.farthest import farthest
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import top_mask
@@ -59,8 +59,8 @@ def asked(tokens: VisualTokens) -> Tensor:
 
 def covering(tokens: VisualTokens, factor: Tensor) -> Tensor:
     """Return the picks, bool `[S, N]`, that cover the image best, each gain multiplied by `factor` `[S, N]`."""
-    relation = Relation(alike(tokens.hidden, tokens.mask))
-    return cover([relation], tokens.mask, tokens.budget, max(tokens.keep), factor)
+    relation = Relation(cosine_products(tokens.hidden, tokens.mask))
+    return greedy_cover([relation], tokens.mask, tokens.budget, max(tokens.keep), factor)
 
 
 def merged(tokens: VisualTokens, keep: Tensor) -> Selection:

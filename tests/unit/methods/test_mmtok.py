@@ -43,7 +43,7 @@ def test_rows_sum_to_their_weight_and_padding_has_none(monkeypatch: pytest.Monke
     want = (a @ b.transpose(1, 2) / 0.3).masked_fill(~mask[:, None], -math.inf).softmax(2)
     want = want.masked_fill(~rows[:, :, None], 0) * 0.7 / rows.sum(1)[:, None, None]
     for fits in (True, False):
-        monkeypatch.setattr(Products, "fits", fits)
+        monkeypatch.setattr(Products, "fits_in_memory", fits)
         got = build_softmax_relation(Products(a, b), 0.3, 0.7, mask, rows)
         for segment, count in enumerate((6, 4)):
             found = got.rows(segment, torch.arange(5))

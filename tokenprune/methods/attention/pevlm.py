@@ -19,7 +19,7 @@ _LONG_TEXT = 32  # longer text between two visuals forms its own block
 @register("pevlm", site=Site.ATTENTION, paper="arXiv 2506.19651")
 @dataclass(frozen=True)
 class PEVLM(AttentionPattern):
-    """Prefill a video in blocks of frames that attend to the prompt's start and to themselves.
+    """Prefill a video in blocks of frames, each attending to itself and to the prompt's start.
 
     The sink contains everything before the first frame and the first frames of the first video. The other frames form
     context blocks, which attend to the sink and to themselves. Tokens after the last frame attend to everything. No

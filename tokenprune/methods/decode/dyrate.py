@@ -14,8 +14,8 @@ from tokenprune.errors import OptionError
 from tokenprune.methods.decode.rate_predictor import RatePredictor
 from tokenprune.methods.fitted import LazyFit
 from tokenprune.methods.registry import register
-from tokenprune.models.fingerprint import fingerprint
-from tokenprune.models.per_layer import per_layer
+from tokenprune.models.fingerprint import compute_fingerprint
+from tokenprune.models.per_layer import get_layer_values
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.decode import DecodeMethod, Share, TokenType
 
@@ -25,7 +25,7 @@ from tokenprune.selection.sites.decode import DecodeMethod, Share, TokenType
 )
 @dataclass(frozen=True)
 class DyRate(DecodeMethod):
-    """Drop the least attended visual tokens, and more of them as the answer attends to other tokens.
+    """Drop the least attended visual tokens while decoding, more as attention to the image falls.
 
     Prefill keeps a share of `keep` by the rule of FastV. Decoding raises the pruning rate from there, and never lowers
     it below. With keep=1.0, no token is dropped. The rate follows the images' share of the attention, a fixed schedule,
@@ -137,8 +137,8 @@ class DyRate(DecodeMethod):
     def check_model(self, decoder: torch.nn.Module) -> None:
         if self.rate != "predictor":
             return
-        heads = per_layer(decoder.config, "num_attention_heads")[self.layer - 1]  # the observed layer
-        if self._fitted.weight.shape[1] != len(TokenType) * heads or self._fitted.model != fingerprint(decoder):
+        heads = get_layer_values(decoder.config, "num_attention_heads")[self.layer - 1]  # the observed layer
+        if self._fitted.weight.shape[1] != len(TokenType) * heads or self._fitted.model != compute_fingerprint(decoder):
             raise OptionError(
                 f"{self.name}: {self.predictor} was fitted to another model or dtype. Run `tokenprune fit dyrate` with "
                 "this model."

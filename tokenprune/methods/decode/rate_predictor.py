@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError
-from tokenprune.selection.files import File, reason
+from tokenprune.selection.files import File, describe_error
 
 _KIND = "tokenprune dyrate predictor"
 
@@ -63,11 +63,11 @@ class RatePredictor:
             OptionError: If the file is missing, damaged or of another kind.
         """
         try:
-            tensors, metadata = File.of(path).tensors()
+            tensors, metadata = File.from_path(path).tensors()
             if metadata.get("kind") != _KIND:
                 raise OptionError(f"{path} was not written by `tokenprune fit dyrate`")
             return cls(tensors["weight"], tensors["bias"], int(metadata["layer"]), metadata["model"])
         except (OSError, KeyError, ValueError) as error:
             if isinstance(error, OptionError):
                 raise
-            raise OptionError(f"cannot read a predictor from {path}: {reason(error)}") from error
+            raise OptionError(f"cannot read a predictor from {path}: {describe_error(error)}") from error

@@ -10,8 +10,8 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
-from tokenprune.kernels.masses import evenly
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
+from tokenprune.kernels.masses import uniform_weights
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.multi_cut import TEXT_ATTENTION, CutStage, SharedBudgetCuts, sum_text_attention
@@ -53,8 +53,8 @@ class AutoPrune(SharedBudgetCuts):
 
     query_aware: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.33
-    asks_device: ClassVar[bool] = True
-    by_content_count: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     cuts: Annotated[int, Ge(1)] | None = 6
     slope: Annotated[float, Ge(0)] = 0.4
@@ -68,11 +68,11 @@ class AutoPrune(SharedBudgetCuts):
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         placed = self.layers
         if placed is None:
-            first = place(self.depths[:1], layers, budget)[0]
+            first = choose_layers(self.depths[:1], layers, budget)[0]
             number = min(self.cuts or layers, layers - first)
             placed = tuple(first + one * (layers - first) // number for one in range(number))
         # All cuts have the budget of one: what the first would leave is what the curve spreads over the layers.
-        even = profile(layers, [(layer, 1.0) for layer in placed], budget)
+        even = plan_cuts(layers, [(layer, 1.0) for layer in placed], budget)
         return [(_Stage(self, number, cut.layer, tuple(placed), layers), cut.budget) for number, cut in enumerate(even)]
 
 
@@ -94,7 +94,7 @@ class _Stage(CutStage):
         counts = [min(count, number) for count, number in zip(tokens.counts, planned, strict=True)]
         if counts == tokens.counts:
             return Selection(tokens.mask, counts=counts)
-        score = sum_text_attention(tokens, evenly(tokens.text.mask)).mean(1)
+        score = sum_text_attention(tokens, uniform_weights(tokens.text.mask)).mean(1)
         return Selection(top_mask(score, tokens.mask, to_device(counts, score.device), max(counts)), counts=counts)
 
     def _counts(self, count: int, even: int, slope: float) -> list[int]:

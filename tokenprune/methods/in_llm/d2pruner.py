@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.kernels.pairs import PickedRows, Products, unit
-from tokenprune.kernels.take import settle, top_mask
+from tokenprune.kernels.pairs import PickedRows, Products, normalize
+from tokenprune.kernels.take import adjust_count, top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.fitted import FittedTable, LazyFit
 from tokenprune.methods.registry import register
@@ -97,7 +97,7 @@ class D2Pruner(Pruner):
         more = max(keep - number for keep, number in zip(tokens.keep, sure, strict=True))
         if more:
             kept = kept | self._unlike(tokens, importance, tokens.mask & ~kept, tokens.budget - kept.sum(1), more)
-        return Selection(settle(kept, importance, tokens.mask, tokens.budget), counts=tokens.keep)
+        return Selection(adjust_count(kept, importance, tokens.mask, tokens.budget), counts=tokens.keep)
 
     def _expected(self, tokens: VisualTokens) -> torch.Tensor:
         """float32 `[S, N]`, above 0: the prior at the place of each token."""
@@ -115,7 +115,7 @@ class D2Pruner(Pruner):
     ) -> torch.Tensor:
         """bool `[S, N]`: up to `number` tokens of `left`, in order of importance, none of which is like one before."""
         cells, rows = self._cells(tokens), torch.arange(len(left), device=left.device)
-        free, taken, row_of = left, torch.zeros_like(left), PickedRows(Products(unit(tokens.hidden)))
+        free, taken, row_of = left, torch.zeros_like(left), PickedRows(Products(normalize(tokens.hidden)))
         for step in range(most):
             best = importance.masked_fill(~free, -torch.inf)
             pick = best.argmax(1)

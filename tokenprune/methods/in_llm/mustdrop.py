@@ -11,7 +11,7 @@ import torch
 from annotated_types import Ge, Le
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.multi_cut import CutStage, SharedBudgetCuts
@@ -63,7 +63,7 @@ class MustDrop(SharedBudgetCuts):
         self._check(two, f"thresholds={self.thresholds!r} must be two numbers, (share, word)")
 
     @property
-    def by_content_count(self) -> bool:
+    def chooses_count(self) -> bool:
         return self.thresholds is not None
 
     @property
@@ -72,9 +72,9 @@ class MustDrop(SharedBudgetCuts):
         return frozenset({"text_sum_and_max", "last_row_attention", *tower})
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        placed = list(self.layers or place(self.depths[: layers - 1], layers, budget))
+        placed = list(self.layers or choose_layers(self.depths[: layers - 1], layers, budget))
         step = _STEP if budget.share is None else _step(placed, layers, budget.share)
-        cuts = profile(layers, [(layer, step**number) for number, layer in enumerate(placed)], budget)
+        cuts = plan_cuts(layers, [(layer, step**number) for number, layer in enumerate(placed)], budget)
         return [(CutStage(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
 
     def select(self, tokens: VisualTokens) -> Selection:

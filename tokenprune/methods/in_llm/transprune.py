@@ -8,7 +8,7 @@ import torch
 from annotated_types import Ge, Le
 
 from tokenprune.budgets import Budget
-from tokenprune.kernels.masses import evenly
+from tokenprune.kernels.masses import uniform_weights
 from tokenprune.methods.multi_cut import CutStage, SharedBudgetCuts
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Method, Selection, Site
@@ -62,7 +62,7 @@ class TransPrune(SharedBudgetCuts):
     def score(self, tokens: VisualTokens) -> torch.Tensor:
         total = accumulate_transitions(tokens)
         words = tokens.text.mask
-        weights = evenly(words)
+        weights = uniform_weights(words)
         attention = tokens.attention_from(weights, "next_text_attention").mean(1)
         attention = torch.where(words.any(1, keepdim=True), attention, tokens.next_row_attention.mean(1))
         return self.alpha * _share(total, tokens.mask) + (1 - self.alpha) * _share(attention.float(), tokens.mask)
@@ -73,7 +73,7 @@ class _Look(CutStage):
     """Adds the transitions of the layer before to what is known, and removes nothing."""
 
     needs = _LOOKS
-    by_content_count = True  # asked, though all tokens stay
+    chooses_count = True  # asked, though all tokens stay
 
     def select(self, tokens: VisualTokens) -> Selection:
         accumulate_transitions(tokens)

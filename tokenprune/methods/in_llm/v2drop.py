@@ -41,7 +41,7 @@ class V2Drop(SharedBudgetCuts):
     last: Literal["one", "withdraw"] = "one"
 
     @property
-    def least(self) -> int:  # type: ignore[override]  # one of its options decides
+    def min_tokens(self) -> int:  # type: ignore[override]  # one of its options decides
         return int(self.last == "one")
 
     def budget_at(self, cut: int, count: int, keep: int) -> int:

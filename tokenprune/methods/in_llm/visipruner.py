@@ -50,9 +50,9 @@ class VisiPruner(MultiCutMethod):
 
     query_aware: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.5
-    asks_device: ClassVar[bool] = True
-    by_content_count: ClassVar[bool] = True
-    least: ClassVar[int] = 0
+    syncs_device: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
+    min_tokens: ClassVar[int] = 0
 
     turns: Annotated[float, Ge(-1), Le(1)] = 0.995
     part: Annotated[float, Ge(0)] = 0.2

@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike
-from tokenprune.kernels.pairs import Relation, finite
-from tokenprune.kernels.suppress import unsuppressed
-from tokenprune.kernels.take import rank_in_group, settle
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products
+from tokenprune.kernels.pairs import Relation, is_finite
+from tokenprune.kernels.suppress import non_maximum_suppression
+from tokenprune.kernels.take import adjust_count, rank_in_group
 from tokenprune.methods.registry import register
 from tokenprune.methods.scores import compute_saliency
 from tokenprune.selection.method import Pruner, Selection, Site
@@ -55,7 +55,7 @@ class AgilePruner(Pruner):
         64
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     average_rank: Annotated[float, Gt(0)] = 95.0
     limit: Annotated[float, Ge(0)] = 0.25
@@ -67,11 +67,13 @@ class AgilePruner(Pruner):
             rank = 1 + rank_in_group((~mask).byte(), salient)
             step = compute_effective_rank(x, mask).unsqueeze(1) / self.average_rank * _STEP
             threshold = (rank * step).clamp(max=self.limit)
-            conflicts = Relation(alike(x, mask), lambda similarity, threshold: 1 - similarity < threshold, threshold)
-            return settle(unsuppressed(conflicts, salient, mask), salient, mask, num_kept)
+            conflicts = Relation(
+                cosine_products(x, mask), lambda similarity, threshold: 1 - similarity < threshold, threshold
+            )
+            return adjust_count(non_maximum_suppression(conflicts, salient, mask), salient, mask, num_kept)
 
         inputs = (tokens.hidden, tokens.mask, tokens.budget, compute_saliency(tokens))
-        return Selection(by_rows(pick_rows, tokens.mask.shape[1] ** 2, *inputs), counts=tokens.keep)
+        return Selection(map_rows(pick_rows, tokens.mask.shape[1] ** 2, *inputs), counts=tokens.keep)
 
 
 def compute_effective_rank(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -83,8 +85,8 @@ def compute_effective_rank(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         x: Tokens, shape (S, N, D).
         mask: Valid tokens, bool (S, N).
     """
-    x = x.double().masked_fill(~(mask & finite(x)).unsqueeze(2), 0)
-    short = x if x.shape[1] <= x.shape[2] else x.transpose(1, 2)
-    values = torch.linalg.eigvalsh(short @ short.transpose(1, 2)).clamp(min=0).sqrt()
+    x = x.double().masked_fill(~(mask & is_finite(x)).unsqueeze(2), 0)
+    shorter = x if x.shape[1] <= x.shape[2] else x.transpose(1, 2)
+    values = torch.linalg.eigvalsh(shorter @ shorter.transpose(1, 2)).clamp(min=0).sqrt()
     share = values / values.sum(1, keepdim=True).clamp(min=1e-300)
     return torch.special.entr(share).sum(1).exp().float()

@@ -10,10 +10,10 @@ import torch
 from annotated_types import Ge, Lt
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import profile
+from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
-from tokenprune.kernels.pairs import finite
+from tokenprune.kernels.pairs import is_finite
 from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
@@ -78,14 +78,14 @@ class ApET(Pruner):
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if not self.inner:
             return [(self, budget)]
-        early, late = profile(layers, ((0, 3.0), (0.5, 1.0)), budget)
+        early, late = plan_cuts(layers, ((0, 3.0), (0.5, 1.0)), budget)
         first = dataclasses.replace(self, inner=False)
         return [(first, early.budget), (_InnerApET(basis=self.basis, own=self.own, layer=late.layer), late.budget)]
 
     def select(self, tokens: VisualTokens) -> Selection:
         max_tokens, mask = max(tokens.keep), tokens.mask
         x = (tokens.encoder_features if self.features == "tower" else tokens.hidden).float()
-        x = x.masked_fill(~(mask & finite(x)).unsqueeze(2), 0)
+        x = x.masked_fill(~(mask & is_finite(x)).unsqueeze(2), 0)
         num_basis = [min(self.basis, keep - 1) for keep in tokens.keep]
         basis, is_basis = pick_farthest_points(x, mask, num_basis)
         error = compute_approximation_error(x, gather_tokens(x, basis, 1).masked_fill(~is_basis.unsqueeze(2), 0))
@@ -143,7 +143,7 @@ def pick_farthest_points(
     """
     picks, score, points = Picks(mask), x.norm(dim=2), []
     for step in range(max(1, *num_points)):
-        pick = picks.take_best(picks.among_left(score))
+        pick = picks.take_best(picks.mask_taken(score))
         distance = (x - gather_tokens(x, pick[:, None], 1)).square().sum(2)
         score = torch.minimum(score, distance) if step else distance
         points.append(pick)

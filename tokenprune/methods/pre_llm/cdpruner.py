@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.kernels.clusters import by_rows
+from tokenprune.kernels.clusters import map_rows
 from tokenprune.kernels.dpp import greedy_dpp
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.pairs import normalize
 from tokenprune.methods.registry import register
 from tokenprune.methods.scores import Centering, center_tokens, compute_relevance, get_center_needs, rescale
 from tokenprune.selection.method import Pruner, Selection, Site
@@ -22,7 +22,7 @@ _MIN_RELEVANCE = 1e-6  # of the least relevant token, after rescaling
 @register("cdpruner", site=Site.PRE_LLM, paper="arXiv 2506.10967, NeurIPS 2025")
 @dataclass(frozen=True)
 class CDPruner(Pruner):
-    """Keep diverse tokens conditioned on the question with a greedy determinantal point process.
+    """Keep diverse tokens relevant to the question: a greedy determinantal point process.
 
     The kernel is the cosine of two tokens multiplied by the relevance of both. Each pick maximizes the determinant of
     the picked tokens' kernel. The relevance of a token is its mean cosine to the text after the image, rescaled to [0,
@@ -92,10 +92,10 @@ class CDPruner(Pruner):
             x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, weight: torch.Tensor
         ) -> torch.Tensor:
             weight = weight.masked_fill(~mask, 0)
-            directions = unit(x)
+            directions = normalize(x)
             weighted = directions * weight.unsqueeze(2)
             diagonal = weight.square() * directions.any(2)  # unit vectors, or zeros
             return greedy_dpp(weighted, weighted, mask, num_kept, max_tokens, 0.0, diagonal)
 
         entries = x.shape[1] * (x.shape[2] + max_tokens)
-        return Selection(by_rows(pick_rows, entries, x, tokens.mask, tokens.budget, weight), counts=tokens.keep)
+        return Selection(map_rows(pick_rows, entries, x, tokens.mask, tokens.budget, weight), counts=tokens.keep)

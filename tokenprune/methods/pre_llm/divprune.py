@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tokenprune.kernels.clusters import farthest_weighted
+from tokenprune.kernels.clusters import select_farthest_weighted
 from tokenprune.kernels.farthest import farthest
 from tokenprune.methods.registry import register
 from tokenprune.methods.scores import Centering, center_tokens, get_center_needs
@@ -16,7 +16,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("divprune", site=Site.PRE_LLM, paper="arXiv 2503.02175, CVPR 2025")
 @dataclass(frozen=True)
 class DivPrune(Pruner):
-    """Keep the visual tokens that differ most from each other by greedy max-min cosine distance.
+    """Keep the visual tokens that differ most from each other: greedy max-min cosine distance.
 
     The first pick is the token whose nearest neighbor is farthest away. Each further pick is the token farthest from
     all earlier picks. The choice does not depend on the question.
@@ -62,5 +62,7 @@ class DivPrune(Pruner):
             keep = farthest(tokens.hidden, tokens.mask, tokens.budget, max_tokens)
         else:
             centered, distinctness = center_tokens(tokens, self.center)
-            keep = farthest_weighted(centered, tokens.mask, distinctness, tokens.budget, max_tokens, weigh_first=False)
+            keep = select_farthest_weighted(
+                centered, tokens.mask, distinctness, tokens.budget, max_tokens, weigh_first=False
+            )
         return Selection(keep, counts=tokens.keep)

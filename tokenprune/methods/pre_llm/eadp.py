@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike, cosines, cover
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products, cosines, greedy_cover
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.registry import register
@@ -25,7 +25,7 @@ _TINY = 1e-6
 @register("eadp", site=Site.PRE_LLM, paper="EADP, ECCV 2026")
 @dataclass(frozen=True)
 class EADP(Pruner):
-    """Keep the visual tokens that best cover the regions of the question's most specific words.
+    """Keep tokens that cover the regions of the question's key words.
 
     A text token is specific if its similarity to the image is concentrated on few visual tokens, so its entropy is low.
     The specific text tokens and the mean of the text give a relevance map, which is smoothed over the grid. Each pick
@@ -75,12 +75,14 @@ class EADP(Pruner):
             x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, weight: torch.Tensor
         ) -> torch.Tensor:
             covered = Relation(
-                alike(x, mask), lambda similarity, weight: (similarity + 1) / 2 * weight, weight.masked_fill(~mask, 0)
+                cosine_products(x, mask),
+                lambda similarity, weight: (similarity + 1) / 2 * weight,
+                weight.masked_fill(~mask, 0),
             )
-            return cover([covered], mask, num_kept, max_tokens)
+            return greedy_cover([covered], mask, num_kept, max_tokens)
 
         inputs = (tokens.hidden, mask, tokens.budget, weight**self.beta)
-        return Selection(by_rows(pick_rows, 2 * mask.shape[1] ** 2, *inputs), counts=tokens.keep)
+        return Selection(map_rows(pick_rows, 2 * mask.shape[1] ** 2, *inputs), counts=tokens.keep)
 
     def _relevance(self, tokens: VisualTokens) -> torch.Tensor:
         """Return the relevance of each token to the text after its image, float32 (S, N). Zeros without text."""

@@ -10,7 +10,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place
+from tokenprune.budgets.schedule import choose_layers
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
@@ -25,7 +25,7 @@ _INPUTS = (2 / 28, 17 / 28)  # depths of the two cuts of the second stage
 @register("erase", site=Site.PRE_LLM, needs=("patch_entropy",), paper="arXiv 2605.09982")
 @dataclass(frozen=True)
 class Erase(Pruner):
-    """Drop flat image regions before the decoder and tokens with little text attention inside it.
+    """Drop flat image regions and tokens with little text attention.
 
     The complexity of an image is the median entropy of its tokens' pixels. Its level is the index of the first
     threshold below the median, or the last level. The first stage keeps a share of the tokens that depends on the
@@ -63,8 +63,8 @@ class Erase(Pruner):
     """
 
     query_aware: ClassVar[bool] = True
-    asks_device: ClassVar[bool] = True
-    by_content_count: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     entropy: Sequence[Annotated[float, Ge(0)]] = (1.690, 1.347, 1.172)
     retain: Sequence[Annotated[float, Gt(0), Le(1)]] = (0.827, 0.751, 0.495, 0.403)
@@ -88,7 +88,7 @@ class Erase(Pruner):
                 'per="image".'
             )
         if self.layers is None:
-            inputs = place(_INPUTS, layers, Budget(keep=1.0))
+            inputs = choose_layers(_INPUTS, layers, Budget(keep=1.0))
         else:
             inputs = [layer + 1 for layer in self.layers]
             is_in_range = inputs[1] < layers
@@ -137,7 +137,7 @@ class _TextGuidedCut(Pruner):
     site: ClassVar[Site] = Site.IN_LLM
     needs: ClassVar[frozenset[str]] = TEXT_ATTENTION
     query_aware: ClassVar[bool] = True
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     index: int
     layer: int

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.pairs import PickedRows, Products, finite, unit
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.pairs import PickedRows, Products, is_finite, normalize
 from tokenprune.kernels.picks import Picks
 from tokenprune.methods.pre_llm.f3a_scores import (
     EPSILON,
@@ -33,7 +33,7 @@ _FIXED_SCORE = 1e3  # above any score
 @register("f3a", site=Site.PRE_LLM, paper="arXiv 2605.16359")
 @dataclass(frozen=True)
 class F3A(Pruner):
-    """Keep anchors and question-relevant tokens that differ from each other and are spread out.
+    """Keep anchors and relevant tokens that differ and are spread out.
 
     Frozen random matrices project tokens and the question to 16 common heads. The relevance of a token combines its
     share in the four heads that the question activates, its cosine to the question in a second random projection, and a
@@ -87,7 +87,7 @@ class F3A(Pruner):
             for pools_of_kind in zip(*pools_per_image, strict=True)
         ]
         pick = partial(pick_spread_out, max(tokens.keep))
-        return Selection(by_rows(pick, tokens.mask.shape[1] ** 2, tokens.budget, *pools), counts=tokens.keep)
+        return Selection(map_rows(pick, tokens.mask.shape[1] ** 2, tokens.budget, *pools), counts=tokens.keep)
 
 
 def build_pool(
@@ -103,7 +103,7 @@ def build_pool(
         matrices: Frozen projections.
     """
     x = x.float()
-    x = standardize(x.masked_fill(~finite(x).unsqueeze(1), 0), 0)
+    x = standardize(x.masked_fill(~is_finite(x).unsqueeze(1), 0), 0)
     anchors = pick_anchors(len(x), num_kept, x.device)
     scores = compute_scores(x, standardize(text_mean, 0), anchors, grid, matrices)
     fixed, candidates = forage(scores, anchors, num_kept, grid)
@@ -113,7 +113,7 @@ def build_pool(
     low = worth.masked_fill(~in_pool, torch.inf).amin()
     high = worth.masked_fill(~in_pool, -torch.inf).amax()
     worth = ((worth - low) / (high - low + EPSILON)).masked_fill(~in_pool, 0)
-    return unit(x), grid.position / grid.max_distance(in_pool).clamp(min=EPSILON), worth, in_pool, fixed
+    return normalize(x), grid.position / grid.max_distance(in_pool).clamp(min=EPSILON), worth, in_pool, fixed
 
 
 def forage(scores: Scores, anchors: torch.Tensor, num_kept: int, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,13 +166,13 @@ def pick_spread_out(
         fixed: Tokens picked first, at least one per segment, bool (S, N).
     """
     products = Products(direction)
-    if products.fits:
+    if products.fits_in_memory:
         products.table  # noqa: B018  # compute the table now, because most rows are used
     picks, row_of = Picks(mask), PickedRows(products)
     feature_distance = grid_distance = torch.zeros_like(worth)
     for step in range(max_tokens):
         score = 0.60 * worth + 0.25 * feature_distance + 0.15 * grid_distance
-        score = picks.among_left(score.masked_fill(fixed, _FIXED_SCORE))
+        score = picks.mask_taken(score.masked_fill(fixed, _FIXED_SCORE))
         pick = picks.take_best(score)
         picked_position = position.gather(1, pick[:, None, None].expand(-1, 1, 2))
         new_grid_distance = (position - picked_position).square().sum(2).sqrt()
@@ -180,4 +180,4 @@ def pick_spread_out(
         # The distances do not affect the first pick, which is a fixed token.
         feature_distance = new_feature_distance if step == 0 else torch.minimum(feature_distance, new_feature_distance)
         grid_distance = new_grid_distance if step == 0 else torch.minimum(grid_distance, new_grid_distance)
-    return picks.first(num_kept)
+    return picks.first_picks(num_kept)

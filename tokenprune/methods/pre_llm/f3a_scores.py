@@ -11,7 +11,7 @@ import torch
 
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.drawn import normal
-from tokenprune.kernels.pairs import finite
+from tokenprune.kernels.pairs import is_finite
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.tokens import VisualTokens
@@ -69,7 +69,7 @@ def average_text(tokens: VisualTokens) -> torch.Tensor:
     The float64 sum does not depend on the order of the tokens.
     """
     text = tokens.text.hidden
-    valid = tokens.text.mask & finite(text.float())
+    valid = tokens.text.mask & is_finite(text.float())
     total = text.double().masked_fill(~valid.unsqueeze(2), 0).sum(1)
     return (total / valid.sum(1, keepdim=True).clamp(min=1)).float()
 

@@ -12,7 +12,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("fastervlm", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2412.01818v1")
 @dataclass(frozen=True)
 class FasterVLM(Pruner):
-    """Keep the patches with the most attention from the vision tower's class token.
+    """Keep the patches with the most class-token attention.
 
     The score is the class token's attention to a patch in the last block that the model reads, averaged over heads. In
     towers without a class token, it is the mean attention that the patch receives. Each tile, or frame of a video, is

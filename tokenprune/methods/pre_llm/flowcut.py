@@ -24,7 +24,7 @@ _LAST_CUT = _CLIP_BLOCKS - 2  # index of the block before the last cut
 @register("flowcut", site=Site.PRE_LLM, needs=("encoder_flow",), paper="arXiv 2505.19536, NeurIPS 2025")
 @dataclass(frozen=True)
 class FlowCut(Pruner):
-    """Drop patches step by step along the vision tower by their information flow to the class token.
+    """Drop patches step by step by their information flow in the tower.
 
     In each block, the score of a patch adds two shares: its attention from the class token and the similarity of its
     value to the class token's value. The sum is multiplied by the norm of the value and averaged with the score so far.
@@ -60,7 +60,7 @@ class FlowCut(Pruner):
         64
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     inside: bool | None = None
 
@@ -101,10 +101,10 @@ class _InTower(EncoderMethod):
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return the function that drops patches after each block, or None for blocks that are not scored."""
-        cuts = _TowerCuts(tower.protected, tower.left(budget))
+        cuts = _TowerCuts(tower.protected, tower.count_kept(budget))
         looks_of_block: list[list[int]] = [[] for _ in range(tower.blocks)]
         for block in range(_LAST_CUT + 1):
-            looks_of_block[math.ceil((block + 0.5) / _CLIP_BLOCKS * tower.read) - 1].append(_LAST_CUT - block)
+            looks_of_block[math.ceil((block + 0.5) / _CLIP_BLOCKS * tower.blocks_read) - 1].append(_LAST_CUT - block)
         return [
             partial(cuts.update, remaining=tuple(blocks_left)) if blocks_left else None
             for blocks_left in looks_of_block
@@ -147,7 +147,7 @@ class _TowerCuts:
         if num_kept == counts:
             return None
         class_tokens = patches.new_ones(rows, self.protected)
-        merge = Merge.dropping(
+        merge = Merge.from_kept(
             torch.cat([class_tokens, patches], dim=1), [count + self.protected for count in num_kept]
         )
         assert self.score is not None and merge.keep is not None

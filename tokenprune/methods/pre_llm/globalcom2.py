@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @register("globalcom2", site=Site.PRE_LLM, needs=("encoder_logits", "tiling"), paper="arXiv 2501.05179, AAAI 2026")
 @dataclass(frozen=True)
 class GlobalCom2(Pruner):
-    """Let the thumbnail set the budget of each tile and help to rank the tile's patches.
+    """Set the budget of each tile and rank its patches by the thumbnail.
 
     The score is the class token's attention logit of each patch in the last block that the model reads. The thumbnail
     keeps the requested share by this score. The share of a tile is multiplied by 1 + p - mean(p), where p is the

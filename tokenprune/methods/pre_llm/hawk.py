@@ -33,7 +33,7 @@ class HeadWeights(FittedTable):
 @register("hawk", site=Site.PRE_LLM, needs=("first_layer_scores",), paper="arXiv 2604.07812, CVPR 2026")
 @dataclass(frozen=True)
 class Hawk(Pruner):
-    """Keep the tokens that the text attends to in the decoder's first layer, with weighted heads.
+    """Keep tokens by the text attention of weighted first-layer heads.
 
     The score of a head is the product of the text's mean query and the key of a visual token, without rotary embedding
     and softmax. The scores of each head are normalized over the image and added with the head's weight. No decoder

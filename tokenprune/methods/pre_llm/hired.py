@@ -17,7 +17,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("hired", site=Site.PRE_LLM, needs=("encoder_attention", "tiling"), paper="arXiv 2408.10945, AAAI 2025")
 @dataclass(frozen=True)
 class Hired(Pruner):
-    """Split the budget over tiles by the salient thumbnail content they show, then keep salient patches.
+    """Split the budget over tiles by salient thumbnail content, then keep salient patches.
 
     The thumbnail gets `alpha` of an image's budget. A share of 1 - `alpha` of its patches, with the most class-token
     attention in the first tower block, is marked. Tiles share the rest of the budget in proportion to the marks in

@@ -8,9 +8,9 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.pairs import normalize
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.kernels.temporal import shares
+from tokenprune.kernels.temporal import split_budget
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import compute_patch_attention, make_sortable
@@ -21,7 +21,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("holov", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2510.02912, NeurIPS 2025")
 @dataclass(frozen=True)
 class HoloV(Pruner):
-    """Split an image into strips and keep the best patches of each strip by its share of the attention.
+    """Keep the best patches of each strip of an image, with budgets by attention.
 
     A strip is a run of patches in raster order. Its budget is proportional to the mean attention of its patches: the
     class token's attention in the last block that the model reads, or the mean attention received in towers without a
@@ -68,7 +68,7 @@ class HoloV(Pruner):
         attention = compute_patch_attention(tokens)
         share = torch.zeros(sizes.shape, dtype=torch.double, device=is_patch.device)
         share = share.scatter_add(1, strip, make_sortable(attention).clamp(min=0).double()) / sizes.clamp(min=1)
-        num_kept = shares(share[:, :-2], tokens.budget, sizes[:, :-2], remainder="largest")
+        num_kept = split_budget(share[:, :-2], tokens.budget, sizes[:, :-2], remainder="largest")
         num_others = tokens.budget - num_kept.sum(1)
         num_kept = torch.cat([num_kept, num_others[:, None], torch.zeros_like(num_others)[:, None]], dim=1)
 
@@ -118,7 +118,7 @@ def _add_similarity_variance(
     in_strip = torch.arange(max_length, device=x.device) < sizes.unsqueeze(-1)  # [S, C, M]
     order = (sizes.cumsum(1) - sizes).unsqueeze(-1) + torch.arange(max_length, device=x.device)
     indices = partition(is_patch).gather(1, order.flatten(1).clamp(max=is_patch.shape[1] - 1))
-    direction = unit(gather_tokens(x, indices, 1)).view(*in_strip.shape, -1) * in_strip.unsqueeze(-1)
+    direction = normalize(gather_tokens(x, indices, 1)).view(*in_strip.shape, -1) * in_strip.unsqueeze(-1)
     similarity = (direction @ direction.transpose(2, 3)).masked_fill(
         torch.eye(max_length, dtype=torch.bool, device=x.device), 0
     )

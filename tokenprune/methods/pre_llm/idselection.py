@@ -7,8 +7,8 @@ from typing import Annotated
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products
 from tokenprune.kernels.pairs import PickedRows
 from tokenprune.kernels.picks import Picks
 from tokenprune.methods.registry import register
@@ -55,14 +55,14 @@ class IDSelection(Pruner):
         max_tokens = max(tokens.keep)
 
         def pick_rows(x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
-            picks, row_of = Picks(mask), PickedRows(alike(x, mask))
+            picks, row_of = Picks(mask), PickedRows(cosine_products(x, mask))
             for _ in range(max_tokens):
-                candidates = picks.among_left(score)
+                candidates = picks.mask_taken(score)
                 pick = picks.take_best(candidates)
                 penalty = (-self.gamma * (1 - row_of(pick, candidates)).square()).exp()
                 score = score - penalty * score.gather(1, pick.unsqueeze(1))
-            return picks.first(num_kept)
+            return picks.first_picks(num_kept)
 
         score = rescale(compute_saliency(tokens), tokens.mask)
         inputs = (tokens.hidden, tokens.mask, tokens.budget, score)
-        return Selection(by_rows(pick_rows, tokens.hidden[0].numel(), *inputs), counts=tokens.keep)
+        return Selection(map_rows(pick_rows, tokens.hidden[0].numel(), *inputs), counts=tokens.keep)

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Gt
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike, cover
-from tokenprune.kernels.pairs import Products, Relation, unit
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products, greedy_cover
+from tokenprune.kernels.pairs import Products, Relation, normalize
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
@@ -19,7 +19,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("mmtok", site=Site.PRE_LLM, paper="arXiv 2508.18264, ICLR 2026")
 @dataclass(frozen=True)
 class MMTok(Pruner):
-    """Keep the visual tokens that best cover both the question's words and the whole image.
+    """Keep tokens that cover the question's words and the whole image.
 
     Each text token after the image, and each visual token, distributes itself over the visual tokens by a softmax of
     cosines. It is covered by its largest share among the picks. Each pick adds most to the sum of coverages.
@@ -83,14 +83,16 @@ class MMTok(Pruner):
             text_mask: torch.Tensor,
         ) -> torch.Tensor:
             text_coverage = build_softmax_relation(
-                Products(unit(text), unit(x, mask)), self.text_temperature, 1.0, mask, text_mask
+                Products(normalize(text), normalize(x, mask)), self.text_temperature, 1.0, mask, text_mask
             )
-            image_coverage = build_softmax_relation(alike(features, mask), self.temperature, self.alpha, mask, mask)
-            return cover([text_coverage, image_coverage], mask, num_kept, max_tokens)
+            image_coverage = build_softmax_relation(
+                cosine_products(features, mask), self.temperature, self.alpha, mask, mask
+            )
+            return greedy_cover([text_coverage, image_coverage], mask, num_kept, max_tokens)
 
         entries = 3 * x.shape[1] * (x.shape[1] + text_mask.shape[1])
         return Selection(
-            by_rows(pick_rows, entries, x, features, mask, tokens.budget, text, text_mask), counts=tokens.keep
+            map_rows(pick_rows, entries, x, features, mask, tokens.budget, text, text_mask), counts=tokens.keep
         )
 
 
@@ -112,7 +114,7 @@ def build_softmax_relation(
     def compute_log_sum(x: torch.Tensor, segment: int, start: int) -> torch.Tensor:
         return (x / temperature).masked_fill_(~mask[segment], -torch.inf).logsumexp(1)
 
-    normalizer = products.of_rows(compute_log_sum)
+    normalizer = products.reduce_rows(compute_log_sum)
     row_weight = weight * rows.float() / rows.sum(1, keepdim=True).clamp(min=1)
     return Relation(
         products,

@@ -7,9 +7,9 @@ from typing import Annotated
 import torch
 from annotated_types import Gt
 
-from tokenprune.kernels.clusters import by_rows
+from tokenprune.kernels.clusters import map_rows
 from tokenprune.kernels.dpp import greedy_dpp
-from tokenprune.kernels.pairs import finite
+from tokenprune.kernels.pairs import is_finite
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
@@ -18,7 +18,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("otprune", site=Site.PRE_LLM, paper="arXiv 2602.20205, CVPR 2026")
 @dataclass(frozen=True)
 class OTPrune(Pruner):
-    """Keep the visual tokens whose distribution is closest to that of all tokens.
+    """Keep the tokens whose distribution best matches all tokens.
 
     Each feature is divided by its norm over the image's tokens, which gives V. The matrix V V^T V V^T compares tokens
     in the dominant directions of the image. Each pick greedily maximizes log det(I + gamma V V^T V V^T) over the picks.
@@ -54,7 +54,7 @@ class OTPrune(Pruner):
             return greedy_dpp(self.gamma * a, b, mask, num_kept, max_tokens, ridge=1.0)
 
         count, width = tokens.hidden.shape[1:]
-        keep = by_rows(pick_rows, count * (max_tokens + 3 * width), tokens.hidden, tokens.mask, tokens.budget)
+        keep = map_rows(pick_rows, count * (max_tokens + 3 * width), tokens.hidden, tokens.mask, tokens.budget)
         return Selection(keep, counts=tokens.keep)
 
 
@@ -67,7 +67,7 @@ def factor_gram_product(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tens
         x: Tokens, (S, N, D).
         mask: Valid tokens, bool (S, N).
     """
-    valid = mask & finite(x)
+    valid = mask & is_finite(x)
     v = x.float().masked_fill(~valid.unsqueeze(2), 0)
     v = v / v.norm(dim=1, keepdim=True).clamp(min=1e-12)
     if v.shape[2] < v.shape[1]:

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.clusters import in_parts
+from tokenprune.kernels.clusters import split_rows
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.pairs import normalize
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import Tiles, compute_patch_attention, make_sortable
@@ -68,7 +68,7 @@ class PruMerge(Pruner):
         return frozenset({"encoder_attention"} | ({"encoder_keys"} if self.merge == "clusters" else set()))
 
     @property
-    def by_content_count(self) -> bool:
+    def chooses_count(self) -> bool:
         return not self.exact
 
     def compute_attention(self, tokens: VisualTokens) -> torch.Tensor:
@@ -114,11 +114,11 @@ class PruMerge(Pruner):
 
     def _find_clusters(self, tokens: VisualTokens, tiles: Tiles, keep: torch.Tensor) -> torch.Tensor:
         """Return the kept token that absorbs each token, long (S, N), or -1 if it is near no kept token."""
-        keys = unit(tokens.encoder_keys(-1))
+        keys = normalize(tokens.encoder_keys(-1))
         kept_indices = partition(keep)[:, : max(tokens.keep) if self.exact else None]
         best_similarity = torch.full(keep.shape, -torch.inf, dtype=torch.float32, device=keep.device)
         target = torch.full_like(kept_indices[:, :1], -1).repeat(1, keep.shape[1])
-        for part in in_parts(kept_indices.shape[1], keep.numel()):
+        for part in split_rows(kept_indices.shape[1], keep.numel()):
             indices = kept_indices[:, part]
             similarity = gather_tokens(keys, indices, 1) @ keys.transpose(1, 2)
             is_candidate = (

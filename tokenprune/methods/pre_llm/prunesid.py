@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from tokenprune.kernels.coverage import alike
+from tokenprune.kernels.coverage import cosine_products
 from tokenprune.kernels.pairs import Relation
-from tokenprune.kernels.suppress import unsuppressed
+from tokenprune.kernels.suppress import non_maximum_suppression
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
@@ -23,7 +23,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("prunesid", site=Site.PRE_LLM, paper="arXiv 2603.09480, ICLR 2026")
 @dataclass(frozen=True)
 class PruneSID(Pruner):
-    """Group tokens by principal components and keep the most typical distinct tokens of each group.
+    """Keep typical distinct tokens of each principal component.
 
     A token belongs to the component with its largest coefficient. Within a group, the token with the highest score is
     kept and removes the tokens whose similarity exceeds a threshold, and so on. Groups share the budget by their number
@@ -53,7 +53,7 @@ class PruneSID(Pruner):
         64
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
     fallback_options: ClassVar[Mapping[str, Any]] = {"form": "qwen"}
 
     form: Literal["qwen", "llava"] = "qwen"
@@ -78,15 +78,17 @@ class PruneSID(Pruner):
         size, group = project_to_components(x, num_groups).max(1)
         score = size if saliency is None else saliency
         mask = torch.ones(1, count, dtype=torch.bool, device=x.device)
-        pairs = alike(x[None], mask)
-        upper_sum = pairs.of_rows(lambda rows, segment, start: rows.triu(start).sum(1)).sum(dtype=torch.float64).float()
+        pairs = cosine_products(x[None], mask)
+        upper_sum = (
+            pairs.reduce_rows(lambda rows, segment, start: rows.triu(start).sum(1)).sum(dtype=torch.float64).float()
+        )
         if is_qwen:  # the authors' mean includes the zeros below the diagonal
             threshold = max(18 * num_kept / count, 1) * upper_sum / count**2
         else:
             diagonal = pairs.diagonal().sum()
             threshold = num_kept / 32 * 2 * (upper_sum - diagonal) / max(1, count * (count - 1))
         conflicts = Relation(pairs, lambda similarity, other: (similarity > threshold) & (other == group), group[None])
-        is_distinct = unsuppressed(conflicts, score[None], mask)
+        is_distinct = non_maximum_suppression(conflicts, score[None], mask)
         membership = torch.stack([mask[0], is_distinct[0]]).long()
         num_members, num_distinct = (
             membership.new_zeros(2, num_groups).scatter_add_(1, group.expand(2, -1), membership).tolist()

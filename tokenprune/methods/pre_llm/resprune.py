@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.clusters import by_rows
+from tokenprune.kernels.clusters import map_rows
 from tokenprune.kernels.coverage import cosines
 from tokenprune.kernels.dpp import greedy_dpp
-from tokenprune.kernels.pairs import finite, unit
+from tokenprune.kernels.pairs import is_finite, normalize
 from tokenprune.methods.registry import register
 from tokenprune.methods.scores import rescale
 from tokenprune.selection.method import Pruner, Selection, Site
@@ -24,7 +24,7 @@ _MIN_RELEVANCE = 1e-3  # of the least relevant token, after rescaling
 @register("resprune", site=Site.PRE_LLM, paper="arXiv 2603.21105 (notes of others)", reconstruction=True)
 @dataclass(frozen=True)
 class ResPrune(Pruner):
-    """Pick tokens with the largest residual outside the span of the picks, weighted by relevance.
+    """Pick tokens with the largest residual to earlier picks, weighted by relevance.
 
     Each pick maximizes its squared residual times r^alpha. r is the largest cosine of the token to a token of the text
     after the image, rescaled to [0.001, 1.001] over the image.
@@ -61,7 +61,7 @@ class ResPrune(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         x = tokens.hidden.float()
-        x = unit(x) if self.unit else x.masked_fill(~finite(x).unsqueeze(2), 0)
+        x = normalize(x) if self.unit else x.masked_fill(~is_finite(x).unsqueeze(2), 0)
         # A common scale does not change the picks, and it avoids overflow of squares.
         x = x / x.masked_fill(~tokens.mask.unsqueeze(2), 0).abs().amax((1, 2), keepdim=True).clamp(min=_TINY)
         # Scaling a vector scales its residual by the same factor.
@@ -71,7 +71,7 @@ class ResPrune(Pruner):
             return greedy_dpp(x, x, mask, num_kept, max_tokens)
 
         entries = x.shape[1] * (x.shape[2] + max_tokens)
-        return Selection(by_rows(pick_rows, entries, weighted, tokens.mask, tokens.budget), counts=tokens.keep)
+        return Selection(map_rows(pick_rows, entries, weighted, tokens.mask, tokens.budget), counts=tokens.keep)
 
     def _relevance(self, tokens: VisualTokens) -> torch.Tensor:
         """Return the positive relevance of each token, float32 (S, N). It is 1 for padding or without text."""

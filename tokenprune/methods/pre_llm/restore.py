@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Lt
 
-from tokenprune.kernels.coverage import alike
+from tokenprune.kernels.coverage import cosine_products
 from tokenprune.kernels.take import rank_in_group, top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import build, register
@@ -20,12 +20,12 @@ from tokenprune.selection.tokens import VisualTokens
 @register("restore", site=Site.PRE_LLM, paper="arXiv 2606.01711, ICML 2026 (notes of others and its code)", merges=True)
 @dataclass(frozen=True)
 class Restore(Pruner):
-    """Spend half of the budget with another method and merge all other tokens into distinct anchors.
+    """Merge the tokens that another method drops into distinct anchors.
 
-    Anchors are chosen among the tokens that the other method drops. An anchor resembles many tokens (r, the sum of its
-    cosines) and no rival (d, its largest cosine to a rival), so it has a large r (1 - d). Every other dropped token
-    joins its most similar anchor. Each group becomes its mean at the index of its lower median token. Optionally,
-    attention in the language model is weighted by the number of tokens that a key represents.
+    The other method spends half of the budget, and anchors spend the other half. Anchors are the dropped tokens
+    with the largest r (1 - d), where r is the sum of a token's cosines and d its largest cosine to a rival. Every other
+    dropped token joins its most similar anchor. Each group becomes its mean at the index of its lower median token.
+    Optionally, attention in the language model is weighted by the number of tokens that a key represents.
 
     Args:
         chooser: Name of the method that spends the first half, with default options. It must act between tower and
@@ -69,10 +69,10 @@ class Restore(Pruner):
             isinstance(chooser, Pruner)
             and chooser.site is Site.PRE_LLM
             and not chooser.merges
-            and not chooser.by_content_count
+            and not chooser.chooses_count
         )
         self._check(
-            is_supported and chooser.least > 0,
+            is_supported and chooser.min_tokens > 0,
             f"chooser={self.chooser!r} must keep a fixed number of unmerged tokens between tower and language model. "
             "Use divprune, vispruner or cdpruner.",
         )
@@ -95,7 +95,7 @@ class Restore(Pruner):
         return self._chooser.query_aware
 
     @property
-    def weighs(self) -> bool:
+    def weighs_attention(self) -> bool:
         return self.calibrate
 
     def select(self, tokens: VisualTokens) -> Selection:
@@ -123,8 +123,8 @@ class Restore(Pruner):
         Returns:
             `group` with the anchor index of each candidate, long (S, N).
         """
-        products = alike(x, candidates)
-        total_similarity = products.of_rows(lambda rows, segment, start: rows.sum(1))
+        products = cosine_products(x, candidates)
+        total_similarity = products.reduce_rows(lambda rows, segment, start: rows.sum(1))
 
         def find_rival(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
             self_total, other_totals = (
@@ -137,13 +137,13 @@ class Restore(Pruner):
             rival_similarity = rows.masked_fill(~rivals, -torch.inf).amax(1)
             return rival_similarity.masked_fill(rival_similarity == -torch.inf, 0)
 
-        score = total_similarity * (1 - products.of_rows(find_rival))
+        score = total_similarity * (1 - products.reduce_rows(find_rival))
         anchors = top_mask(score, candidates, to_device(num_anchors, x.device), max(num_anchors))
 
         def find_anchor(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
             return rows.masked_fill(~anchors[segment], -torch.inf).argmax(1)
 
-        assigned = products.of_rows(find_anchor)
+        assigned = products.reduce_rows(find_anchor)
         index = torch.arange(candidates.shape[1], device=x.device)
         assigned = torch.where(anchors, index, assigned).masked_fill(~anchors.any(1, keepdim=True), -1)
         return torch.where(candidates, assigned, group)

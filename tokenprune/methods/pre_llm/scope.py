@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike, cover
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products, greedy_cover
 from tokenprune.kernels.pairs import Relation
 from tokenprune.methods.registry import register
 from tokenprune.methods.scores import compute_saliency
@@ -65,8 +65,8 @@ class Scope(Pruner):
         def pick_rows(
             x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, factor: torch.Tensor
         ) -> torch.Tensor:
-            return cover([Relation(alike(x, mask))], mask, num_kept, max_tokens, factor)
+            return greedy_cover([Relation(cosine_products(x, mask))], mask, num_kept, max_tokens, factor)
 
         x = tokens.encoder_features if self.features == "tower" else tokens.hidden
         inputs = (x, tokens.mask, tokens.budget, saliency**self.alpha)
-        return Selection(by_rows(pick_rows, 2 * x.shape[1] ** 2, *inputs), counts=tokens.keep)
+        return Selection(map_rows(pick_rows, 2 * x.shape[1] ** 2, *inputs), counts=tokens.keep)

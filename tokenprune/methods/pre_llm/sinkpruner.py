@@ -11,11 +11,11 @@ import torch
 from annotated_types import Ge, Le
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
-from tokenprune.kernels.clusters import in_parts
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
+from tokenprune.kernels.clusters import split_rows
 from tokenprune.kernels.compact import partition
-from tokenprune.kernels.masses import evenly
-from tokenprune.kernels.pairs import Products, unit
+from tokenprune.kernels.masses import uniform_weights
+from tokenprune.kernels.pairs import Products, normalize
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.multi_cut import TEXT_ATTENTION, sum_text_attention
@@ -35,7 +35,7 @@ _ROWS_AT_ONCE = 128  # rows of products, if the table is too large
 )  # fmt: skip
 @dataclass(frozen=True)
 class SinkPruner(Pruner):
-    """Merge the tower's sinks, keep salient and dissimilar tokens, and cut by the question.
+    """Merge sinks and keep salient and dissimilar tokens, then cut by the question.
 
     Sinks are tokens of very large norm; they are merged into one token. Half of the remaining budget goes to the tokens
     with the most tower attention, the other half to the tokens least similar to the kept ones. Three cuts inside the
@@ -77,8 +77,8 @@ class SinkPruner(Pruner):
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if not self.stage2:
             return [(self, budget)]
-        inside = place(_AFTER, layers, Budget(keep=1.0))
-        first, *cuts = profile(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
+        inside = choose_layers(_AFTER, layers, Budget(keep=1.0))
+        first, *cuts = plan_cuts(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
         first_stage = dataclasses.replace(self, stage2=False)
         return [(first_stage, first.budget), *((_TextGuidedCut(cut.layer), cut.budget) for cut in cuts)]
 
@@ -123,7 +123,7 @@ class _TextGuidedCut(Pruner):
     layer: int
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
-        return sum_text_attention(tokens, evenly(tokens.text.mask)).mean(1)
+        return sum_text_attention(tokens, uniform_weights(tokens.text.mask)).mean(1)
 
 
 def pick_dissimilar(
@@ -147,9 +147,9 @@ def pick_dissimilar(
         num_per_round: Number of tokens added per round.
     """
     results = []
-    for rows in in_parts(len(x), x.shape[1] ** 2):
-        products, selected_part, candidates = Products(unit(x[rows])), selected[rows], mask[rows]
-        if not products.fits:
+    for rows in split_rows(len(x), x.shape[1] ** 2):
+        products, selected_part, candidates = Products(normalize(x[rows])), selected[rows], mask[rows]
+        if not products.fits_in_memory:
             segments = zip(range(products.shape[0]), selected_part, candidates, num_kept[rows].tolist(), strict=True)
             results.append(
                 torch.stack(

@@ -7,8 +7,8 @@ from typing import Annotated
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import Coverage, alike
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import Coverage, cosine_products
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.picks import Picks
 from tokenprune.methods.registry import register
@@ -20,7 +20,7 @@ from tokenprune.selection.tokens import VisualTokens
 @register("tops", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2606.27161 (reconstruction)")
 @dataclass(frozen=True)
 class Tops(Pruner):
-    """Keep tokens that are salient, differ from the picks and cover the others (stage I of TOPS).
+    """Keep salient tokens that differ and cover the others (stage I of TOPS).
 
     The first pick has the most attention in the last block of the tower. Each further pick maximizes the sum of three
     criteria, each divided by its mean over the remaining tokens: this attention, the cosine distance to the nearest
@@ -59,16 +59,16 @@ class Tops(Pruner):
         def pick_rows(
             x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, saliency: torch.Tensor
         ) -> torch.Tensor:
-            coverage, picks, score = Coverage([Relation(alike(x, mask))], start=-1.0), Picks(mask), saliency
+            coverage, picks, score = Coverage([Relation(cosine_products(x, mask))], start=-1.0), Picks(mask), saliency
             for _ in range(max_tokens):
-                coverage.take(picks.take_best(picks.among_left(score)))
+                coverage.take(picks.take_best(picks.mask_taken(score)))
                 criteria = torch.stack([saliency, coverage.gain, (1 - coverage.cover[0]).clamp_(min=0)])
-                relevance, gain, distance = divide_by_mean(criteria, picks.left)
+                relevance, gain, distance = divide_by_mean(criteria, picks.available)
                 score = relevance + self.coverage * gain + self.diversity * distance
-            return picks.first(num_kept)
+            return picks.first_picks(num_kept)
 
         inputs = (tokens.hidden, tokens.mask, tokens.budget, compute_saliency(tokens))
-        return Selection(by_rows(pick_rows, 2 * tokens.mask.shape[1] ** 2, *inputs), counts=tokens.keep)
+        return Selection(map_rows(pick_rows, 2 * tokens.mask.shape[1] ** 2, *inputs), counts=tokens.keep)
 
 
 def divide_by_mean(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

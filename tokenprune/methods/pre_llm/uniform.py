@@ -74,4 +74,4 @@ def spread_in_frames(videos: Videos, num_kept_per_frame: Sequence[Sequence[int]]
         [spread_over_grid(size, num_kept, grid) for size, num_kept in zip(sizes, num_of_video, strict=False)]
         for sizes, num_of_video, grid in zip(videos.frames, num_kept_per_frame, videos.grids, strict=True)
     ]
-    return videos.at(indices)
+    return videos.mask_from_indices(indices)

@@ -25,7 +25,7 @@ from tokenprune.selection.tokens import VisualTokens
 )
 @dataclass(frozen=True)
 class VisionZip(Pruner):
-    """Keep the patches with the most tower attention and merge the others into a few spread tokens.
+    """Keep the most attended patches and merge the others into a few.
 
     In each tile or frame, dominant tokens have the most attention from the class token in the last block that the model
     reads. In towers without a class token, the attention is the mean that a patch receives. Contextual tokens are

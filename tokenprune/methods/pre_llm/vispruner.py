@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.kernels.clusters import in_parts
-from tokenprune.kernels.pairs import Products, unit
+from tokenprune.kernels.clusters import split_rows
+from tokenprune.kernels.pairs import Products, normalize
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
@@ -25,7 +25,7 @@ _ROWS_AT_ONCE = 256  # rows of products
 @register("vispruner", site=Site.PRE_LLM, paper="arXiv 2412.01818, ICCV 2025")
 @dataclass(frozen=True)
 class VisPruner(Pruner):
-    """Keep half by tower attention, and of the rest remove the most similar tokens in rounds.
+    """Keep half by tower attention and the rest by dissimilarity, in rounds.
 
     In each tile or frame, important patches have the most attention from the class token in the last block that the
     model reads. In towers without a class token, the attention is the mean that a patch receives. The other patches
@@ -56,7 +56,7 @@ class VisPruner(Pruner):
         64
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
     fallback_options: ClassVar[Mapping[str, Any]] = {"features": "projected"}
 
     important: Annotated[float, Ge(0), Le(1)] = 0.5
@@ -100,8 +100,8 @@ def _drop_duplicates(
     segment, tile, count, goal = (to_device(list(item), x.device) for item in zip(*lines, strict=True))
     longest = max(line[2] for line in lines)
     indices = segment[:, None] * rest.shape[1] + _sort_by_attention(rest, attention, tiles, longest)[segment, tile]
-    parts, x = in_parts(len(lines), longest**2), x.flatten(0, 1)
-    if Products(x[indices[:1]]).fits:
+    parts, x = split_rows(len(lines), longest**2), x.flatten(0, 1)
+    if Products(x[indices[:1]]).fits_in_memory:
         is_left = torch.cat([_run_rounds(x[indices[part]], count[part], goal[part], lines[part]) for part in parts])
     else:
         is_left = torch.stack(
@@ -132,7 +132,7 @@ def _run_rounds(
         goal: Number of patches that remain in each line, long (B,).
         lines: Segment, tile, count and goal of each line, as Python ints.
     """
-    direction, width = unit(x), x.shape[1]
+    direction, width = normalize(x), x.shape[1]
     similarity = (direction @ direction.transpose(1, 2)).flatten(1)
     line = torch.arange(width, device=x.device).expand(len(x), -1)
     lengths = [(length, goal_length) for *_, length, goal_length in lines]
@@ -167,7 +167,7 @@ def _run_rounds_for_long_line(x: torch.Tensor, count: int, goal: int) -> torch.T
     The nearest patches are searched again after many drops. If no near patch of an odd patch is at an even rank, which
     is rare, all even patches are compared. x: (P, D).
     """
-    products, line = Products(unit(x)[None]), torch.arange(count, device=x.device)
+    products, line = Products(normalize(x)[None]), torch.arange(count, device=x.device)
     neighbors = torch.empty(len(x), 0, dtype=torch.long, device=x.device)
     similarity = torch.empty(len(x), 0, dtype=torch.float32, device=x.device)
     known_length = 2 * count

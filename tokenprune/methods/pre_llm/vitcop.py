@@ -10,8 +10,8 @@ import torch
 from annotated_types import Gt, Le
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
-from tokenprune.kernels.clusters import by_rows, roots
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
+from tokenprune.kernels.clusters import find_roots, map_rows
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.pairs import distances
 from tokenprune.kernels.take import rank_in_group
@@ -32,7 +32,7 @@ _STEPS = 2.0**30  # resolution of densities, so that equal keys have equal densi
 )  # fmt: skip
 @dataclass(frozen=True)
 class ViTCoP(Pruner):
-    """Keep salient patches, merge them within clusters early in the decoder, and cut again late.
+    """Keep salient patches and merge clusters inside the decoder, then cut again late.
 
     The tower stage keeps the patches with the most attention from the class token and clusters them by the tower's
     keys. A patch joins its nearest patch that is at least as dense and not far away in the image. Cluster centers are
@@ -65,13 +65,13 @@ class ViTCoP(Pruner):
         [0, 1, 4]
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     clusters: Annotated[float, Gt(0), Le(1)] = 0.18
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        inside = place(_AFTER, layers, Budget(keep=1.0))
-        first, early, late = profile(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
+        inside = choose_layers(_AFTER, layers, Budget(keep=1.0))
+        first, early, late = plan_cuts(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
         return [
             (_EntryStage(self.clusters), first.budget),
             (_ClusterMergeStage(early.layer), early.budget),
@@ -86,7 +86,7 @@ class _EntryStage(Pruner):
     name: ClassVar[str] = "vitcop"
     site: ClassVar[Site] = Site.PRE_LLM
     needs: ClassVar[frozenset[str]] = frozenset({"encoder_attention", "encoder_keys"})
-    by_content_count: ClassVar[bool] = True  # runs even if it keeps all tokens
+    chooses_count: ClassVar[bool] = True  # runs even if it keeps all tokens
 
     clusters: float
 
@@ -98,7 +98,7 @@ class _EntryStage(Pruner):
         positions = torch.stack(
             [patches.row.double() / patches.height, patches.column.double() / patches.width], dim=-1
         )
-        centers = by_rows(
+        centers = map_rows(
             find_cluster_centers, 4 * indices.shape[1] ** 2, gather_tokens(tokens.encoder_keys(-1), indices, 1),
             gather_tokens(positions, indices, 1), patches.tile.gather(1, indices), selection.keep.gather(1, indices),
             num_clusters,
@@ -133,7 +133,7 @@ def find_cluster_centers(
     parent = torch.where(parent_distance.isinf(), 0, parent)
     rank = rank_in_group((~mask).long(), (parent_distance * density).masked_fill(~mask, -torch.inf))
     is_center, itself = mask & (rank < num_clusters[:, None]), torch.arange(count, device=keys.device)
-    root = roots(torch.where(is_center, itself, parent), count)
+    root = find_roots(torch.where(is_center, itself, parent), count)
     return torch.where(mask & is_center.gather(1, root), root, -1)
 
 

@@ -10,7 +10,7 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import profile
+from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
@@ -66,7 +66,7 @@ class VScan(Pruner):
         64
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
     query_free: ClassVar[Mapping[str, Any]] = {"stage2": False}
 
     layer: Annotated[int, Ge(1)] | None = None
@@ -97,7 +97,7 @@ class VScan(Pruner):
             return [(first, budget)]
         layer = layers // 2 if self.layer is None else self.layer
         self._check(1 <= layer < layers, f"layer={layer} is out of range: the decoder has {layers} layers")
-        early, late = profile(layers, ((0, 3.0), (layer, 1.0)), budget)
+        early, late = plan_cuts(layers, ((0, 3.0), (layer, 1.0)), budget)
         return [(first, early.budget), (_SecondStage(layer), late.budget)]
 
     def select(self, tokens: VisualTokens) -> Selection:
