@@ -95,12 +95,8 @@ class CutStage(Pruner):
     index: int
     layer: int
 
-    name, site, paper, merges = (
-        _from_method("name"),
-        _from_method("site"),
-        _from_method("paper"),
-        _from_method("merges"),
-    )
+    name, site = _from_method("name"), _from_method("site")
+    paper, merges = _from_method("paper"), _from_method("merges")
     needs, chooses_count, min_tokens = _from_method("needs"), _from_method("chooses_count"), _from_method("min_tokens")
     encoder_layers, query_aware = _from_method("encoder_layers"), _from_method("query_aware")
     prefix_cache_safe = _from_method("prefix_cache_safe")

@@ -44,9 +44,8 @@ class Tiles:
         sizes = sizes.scatter_add(1, index, torch.ones_like(index))
         num_kept = split_budget(sizes[:, :tiles], tokens.budget, sizes[:, :tiles])
         num_others = tokens.budget - num_kept.sum(1)
-        return Tiles(
-            index, torch.cat([num_kept, num_others[:, None], torch.zeros_like(num_others)[:, None]], dim=1), sizes
-        )
+        num_kept = torch.cat([num_kept, num_others[:, None], torch.zeros_like(num_others)[:, None]], dim=1)
+        return Tiles(index, num_kept, sizes)
 
     @property
     def num_tiles(self) -> int:
@@ -73,16 +72,8 @@ class Tiles:
         num_kept = split_budget(weight, num_patches - num_first, max_kept)
         num_kept[:, 0] = num_patches - num_kept.sum(1)
         has_tiles = (tiling.width > 0)[:, None]
-        return replace(
-            self,
-            num_kept=torch.cat(
-                [
-                    torch.where(has_tiles, num_kept, self.num_kept[:, : self.num_tiles]),
-                    self.num_kept[:, self.num_tiles :],
-                ],
-                dim=1,
-            ),
-        )
+        num_kept = torch.where(has_tiles, num_kept, self.num_kept[:, : self.num_tiles])
+        return replace(self, num_kept=torch.cat([num_kept, self.num_kept[:, self.num_tiles :]], dim=1))
 
     def sum_by(self, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` (S, N) by `index`, long (S, N), float64 (S, T + 2). Values that are not finite count as 0."""
@@ -111,9 +102,8 @@ class Tiles:
         """
         if candidates is None:
             return rank_in_group(self.index, make_sortable(score)) < self.expand(num_kept)
-        return (
-            rank_in_group(self.index, candidates.to(torch.uint8), make_sortable(score)) < self.expand(num_kept)
-        ) & candidates
+        rank = rank_in_group(self.index, candidates.to(torch.uint8), make_sortable(score))
+        return (rank < self.expand(num_kept)) & candidates
 
 
 def make_sortable(score: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,9 @@ from tokenprune.selection.sites.decode import DecodeMethod, Share, TokenType
 class DyRate(DecodeMethod):
     """Drop the least attended visual tokens while decoding, more as attention to the image falls.
 
-    Prefill keeps a share of `keep` by the rule of FastV. Decoding raises the pruning rate from there, and never lowers
-    it below. With keep=1.0, no token is dropped. The rate follows the images' share of the attention, a fixed schedule,
-    or a classifier that is fitted to the model.
+    `keep` is the share that prefill keeps by the rule of FastV; decoding only drops more tokens. With keep=1.0, no
+    token is dropped. The rate follows the images' share of the attention, a fixed schedule, or a classifier that is
+    fitted to the model.
 
     Args:
         rate: "attn_mass" follows the images' share of the attention, without training. "schedule" uses `schedule`.

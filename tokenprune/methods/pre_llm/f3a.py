@@ -73,19 +73,12 @@ class F3A(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         x, text_means = tokens.hidden, average_text(tokens)
         matrices = draw_matrices(x.shape[2], text_means.shape[1], self.seed, x.device)
-        pools_per_image = []
-        for image, (count, num_kept, grid_shape) in enumerate(
-            zip(tokens.counts, tokens.keep, tokens.grids, strict=True)
-        ):
-            frames, height, width = (
-                grid_shape if grid_shape is not None and math.prod(grid_shape) == count else (1, 1, count)
-            )
+        images = []
+        for index, (count, num_kept, shape) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
+            frames, height, width = shape if shape is not None and math.prod(shape) == count else (1, 1, count)
             grid = Grid(frames * height, width, x.device)
-            pools_per_image.append(build_pool(x[image, :count], text_means[image], num_kept, grid, matrices))
-        pools = [
-            torch.nn.utils.rnn.pad_sequence(list(pools_of_kind), batch_first=True)
-            for pools_of_kind in zip(*pools_per_image, strict=True)
-        ]
+            images.append(build_pool(x[index, :count], text_means[index], num_kept, grid, matrices))
+        pools = [torch.nn.utils.rnn.pad_sequence(list(pool), batch_first=True) for pool in zip(*images, strict=True)]
         pick = partial(pick_spread_out, max(tokens.keep))
         return Selection(map_rows(pick, tokens.mask.shape[1] ** 2, tokens.budget, *pools), counts=tokens.keep)
 

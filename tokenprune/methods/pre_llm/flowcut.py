@@ -78,20 +78,19 @@ class FlowCut(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         tiles = Tiles.from_tokens(tokens)
-        remaining_patches, num_final = tiles.is_patch, tiles.zero_non_patches(tiles.num_kept)
+        patches, num_final = tiles.is_patch, tiles.zero_non_patches(tiles.num_kept)
         score: torch.Tensor | None = None
         for block, layer in enumerate(self.encoder_layers):
-            remaining_patches, score = _update_scores(
-                tiles, tokens.encoder_flow(layer), remaining_patches, score, num_final, _LAST_CUT - block
-            )
+            flow = tokens.encoder_flow(layer)
+            patches, score = _update_scores(tiles, flow, patches, score, num_final, _LAST_CUT - block)
         assert score is not None  # the tower has blocks
         # Other tokens are kept only if the budget exceeds the number of patches.
-        return Selection(tiles.top(score, tiles.num_kept, remaining_patches | ~tiles.is_patch), counts=tokens.keep)
+        return Selection(tiles.top(score, tiles.num_kept, patches | ~tiles.is_patch), counts=tokens.keep)
 
 
 @dataclass(frozen=True)
 class _InTower(EncoderMethod):
-    """Drop patches inside the tower, between the attention and the MLP of a block."""
+    """Drop patches inside the tower, between attention and MLP. Kept patches equal those of a cut after the MLP."""
 
     inexact: ClassVar[None] = None
     name: ClassVar[str] = "flowcut"
@@ -102,13 +101,10 @@ class _InTower(EncoderMethod):
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return the function that drops patches after each block, or None for blocks that are not scored."""
         cuts = _TowerCuts(tower.protected, tower.count_kept(budget))
-        looks_of_block: list[list[int]] = [[] for _ in range(tower.blocks)]
+        steps_of_block: list[list[int]] = [[] for _ in range(tower.blocks)]
         for block in range(_LAST_CUT + 1):
-            looks_of_block[math.ceil((block + 0.5) / _CLIP_BLOCKS * tower.blocks_read) - 1].append(_LAST_CUT - block)
-        return [
-            partial(cuts.update, remaining=tuple(blocks_left)) if blocks_left else None
-            for blocks_left in looks_of_block
-        ]
+            steps_of_block[math.ceil((block + 0.5) / _CLIP_BLOCKS * tower.blocks_read) - 1].append(_LAST_CUT - block)
+        return [partial(cuts.update, remaining=tuple(steps)) if steps else None for steps in steps_of_block]
 
 
 @dataclass
@@ -201,7 +197,6 @@ def _count_kept(
     entropy = torch.zeros(num_patches.shape, dtype=torch.double, device=attention_share.device)
     entropy = entropy.scatter_add(1, tiles.index, -torch.special.xlogy(attention_share, attention_share))
     evenness = entropy / num_patches.clamp(min=2).double().log()
-    num_dropped = (
-        ((num_patches - num_final).float() / remaining**0.5 * (1 - evenness.square())).round().long().clamp(min=0)
-    )
+    num_dropped = (num_patches - num_final).float() / remaining**0.5 * (1 - evenness.square())
+    num_dropped = num_dropped.round().long().clamp(min=0)
     return torch.maximum(num_patches - num_dropped, num_final)

@@ -85,22 +85,16 @@ class HiPrune(Pruner):
             field.gather(1, indices)
             for field in (patches.row, patches.column, patches.height, patches.width, tiles.index)
         )
-        is_anchor, flat_index, crosses = (
-            anchors.gather(1, indices),
-            patches.row * patches.width + patches.column,
-            anchors,
-        )
+        is_anchor, crosses = anchors.gather(1, indices), anchors
+        flat_index = patches.row * patches.width + patches.column
         for down, across in ((-1, 0), (1, 0), (0, -1), (0, 1)):
             neighbor = (row + down) * width + column + across
             inside = is_anchor
             if self.edges == "grid":
                 inside = is_anchor & _is_within(row + down, height) & _is_within(column + across, width)
             neighbor = torch.minimum(neighbor.clamp(min=0), height * width - 1)
-            is_neighbor = (
-                (flat_index[:, :, None] == neighbor[:, None])
-                & (tiles.index[:, :, None] == tile[:, None])
-                & inside[:, None]
-            )
+            same_tile = tiles.index[:, :, None] == tile[:, None]
+            is_neighbor = (flat_index[:, :, None] == neighbor[:, None]) & same_tile & inside[:, None]
             crosses = crosses | is_neighbor.any(dim=2)
         return crosses
 

@@ -124,7 +124,7 @@ def _add_similarity_variance(
     )
     num_others = (sizes - 1).clamp(min=1).unsqueeze(-1)
     mean = similarity.sum(3) / num_others
-    # The diagonal of zeros is included, as in the paper's formula.
+    # The sum includes the zeros on the diagonal.
     variance = (similarity - mean.unsqueeze(-1)).square().masked_fill(~in_strip.unsqueeze(2), 0).sum(3) / num_others
     scores = 1e3 * attention.gather(1, indices).view_as(mean).masked_fill(~in_strip, 0).nan_to_num(nan=0.0)
     variance = variance.masked_fill(~in_strip, 0)

@@ -82,15 +82,12 @@ class PruMerge(Pruner):
             num_rest = tiles.zero_non_patches((num_kept > 0) & (num_kept < tiles.sizes)).long() * (self.merge == "rest")
             picked = self._pick(tiles, attention, num_kept - num_rest)
         else:
-            picked, counts = (
-                self._pick_adaptive(tiles, attention, tiles.zero_non_patches(_count_outliers(tiles, attention))),
-                None,
-            )
+            num_outliers = tiles.zero_non_patches(_count_outliers(tiles, attention))
+            picked, counts = self._pick_adaptive(tiles, attention, num_outliers), None
             num_picked = tiles.count_selected(picked)
             # A tile without outliers keeps its best patch.
-            num_rest = tiles.zero_non_patches(
-                (num_picked < tiles.sizes) & ((self.merge == "rest") | (num_picked == 0))
-            ).long()
+            has_rest = (num_picked < tiles.sizes) & ((self.merge == "rest") | (num_picked == 0))
+            num_rest = tiles.zero_non_patches(has_rest).long()
         rest = tiles.top(attention, num_rest, tiles.is_patch & ~picked)
         keep = picked | rest
         weight = attention.clamp(min=0)

@@ -55,10 +55,8 @@ class PruMergePlus(PruMerge):
         dominant = tiles.top(attention, num_dominant)
         rest = tiles.is_patch & ~dominant
         order = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1))
-        num_spread, num_left = (
-            tiles.expand(num_kept - num_dominant),
-            tiles.expand(tiles.count_selected(rest)).clamp(min=1),
-        )
+        num_spread = tiles.expand(num_kept - num_dominant)
+        num_left = tiles.expand(tiles.count_selected(rest)).clamp(min=1)
         return dominant | (rest & ((-order * num_spread) % num_left < num_spread))
 
     def _pick_adaptive(self, tiles: Tiles, attention: torch.Tensor, num_outliers: torch.Tensor) -> torch.Tensor:

@@ -79,9 +79,8 @@ class PruneSID(Pruner):
         score = size if saliency is None else saliency
         mask = torch.ones(1, count, dtype=torch.bool, device=x.device)
         pairs = cosine_products(x[None], mask)
-        upper_sum = (
-            pairs.reduce_rows(lambda rows, segment, start: rows.triu(start).sum(1)).sum(dtype=torch.float64).float()
-        )
+        upper_rows = pairs.reduce_rows(lambda rows, segment, start: rows.triu(start).sum(1))
+        upper_sum = upper_rows.sum(dtype=torch.float64).float()
         if is_qwen:  # the authors' mean includes the zeros below the diagonal
             threshold = max(18 * num_kept / count, 1) * upper_sum / count**2
         else:
@@ -90,9 +89,8 @@ class PruneSID(Pruner):
         conflicts = Relation(pairs, lambda similarity, other: (similarity > threshold) & (other == group), group[None])
         is_distinct = non_maximum_suppression(conflicts, score[None], mask)
         membership = torch.stack([mask[0], is_distinct[0]]).long()
-        num_members, num_distinct = (
-            membership.new_zeros(2, num_groups).scatter_add_(1, group.expand(2, -1), membership).tolist()
-        )
+        group_counts = membership.new_zeros(2, num_groups).scatter_add_(1, group.expand(2, -1), membership)
+        num_members, num_distinct = group_counts.tolist()
         quota = to_device(compute_quotas(num_members, num_distinct, num_kept), x.device)
         return rank_in_group(group[None], is_distinct.byte(), score[None])[0] < quota[group]
 

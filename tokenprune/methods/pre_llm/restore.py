@@ -127,13 +127,9 @@ class Restore(Pruner):
         total_similarity = products.reduce_rows(lambda rows, segment, start: rows.sum(1))
 
         def find_rival(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
-            self_total, other_totals = (
-                total_similarity[segment, start : start + len(rows), None],
-                total_similarity[segment],
-            )
-            rivals = candidates[segment] & (
-                other_totals < self_total if self.rival == "weaker" else other_totals > self_total
-            )
+            row_totals, totals = total_similarity[segment, start : start + len(rows), None], total_similarity[segment]
+            is_rival = totals < row_totals if self.rival == "weaker" else totals > row_totals
+            rivals = candidates[segment] & is_rival
             rival_similarity = rows.masked_fill(~rivals, -torch.inf).amax(1)
             return rival_similarity.masked_fill(rival_similarity == -torch.inf, 0)
 

@@ -80,11 +80,8 @@ class VisionZip(Pruner):
         keys = tokens.encoder_keys(-1).float().unflatten(-1, (heads, -1)).mean(dim=2)
         max_targets = min(max(tokens.keep), int(max(tokens.keep) * self.context + tiles.num_tiles / 2) + 1)
         indices = partition(targets)[:, :max_targets]
-        chosen, allowed, tile = (
-            gather_tokens(keys, indices, 1),
-            targets.gather(1, indices),
-            tiles.index.gather(1, indices),
-        )
+        chosen, allowed = gather_tokens(keys, indices, 1), targets.gather(1, indices)
+        tile = tiles.index.gather(1, indices)
         return indices.gather(1, best_match(keys, chosen, allowed, group_a=tiles.index, group_b=tile)[1])
 
     def _compute_weights(self, target: torch.Tensor, joins: torch.Tensor) -> torch.Tensor | None:

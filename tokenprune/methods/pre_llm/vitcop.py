@@ -103,9 +103,8 @@ class _EntryStage(Pruner):
             gather_tokens(positions, indices, 1), patches.tile.gather(1, indices), selection.keep.gather(1, indices),
             num_clusters,
         )  # fmt: skip
-        tokens.remember(
-            "cluster", torch.full_like(tokens.mask, -1, dtype=torch.long).scatter(1, indices, centers), True
-        )
+        cluster = torch.full_like(tokens.mask, -1, dtype=torch.long).scatter(1, indices, centers)
+        tokens.remember("cluster", cluster, per_token=True)
         return selection
 
 
@@ -186,9 +185,8 @@ def split_into_groups(clusters: Sequence[Sequence[int]], length: Sequence[float]
         rest = [index for cluster in order[num_groups - 1 :] for index in clusters[cluster]]
         return [*(list(clusters[cluster]) for cluster in order[: num_groups - 1]), sorted(rest)]
     groups = []
-    for members, num_singletons in zip(
-        clusters, _count_singletons(clusters, total, num_groups - len(clusters)), strict=True
-    ):
+    counts = _count_singletons(clusters, total, num_groups - len(clusters))
+    for members, num_singletons in zip(clusters, counts, strict=True):
         singletons = sorted(sorted(members, key=lambda index: (length[index], index))[:num_singletons])
         groups += [[index] for index in singletons]
         groups.append([index for index in members if index not in set(singletons)])
@@ -207,11 +205,8 @@ def _count_singletons(clusters: Sequence[Sequence[int]], total: Sequence[float],
     ]
     while (missing := num_free - sum(num_singletons)) != 0:
         step = 1 if missing > 0 else -1
-        adjustable = [
-            cluster
-            for cluster in range(len(max_singletons))
-            if 0 <= num_singletons[cluster] + step <= max_singletons[cluster]
-        ]
+        changed = [count + step for count in num_singletons]
+        adjustable = [index for index, limit in enumerate(max_singletons) if 0 <= changed[index] <= limit]
         for cluster in sorted(adjustable, key=lambda cluster: (step * total[cluster], cluster))[: abs(missing)]:
             num_singletons[cluster] += step
     return num_singletons

@@ -173,12 +173,9 @@ def find_most_similar(
         max_tokens: At least the largest number of picked tokens.
     """
     indices = partition(picked)[:, :max_tokens]
-    chosen, allowed, tile_of_picked = (
-        gather_tokens(features, indices, 1),
-        picked.gather(1, indices),
-        tile.gather(1, indices),
-    )
-    return indices.gather(1, best_match(features, chosen, allowed, group_a=tile, group_b=tile_of_picked)[1])
+    chosen, allowed = gather_tokens(features, indices, 1), picked.gather(1, indices)
+    match = best_match(features, chosen, allowed, group_a=tile, group_b=tile.gather(1, indices))[1]
+    return indices.gather(1, match)
 
 
 @dataclass(frozen=True)
