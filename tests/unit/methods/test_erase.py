@@ -119,7 +119,7 @@ def test_layers_and_budgets() -> None:
     assert places == {28: [1, 16], 36: [2, 21], 4: [0, 1], 3: [0, 1]}
     assert counts_of(method, 28, 100, 0.25)[0] == (0, 25)
     for budget in (Budget(average_share=0.5), Budget(keep=0.5, per="prompt")):
-        with pytest.raises(BudgetError, match=r"erase spends what .* say keep"):
+        with pytest.raises(BudgetError, match=r"erase does not support Budget.* Pass keep"):
             method.stages(budget, 28)
     with pytest.raises(OptionError, match=r"layers=\(1, 27\) is out of range: the last of 28 layers is 27"):
         tokenprune.method("erase", layers=(1, 27)).stages(Budget(keep=0.5), 28)
