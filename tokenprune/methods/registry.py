@@ -91,12 +91,12 @@ class MethodInfo:
 
     @property
     def for_videos(self) -> bool:
-        """Whether the method acts only on videos: it compares frames, or changes the attention between frames."""
+        """True if the method acts only on videos: it compares frames, or changes the attention between frames."""
         return self.site is Site.ATTENTION or "frames" in self.needs
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture the choice with default options.
+        """True if a CUDA graph can capture the choice with default options.
 
         This requires a site before or inside the language model, a count that follows from the budget only, and no
         synchronization with the device.

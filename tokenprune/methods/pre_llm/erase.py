@@ -96,7 +96,7 @@ class Erase(Pruner):
                 is_in_range, f"layers={self.layers!r} is out of range: the last of {layers} layers is {layers - 1}"
             )
         keep_all = Budget(keep=1.0)  # the first stage plans the counts
-        return [(self, budget), *((_TextGuidedCut(index, layer), keep_all) for index, layer in enumerate(inputs))]
+        return [(self, budget), *((_PlannedTextCut(index, layer), keep_all) for index, layer in enumerate(inputs))]
 
     def select(self, tokens: VisualTokens) -> Selection:
         entropy = tokens.patch_entropy.float()
@@ -125,7 +125,7 @@ class Erase(Pruner):
 
 
 @dataclass(frozen=True)
-class _TextGuidedCut(Pruner):
+class _PlannedTextCut(Pruner):
     """Second stage: keep the tokens with the most text attention, as many as the first stage planned.
 
     Args:
