@@ -255,9 +255,7 @@ PAGES = {
     "docs/methods/earlytom.md": {"video-tower": video_tower},
     "docs/methods/pixelprune.md": {"documents": documents},
     "docs/methods/restore.md": {"restore-gain": restore_page.gain},
-    
     "docs/methods/towerdrop.md": {"tower-blocks": tower_page.blocks},
-    
     "docs/results/sessions.md": {"attend": attend},
     "docs/results/video.md": {
         "videos": accuracy_pages.videos,

@@ -33,7 +33,15 @@ CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_readme_is_in_order() -> None:
-    parts = ("](docs/images/", "make demo", "make test", "## Install", "## Use it", "## What it saves", "headline:begin")
+    parts = (
+        "](docs/images/",
+        "make demo",
+        "make test",
+        "## Install",
+        "## Use it",
+        "## What it saves",
+        "headline:begin",
+    )
     parts += ("## Which method", "choice:begin", "## Links", "CITATION.cff", "LICENSE")
     offsets = [README.index(part) for part in parts]
     assert offsets == sorted(offsets)
