@@ -42,9 +42,9 @@ class Fingerprint:
             settings = {name: get_config_value(config, name, _NOT_THERE) for name in _SETTINGS}
             settings = {name: value for name, value in settings.items() if value is not _NOT_THERE}
         parts = sorted(_digest(parameter) for parameter in parameters)
-        whole = repr((type(module).__name__, sorted((settings | facts).items()), parts))
+        text = repr((type(module).__name__, sorted((settings | facts).items()), parts))
         dtype = str(parameters[0].dtype).removeprefix("torch.")
-        return Fingerprint(type(module).__name__, dtype, hashlib.sha256(whole.encode()).hexdigest()[:32])
+        return Fingerprint(type(module).__name__, dtype, hashlib.sha256(text.encode()).hexdigest()[:32])
 
 
 def _digest(parameter: torch.Tensor) -> str:
@@ -56,5 +56,5 @@ def _digest(parameter: torch.Tensor) -> str:
 
 def compute_fingerprint(module: nn.Module) -> str:
     """Return dtype and digest of the `Fingerprint` of `module` as one string."""
-    made = Fingerprint.from_module(module)
-    return f"{made.dtype}:{made.digest}"
+    fingerprint = Fingerprint.from_module(module)
+    return f"{fingerprint.dtype}:{fingerprint.digest}"

@@ -14,8 +14,10 @@ from typing import Any
 def get_layer_values(config: Any, name: str, default: Any = None) -> list[Any]:
     """Return the value of `name` in each decoder layer of `config`, `default` where it has none."""
     layers = config.num_hidden_layers
-    own = getattr(config, "per_layer_config", None) if getattr(config, "is_heterogeneous", False) else None
-    values = [getattr(config if own is None else own[layer], name, default) for layer in range(layers)]
+    layer_configs = getattr(config, "per_layer_config", None) if getattr(config, "is_heterogeneous", False) else None
+    values = [
+        getattr(config if layer_configs is None else layer_configs[layer], name, default) for layer in range(layers)
+    ]
     return [
         value[layer] if isinstance(value, (list, tuple)) and len(value) == layers else value
         for layer, value in enumerate(values)

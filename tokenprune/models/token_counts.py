@@ -132,11 +132,11 @@ def _of_this_size(height: int, width: int) -> Iterator[None]:
 def _qwen_grid(read: SettingsReader, height: int, width: int) -> tuple[int, int, int, int, int]:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-    least, most = _limits(read)
+    min_value, max_value = _limits(read)
     factor = read("patch_size") * read("merge_size")
     with _of_this_size(height, width):
-        high, wide = smart_resize(height, width, factor, least, most)
-    return high // factor, wide // factor, factor, least, most
+        high, wide = smart_resize(height, width, factor, min_value, max_value)
+    return high // factor, wide // factor, factor, min_value, max_value
 
 
 def _limits(read: SettingsReader) -> tuple[int, int]:
@@ -163,29 +163,29 @@ def _naflex(read: SettingsReader, height: int, width: int, images: int) -> int:
 
 
 def _lfm2(read: SettingsReader, height: int, width: int, images: int) -> int:
-    patch, down, most = read("encoder_patch_size"), read("downsample_factor"), read("max_image_tokens")
+    patch, down, max_value = read("encoder_patch_size"), read("downsample_factor"), read("max_image_tokens")
     factor = patch * down
-    wide, high = read.image.smart_resize(height, width, down, read("min_image_tokens"), most, patch)
-    whole = math.ceil(high // patch / down) * math.ceil(wide // patch / down)
+    wide, high = read.image.smart_resize(height, width, down, read("min_image_tokens"), max_value, patch)
+    unsplit = math.ceil(high // patch / down) * math.ceil(wide // patch / down)
     rounded = [max(patch, round(side / factor) * factor) for side in (height, width)]
-    large = rounded[0] * rounded[1] > most * factor**2 * read("max_pixels_tolerance")
-    least, tiles = (read("min_tiles"), read("max_tiles")) if read("do_image_splitting") else (1, 1)
-    if not large or least == tiles == 1:
-        return whole
-    columns, rows = _closest_grid(height, width, read("tile_size"), least, tiles)
+    large = rounded[0] * rounded[1] > max_value * factor**2 * read("max_pixels_tolerance")
+    min_value, tiles = (read("min_tiles"), read("max_tiles")) if read("do_image_splitting") else (1, 1)
+    if not large or min_value == tiles == 1:
+        return unsplit
+    columns, rows = _closest_grid(height, width, read("tile_size"), min_value, tiles)
     if columns * rows == 1:
         # Cut into one tile: it is encoded at the tile's size, but the processor writes placeholders for the whole.
-        return whole
+        return unsplit
     tile = math.ceil(read("tile_size") // patch / down) ** 2
-    return columns * rows * tile + (whole if read("use_thumbnail") else 0)
+    return columns * rows * tile + (unsplit if read("use_thumbnail") else 0)
 
 
-def _closest_grid(height: int, width: int, tile: int, least: int, most: int) -> tuple[int, int]:
+def _closest_grid(height: int, width: int, tile: int, min_value: int, max_value: int) -> tuple[int, int]:
     """Columns and rows closest to the image's aspect ratio; on a tie the larger grid, if the image can fill half
     of it."""
-    sides = range(1, most + 1)
+    sides = range(1, max_value + 1)
     grids = sorted(
-        ((columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most),
+        ((columns, rows) for columns in sides for rows in sides if min_value <= columns * rows <= max_value),
         key=lambda grid: grid[0] * grid[1],
     )
     best, smallest = (1, 1), math.inf
@@ -202,8 +202,8 @@ def _closest_grid(height: int, width: int, tile: int, least: int, most: int) -> 
 def _pixtral(read: SettingsReader, height: int, width: int, images: int) -> int:
     size = read.size()
     side = read.get_processor_setting("patch_size") * read.get_processor_setting("spatial_merge_size")
-    most = [size.get("longest_edge") or size[edge] for edge in ("height", "width")]
-    ratio = max(1.0, height / most[0], width / most[1])
+    max_value = [size.get("longest_edge") or size[edge] for edge in ("height", "width")]
+    ratio = max(1.0, height / max_value[0], width / max_value[1])
     return math.prod((math.floor(edge / ratio) - 1) // side + 1 for edge in (height, width))
 
 
@@ -240,8 +240,8 @@ def _onevision(read: SettingsReader, height: int, width: int, images: int) -> in
         return base + 1 - _dropped(read)
     side = math.isqrt(base)
     rows, columns = _anyres_grid(read, height, width, side)
-    most = int(read.get_processor_setting("vision_aspect_ratio").removeprefix("anyres_max_"))
-    ratio = math.sqrt(rows * columns / (most * side**2))
+    max_value = int(read.get_processor_setting("vision_aspect_ratio").removeprefix("anyres_max_"))
+    ratio = math.sqrt(rows * columns / (max_value * side**2))
     if ratio > 1.1:
         rows, columns = int(rows // ratio), int(columns // ratio)
     return base + rows * (columns + 1) - _dropped(read)

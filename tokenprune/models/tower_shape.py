@@ -186,6 +186,6 @@ def count_view_patches(config: Any, inputs: Mapping[str, Any]) -> list[int]:
                 views += [height * width] * frames
         elif inputs.get(pixels) is not None:
             tiles = inputs[pixels].flatten(0, -4)
-            real = int(tiles.flatten(1).any(1).sum())
-            views += [math.prod(side // of for side, of in zip(tiles.shape[-2:], patch, strict=True))] * real
+            num_tiles = int(tiles.flatten(1).any(1).sum())
+            views += [math.prod(side // of for side, of in zip(tiles.shape[-2:], patch, strict=True))] * num_tiles
     return views

@@ -13,7 +13,7 @@ from torch import nn
 
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError
-from tokenprune.kernels.drawn import normal, uniform
+from tokenprune.kernels.host_random import normal, uniform
 from tokenprune.selection.frames import Visual
 from tokenprune.selection.observable_registry import observable
 from tokenprune.selection.segments import Sizes

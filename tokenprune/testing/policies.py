@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenprune.errors import ConformanceError, SessionError
 from tokenprune.integrations.hf.sessions.policies.base import PROXY_ATTENTION, Policy, PolicyView, check_choice
 from tokenprune.integrations.hf.sessions.policies.registry import policy as registered
-from tokenprune.kernels.drawn import normal, uniform
+from tokenprune.kernels.host_random import normal, uniform
 from tokenprune.testing.rules import check_dataclass, prefix_errors, require, resolve_instance
 
 _HEADS, _GROUP, _WIDTH = 2, 3, 8

@@ -45,7 +45,7 @@ def asked(name: str, family: str, backend: Backend = Backend.HF, cache: checks.C
         ("ivc_prune", "llama4", "needs cosines and sines of rotary positions"),
         ("pact", "llama4", "Use a method that does not, such as divprune"),
         ("fastv", "llama4", "yes"),
-        ("divprune", "mllama", "is not supported: its images enter through cross-attention"),
+        ("divprune", "mllama", "is not supported: images enter through cross-attention"),
         ("divprune", "kimi_vl", "Only vLLM has model type 'kimi_vl'"),
         ("divprune", "never_seen", "yes"),
     ],

@@ -10,7 +10,7 @@ import torch
 
 from tokenprune.kernels.clusters import map_rows
 from tokenprune.kernels.compact import partition
-from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.host_random import normal
 from tokenprune.kernels.pairs import PickedRows, Products, is_finite, normalize
 from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.take import top_mask

@@ -84,7 +84,7 @@ class HoliTom(TwoCutMerger):
         room = videos.budget - static.unmerged.sum((1, 2))
         heads, moving = static.heads, static.moving
         sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: of each frame, still before moving
-        numbers = split_budget(sizes.flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
+        numbers = split_budget(sizes.flatten(1), room, sizes.flatten(1), min_tokens=1).view_as(sizes)
 
         picked = top_mask(
             get_tower_attention(videos).flatten(0, 1), moving.flatten(0, 1), numbers[..., 1].flatten(), moving.shape[2]

@@ -204,7 +204,7 @@ def split_in_segments(
     frames = first.shape[1]
     own = first.unsqueeze(1) == torch.arange(frames, device=first.device)[:, None]  # [V, segment, frame]
     weight, most = ((own * one.unsqueeze(1)).flatten(0, 1) for one in (weight, most))
-    return split_budget(weight, total.flatten(), most, least=1).view_as(own).sum(1)
+    return split_budget(weight, total.flatten(), most, min_tokens=1).view_as(own).sum(1)
 
 
 def cluster_frames(

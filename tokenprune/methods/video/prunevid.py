@@ -81,7 +81,7 @@ class PruneVid(TwoCutMerger):
         room = videos.budget - places.unmerged.sum((1, 2))
         half = torch.where(sizes > _WHOLE, sizes // 2, sizes)
         # One each beforehand: with as many as the rule gives in all, each part has what the rule gives it.
-        numbers = split_budget((half - 1).flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
+        numbers = split_budget((half - 1).flatten(1), room, sizes.flatten(1), min_tokens=1).view_as(sizes)
 
         _, of = cluster_frames(places.compute_means(), heads, numbers[..., 0], most, capped=False)
         part = 1 / (gather_flat(count_members(of, heads), of) * places.count_merged()).clamp(min=1).float()

@@ -36,7 +36,7 @@ class VCast(VideoPruner):
         mask = videos.mask
         means = frame_means(videos.x, mask)
         turn = curvature(means, videos.number).masked_fill(videos.sizes == 0, -torch.inf)
-        numbers = split_budget((turn / _TEMPERATURE).softmax(1), videos.budget, videos.sizes, least=1)
+        numbers = split_budget((turn / _TEMPERATURE).softmax(1), videos.budget, videos.sizes, min_tokens=1)
 
         length = videos.x.norm(dim=-1)
         low = length.masked_fill(~mask, torch.inf).amin(2, keepdim=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the test suite that run on each model type: facts for pages, commands and the check of sessions."""
+"""Parts of the test suite that run on each model type, for pages, commands and session checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SESSIONS_IN_WINDOWS = frozenset({"gemma3"})
 
 
 def list_tested_sites(row: Family) -> tuple[str, ...]:
-    """Return the names of the sites at which methods are tested, in the order in which data meets them."""
+    """Return the names of the sites with tested methods, in processing order."""
     every_method = row.name in EVERY_METHOD
     tested = {
         "PRE_ENCODER": every_method,
