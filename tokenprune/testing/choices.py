@@ -31,15 +31,15 @@ class _Case:
 
     counts: list[int]
     keep: list[int]
-    given: dict[str, Any]
+    observables: dict[str, Any]
     text: dict[str, Tensor]
 
     def view(self, method: Pruner, carry: Mapping[str, Any]) -> VisualTokens:
         """Return what `method` may see, of what it declared. carry: what earlier stages remember."""
-        given = {name: one for name, one in self.given.items() if observable(name).declared(method.needs)}
-        hidden, text = given.pop("hidden"), self.text if method.query_aware else {}
-        text = {name: one for name, one in text.items() if observable(f"text.{name}").declared(method.needs)}
-        return visual_tokens(hidden, self.counts, keep=self.keep, text=text or None, carry=carry, **given)
+        visible = {name: value for name, value in self.observables.items() if observable(name).declared(method.needs)}
+        hidden, text = visible.pop("hidden"), self.text if method.query_aware else {}
+        text = {name: value for name, value in text.items() if observable(f"text.{name}").declared(method.needs)}
+        return visual_tokens(hidden, self.counts, keep=self.keep, text=text or None, carry=carry, **visible)
 
     def alone(self, segment: int) -> _Case:
         """Return one segment without its padding."""
@@ -47,35 +47,35 @@ class _Case:
 
         def cut(name: str, value: Any) -> Any:
             if isinstance(value, Mapping):
-                return {layer: cut(name, one) for layer, one in value.items()}
+                return {layer: cut(name, item) for layer, item in value.items()}
             if is_dataclass(value) and not isinstance(value, type):  # of tensors `[S]` or `[S, N]`
                 parts = {n: x[segment : segment + 1] for n, x in vars(value).items() if isinstance(x, Tensor)}
                 return replace(value, **{n: x if x.ndim == 1 else x[:, :count] for n, x in parts.items()})
             if isinstance(value, tuple):
-                return tuple(cut(name, one) for one in value)
-            one, axis = value[segment : segment + 1], _axis(name)
-            return one.narrow(axis, 0, count) if isinstance(one, Tensor) and axis >= 0 else one
+                return tuple(cut(name, item) for item in value)
+            item, axis = value[segment : segment + 1], _axis(name)
+            return item.narrow(axis, 0, count) if isinstance(item, Tensor) and axis >= 0 else item
 
-        given = {name: cut(name, value) for name, value in self.given.items()}
-        own = slice(segment, segment + 1)
+        cut_observables = {name: cut(name, value) for name, value in self.observables.items()}
+        row = slice(segment, segment + 1)
         text = {
-            name: tuple(one[own] for one in value) if isinstance(value, tuple) else value[own]
+            name: tuple(item[row] for item in value) if isinstance(value, tuple) else value[row]
             for name, value in self.text.items()
         }
-        return _Case([count], [self.keep[segment]], given, text)
+        return _Case([count], [self.keep[segment]], cut_observables, text)
 
     def mapped(self, change: Callable[[Tensor, int], Tensor]) -> _Case:
         """Return the case with each float tensor of visual tokens changed. change: of it, and its axis of tokens."""
 
-        def of(value: Any, axis: int) -> Any:
+        def apply(value: Any, axis: int) -> Any:
             if isinstance(value, Mapping):
-                return {layer: of(one, axis) for layer, one in value.items()}
+                return {layer: apply(item, axis) for layer, item in value.items()}
             if isinstance(value, tuple):
-                return tuple(of(one, axis) for one in value)
+                return tuple(apply(item, axis) for item in value)
             by_token = isinstance(value, Tensor) and value.is_floating_point() and axis >= 0
             return change(value, axis) if by_token else value
 
-        return replace(self, given={name: of(value, _axis(name)) for name, value in self.given.items()})
+        return replace(self, observables={name: apply(value, _axis(name)) for name, value in self.observables.items()})
 
 
 def _axis(name: str) -> int:
@@ -89,9 +89,9 @@ def check_choices(stages: Sequence[Pruner]) -> None:
     method = stages[-1]
     if not method.query_aware:
         _check_blind(method)
-    for number, counts in enumerate(_COUNTS):
+    for case_index, counts in enumerate(_COUNTS):
         for share in _SHARES:
-            case = _case(stages, counts, share, seed=number)
+            case = _case(stages, counts, share, seed=case_index)
             keep = _kept(stages, case, f"of {counts} tokens")
             again = _kept(stages, case, f"of {counts} tokens, the second time")
             require(torch.equal(keep, again), "it chooses other tokens the second time: draw by tokens.generator(...)")
@@ -109,21 +109,21 @@ def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) 
     needs = frozenset().union(*(stage.needs for stage in stages))
     layers = list(dict.fromkeys(layer for stage in stages for layer in stage.encoder_layers))
     sizes = Sizes(tuple(counts), _TEXT, width=40, heads=2)
-    given, text = {}, {}
+    observables, text = {}, {}
     for name in available_observables():
-        seen = observable(name)
-        if not seen.declared(needs) or (seen.where is ObservedAt.CUT and name != "hidden"):
+        reading = observable(name)
+        if not reading.declared(needs) or (reading.where is ObservedAt.CUT and name != "hidden"):
             continue
-        if seen.by_layer:
-            given[name] = {layer: seen.example(sizes, generator) for layer in layers}
+        if reading.by_layer:
+            observables[name] = {layer: reading.example(sizes, generator) for layer in layers}
         else:
-            given[name] = seen.example(sizes, generator)
-        of_text = seen.text_example(sizes, generator)
+            observables[name] = reading.example(sizes, generator)
+        of_text = reading.text_example(sizes, generator)
         if of_text is not None:
-            text[seen.text_name] = of_text
-    wanted = [min(n, max(1, round(share * n))) for n in counts]
-    keep = [min(n, max(1, method.budget(n, one))) for n, one in zip(counts, wanted, strict=True)]
-    return _Case(counts, keep, given, text)
+            text[reading.text_name] = of_text
+    requested = [min(n, max(1, round(share * n))) for n in counts]
+    keep = [min(n, max(1, method.budget(n, count))) for n, count in zip(counts, requested, strict=True)]
+    return _Case(counts, keep, observables, text)
 
 
 def _kept(stages: Sequence[Pruner], case: _Case, when: str) -> Tensor:
@@ -143,12 +143,12 @@ def _kept(stages: Sequence[Pruner], case: _Case, when: str) -> Tensor:
     require(not bool((keep & ~tokens.mask).any()), f"{when}: it keeps padding; look at tokens.mask")
     counts = keep.sum(1).tolist()
     if method.by_content_count:
-        fine = all(method.least <= count <= most for count, most in zip(counts, case.counts, strict=True))
+        fine = all(method.least <= count <= limit for count, limit in zip(counts, case.counts, strict=True))
         require(fine, f"{when} it keeps {counts}, and fewer than {method.least} of an image is not allowed")
     else:
         require(counts == case.keep, f"{when} it keeps {counts}, and its budget is {case.keep}; look at tokens.keep")
-    said = selection.counts
-    require(said is None or list(said) == counts, f"{when}: Selection.counts says {said}, and it keeps {counts}")
+    stated_counts = selection.counts
+    require(stated_counts is None or list(stated_counts) == counts, f"{when}: Selection.counts says {stated_counts}, and it keeps {counts}")
     if selection.assign is not None:
         _check_merge(method, selection, tokens, when)
     return keep
@@ -203,9 +203,9 @@ def _check_nan(stages: Sequence[Pruner], case: _Case) -> None:
 def _check_untouched(stages: Sequence[Pruner], case: _Case) -> None:
     copy = case.mapped(lambda x, axis: x.clone())
     _kept(stages, copy, "")
-    for name, value in case.given.items():
+    for name, value in case.observables.items():
         if isinstance(value, Tensor):
-            require(torch.equal(value, copy.given[name]), f"it changes {name}, which it may only read")
+            require(torch.equal(value, copy.observables[name]), f"it changes {name}, which it may only read")
 
 
 def _check_blind(method: Pruner) -> None:

@@ -41,19 +41,19 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
     values; it changes nothing that it reads, reads nothing that it did not declare, and not the question unless it says
     `query_aware`. Of others what goes for them: see `tokenprune.testing.others`.
     """
-    one = resolve_instance(method, Method, lambda name: build(name, {}))
-    with prefix_errors(one.name or type(one).__name__):
-        _check_class(one)
-        if isinstance(one, EncoderMethod):
-            others.check_merges(one, tower)
-        elif check := next((check for base, check in _CHECKS.items() if isinstance(one, base)), None):
-            check(one)
+    instance = resolve_instance(method, Method, lambda name: build(name, {}))
+    with prefix_errors(instance.name or type(instance).__name__):
+        _check_class(instance)
+        if isinstance(instance, EncoderMethod):
+            others.check_merges(instance, tower)
+        elif check := next((check for base, check in _CHECKS.items() if isinstance(instance, base)), None):
+            check(instance)
         else:
-            stages: list[Any] = [stage for stage, _ in one.stages(Budget.from_keep(0.5), LAYERS)]
-            for number in range(min(_STAGES, len(stages))):
-                check_choices(stages[: number + 1])
-        if isinstance(one, DecodeMethod):
-            others.check_rates(one)
+            stages: list[Any] = [stage for stage, _ in instance.stages(Budget.from_keep(0.5), LAYERS)]
+            for index in range(min(_STAGES, len(stages))):
+                check_choices(stages[: index + 1])
+        if isinstance(instance, DecodeMethod):
+            others.check_rates(instance)
 
 
 def _check_class(method: Method) -> None:
@@ -62,10 +62,10 @@ def _check_class(method: Method) -> None:
     require(problem is None, problem)
     unknown = sorted(set(method.needs) - set(available_observables()))
     require(not unknown, f"it needs {unknown}, which are no observables; known are {available_observables()}")
-    own = [field.name for field in dataclasses.fields(method)]
-    require(set(method.query_free) <= set(own), f"query_free={dict(method.query_free)} names options that it has not")
+    options = [field.name for field in dataclasses.fields(method)]
+    require(set(method.query_free) <= set(options), f"query_free={dict(method.query_free)} names options that it has not")
     less = dict(method.fallback_options)
-    require(set(less) <= set(own), f"fallback_options={less} names options that it has not")
+    require(set(less) <= set(options), f"fallback_options={less} names options that it has not")
     needs = dataclasses.replace(method, **less).needs
     require(not less or needs <= method.needs, f"with {less} it needs {sorted(needs - set(method.needs))} too")
     if method.query_free and method.query_aware:

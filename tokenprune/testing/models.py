@@ -58,50 +58,50 @@ def check_model(model: nn.Module, inputs: Mapping[str, Any], *, keep: float = 0.
     if model.training:
         raise OptionError("check_model compares forwards of a model in evaluation: call model.eval()")
     adapter, oracle = adapter_for(model), None
-    whole = _said(model(**inputs))
-    require(torch.equal(_said(model(**inputs)), whole), "two forwards of the unpatched model differ")
-    limit = _ROUNDING.get(whole.dtype, _HALF)
+    unpruned = _said(model(**inputs))
+    require(torch.equal(_said(model(**inputs)), unpruned), "two forwards of the unpatched model differ")
+    limit = _ROUNDING.get(unpruned.dtype, _HALF)
     steps = not adapter.family.vectors and _step(model, inputs) <= limit
     with patched(model, _METHOD, keep=1.0):
-        require(torch.equal(_said(model(**inputs)), whole), "keep=1.0 changes logits")
+        require(torch.equal(_said(model(**inputs)), unpruned), "keep=1.0 changes logits")
     with patched(model, _METHOD, keep=keep, record=True):
-        pruned, seen = _said(model(**inputs)), stats(model)
-        require(seen.visual_tokens_in > 0, "no visual token was found: are there images among the inputs?")
-        require(bool(seen.cuts), f"keep={keep} removed none of {seen.visual_tokens_in} visual tokens")
+        pruned, statistics = _said(model(**inputs)), stats(model)
+        require(statistics.visual_tokens_in > 0, "no visual token was found: are there images among the inputs?")
+        require(bool(statistics.cuts), f"keep={keep} removed none of {statistics.visual_tokens_in} visual tokens")
         step = _step(model, inputs) if steps else None
-    require(torch.equal(_said(model(**inputs)), whole), "after unpatch the model gives other logits than before")
-    wide = _RECURRENT if adapter.stateful else 1
+    require(torch.equal(_said(model(**inputs)), unpruned), "after unpatch the model gives other logits than before")
+    tolerance_factor = _RECURRENT if adapter.stateful else 1
     require(
-        step is None or step <= wide * limit,
+        step is None or step <= tolerance_factor * limit,
         f"a step on the pruned cache differs from the longer prompt by {step}",
     )
-    kept = torch.zeros(whole.shape[:2], dtype=torch.bool, device=whole.device)
-    for row, positions in enumerate(seen.cuts[0].kept):
+    kept = torch.zeros(unpruned.shape[:2], dtype=torch.bool, device=unpruned.device)
+    for row, positions in enumerate(statistics.cuts[0].kept):
         kept[row, positions] = True
     if not adapter.stateful:
         with _masked(adapter.decoder.layers, kept):
-            wanted = _said(model(**inputs))
-        oracle = _apart(pruned[kept], wanted[kept])
+            expected = _said(model(**inputs))
+        oracle = _apart(pruned[kept], expected[kept])
         require(
             oracle <= limit,
             f"tokens that stay differ from the masked model by {oracle}",
         )
     require(not bool(pruned[kept].isnan().any()), "logits of tokens that stay are NaN")
-    return ModelCheck(seen.visual_tokens_in, seen.visual_tokens_out, oracle, step)
+    return ModelCheck(statistics.visual_tokens_in, statistics.visual_tokens_out, oracle, step)
 
 
 def _said(output: Any) -> Tensor:
     """Return the logits of an output, or the vectors of a model that retrieves."""
-    found: Tensor = output.embeddings if hasattr(output, "embeddings") else output.logits
-    return found
+    values: Tensor = output.embeddings if hasattr(output, "embeddings") else output.logits
+    return values
 
 
-def _apart(got: Tensor, want: Tensor) -> float:
+def _apart(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference, as a share of the largest value; infinity for NaN."""
-    got, want = got.float(), want.float()
-    said = want.abs() < _FORBIDDEN
-    scale = want[said].abs().max().clamp(min=1.0)
-    return float(((got - want)[said].abs() / scale).nan_to_num(nan=float("inf")).max())
+    actual, expected = actual.float(), expected.float()
+    is_allowed = expected.abs() < _FORBIDDEN
+    scale = expected[is_allowed].abs().max().clamp(min=1.0)
+    return float(((actual - expected)[is_allowed].abs() / scale).nan_to_num(nan=float("inf")).max())
 
 
 def _step(model: Any, inputs: Mapping[str, Any]) -> float:
@@ -134,8 +134,8 @@ def _masked(layers: Sequence[nn.Module], kept: Tensor) -> Iterator[None]:
 def _mask(
     kept: Tensor, names: Sequence[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    given = dict(zip(names, args, strict=False)) | kwargs
-    mask, length = given.get("attention_mask"), kept.shape[1]
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    mask, length = arguments.get("attention_mask"), kept.shape[1]
     if "attention_mask" not in names or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 4)):
         raise UnsupportedSetupError(
             "the masked model needs a mask of pairs in each decoder layer: load the model with "
@@ -143,8 +143,8 @@ def _mask(
         )
     if mask is None:
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=kept.device).tril()
-    gone = ~kept[:, None, None] & ~torch.eye(length, dtype=torch.bool, device=kept.device)
-    hidden = mask & ~gone if mask.dtype == torch.bool else mask.masked_fill(gone, torch.finfo(mask.dtype).min)
-    if (place := names.index("attention_mask")) < len(args):
-        return (*args[:place], hidden, *args[place + 1 :]), kwargs
+    is_dropped = ~kept[:, None, None] & ~torch.eye(length, dtype=torch.bool, device=kept.device)
+    hidden = mask & ~is_dropped if mask.dtype == torch.bool else mask.masked_fill(is_dropped, torch.finfo(mask.dtype).min)
+    if (index := names.index("attention_mask")) < len(args):
+        return (*args[:index], hidden, *args[index + 1 :]), kwargs
     return args, kwargs | {"attention_mask": hidden}  # what is recorded of a layer is found by place

@@ -37,8 +37,8 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
         tokens=33, protected=1, blocks=4, read=3, module=nn.Linear(2, 2, device="cpu", dtype=torch.float32)
     )
     with suppress(OptionError):  # that keep=1.0 contradicts its options
-        whole = Budget.from_keep(1.0)
-        require(method.is_identity(whole) or not any(method.plan(whole, tower)), "with keep=1.0 it still merges tokens")
+        unpruned_budget = Budget.from_keep(1.0)
+        require(method.is_identity(unpruned_budget) or not any(method.plan(unpruned_budget, tower)), "with keep=1.0 it still merges tokens")
     for keep in _KEEPS[:-1]:
         if method.reads:
             _check_drops(method, Budget.from_keep(keep), tower)
@@ -63,8 +63,8 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
                 )
                 require(set(range(tower.protected)) <= set(stay), f"block {block}: a class token must not be merged")
                 alone = match(keys[row : row + 1, :before], [before] if method.ragged else None)
-                own = stay if alone is None else alone.keep[0].tolist()
-                require(own == stay, f"block {block}: row {row} of a batch keeps other tokens than alone")
+                single_keep = stay if alone is None else alone.keep[0].tolist()
+                require(single_keep == stay, f"block {block}: row {row} of a batch keeps other tokens than alone")
             keys, left = merge.mean(keys, torch.ones(keys.shape[:2], dtype=torch.float32, device="cpu")), rows
 
 
@@ -72,35 +72,35 @@ def _check_drops(method: EncoderMethod, budget: Budget, tower: Tower) -> None:
     """Raise ConformanceError if what a method drops by `EncoderMethod.reads` breaks a rule of `check_merges`, or if it
     leaves another number of patches than it says."""
     generator = torch.Generator("cpu").manual_seed(0)
-    about, seen = Sizes((tower.patches,) * 3), observable(method.reads)
-    shown = [seen.example(about, generator) for _ in range(tower.blocks)]
+    sizes, tower_observable = Sizes((tower.patches,) * 3), observable(method.reads)
+    observed = [tower_observable.example(sizes, generator) for _ in range(tower.blocks)]
 
     def left(rows: list[int]) -> list[list[int]]:
         plan, stay = method.plan(budget, tower), [list(range(tower.patches)) for _ in rows]
         require(len(plan) == tower.blocks, f"plan() must return a matcher or None for each of {tower.blocks} blocks")
         for block, match in enumerate(plan):
-            counts = [len(one) + tower.protected for one in stay]
+            counts = [len(patches) + tower.protected for patches in stay]
             longest = max(map(len, stay))
-            padded = torch.tensor([one + [0] * (longest - len(one)) for one in stay], device="cpu")
-            flow = torch.stack([shown[block][row][:, own] for row, own in zip(rows, padded, strict=True)])
+            padded = torch.tensor([patches + [0] * (longest - len(patches)) for patches in stay], device="cpu")
+            flow = torch.stack([observed[block][row][:, kept_patches] for row, kept_patches in zip(rows, padded, strict=True)])
             merge = None if match is None else match(flow, counts if len(set(counts)) > 1 else None)
             if merge is None:
                 continue
             require(merge.is_drop and merge.num_kept is not None, f"block {block}: return a Merge.from_kept")
-            for place, (now, before) in enumerate(zip(merge.num_kept or (), counts, strict=True)):
-                kept = merge.keep[place, :now].tolist()
-                real = len(set(kept)) == now and max(kept) < before
-                require(real, f"block {block}: keep must name {now} real tokens")
+            for index, (now, before) in enumerate(zip(merge.num_kept or (), counts, strict=True)):
+                kept = merge.keep[index, :now].tolist()
+                is_valid = len(set(kept)) == now and max(kept) < before
+                require(is_valid, f"block {block}: keep must name {now} real tokens")
                 require(kept[: tower.protected] == list(range(tower.protected)), f"block {block} drops a class token")
-                stay[place] = [stay[place][one - tower.protected] for one in kept[tower.protected :]]
+                stay[index] = [stay[index][patch - tower.protected] for patch in kept[tower.protected :]]
         return stay
 
-    found = left([0, 1, 2])
-    require(found == left([0, 1, 2]), "it drops other patches the second time")
-    for row, own in enumerate(found):
-        require(left([row]) == [own], f"row {row} of a batch keeps other patches than alone")
-        exact = method.inexact is not None or len(own) == tower.left(budget)
-        require(exact, f"it leaves {len(own)} patches, not {tower.left(budget)}")
+    batched = left([0, 1, 2])
+    require(batched == left([0, 1, 2]), "it drops other patches the second time")
+    for row, kept_patches in enumerate(batched):
+        require(left([row]) == [kept_patches], f"row {row} of a batch keeps other patches than alone")
+        exact = method.inexact is not None or len(kept_patches) == tower.left(budget)
+        require(exact, f"it leaves {len(kept_patches)} patches, not {tower.left(budget)}")
 
 
 def check_units(method: UnitDropper) -> None:
@@ -113,14 +113,14 @@ def check_units(method: UnitDropper) -> None:
     for grid in ((1, 1, 1), (1, 5, 7), (3, 4, 4)):
         levels = torch.randint(3, (*grid, 1), generator=generator, device="cpu").expand(*grid, 12)
         for pixels in (levels / 2, uniform(*grid, 12, generator=generator)):
-            units, given = levels[..., 0].numel(), pixels.clone()
-            for most, least in ((n, 1 if method.by_content_count else n) for n in {1, max(1, units // 2), units}):
-                keep = method.keep_units(pixels, most)
+            units, original = levels[..., 0].numel(), pixels.clone()
+            for max_units, min_units in ((n, 1 if method.by_content_count else n) for n in {1, max(1, units // 2), units}):
+                keep = method.keep_units(pixels, max_units)
                 fine = isinstance(keep, torch.Tensor) and keep.dtype == torch.bool and keep.shape == grid
                 require(fine, f"keep_units() must return a bool tensor {list(grid)}, not {keep}")
-                require(least <= (n := int(keep.sum())) <= most, f"it keeps {n} of {units}, not {least} to {most}")
-                require(torch.equal(keep, method.keep_units(pixels, most)), "it keeps other units the second time")
-                require(torch.equal(pixels, given), "it changes the pixels that it reads")
+                require(min_units <= (n := int(keep.sum())) <= max_units, f"it keeps {n} of {units}, not {min_units} to {max_units}")
+                require(torch.equal(keep, method.keep_units(pixels, max_units)), "it keeps other units the second time")
+                require(torch.equal(pixels, original), "it changes the pixels that it reads")
 
 
 def check_frames(method: FrameMerger) -> None:
@@ -137,15 +137,15 @@ def check_frames(method: FrameMerger) -> None:
     for frames in (1, 2, 5, 16):
         steps = normal(frames, 9, 8, generator=generator) * uniform(frames, 1, 1, generator=generator)
         hidden = normal(9, 8, generator=generator) + 0.5 * steps.cumsum(0)
-        given, mix = hidden.clone(), method.mix(hidden)
-        require(mix == method.mix(hidden) and torch.equal(hidden, given), "it mixes other frames the second time")
+        original, mix = hidden.clone(), method.mix(hidden)
+        require(mix == method.mix(hidden) and torch.equal(hidden, original), "it mixes other frames the second time")
         rise = mix.first[0] == 0 and all(a < b for a, b in pairwise(mix.first)) and max(mix.second) < frames
         require(rise, f"mix() of {frames} frames must start from 0 and rise: {mix}")
         require(all(0 <= weight <= 1 for weight in mix.weight), f"weights of a mix lie in [0, 1]: {mix.weight}")
         left = mix.apply(hidden)
         groups = method.groups(left)
-        whole = sum(groups) == len(left) and min(groups) > 0
-        require(whole, f"groups() of {len(left)} frames must add up to them, not {groups}")
+        is_complete = sum(groups) == len(left) and min(groups) > 0
+        require(is_complete, f"groups() of {len(left)} frames must add up to them, not {groups}")
         received = uniform(len(left), 9, generator=generator)
         for keep in (1, len(left), 9 * len(left)):
             stays = method.choose_tokens(received, groups, keep)

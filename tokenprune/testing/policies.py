@@ -30,13 +30,13 @@ def check_policy(policy: str | Policy | type[Policy]) -> None:
     among the values. It chooses the same twice, whatever it saw between and whatever the global seed, and changes
     nothing that it reads.
     """
-    one = resolve_instance(policy, Policy, registered)
-    with prefix_errors(one.name or type(one).__name__):
-        _check_class(one)
-        for view in _views(one):
+    instance = resolve_instance(policy, Policy, registered)
+    with prefix_errors(instance.name or type(instance).__name__):
+        _check_class(instance)
+        for view in _views(instance):
             for share in _SHARES:
                 keep = 1 + round(share * (view.count - 2))
-                _check_view(one, view, keep)
+                _check_view(instance, view, keep)
 
 
 def _check_class(policy: Policy) -> None:
@@ -47,9 +47,9 @@ def _check_class(policy: Policy) -> None:
 
 
 def _check_view(policy: Policy, view: PolicyView, keep: int) -> None:
-    before = {name: one.clone() for name, one in vars(view).items() if isinstance(one, Tensor)}
+    before = {name: value.clone() for name, value in vars(view).items() if isinstance(value, Tensor)}
     chosen = _chosen(policy, view, keep)
-    changed = [name for name, one in before.items() if not torch.equal(_bits(one), _bits(getattr(view, name)))]
+    changed = [name for name, value in before.items() if not torch.equal(_bits(value), _bits(getattr(view, name)))]
     require(not changed, f"it changes {', '.join(changed)}, which it may only read")
     _chosen(policy, _view(policy, frames=3, seed=7), 5)
     for seed in (1, 2):

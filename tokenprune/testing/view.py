@@ -72,23 +72,23 @@ def visual_tokens(
 
 
 def _check(name: str, value: Any, hidden: Tensor) -> None:
-    seen = find_observable(name)
-    if seen is None:
+    reading = find_observable(name)
+    if reading is None:
         raise OptionError(f"there is no observable {name!r}: {close_names(name)}see available_observables()")
-    if isinstance(value, Mapping) and not seen.by_layer:
+    if isinstance(value, Mapping) and not reading.by_layer:
         raise OptionError(f"{name} is not read by layer: give a tensor, not a dict")
-    for one in value.values() if isinstance(value, Mapping) else [value]:
-        if not isinstance(one, Tensor) or not seen.axes:
+    for tensor in value.values() if isinstance(value, Mapping) else [value]:
+        if not isinstance(tensor, Tensor) or not reading.axes:
             continue
-        sizes = dict(zip(seen.axes, one.shape, strict=False))
-        if one.ndim != len(seen.axes) or (sizes["S"], sizes.get("N", hidden.shape[1])) != tuple(hidden.shape[:2]):
-            wanted = f"[{', '.join(seen.axes)}] with S, N = {list(hidden.shape[:2])}"
-            raise OptionError(f"{name} must be {wanted}, not {list(one.shape)}")
+        sizes = dict(zip(reading.axes, tensor.shape, strict=False))
+        if tensor.ndim != len(reading.axes) or (sizes["S"], sizes.get("N", hidden.shape[1])) != tuple(hidden.shape[:2]):
+            expected = f"[{', '.join(reading.axes)}] with S, N = {list(hidden.shape[:2])}"
+            raise OptionError(f"{name} must be {expected}, not {list(tensor.shape)}")
 
 
 def _kept(keep: Any, counts: list[int]) -> list[int]:
     if isinstance(keep, (list, tuple)):
-        fine = len(keep) == len(counts) and all(1 <= one <= count for one, count in zip(keep, counts, strict=True))
+        fine = len(keep) == len(counts) and all(1 <= budget_ <= count for budget_, count in zip(keep, counts, strict=True))
         if not fine:
             raise OptionError(f"keep={list(keep)} does not fit counts={counts}: give 1 .. count for each segment")
         return list(keep)
@@ -106,26 +106,26 @@ def _segments(
     modality: str | Sequence[str],
     frames: Sequence[list[int] | None] | None,
 ) -> Segments:
-    number, width = hidden.shape[:2]
-    rows = list(range(number)) if rows is None else list(rows)
-    if len(rows) != number or rows != sorted(rows):
-        raise OptionError(f"rows={rows} must name the row of each of the {number} segments, in order")
-    ordinals = [place for _, group in itertools.groupby(rows) for place, _ in enumerate(group)]
-    place = torch.arange(width, device=hidden.device)
+    num_segments, width = hidden.shape[:2]
+    rows = list(range(num_segments)) if rows is None else list(rows)
+    if len(rows) != num_segments or rows != sorted(rows):
+        raise OptionError(f"rows={rows} must name the row of each of the {num_segments} segments, in order")
+    ordinals = [token_index for _, group in itertools.groupby(rows) for token_index, _ in enumerate(group)]
+    token_index = torch.arange(width, device=hidden.device)
     # Segments of one row stand behind each other.
     start = torch.tensor([ordinal * width for ordinal in ordinals], device=hidden.device)[:, None]
-    mask = place < torch.tensor(counts, device=hidden.device)[:, None]
-    grids = list(grids) if grids is not None else [None] * number
-    modality = [modality] * number if isinstance(modality, str) else list(modality)
+    mask = token_index < torch.tensor(counts, device=hidden.device)[:, None]
+    grids = list(grids) if grids is not None else [None] * num_segments
+    modality = [modality] * num_segments if isinstance(modality, str) else list(modality)
     return Segments(
         row=rows,
         ordinal=ordinals,
         counts=counts,
-        position=start + place * mask,
+        position=start + token_index * mask,
         mask=mask,
         grids=grids,
         modality=modality,
-        frames=list(frames or []) or [_frames(*one) for one in zip(counts, grids, modality, strict=True)],
+        frames=list(frames or []) or [_frames(*facts) for facts in zip(counts, grids, modality, strict=True)],
     )
 
 
@@ -149,34 +149,34 @@ class _TensorSource(TokenSource):
 
     def __post_init__(self) -> None:
         self.hidden = self.visual["hidden"]
-        text = {seen.name for name in self.of_text if (seen := find_observable_of_text(name)) is not None}
+        text = {reading.name for name in self.of_text if (reading := find_observable_of_text(name)) is not None}
         self.needs = frozenset(self.visual.keys() | text | {"frames"})  # which are known of images at least
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm is None else self.norm(hidden)
 
-    def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
-        if seen.name == "normed" and "normed" not in self.visual:
+    def read(self, reading: Readable, tokens: VisualView, *layer: int | float) -> Any:
+        if reading.name == "normed" and "normed" not in self.visual:
             return self.final_norm(tokens.hidden)
-        if seen.where is ObservedAt.FRAMES and seen.name not in self.visual:
-            return super().read(seen, tokens)
-        value = _given(self.visual, seen.name, seen.name)
+        if reading.where is ObservedAt.FRAMES and reading.name not in self.visual:
+            return super().read(reading, tokens)
+        value = _given(self.visual, reading.name, reading.name)
         if isinstance(value, Mapping):
-            return _given(value, layer[0], f"{seen.name} of block {layer[0]}")
+            return _given(value, layer[0], f"{reading.name} of block {layer[0]}")
         return value
 
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def attention_from(self, seen: ReadableByRow, tokens: VisualView, weights: Tensor) -> Tensor:
-        rows = self.read(seen, tokens)
+    def attention_from(self, reading: ReadableByRow, tokens: VisualView, weights: Tensor) -> Tensor:
+        rows = self.read(reading, tokens)
         weights = weights if weights.ndim == 3 else weights[:, None]
         return torch.einsum("shm,shmn->shn", weights.float().expand(rows.shape[:3]), rows.float())
 
-    def read_text(self, seen: Readable, text: TextView) -> Any:
-        if seen.text_name == "normed" and "normed" not in self.of_text:
+    def read_text(self, reading: Readable, text: TextView) -> Any:
+        if reading.text_name == "normed" and "normed" not in self.of_text:
             return self.final_norm(text.hidden)
-        return _given(self.of_text, seen.text_name, f"text.{seen.text_name}")
+        return _given(self.of_text, reading.text_name, f"text.{reading.text_name}")
 
     def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         if not self.of_text:

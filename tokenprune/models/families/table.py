@@ -66,7 +66,7 @@ _stateful = partial(Family, note=_STATE, stateful=True, static_cache=False)
 _qwen3_5 = partial(_qwen, note=_STATE, since="5.13", stateful=True, static_cache=False)
 _queries = partial(
     Family,
-    note="with OPT or Vicuna, not with T5; Q-Former queries have no grid",
+    note="with OPT or Vicuna, not with T5; Q-Former queries without a grid",
     resizing=None,
     decoder_names=("language_model.model",),
 )
@@ -79,7 +79,7 @@ _shares_keys = partial(
 )
 _with_audio = partial(Vllm, budget="an image; a frame of a video", per_run=True, audio=True)
 
-# Families on which every method is tested.
+# The test suite runs every method on these families.
 _EVERY_METHOD = (
     _llava(
         "llava",
@@ -139,10 +139,10 @@ _EVERY_METHOD = (
 
 # Families of the common contract.
 _PLAIN = (
-    Family("aria", "resampler queries have no grid", vllm=Vllm("AriaForConditionalGeneration", "Aria")),
+    Family("aria", "resampler queries without a grid", vllm=Vllm("AriaForConditionalGeneration", "Aria")),
     Family("aya_vision", unit_side=_downsampled, merges=True),
     Family("cohere2_vision", unit_side=_downsampled, merges=True),
-    Family("deepseek_ocr2", "crops, full image and separator form one run; queries have no grid", since="5.10"),
+    Family("deepseek_ocr2", "crops, full image and separator form one run; queries without a grid", since="5.10"),
     Family("deepseek_vl", square="always"),
     Family("deepseek_vl_hybrid", square="always"),
     Family("fast_vlm", square="always"),
@@ -161,7 +161,7 @@ _PLAIN = (
     Family("hunyuan_vl", "begin, end and row separator features can be dropped too", since="5.13"),
     Family(
         "idefics2",
-        "resampler queries have no grid",
+        "resampler queries without a grid",
         features_per_image=False,
         resizing=None,
         decoder_names=("text_model",),
@@ -213,7 +213,7 @@ _PLAIN = (
     # Each frame counts as an image. Its number of tokens depends on the motion.
     Family(
         "video_llama_3",
-        "each video frame counts as an image; the model drops static patches itself, so there is no grid",
+        "each video frame counts as an image; the model drops static patches itself, so a grid is missing",
         videos="whole",
     ),
     Family("video_llava", videos="frames", square="always"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from tokenprune.models.families.row import Family
 
-# Model types on which every method is tested.
+# The test suite runs every method on these model types.
 EVERY_METHOD = frozenset(
     "gemma3 idefics3 internvl llava llava_next llava_onevision qwen2_5_vl qwen2_vl qwen3_vl smolvlm".split()
 )
-# Model types on which sessions are tested, also with sliding windows in some layers.
+# The test suite runs sessions on these model types, the second set also with sliding windows.
 SESSIONS = EVERY_METHOD - {"idefics3", "smolvlm"}
 SESSIONS_IN_WINDOWS = frozenset({"gemma3"})
 
