@@ -113,7 +113,7 @@ class HfBackend:
         """Return True if a setting answers questions one by one. A method that looks at an image to size it does: in a
         batch, LLaVA's processor would make all images one size. Two passes take one prompt at a time."""
         return escalates(setting) or any(
-            isinstance(method, ResizeMethod) and method.by_content for method in methods_in(setting)
+            isinstance(method, ResizeMethod) and method.depends_on_content for method in methods_in(setting)
         )
 
     @contextmanager

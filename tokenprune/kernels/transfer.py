@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Non-blocking transfers between host and device, and small caches.
 
-A blocking copy, or reading one value, stalls the device. docs/performance.md lists the few synchronizations of this
+A blocking copy, or reading one value, stalls the device. docs/results/speed.md lists the few synchronizations of this
 library, and tests count them.
 """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenprune.errors import ConformanceError, TokenPruneError
 from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import available_observables, observable
+from tokenprune.selection.observable_registry import available_observables, get_observable
 from tokenprune.selection.segments import Sizes
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.testing.rules import require
@@ -43,9 +43,11 @@ class _Case:
 
     def view(self, method: Pruner, carry: Mapping[str, Any]) -> VisualTokens:
         """Return the input of `method`, limited to its declared observables."""
-        visible = {name: value for name, value in self.observables.items() if observable(name).declared(method.needs)}
+        visible = {
+            name: value for name, value in self.observables.items() if get_observable(name).is_declared(method.needs)
+        }
         hidden, text = visible.pop("hidden"), self.text if method.query_aware else {}
-        text = {name: value for name, value in text.items() if observable(f"text.{name}").declared(method.needs)}
+        text = {name: value for name, value in text.items() if get_observable(f"text.{name}").is_declared(method.needs)}
         return visual_tokens(hidden, self.counts, keep=self.keep, text=text or None, carry=carry, **visible)
 
     def alone(self, segment: int) -> _Case:
@@ -87,7 +89,7 @@ class _Case:
 
 def _axis(name: str) -> int:
     """Return the token axis of an observable; -1 without one."""
-    return observable(name).axes.find("N")
+    return get_observable(name).axes.find("N")
 
 
 def check_choices(stages: Sequence[Pruner]) -> None:
@@ -120,8 +122,8 @@ def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) 
     sizes = Sizes(tuple(counts), _TEXT, width=40, heads=2)
     observables, text = {}, {}
     for name in available_observables():
-        reading = observable(name)
-        if not reading.declared(needs) or (reading.where is ObservedAt.CUT and name != "hidden"):
+        reading = get_observable(name)
+        if not reading.is_declared(needs) or (reading.where is ObservedAt.CUT and name != "hidden"):
             continue
         if reading.by_layer:
             observables[name] = {layer: reading.example(sizes, generator) for layer in layers}
@@ -131,7 +133,7 @@ def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) 
         if of_text is not None:
             text[reading.text_name] = of_text
     requested = [min(n, max(1, round(share * n))) for n in counts]
-    keep = [min(n, max(1, method.budget(n, count))) for n, count in zip(counts, requested, strict=True)]
+    keep = [min(n, max(1, method.resolve_count(n, count))) for n, count in zip(counts, requested, strict=True)]
     return _Case(counts, keep, observables, text)
 
 
@@ -151,9 +153,9 @@ def _kept(stages: Sequence[Pruner], case: _Case, when: str) -> Tensor:
     require(fine, f"{when}: Selection.keep must be bool [S, N] = {list(tokens.mask.shape)}")
     require(not bool((keep & ~tokens.mask).any()), f"{when}: it keeps padding. Use tokens.mask.")
     counts = keep.sum(1).tolist()
-    if method.by_content_count:
-        fine = all(method.least <= count <= limit for count, limit in zip(counts, case.counts, strict=True))
-        require(fine, f"{when}: it keeps {counts}, but fewer than {method.least} per image are not allowed")
+    if method.chooses_count:
+        fine = all(method.min_tokens <= count <= limit for count, limit in zip(counts, case.counts, strict=True))
+        require(fine, f"{when}: it keeps {counts}, but fewer than {method.min_tokens} per image are not allowed")
     else:
         require(counts == case.keep, f"{when}: it keeps {counts}, but its budget is {case.keep}. Use tokens.keep.")
     stated_counts = selection.counts
@@ -220,5 +222,5 @@ def _check_untouched(stages: Sequence[Pruner], case: _Case) -> None:
 
 def _check_blind(method: Pruner) -> None:
     """Raise if a method without `query_aware` reads observables that depend on the question."""
-    asks = [name for name in sorted(method.needs) if observable(name).whole]
+    asks = [name for name in sorted(method.needs) if get_observable(name).whole]
     require(not asks, f"it reads {', '.join(asks)}, which depend on the question. Set query_aware to True.")

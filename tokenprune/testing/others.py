@@ -15,7 +15,7 @@ from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError
 from tokenprune.kernels.host_random import normal, uniform
 from tokenprune.selection.frames import Visual
-from tokenprune.selection.observable_registry import observable
+from tokenprune.selection.observable_registry import get_observable
 from tokenprune.selection.segments import Sizes
 from tokenprune.selection.sites.attention import AttentionPattern
 from tokenprune.selection.sites.decode import DecodeMethod
@@ -36,7 +36,7 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
     Leading `protected` tokens are kept, and `keep=1.0` merges no tokens.
     """
     tower = tower or Tower(
-        tokens=33, protected=1, blocks=4, read=3, module=nn.Linear(2, 2, device="cpu", dtype=torch.float32)
+        tokens=33, protected=1, blocks=4, blocks_read=3, module=nn.Linear(2, 2, device="cpu", dtype=torch.float32)
     )
     with suppress(OptionError):  # keep=1.0 may contradict the options
         full_budget = Budget.from_keep(1.0)
@@ -48,7 +48,10 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
             continue
         plan = method.plan(Budget.from_keep(keep), tower)
         require(len(plan) == tower.blocks, f"plan() must return a matcher or None for each of {tower.blocks} blocks")
-        require(not any(plan[tower.read :]), f"blocks from {tower.read} on have no keys, so their plan must be None")
+        require(
+            not any(plan[tower.blocks_read :]),
+            f"blocks from {tower.blocks_read} on have no keys, so their plan must be None",
+        )
         keys = normal(3, tower.tokens, 16, generator=torch.Generator("cpu").manual_seed(0))
         left = [tower.tokens] * len(keys)
         for block, match in enumerate(plan):
@@ -79,7 +82,7 @@ def _check_drops(method: EncoderMethod, budget: Budget, tower: Tower) -> None:
     Also checks the number of kept patches.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    sizes, tower_observable = Sizes((tower.patches,) * 3), observable(method.reads)
+    sizes, tower_observable = Sizes((tower.patches,) * 3), get_observable(method.reads)
     observed = [tower_observable.example(sizes, generator) for _ in range(tower.blocks)]
 
     def left(rows: list[int]) -> list[list[int]]:
@@ -108,8 +111,8 @@ def _check_drops(method: EncoderMethod, budget: Budget, tower: Tower) -> None:
     require(batched == left([0, 1, 2]), "it drops other patches when called again")
     for row, kept_patches in enumerate(batched):
         require(left([row]) == [kept_patches], f"row {row} of a batch keeps other patches than a single row")
-        exact = method.inexact is not None or len(kept_patches) == tower.left(budget)
-        require(exact, f"it keeps {len(kept_patches)} patches, not {tower.left(budget)}")
+        exact = method.inexact is not None or len(kept_patches) == tower.count_kept(budget)
+        require(exact, f"it keeps {len(kept_patches)} patches, not {tower.count_kept(budget)}")
 
 
 def check_units(method: UnitDropper) -> None:
@@ -125,9 +128,7 @@ def check_units(method: UnitDropper) -> None:
         levels = torch.randint(3, (*grid, 1), generator=generator, device="cpu").expand(*grid, 12)
         for pixels in (levels / 2, uniform(*grid, 12, generator=generator)):
             units, original = levels[..., 0].numel(), pixels.clone()
-            for max_units, min_units in (
-                (n, 1 if method.by_content_count else n) for n in {1, max(1, units // 2), units}
-            ):
+            for max_units, min_units in ((n, 1 if method.chooses_count else n) for n in {1, max(1, units // 2), units}):
                 keep = method.keep_units(pixels, max_units)
                 fine = isinstance(keep, torch.Tensor) and keep.dtype == torch.bool and keep.shape == grid
                 require(fine, f"keep_units() must return a bool tensor {list(grid)}, not {keep}")
@@ -199,14 +200,16 @@ def check_shares(method: ResizeMethod) -> None:
     ]
     for keep in _KEEPS:
         method.check_keep(keep)
-        shares = method.shares(images, keep, "image")
+        shares = method.compute_shares(images, keep, "image")
         fine = len(shares) == len(images) and all(0 < share <= 1 for share in shares)
-        require(fine, f"shares() must return a number in (0, 1] for each of {len(images)} images, not {shares}")
-        require(shares == method.shares(images, keep, "image"), "it returns other shares when called again")
-        alone = [method.shares([image], keep, "image")[0] for image in images]
+        require(fine, f"compute_shares() must return a number in (0, 1] for each of {len(images)} images, not {shares}")
+        require(shares == method.compute_shares(images, keep, "image"), "it returns other shares when called again")
+        alone = [method.compute_shares([image], keep, "image")[0] for image in images]
         require(alone == shares, f"shares are {shares} in a batch, but {alone} for single images")
         require(keep < 1 or shares == [1.0] * len(images), f"with keep=1.0 shares must be 1, not {shares}")
-        require(method.by_content or len(set(shares)) == 1, "shares differ between images. Set by_content.")
+        require(
+            method.depends_on_content or len(set(shares)) == 1, "shares differ between images. Set depends_on_content."
+        )
 
 
 def check_chosen_images(method: ImageChooser) -> None:
@@ -262,5 +265,6 @@ def check_rates(method: DecodeMethod) -> None:
                 torch.equal(alone, rate[row : row + 1]), f"row {row} of a batch gets another rate than a single row"
             )
     require(
-        all(1 <= method.fewest(visual) <= visual for visual in (1, 7, 576)), "fewest() must keep at least one token"
+        all(1 <= method.count_min_kept(visual) <= visual for visual in (1, 7, 576)),
+        "count_min_kept() must keep at least one token",
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import close_names, find_observable, find_observable_of_text
+from tokenprune.selection.observable_registry import find_observable, find_text_observable, suggest_names
 from tokenprune.selection.segments import Segments, TextView, VisualView
 from tokenprune.selection.source import Readable, ReadableByRow, TokenSource
 from tokenprune.selection.tokens import VisualTokens
@@ -84,7 +84,7 @@ def visual_tokens(
 def _check(name: str, value: Any, hidden: Tensor) -> None:
     reading = find_observable(name)
     if reading is None:
-        raise OptionError(f"unknown observable {name!r}: {close_names(name)}see available_observables()")
+        raise OptionError(f"unknown observable {name!r}: {suggest_names(name)}see available_observables()")
     if isinstance(value, Mapping) and not reading.by_layer:
         raise OptionError(f"{name} is not read by layer. Pass a tensor, not a dict.")
     for tensor in value.values() if isinstance(value, Mapping) else [value]:
@@ -161,7 +161,7 @@ class _TensorSource(TokenSource):
 
     def __post_init__(self) -> None:
         self.hidden = self.visual["hidden"]
-        text = {reading.name for name in self.of_text if (reading := find_observable_of_text(name)) is not None}
+        text = {reading.name for name in self.of_text if (reading := find_text_observable(name)) is not None}
         self.needs = frozenset(self.visual.keys() | text | {"frames"})  # always known for images
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class _TensorSource(TokenSource):
             return self.final_norm(text.hidden)
         return _given(self.of_text, reading.text_name, f"text.{reading.text_name}")
 
-    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+    def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         if not self.of_text:
             raise TokenPruneError("The method reads the text after an image. Pass text= to visual_tokens().")
         mask = self.of_text.get("mask")

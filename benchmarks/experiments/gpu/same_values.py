@@ -77,7 +77,7 @@ def on_cpu(method: Any, tokens: VisualTokens) -> VisualTokens:
     with suppress(TokenPruneError):  # where there is no text
         text = {"mask": _cpu(tokens.text.mask)}
     for seen in map(find_observable, available_observables()):
-        if not seen.declared(method.needs):
+        if not seen.is_declared(method.needs):
             continue
         with suppress(AttributeError, NotImplementedError):  # it is of the text alone
             value = getattr(tokens, seen.name)

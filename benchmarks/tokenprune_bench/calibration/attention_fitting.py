@@ -30,7 +30,7 @@ class _Looker(Pruner):
 
     name: ClassVar[str] = "looker"
     site: ClassVar[Site] = Site.IN_LLM
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     layer: int
     note: Callable[[VisualTokens, int], None] = field(compare=False)

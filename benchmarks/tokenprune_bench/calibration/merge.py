@@ -37,7 +37,7 @@ class Calibrator(EncoderMethod):
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what merges the schedule's number of tokens in each block, and notes the threshold."""
-        counts = merges_per_block(tower, tower.left(budget), self.schedule)
+        counts = merges_per_block(tower, tower.count_kept(budget), self.schedule)
         return [partial(self._match, i, r, tower.protected) if r else None for i, r in enumerate(counts)]
 
     def thresholds(self, blocks: int) -> Tensor:
@@ -67,7 +67,7 @@ def merges_per_block(tower: Tower, left: int, schedule: str) -> list[int]:
     block cannot merge, because it merges at most half of its tokens, goes to the others in the same proportions. Blocks
     whose output is not read merge nothing. Raises BudgetError for fewer patches than halving in each block leaves.
     """
-    wanted, blocks = tower.patches - left, tower.read
+    wanted, blocks = tower.patches - left, tower.blocks_read
     most_of_all = tower.tokens * blocks**2  # every block that takes part is asked for more than it can
     reach = sum(_capped(_shares(most_of_all, blocks, schedule), tower))
     if wanted > reach:

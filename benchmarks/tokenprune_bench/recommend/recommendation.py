@@ -106,7 +106,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
     """Return a setting to start from, with its evidence: the row of the table of advice for this task.
 
     model: a model, its config, or its path or name, on disk or in the hub's cache; no weights are read. task: a
-    situation of the table in docs/guide/which-method.md: "general" (photographs), "signs" (text in photographs),
+    situation of the table in docs/start/choose.md: "general" (photographs), "signs" (text in photographs),
     "documents" (rendered pages), "grounding" (where things are), "counting", "video", "long-video", "long-prompts",
     "server" (vLLM), "follow-up" (questions), "no-attention" (weights) or "tower" (a slow vision tower).
 
@@ -155,7 +155,7 @@ def _unguarded(row: Advice) -> str:
         return ""
     kept = "all its tokens" if row.served_keep == 1 else f"{row.served_keep:g} of its tokens"
     return (
-        f"vLLM has no guard: in its place every image keeps {kept}, the floor of {row.guard} (docs/guard.md); a "
+        f"vLLM has no guard: in its place every image keeps {kept}, the floor of {row.guard} (docs/guides/guard.md); a "
         f"request that asks for nothing of the kind may say keep {row.keep:g}."
     )
 
@@ -166,13 +166,14 @@ def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
         return ""
     other = replace(row, method="downsample")
     (method,), _ = other.setting.steps()
-    if reason := checks.unsupported(method, family):
+    if reason := checks.find_unsupported_reason(method, family):
         return f"The same budget by a smaller image (`downsample`) is not supported: {reason}"
     any_size = cost.tower is not None and cost.tower.view is None
     how = f"`downsample` at keep {row.keep:g}{', or max_pixels of the processor' if any_size else ''}"
     lead = f"The same budget by a smaller image ({how})"
     whole, ours, theirs = (
-        one.flops for one in (cost.cost(load), *(cost.predict(load, *each.setting.steps()) for each in (row, other)))
+        one.flops
+        for one in (cost.compute_cost(load), *(cost.predict(load, *each.setting.steps()) for each in (row, other)))
     )
     speed = f"prefill x{whole / theirs:.2f} as fast by FLOPs, tower included, and {row.method} x{whole / ours:.2f}"
     if cost.tower is None:
@@ -189,7 +190,7 @@ def _about(cost: CostModel, load: Load, row: Advice) -> list[str]:
     (method,), _ = row.setting.steps()
     if cost.tower is None or method.site in (Site.PRE_ENCODER, Site.IN_ENCODER):
         return []
-    if (whole := cost.cost(load)).tower_share <= _MUCH:
+    if (whole := cost.compute_cost(load)).tower_share <= _MUCH:
         return []
     return [
         f"The vision tower is {whole.tower_share:.0%} of a prefill's FLOPs here, and some {whole.tower_time:.0%} of "
@@ -220,7 +221,10 @@ def _notes(family: str) -> list[str]:
 def _may_act(row: Advice, family: str) -> bool:
     """Return True where the method of a row is tested at its site in a family, and nothing keeps it from acting."""
     (method,), _ = row.setting.steps()
-    return method.site.name in list_tested_sites(get_family(family)) and checks.unsupported(method, family) is None
+    return (
+        method.site.name in list_tested_sites(get_family(family))
+        and checks.find_unsupported_reason(method, family) is None
+    )
 
 
 def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
@@ -229,7 +233,7 @@ def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
     except UnsupportedModelError:
         return CostModel(DecoderShape.from_config(config.get_text_config())), Load((), row.tokens)
     own = cost.tower.view is None
-    return cost, Load.of_config(config, tokens=row.tokens if own else None, tiles=None if own else row.frames)
+    return cost, Load.from_config(config, tokens=row.tokens if own else None, tiles=None if own else row.frames)
 
 
 def _architecture(config: Any) -> str | None:
@@ -241,7 +245,7 @@ def _architecture(config: Any) -> str | None:
 
 
 def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
-    before, after = cost.cost(load), cost.predict(load, *row.setting.steps())
+    before, after = cost.compute_cost(load), cost.predict(load, *row.setting.steps())
     parts = "tower and decoder" if cost.tower is not None else "the decoder"
     figure = (
         f"prefill x{before.flops / after.flops:.2f} as fast by FLOPs of {parts}, KV cache "
@@ -259,7 +263,7 @@ def _why_not(row: Advice, config: Any) -> str | None:
         return "the plugin does not know this family"
     (method,), _ = row.setting.steps()
     hint = "`recommend --task server` names the methods that it serves."
-    if reason := checks.unsupported(method, architecture, Backend.VLLM, config=config):
+    if reason := checks.find_unsupported_reason(method, architecture, Backend.VLLM, config=config):
         return f"{reason} {hint}"
     at_start = SimpleNamespace(  # of vLLM's own config, what the checks at the start of a server read
         hf_config=config, dtype="bfloat16", multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights")

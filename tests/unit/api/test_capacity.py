@@ -62,7 +62,7 @@ def test_the_sums_by_hand() -> None:
     decoder = server.costs.decoder
     gone = decoder.prefill_flops([1200] * 32) - decoder.prefill_flops([336] * 32)
     assert whole.prefill_flops - less.prefill_flops == pytest.approx(gone)
-    tower = server.costs.cost(load).tower
+    tower = server.costs.compute_cost(load).tower
     assert whole.prefill_seconds == pytest.approx((whole.prefill_flops - tower) / 50e12 + tower / 25e12)
     assert whole.prefills == 1 / whole.prefill_seconds and whole.first_token == whole.prefill_seconds > 0.01
     # What the GPU has done before the host is through takes as long as the host.

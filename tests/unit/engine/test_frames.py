@@ -26,7 +26,7 @@ from tokenprune import (
 )
 from tokenprune.kernels.temporal import group_by_frame, previous_frame_similarity
 from tokenprune.models.families import SUPPORTED
-from tokenprune.selection.frames import frame_and_place, tokens_per_frame
+from tokenprune.selection.frames import compute_frame_indices, count_tokens_per_frame
 from zoo import FAMILIES, IMAGE, VIDEO, Family, Inputs
 
 VIDEOS = {name: family for name, family in {**OTHERS, **FAMILIES}.items() if family.video is not None}
@@ -118,7 +118,7 @@ def test_an_image_is_one_frame(name: str, build: Callable[..., Any]) -> None:
     family = FAMILIES[name]
     tokens = watched(build(family), family.make_inputs(images=(2, 1)), method=Plain())
     assert tokens.segments.frames == [[count] for count in tokens.counts]
-    frame, place = frame_and_place(tokens.segments.frames, tokens.mask.shape[1], tokens.mask.device)
+    frame, place = compute_frame_indices(tokens.segments.frames, tokens.mask.shape[1], tokens.mask.device)
     index = torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask)
     assert torch.equal(frame, torch.where(tokens.mask, 0, -1)) and torch.equal(
         place, torch.where(tokens.mask, index, -1)
@@ -286,8 +286,8 @@ def test_a_method_that_did_not_ask_is_refused(build: Callable[..., Any]) -> None
         (12, 0, 0, None), (2, 3, 0, None), (1, 1, 1, None), (12, -1, 0, None),
     ],
 )  # fmt: skip
-def test_tokens_per_frame(tokens: int, frames: int, behind: int, want: list[int] | None) -> None:
-    assert tokens_per_frame(tokens, frames, behind) == want
+def test_count_tokens_per_frame(tokens: int, frames: int, behind: int, want: list[int] | None) -> None:
+    assert count_tokens_per_frame(tokens, frames, behind) == want
 
 
 def test_ids_agree(build: Callable[..., Any]) -> None:

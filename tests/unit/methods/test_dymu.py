@@ -312,7 +312,7 @@ def test_exact_is_the_same_where_the_thresholds_hit_the_number(build) -> None:
     for exact in (False, True):
         with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=exact):
             owners.append(record_of(tower_of(model)(pixels)).owners)
-    assert len(owners[0].unique()) == tower_shape(model).left(tokenprune.Budget(keep=0.5)) + 1
+    assert len(owners[0].unique()) == tower_shape(model).count_kept(tokenprune.Budget(keep=0.5)) + 1
     assert torch.equal(*owners)
 
 
@@ -325,7 +325,9 @@ def test_exact_in_the_decoder(build) -> None:
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=by_hand(model, TAUS["llava"]), exact=True):
         for run in (model, lambda **inputs: model.generate(**inputs, max_new_tokens=2, min_new_tokens=2)):
             run(**inputs)
-            assert tokenprune.stats(model).visual_tokens_out == 3 * tower_shape(model).left(tokenprune.Budget(keep=0.5))
+            assert tokenprune.stats(model).visual_tokens_out == 3 * tower_shape(model).count_kept(
+                tokenprune.Budget(keep=0.5)
+            )
 
 
 def test_exact_says_what_it_cannot_reach(build) -> None:

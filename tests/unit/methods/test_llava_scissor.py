@@ -43,7 +43,7 @@ def test_a_threshold_decides(threshold: float) -> None:
         to: set(of) for to, of in naive(video, None, 0, threshold=threshold).items()
     }
     assert len(groups) == {-1.0: 1, 1.0: 36}.get(threshold, len(groups)) and selection.counts is None
-    assert method.by_content_count and not tokenprune.method("llava_scissor").by_content_count
+    assert method.chooses_count and not tokenprune.method("llava_scissor").chooses_count
 
 
 def test_the_most_similar_representatives_merge() -> None:

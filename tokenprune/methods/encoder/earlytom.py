@@ -78,7 +78,7 @@ class EarlyTom(FrameMerger):
         for size in self._segments(len(hidden), alike):
             left += self._mixed(start, size, alike)
             start += size
-        return FrameMix.of(left)
+        return FrameMix.from_frames(left)
 
     def groups(self, hidden: Tensor) -> list[int]:
         return self._segments(len(hidden), _similarities(hidden, self.longest - 1))

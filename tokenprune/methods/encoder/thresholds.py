@@ -15,7 +15,7 @@ import torch
 
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.models.fingerprint import Fingerprint
-from tokenprune.selection.files import File, reason
+from tokenprune.selection.files import File, describe_error
 
 _SHIPPED = Path(__file__).resolve().parent / "data"
 _ENTRY, _VERSION = "tokenprune_thresholds", 1
@@ -98,9 +98,9 @@ class Thresholds:
     def load(path: str | Path) -> Thresholds:
         """Read what `save` wrote; raises OptionError for anything else."""
         try:
-            tensors, metadata = File.of(path).tensors()
+            tensors, metadata = File.from_path(path).tensors()
         except (OSError, ValueError) as error:
-            raise OptionError(f"cannot read {path} as thresholds: {reason(error)}") from error
+            raise OptionError(f"cannot read {path} as thresholds: {describe_error(error)}") from error
         try:
             about = json.loads(metadata.get(_ENTRY, "{}"))
             if about.get("version") == _VERSION:

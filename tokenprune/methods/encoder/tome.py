@@ -62,14 +62,14 @@ class ToMe(EncoderMethod):
         Raises BudgetError for a share that halving in every block cannot reach.
         """
         if self.r is None:
-            wanted = tower.patches - tower.left(budget)
-            plan = _smallest_constant(wanted, tower.tokens, tower.protected, tower.read)
+            wanted = tower.patches - tower.count_kept(budget)
+            plan = _smallest_constant(wanted, tower.tokens, tower.protected, tower.blocks_read)
         else:
             plan = self._given(tower.blocks)
         left, merged = tower.tokens, []
         for index in range(tower.blocks):
             merged.append(
-                min(plan[index], max_merges(left, tower.protected)) if index < min(tower.read, len(plan)) else 0
+                min(plan[index], max_merges(left, tower.protected)) if index < min(tower.blocks_read, len(plan)) else 0
             )
             left -= merged[-1]
         return merged

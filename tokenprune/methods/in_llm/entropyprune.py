@@ -38,7 +38,7 @@ class EntropyPrune(Pruner):
     where the mean entropy falls most, is left to the user.
     """
 
-    asks_device: ClassVar[bool] = True  # whether the eigenvalues were found
+    syncs_device: ClassVar[bool] = True  # whether the eigenvalues were found
 
     layer: Annotated[int, Ge(1)] = 2
     states: Literal["queries", "keys", "values"] = "queries"

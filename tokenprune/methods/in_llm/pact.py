@@ -55,7 +55,7 @@ class PACT(Pruner):
     images and videos are one pool). The paper's text was not read.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     layer: Annotated[int, Ge(1)] | None = None
     share: Annotated[float, Gt(0), Le(1)] = 0.55
@@ -63,7 +63,7 @@ class PACT(Pruner):
     reach: Annotated[float, Ge(0)] = 1.5
 
     @property
-    def by_content_count(self) -> bool:
+    def chooses_count(self) -> bool:
         return self.cutoff is not None
 
     @property
@@ -84,14 +84,14 @@ class PACT(Pruner):
                 assign[row, :count] = itself[:count]
             else:
                 assign[row, :count] = self._of_image(score[row, :count], normalize(tokens.keys[row, :count]), keep)
-        counts = None if self.by_content_count else tokens.keep
+        counts = None if self.chooses_count else tokens.keep
         return Selection(assign == itself, assign, counts=counts)
 
     def _of_image(self, score: torch.Tensor, keys: torch.Tensor, keep: int) -> torch.Tensor:
         """long `[n]`: the centre that each of an image's tokens joins, -1 where it joins none. score: `[n]`; keys: `[n,
         D]`, of length 1."""
         count, device = len(score), score.device
-        share = self.share if self.by_content_count else min(1.0, max(self.share, _ROOM * keep / count))
+        share = self.share if self.chooses_count else min(1.0, max(self.share, _ROOM * keep / count))
         number = max(1, int(share * count))
         everything = torch.ones_like(score, dtype=torch.bool)[None]
         matters = top_mask(score[None], everything, to_device([number], device), number)[0]
@@ -102,7 +102,7 @@ class PACT(Pruner):
         alike = Products(keys[None, place], round_=True)
         cutoff = self._cutoff(alike, keep)
         centre = find_centres(alike, cutoff)
-        if not self.by_content_count:
+        if not self.chooses_count:
             # Copies are one centre at any cutoff: where that is too few, the densest others are centres as well.
             rank = torch.where(centre, 0, len(place)) + torch.arange(len(place), device=device)
             centre = torch.zeros_like(centre).index_fill_(0, rank.argsort()[:keep], True)

@@ -58,7 +58,7 @@ class DynRes(ResizeMethod):
     Differs from the paper: that one trains a model with patches of several sizes; this one only resizes images.
     """
 
-    by_content: ClassVar[bool] = True
+    depends_on_content: ClassVar[bool] = True
 
     min_scale: Annotated[float, Gt(0), Le(1)] = 0.25
     text_guard: bool = True

@@ -55,9 +55,9 @@ class Restore(Pruner):
     def __post_init__(self) -> None:
         super().__post_init__()
         one = self._chooser
-        plain = isinstance(one, Pruner) and one.site is Site.PRE_LLM and not one.merges and not one.by_content_count
+        plain = isinstance(one, Pruner) and one.site is Site.PRE_LLM and not one.merges and not one.chooses_count
         self._check(
-            plain and one.least > 0,
+            plain and one.min_tokens > 0,
             f"chooser={self.chooser!r} does not keep a set number of tokens, as they are, between vision tower and "
             "language model; take divprune, vispruner or cdpruner",
         )
@@ -80,7 +80,7 @@ class Restore(Pruner):
         return self._chooser.query_aware
 
     @property
-    def weighs(self) -> bool:
+    def weighs_attention(self) -> bool:
         return self.calibrate
 
     def select(self, tokens: VisualTokens) -> Selection:

@@ -43,22 +43,22 @@ class DTD(Pruner):
     frame, are left out. The paper's text was not read.
     """
 
-    asks_device: ClassVar[bool] = True
-    by_content_count: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
     default_keep: ClassVar[int] = 1_000_000  # tokens a video: no bound
 
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.5
     against: Literal["before", "kept"] = "before"
 
     def select(self, tokens: VisualTokens) -> Selection:
-        videos = Videos.of(tokens, several_frames=True)
+        videos = Videos.from_tokens(tokens, several_frames=True)
         if videos is None:
             return Selection(tokens.mask, counts=tokens.keep)
-        alike = self._alike(videos.x, videos.mask)
+        alike = self._alike(videos.hidden, videos.mask)
         score = torch.cat([score_first_frames(videos, self.name), 1 - alike], dim=1)
         stays = torch.cat([videos.mask[:, :1], videos.mask[:, 1:] & (alike <= self.threshold)], dim=1)
         best = top_mask(score.flatten(1), stays.flatten(1), videos.budget, max(videos.keep))
-        return Selection(videos.kept(best.view_as(stays)))
+        return Selection(videos.to_token_mask(best.view_as(stays)))
 
     def _alike(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """float32 `[V, F - 1, P]`: cosine of each token `[V, F, P, D]` to the one that it is compared with,

@@ -50,10 +50,10 @@ class DyCoke(VideoPruner):
                 "uniform, and all others dropped"
             )
         before = [t - _BEFORE[t % _WINDOW] for t in range(frames)]
-        change = -cosine_similarity(videos.x, videos.x.index_select(1, to_device(before, device)))
+        change = -cosine_similarity(videos.hidden, videos.hidden.index_select(1, to_device(before, device)))
         score = torch.where(spread_in_frames(videos, firsts), _FIRST, change)
         counts = [[*of_video, *[0] * (frames - len(of_video))] for of_video in numbers]
-        return videos.top_of_frames(score, to_device(counts, device))
+        return videos.top_per_frame(score, to_device(counts, device))
 
 
 def _numbers(keep: int, sizes: list[int]) -> list[int]:

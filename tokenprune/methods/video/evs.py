@@ -34,7 +34,8 @@ class EVS(VideoPruner):
     def choose(self, videos: Videos) -> torch.Tensor:
         return videos.top(
             torch.cat(
-                [score_first_frames(videos, self.name), 1 - previous_frame_similarity(videos.x, videos.mask)], dim=1
+                [score_first_frames(videos, self.name), 1 - previous_frame_similarity(videos.hidden, videos.mask)],
+                dim=1,
             )
         )
 

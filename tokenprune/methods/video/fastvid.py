@@ -67,9 +67,9 @@ class FastVID(VideoMerger):
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         mask, sizes = videos.mask, videos.sizes
-        means = frame_means(videos.x, mask)
+        means = frame_means(videos.hidden, mask)
         alike = cosine_similarity(means[:, 1:], means[:, :-1])
-        first = find_first_frames(find_segment_ends(alike, videos.number, self.segments, self.threshold))
+        first = find_first_frames(find_segment_ends(alike, videos.num_frames, self.segments, self.threshold))
         anchor = self._anchors(first, sizes > 0)
 
         budget = split_budget(torch.ones_like(sizes), videos.budget, sizes)
@@ -80,13 +80,13 @@ class FastVID(VideoMerger):
         more = total - sum_segments(centres, first)  # for which the anchor frames have no room
         salient += split_in_segments((~anchor).long(), more, room * ~anchor, first)
 
-        top = videos.top_of_frames(get_tower_attention(videos), salient)
+        top = videos.top_per_frame(get_tower_attention(videos), salient)
         rest, most = mask & ~top, max(videos.keep)
         flat = rest.flatten(0, 1)
         numbers, places = centres.flatten(), min(most, mask.shape[2])
-        peak = find_density_peaks(videos.x.flatten(0, 1), flat, numbers, places, _NEIGHBOURS, capped=False).view_as(
-            mask
-        )
+        peak = find_density_peaks(
+            videos.hidden.flatten(0, 1), flat, numbers, places, _NEIGHBOURS, capped=False
+        ).view_as(mask)
         into = torch.where(top, flat_indices(mask), -1)
         into = torch.where(rest, self._nearest(videos, peak, find_nearest_anchor(first, centres > 0), most), into)
         number = gather_flat(count_members(into, rest), into).clamp(min=1)
@@ -103,7 +103,7 @@ class FastVID(VideoMerger):
     def _nearest(self, videos: Videos, peak: torch.Tensor, anchor: torch.Tensor, most: int) -> torch.Tensor:
         """long `[V, F, P]`: for each token the spot of the most similar centre in the anchor frame of its frame, for a
         centre its own; -1 where there is none. peak: bool `[V, F, P]`, centres; anchor: long `[V, F]`, -1 is none."""
-        x, places = videos.x.flatten(1, 2), peak.shape[2]
+        x, places = videos.hidden.flatten(1, 2), peak.shape[2]
         place = partition(peak.flatten(1))[:, :most]
         group = anchor.repeat_interleave(places, dim=1)
         allowed = peak.flatten(1).gather(1, place)

@@ -78,10 +78,10 @@ class FlashVID(TwoCutMerger):
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         mask, most = videos.mask, max(videos.keep)
-        means = frame_means(videos.x, mask)
-        least = -(-videos.number // _LONG)
+        means = frame_means(videos.hidden, mask)
+        least = -(-videos.num_frames // _LONG)
         first = find_first_frames(
-            find_segment_ends(cosine_similarity(means[:, 1:], means[:, :-1]), videos.number, least, _SCENE)
+            find_segment_ends(cosine_similarity(means[:, 1:], means[:, :-1]), videos.num_frames, least, _SCENE)
         )
 
         budget = split_budget(torch.ones_like(videos.sizes), videos.budget, videos.sizes)  # of each frame
@@ -98,7 +98,7 @@ class FlashVID(TwoCutMerger):
         numbers = split_in_segments(trees, wanted, trees, first)
 
         size = count_members(root, rest)
-        _, of = cluster_frames(_means(videos.x, root, rest, size), tree, numbers, most)
+        _, of = cluster_frames(_means(videos.hidden, root, rest, size), tree, numbers, most)
         into = torch.where(rest, gather_flat(of, root), torch.where(picked, flat_indices(root), -1))
         part = (
             1
@@ -110,7 +110,7 @@ class FlashVID(TwoCutMerger):
 
     def _picked(self, videos: Videos, number: torch.Tensor) -> torch.Tensor:
         """bool `[V, F, P]`: so many tokens of each frame that are far from each other. number: long `[V, F]`."""
-        x, mask, attention = (one.flatten(0, 1) for one in (videos.x, videos.mask, get_tower_attention(videos)))
+        x, mask, attention = (one.flatten(0, 1) for one in (videos.hidden, videos.mask, get_tower_attention(videos)))
         most = max(-(-keep // len(frames)) for keep, frames in zip(videos.keep, videos.frames, strict=True))
         return select_farthest_weighted(x, mask, attention, number.flatten(), most).view_as(videos.mask)
 
@@ -122,7 +122,7 @@ class FlashVID(TwoCutMerger):
         spot, (count, frames, places) = flat_indices(rest).expand_as(rest), rest.shape
         if frames == 1:
             return spot
-        x = videos.x
+        x = videos.hidden
         alike, place = (
             torch.nn.functional.pad(one.view(count, frames - 1, places), (0, 0, 1, 0))
             for one in best_match(x[:, 1:].flatten(0, 1), x[:, :-1].flatten(0, 1), rest[:, :-1].flatten(0, 1))

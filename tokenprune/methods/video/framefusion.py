@@ -37,7 +37,7 @@ class FrameFusion(VideoMerger):
         sizes = [frames[0] for frames in videos.frames]
         if any(keep < size for keep, size in zip(videos.keep, sizes, strict=True)):
             videos.tokens.note(f"{self.name}: less than a frame is to be kept: places are thinned like by uniform")
-        similarity = torch.nn.functional.pad(previous_frame_similarity(videos.x, mask), (0, 0, 1, 0))
+        similarity = torch.nn.functional.pad(previous_frame_similarity(videos.hidden, mask), (0, 0, 1, 0))
         later = mask & torch.nn.functional.pad(mask[:, :-1], (0, 0, 1, 0))
         number = videos.sizes.sum(1) - videos.budget
         merges = top_mask(similarity.flatten(1), later.flatten(1), number, later[0].numel()).view_as(later)

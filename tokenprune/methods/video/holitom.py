@@ -74,11 +74,11 @@ class HoliTom(TwoCutMerger):
         return _InnerHoliTom(layer)
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
-        similarity = previous_frame_similarity(videos.x, videos.mask)
+        similarity = previous_frame_similarity(videos.hidden, videos.mask)
         both = videos.mask[:, 1:] & videos.mask[:, :-1]
         stands = (similarity > self._thresholds(videos)[:, None, None]) & both
         # What is after the last frame of a shorter video begins another segment.
-        ends = find_static_segment_ends(stands.float(), both, videos.number, 0.5) | (videos.sizes[:, 1:] == 0)
+        ends = find_static_segment_ends(stands.float(), both, videos.num_frames, 0.5) | (videos.sizes[:, 1:] == 0)
         static = StaticPatches.from_segments(videos, ends, _still(stands, ends, videos.mask), similarity)
 
         room = videos.budget - static.unmerged.sum((1, 2))

@@ -47,7 +47,7 @@ class KiToke(VideoMerger):
     for the features of LLaVA-OneVision; experimental. Compares all tokens of a video with each other.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     sample: bool = True
     seed: int = 0
@@ -64,12 +64,14 @@ class KiToke(VideoMerger):
                 [f * into.shape[2] + p for f, size in enumerate(sizes) for p in range(size)], device="cpu"
             )
             spot, frame = to_device(spot, into.device), to_device(frame, into.device)
-            tokens = videos.x[video].flatten(0, 1)[spot]
+            tokens = videos.hidden[video].flatten(0, 1)[spot]
             x = tokens - tokens.mean(0)  # so that distances between near ones are exact
             unit = median_squared_distance(x)
             rarity = 1 / compute_density(x, self.alpha * unit)
             kept = self._drawn(videos, video, compute_probabilities(rarity, keep), rarity, keep)
-            interval = self._intervals(videos.x[video, : len(sizes)], videos.mask[video, : len(sizes)], unit.sqrt())
+            interval = self._intervals(
+                videos.hidden[video, : len(sizes)], videos.mask[video, : len(sizes)], unit.sqrt()
+            )
             own = find_nearest_nonempty(
                 interval, torch.zeros_like(interval).index_add(0, interval[frame], kept.long())
             )[frame]

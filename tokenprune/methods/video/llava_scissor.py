@@ -46,13 +46,13 @@ class LLaVAScissor(VideoMerger):
     as one more), and stands where the token of the component stood that had most neighbours in its frame.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     exact: bool = True
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.9
 
     @property
-    def by_content_count(self) -> bool:
+    def chooses_count(self) -> bool:
         return not self.exact
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, None]:
@@ -62,7 +62,7 @@ class LLaVAScissor(VideoMerger):
                 [f * into.shape[2] + p for f, size in enumerate(sizes) for p in range(size)], device="cpu"
             )
             spot = to_device(spot, into.device)
-            x, mask = videos.x[video, : len(sizes)], videos.mask[video, : len(sizes)]
+            x, mask = videos.hidden[video, : len(sizes)], videos.mask[video, : len(sizes)]
             into[video].view(-1)[spot] = spot[self._joined(x, mask, spot, keep)]
         return into, None
 

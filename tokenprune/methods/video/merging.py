@@ -12,7 +12,7 @@ import torch
 from annotated_types import Ge, Gt, Lt
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import profile
+from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.kernels.clusters import cluster_density_peaks
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
@@ -43,23 +43,23 @@ class VideoMerger(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         """Return which visual tokens stay, and into which the others are merged."""
-        videos = Videos.of(tokens)
+        videos = Videos.from_tokens(tokens)
         if videos is None:
             return Selection(tokens.mask, counts=tokens.keep)
         into, weight = self.merge(videos)
-        keep = videos.kept((into == flat_indices(into)) & videos.mask)
+        keep = videos.to_token_mask((into == flat_indices(into)) & videos.mask)
         index = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
-        token_index, _ = videos.by_frame(index)
+        token_index, _ = videos.group_by_frame(index)
         target = token_index.flatten(1).gather(1, into.clamp(min=0).flatten(1)).view_as(into).masked_fill(into < 0, -1)
-        inside = videos.by_token(torch.ones_like(into)) > 0
+        inside = videos.ungroup(torch.ones_like(into)) > 0
         rows = to_device(videos.segments, keep.device)
         assign = torch.where(keep, index, -1)
-        assign = assign.index_copy(0, rows, torch.where(inside, videos.by_token(target), assign[rows]))
+        assign = assign.index_copy(0, rows, torch.where(inside, videos.ungroup(target), assign[rows]))
         if weight is not None:
             # What stands alone is copied, whatever it weighs.
-            own = torch.where(inside, videos.by_token(weight.float()), 1)
+            own = torch.where(inside, videos.ungroup(weight.float()), 1)
             weight = torch.ones(keep.shape, dtype=torch.float32, device=keep.device).index_copy(0, rows, own)
-        return Selection(keep, assign, weight, counts=None if self.by_content_count else tokens.keep)
+        return Selection(keep, assign, weight, counts=None if self.chooses_count else tokens.keep)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class TwoCutMerger(VideoMerger):
         first = dataclasses.replace(self, inner=False, layer=None)
         if not self.inner:
             return [(first, budget)]
-        early, late = profile(layers, ((0, 1.0), (self.layer or self.depth, self.inner_keep)), budget)
+        early, late = plan_cuts(layers, ((0, 1.0), (self.layer or self.depth, self.inner_keep)), budget)
         return [(first, early.budget), (self.build_second_cut(late.layer), late.budget)]
 
 
@@ -118,7 +118,7 @@ def get_tower_attention(videos: Videos) -> torch.Tensor:
     """float32 `[V, F, P]`: attention that tokens get in the last block of the vision tower that the model reads, mean
     over heads; 0 for padding, and where it is not finite."""
     attention = videos.tokens.encoder_attention(-1).mean(1)
-    return videos.by_frame(attention)[0].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return videos.group_by_frame(attention)[0].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +170,7 @@ class StaticPatches:
 
     def compute_means(self) -> torch.Tensor:
         """float32 `[V, F, P, D]`: the mean over time of each still place, at the first; zeros elsewhere."""
-        total = sum_segments(self.videos.x.masked_fill(~self.mask.unsqueeze(-1), 0), self.first)
+        total = sum_segments(self.videos.hidden.masked_fill(~self.mask.unsqueeze(-1), 0), self.first)
         return total.masked_fill(~self.heads.unsqueeze(-1), 0) / self.count_merged().clamp(min=1).unsqueeze(-1)
 
     def expand(self, values: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ class OTTVid(VideoMerger):
 
     def _picks(self, videos: Videos, number: list[int]) -> _Picks:
         """Choose so many tokens of each frame of each video. number: of each video."""
-        x, mask, attention = (one.flatten(0, 1) for one in (videos.x, videos.mask, get_tower_attention(videos)))
+        x, mask, attention = (one.flatten(0, 1) for one in (videos.hidden, videos.mask, get_tower_attention(videos)))
         attention = attention.clamp(min=0).masked_fill(~mask, 0)
         whole = attention.sum(1, keepdim=True)
         weight = torch.where(whole > 0, attention / whole.clamp(min=1e-30), uniform_weights(mask))
@@ -115,7 +115,7 @@ class OTTVid(VideoMerger):
         """float32 `[V, F - 1, k, k]`: what it costs to carry mass from a pick to one of the next frame: how unlike they
         are, and, the more alike the frames are, how far apart."""
         both = videos.mask[:, 1:] & videos.mask[:, :-1]
-        alike = previous_frame_similarity(videos.x, videos.mask).sum(2) / both.sum(2).clamp(min=1)
+        alike = previous_frame_similarity(videos.hidden, videos.mask).sum(2) / both.sum(2).clamp(min=1)
         alpha = (0.5 + 0.5 * (1 - alike).clamp(0, 1))[..., None, None]
         direction = normalize(picks.x)
         unlike = 1 - (direction[:, :-1] @ direction[:, 1:].transpose(2, 3)).clamp(0, 1)
@@ -124,7 +124,7 @@ class OTTVid(VideoMerger):
             (place.float() / (size - 1).clamp(min=1)).clamp(min=0)
             for place, size in ((patches.row, patches.height), (patches.column, patches.width))
         ]
-        where, _ = videos.by_frame(torch.stack(sides, dim=-1))
+        where, _ = videos.group_by_frame(torch.stack(sides, dim=-1))
         where = where.flatten(1, 2).gather(1, picks.spot.flatten(1).unsqueeze(-1).expand(-1, -1, 2))
         where = where.view(*picks.spot.shape, 2)
         apart = torch.cdist(where[:, :-1], where[:, 1:], compute_mode="donot_use_mm_for_euclid_dist") / 2**0.5

@@ -62,7 +62,7 @@ class PruneVid(TwoCutMerger):
     frames is one scene.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
     depth: ClassVar[float] = 11 / 32
 
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.8
@@ -75,7 +75,7 @@ class PruneVid(TwoCutMerger):
         mask, most = videos.mask, max(videos.keep)
         ends = self._scenes(videos)
         still = self._still(videos, find_first_frames(ends))
-        places = StaticPatches.from_segments(videos, ends, still, previous_frame_similarity(videos.x, mask))
+        places = StaticPatches.from_segments(videos, ends, still, previous_frame_similarity(videos.hidden, mask))
         heads, moving = places.heads, places.moving
         sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: of each frame, still before moving
         room = videos.budget - places.unmerged.sum((1, 2))
@@ -85,7 +85,7 @@ class PruneVid(TwoCutMerger):
 
         _, of = cluster_frames(places.compute_means(), heads, numbers[..., 0], most, capped=False)
         part = 1 / (gather_flat(count_members(of, heads), of) * places.count_merged()).clamp(min=1).float()
-        _, into = cluster_frames(videos.x, moving, numbers[..., 1], most, capped=False)
+        _, into = cluster_frames(videos.hidden, moving, numbers[..., 1], most, capped=False)
         weight = 1 / gather_flat(count_members(into, moving), into).clamp(min=1).float()
         into = torch.where(places.unmerged, flat_indices(mask), torch.where(places.mask, places.expand(of), into))
         weight = torch.where(places.unmerged, 1.0, torch.where(places.mask, places.expand(part), weight))
@@ -101,13 +101,13 @@ class PruneVid(TwoCutMerger):
         tokens = videos.tokens
         whole = torch.zeros_like(tokens.mask, dtype=torch.long)
         rows = to_device(videos.segments, whole.device)
-        tokens.remember("group", whole.index_copy(0, rows, videos.by_token(group)), per_token=True)
+        tokens.remember("group", whole.index_copy(0, rows, videos.ungroup(group)), per_token=True)
         tokens.remember("groups", 2 * group.shape[1])
 
     def _scenes(self, videos: Videos) -> torch.Tensor:
         """bool `[V, F - 1]`: whether a scene ends after each frame, also where a video does."""
         real = videos.sizes > 0
-        means = frame_means(videos.x, videos.mask)
+        means = frame_means(videos.hidden, videos.mask)
         wanted = [max(1, int(_SEGMENTS * len(sizes))) for sizes in videos.frames]
         number = to_device(wanted, real.device)
         centres = find_density_peaks(means, real, number, max(wanted), _NEIGHBOURS, capped=False)
@@ -121,7 +121,7 @@ class PruneVid(TwoCutMerger):
 
     def _still(self, videos: Videos, first: torch.Tensor) -> torch.Tensor:
         """bool `[V, F, P]`: tokens at places that stand still in their scene. first: long `[V, F]`."""
-        direction = normalize(videos.x)
+        direction = normalize(videos.hidden)
         own = sum_segments(direction.square().sum(-1), first)
         pairs = sum_segments(direction, first).square().sum(-1) - own
         length = sum_segments(videos.mask.long(), first)

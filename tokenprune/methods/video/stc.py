@@ -39,11 +39,11 @@ class STC(VideoPruner):
     def choose(self, videos: Videos) -> torch.Tensor:
         mask, frames = videos.mask, videos.mask.shape[1]
         first = mask & (torch.arange(frames, device=mask.device) < self.chunk)[:, None]
-        raw = select_stable_channels(videos.x, mask, first)
+        raw = select_stable_channels(videos.hidden, mask, first)
         memory, x = self._memory(frame_means(raw, mask), videos.sizes), normalize(raw)
         score = gaussian_similarity(x, frame_means(x, mask).unsqueeze(2)) + gaussian_similarity(x, memory.unsqueeze(2))
         equal = torch.ones(videos.sizes.shape, dtype=torch.float32, device=mask.device)
-        return videos.top_of_frames(-score, split_budget(equal, videos.budget, videos.sizes))
+        return videos.top_per_frame(-score, split_budget(equal, videos.budget, videos.sizes))
 
     def _memory(self, means: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Return float32 `[V, F, D]`, the direction of the mean of the chunks up to that of each frame. means: of the

@@ -53,7 +53,7 @@ class STTM(VideoMerger):
     may stay by itself. The paper's text was not read.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     layer: Annotated[int, Ge(1)] = 2
     spatial: Annotated[float, Ge(-1), Le(2)] | None = None
@@ -61,7 +61,7 @@ class STTM(VideoMerger):
     exact: bool = True
 
     @property
-    def by_content_count(self) -> bool:
+    def chooses_count(self) -> bool:
         return not self.exact
 
     @property
@@ -74,7 +74,7 @@ class STTM(VideoMerger):
         places = into.shape[2]
         for video, (sizes, keep) in enumerate(zip(videos.frames, videos.keep, strict=True)):
             frames, size = len(sizes), max(sizes)
-            trees = _Trees(videos.x[video, :frames, :size], *_grid(videos.grids[video], size))
+            trees = _Trees(videos.hidden[video, :frames, :size], *_grid(videos.grids[video], size))
             found, own = self._of_video(trees, keep)
             into[video, :frames, :size] = found.div(size, rounding_mode="floor") * places + found % size
             weight[video, :frames, :size] = own

@@ -36,7 +36,7 @@ class VidCom2(VideoPruner):
 
     def choose(self, videos: Videos) -> torch.Tensor:
         mask = videos.mask
-        x = normalize(select_stable_channels(videos.x, mask, mask))
+        x = normalize(select_stable_channels(videos.hidden, mask, mask))
         counts = mask.sum((1, 2))
         of_video = gaussian_similarity(x, x.sum((1, 2))[:, None, None] / counts[:, None, None, None])
         score = of_video + gaussian_similarity(x, frame_means(x, mask).unsqueeze(2))
@@ -45,7 +45,7 @@ class VidCom2(VideoPruner):
         apart = -of_video.masked_fill(~mask, 0).sum(2) / sizes.clamp(min=1)
         # In float64: the softmax is so sharp that a share in float32 would reach the half at which it is rounded.
         share = (apart.double().masked_fill(~real, -torch.inf) / _TEMPERATURE).softmax(1)
-        share = (videos.budget.double() / counts)[:, None] * (1 + share - 1 / videos.number.float()[:, None])
+        share = (videos.budget.double() / counts)[:, None] * (1 + share - 1 / videos.num_frames.float()[:, None])
         numbers = (share.clamp(max=1) * sizes).round().long().clamp(min=1) * real
-        keep = videos.top_of_frames(-score, numbers)
+        keep = videos.top_per_frame(-score, numbers)
         return adjust_count(keep.flatten(1), -score.flatten(1), mask.flatten(1), videos.budget).view_as(mask)

@@ -33,7 +33,7 @@ _REASONS = _REASONS_OF_CUTS | {
     "depths": "granite_docling",
     "it is a robot policy whose actions read the keys of the full prefix": "pi0",
     "the encoder counts windows by slot, so dropped tokens would change the windows. Merge its vectors instead "
-    "(docs/retrieval.md)": "colmodernvbert",
+    "(docs/guides/retrieval.md)": "colmodernvbert",
     "it supports only text in transformers": "mistral4",
     "it is the vision tower of other model types (llava, mistral3)": "pixtral",
 }
@@ -55,7 +55,7 @@ _REASONS_IN_VLLM = {
     ),
     "the checkpoint is in Mistral's format. Use the Hugging Face format (LlavaForConditionalGeneration or "
     "Mistral3ForConditionalGeneration)": "PixtralForConditionalGeneration",
-    "it returns one vector per token, which is not tested yet. Merge its vectors instead (docs/retrieval.md)": (
+    "it returns one vector per token, which is not tested yet. Merge its vectors instead (docs/guides/retrieval.md)": (
         "ColPaliForRetrieval ColQwen3 ColQwen3_5 OpsColQwen3Model ColModernVBertForRetrieval"
     ),
     "images enter through cross-attention, not as tokens of the prompt": "NemotronParseForConditionalGeneration",

@@ -43,11 +43,11 @@ class Family:
     """A model type, and how it passes images to the language model.
 
     The defaults describe the common contract: placeholders in the prompt are replaced by image features, and the
-    decoder is a standard transformers decoder. docs/add-a-family.md explains when to set a field.
+    decoder is a standard transformers decoder. docs/extend/families.md explains when to set a field.
 
     Args:
         name: Model type of the config.
-        note: Remark for users, shown on docs/families.md.
+        note: Remark for users, shown on docs/reference/families.md.
         since: First supported version of transformers. None if only vLLM has the family.
         vllm: The vLLM side of the family.
         videos: Support of videos. "frames": the tokens of each frame are known; "whole": prompts may contain videos,

@@ -55,7 +55,7 @@ class DraftCost:
         sides = []
         for one, patched in ((config, False), (config if draft is None else draft, True)):
             closed, weights = _closed(one)
-            cost = closed.predict(load, methods, budgets) if patched else closed.cost(load)
+            cost = closed.predict(load, methods, budgets) if patched else closed.compute_cost(load)
             sides.append(weight * weights + number * cost.cache)
         return cls(*sides)
 

@@ -7,7 +7,7 @@ import os
 
 from torch import nn
 
-from tokenprune.errors import UnsupportedModelError, short
+from tokenprune.errors import UnsupportedModelError, shorten
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, how_to_add
 from tokenprune.integrations.hf.families.retrieval import whole_model
@@ -30,7 +30,7 @@ def adapter_for(model: nn.Module) -> Adapter:
         )
     if isinstance(model, (str, os.PathLike)):
         raise UnsupportedModelError(
-            f"{short(str(model))} is a name or a path, not a model. Load it first, for example with "
+            f"{shorten(str(model))} is a name or a path, not a model. Load it first, for example with "
             "AutoModelForImageTextToText.from_pretrained(...)."
         )
     if kind is None:
