@@ -81,7 +81,7 @@ def adjust_count(keep: Tensor, score: Tensor, mask: Tensor, count: Tensor) -> Te
 
 def _rank_limits(group: Tensor, *keys: Tensor) -> str | None:
     if len(keys) > 2:
-        return f"there are {len(keys)} keys, more than two"
+        return f"at most two keys are supported, not {len(keys)}"
     return None if group.shape[1] <= 2**14 else f"a row has {group.shape[1]} tokens, more than {2**14}"
 
 

@@ -111,8 +111,8 @@ def count_visual_tokens(processor: Any, height: int, width: int, *, images: int 
         OptionError: If an image processor lacks settings of its processor.
 
     Example:
-        >>> tokenprune.count_visual_tokens(processor, 32, 32)
-        64
+        >>> tokenprune.count_visual_tokens(processor, height=256, width=256)
+        256
     """
     rule = find_rule(processor)
     if rule is None:

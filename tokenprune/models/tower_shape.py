@@ -15,7 +15,7 @@ from tokenprune.models.families import TOWERS, TowerRow
 
 @dataclass(frozen=True)
 class _Join:
-    """How a family joins patches into visual tokens.
+    """Conversion of patches to visual tokens in a family.
 
     Args:
         unit: Function of the config: number of patches per visual token.

@@ -73,7 +73,7 @@ def check_model(model: nn.Module, inputs: Mapping[str, Any], *, keep: float = 0.
         >>> from tokenprune.testing import check_model
         >>> result = check_model(model, inputs, keep=0.5)
         >>> result.visual_tokens, result.kept
-        (64, 32)
+        (256, 128)
     """
     from tokenprune.integrations.hf.families import adapter_for  # imports transformers, which method checks do not need
 

@@ -60,7 +60,7 @@ def test_in_transformers(method: str, family: str, says: str) -> None:
         ("divprune", "LlavaForConditionalGeneration", Backend.VLLM, "yes"),
         ("divprune", "llava", Backend.VLLM, "yes"),
         ("divprune", "fuyu", Backend.VLLM, "does not serve fuyu"),
-        ("divprune", "Ovis2_5", Backend.VLLM, "does not serve Ovis2_5, because what opens and closes its tiles"),
+        ("divprune", "Ovis2_5", Backend.VLLM, "does not serve Ovis2_5, because the encoder outputs tile separators"),
         ("fastv", "llava", Backend.VLLM, "allows it, with limits"),
         ("dart", "llava", Backend.VLLM_IN_LLM, "yes"),
         ("dart", "gemma3", Backend.VLLM_IN_LLM, "does not serve Gemma3ForConditionalGeneration, it serves llava"),

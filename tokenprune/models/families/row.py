@@ -43,7 +43,7 @@ class Family:
     """A model type, and how it passes images to the language model.
 
     The defaults describe the common contract: placeholders in the prompt are replaced by image features, and the
-    decoder is a standard transformers decoder. docs/extend/families.md explains when to set a field.
+    decoder is a standard transformers decoder. docs/extend/add-a-family.md explains when to set a field.
 
     Args:
         name: Model type of the config.
