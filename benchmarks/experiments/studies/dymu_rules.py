@@ -2,7 +2,7 @@
 """How far `dymu` is from its authors' code, rule by rule: thresholds, tokens that are left, merges in each block.
 
     python benchmarks/experiments/studies/dymu_rules.py           # print the tables
-    python benchmarks/experiments/studies/dymu_rules.py --page    # write them into docs/methods/dymu.md
+    python benchmarks/experiments/studies/dymu_rules.py --page    # write them into docs/results/methods.md
 
 Both sets of rules are plain loops over images in float64, written from a description of the authors' code, on the demo
 model's tower and the held-out images: as it is, without its class token, and without it on 15 x 15 patches, an odd
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tokenprune.selection.sites.encoder import Tower
 from tokenprune_bench.calibration.merge import merges_per_block
 
-PAGE = Path(__file__).parents[3] / "docs" / "methods" / "dymu.md"
+PAGE = Path(__file__).parents[3] / "docs" / "results" / "methods.md"
 BEGIN, END = "<!-- rules:begin (benchmarks/experiments/studies/dymu_rules.py --page) -->", "<!-- rules:end -->"
 KEEPS = (0.5, 0.25)
 IMAGES = 64
@@ -212,7 +212,7 @@ def schedules_table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="write the tables into docs/methods/dymu.md")
+    parser.add_argument("--page", action="store_true", help="write the tables into docs/results/methods.md")
     torch.set_num_threads(1)
     args = parser.parse_args()
     tables = f"{thresholds_table()}\n\n{schedules_table()}"
